@@ -1,0 +1,51 @@
+# make demo   sets up and runs the main job end to end
+# make test   sets up and passes the tests (short ones; `make test-all` runs every test)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST_WORKERS ?= 2
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all test-slow lint types contracts format bench setup clean help
+
+help:
+	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench test-slow clean"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Holdfast needs Python 3.11 or newer; say make PYTHON=python3.12 …"; exit 1; }
+	@echo "Setting up $(VENV) (some minutes the first time) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/python -m demo --out demo/out
+
+test: setup lint
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow and not gpu"
+
+test-slow: setup
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not gpu"
+
+test-all: setup lint
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not gpu"
+
+lint: setup
+	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports | tail -n 3
+
+format: setup
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+bench: setup
+	@$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache

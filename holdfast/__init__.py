@@ -1,0 +1,100 @@
+"""Holdfast: the whole training state of a distributed PyTorch run, kept safe.
+
+Public names are resolved on first use, so that importing a torch-free room never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
+    from holdfast.errors import (
+        ConfigError,
+        CorruptionError,
+        DeadlineError,
+        FaultDetected,
+        GroupError,
+        HoldfastError,
+        LayoutError,
+        MismatchError,
+        PlacementError,
+        PlanError,
+        StorageError,
+    )
+    from holdfast.format.values import Codec, Codecs
+    from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
+    from holdfast.state import (
+        RNG,
+        OptimizerState,
+        PerRank,
+        Replicated,
+        Sharded,
+        Stored,
+        Transient,
+    )
+    from holdfast.storage import PosixStorage, Storage
+
+__all__ = [
+    "RNG",
+    "Checkpointer",
+    "Codec",
+    "Codecs",
+    "ConfigError",
+    "Control",
+    "CorruptionError",
+    "DeadlineError",
+    "FaultDetected",
+    "GroupError",
+    "HoldfastError",
+    "Layout",
+    "LayoutError",
+    "LoadReport",
+    "MismatchError",
+    "OptimizerState",
+    "PerRank",
+    "PlacementError",
+    "PlanError",
+    "PosixStorage",
+    "ProcessGroups",
+    "Replicated",
+    "SaveReport",
+    "Sharded",
+    "Storage",
+    "StorageError",
+    "Stored",
+    "Transient",
+    "__version__",
+    "current_groups",
+]
+
+_ROOMS = {
+    "holdfast.checkpoint": ("Checkpointer", "LoadReport", "SaveReport"),
+    "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultDetected"),
+    "holdfast.format.values": ("Codec", "Codecs"),
+    "holdfast.parallel": ("Control", "Layout", "ProcessGroups", "current_groups"),
+    "holdfast.state": (
+        "RNG",
+        "OptimizerState",
+        "PerRank",
+        "Replicated",
+        "Sharded",
+        "Stored",
+        "Transient",
+    ),
+    "holdfast.storage": ("PosixStorage", "Storage"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(import_module(room), name)
+    raise AttributeError(f"module 'holdfast' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
