@@ -1,0 +1,154 @@
+"""Every private name of torch.distributed that this room needs, in one place.
+
+Why not `dist.new_group`: with `use_local_synchronization=True` (the only mode in which ranks
+outside a group take no part) torch names the group after its ranks and the *number of groups this
+rank is in*. Ranks of one group may be in different numbers of others, and then wait for each other
+under different names until the timeout; a group made again after it was destroyed finds the stale
+addresses of the first. So the communicator is made one level below, under a name that all members
+have agreed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import distributed as dist
+
+from holdfast.errors import DeadlineError, GroupError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed has a default group in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def default_rank() -> int:
+    """This process's rank; GroupError where torch.distributed is not initialised."""
+    if not is_initialized():
+        raise GroupError(
+            "Communicators need torch.distributed, which is not initialised in this process. Call "
+            "torch.distributed.init_process_group first, or use ProcessGroups.single() for one "
+            "process."
+        )
+    return dist.get_rank()
+
+
+def default_store() -> Store:
+    """The store that init_process_group was given."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._get_default_store()
+
+
+def prefix_store(prefix: str, store: Store) -> Store:
+    """`store` with every key under `prefix`."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store)
+
+
+def default_backend() -> str:
+    """The default group's backend, as `init_process_group` was told."""
+    return str(dist.get_backend())
+
+
+def new_group(
+    ranks: Sequence[int], *, name: str, backend: str, timeout_s: float, store: Store
+) -> ProcessGroup:
+    """A communicator of exactly `ranks`, in that order; called by its members only.
+
+    `name` is unique per communicator and equal on its members. NCCL connects on first use, gloo
+    now. Raises DeadlineError if a member does not come, GroupError for any other refusal.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    index = list(ranks).index(default_rank())
+    make: Any = c10d._new_process_group_helper
+    try:
+        with _not_split_from_world():
+            group, _ = make(
+                len(ranks),
+                index,
+                list(ranks),
+                dist.Backend(backend),
+                store,
+                name,
+                timeout=timedelta(seconds=timeout_s),
+                group_desc=name,
+            )
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        late = "timeout" in text.lower() or "timed out" in text.lower()
+        raise (DeadlineError if late else GroupError)(
+            f"Could not connect the {backend} communicator {name!r} of ranks {list(ranks)} within "
+            f"{timeout_s:g} s: {text}"
+        ) from error
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return cast("ProcessGroup", group)
+
+
+def group_ranks(group: object) -> list[int]:
+    """The ordered ranks of a live communicator; GroupError for anything else."""
+    if group is None or isinstance(group, int):
+        raise GroupError(
+            f"is {group!r}, not a communicator"
+            + (": the handle new_group returns to ranks outside the group" if group == -100 else "")
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise GroupError(f"is a {type(group).__name__}, not a torch.distributed.ProcessGroup")
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        raise GroupError("is a communicator that torch does not know (destroyed?)") from None
+
+
+def group_name(group: ProcessGroup) -> str:
+    """The name under which a communicator's members found each other."""
+    return str(getattr(group, "group_name", ""))
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """A communicator's backend, in the form `new_group` takes."""
+    return str(dist.get_backend(group))
+
+
+def device_type(group: ProcessGroup) -> str:
+    """ "cuda" for communicators with NCCL, else "cpu"."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return "cuda" if "nccl" in c10d.get_backend_config(group) else "cpu"
+
+
+def destroy(group: ProcessGroup) -> None:
+    """Destroy a communicator; nothing happens where it is gone already."""
+    with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _not_split_from_world() -> Iterator[None]:
+    """Keep torch from splitting a communicator off the world's, which every rank would have to do.
+
+    torch does so wherever `init_process_group` was given a `device_id`; the ranks outside the
+    layout would be waited for.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    world = c10d._get_default_group()
+    bound: torch.device | None = world.bound_device_id
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

@@ -1,0 +1,451 @@
+"""Layouts: which rank stands where. Pure arithmetic, no torch, no processes.
+
+A layout factorises one list of ranks in two ways that share the pipeline axis:
+
+- dense view:  ``tp * cp * dp * pp = number of ranks``
+- expert view: ``expt_tp * ep * expt_dp * pp = number of ranks``
+
+The order string says which axis varies fastest (the leftmost). The dense view leaves `ep` out of
+it; the expert view leaves `cp` out, and reads `tp` as `expt_tp` and `dp` as `expt_dp`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import LayoutError
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("expt_tp", "ep", "expt_dp", "pp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+_TOKENS = ("tp", "cp", "ep", "dp", "pp")
+_EXPERT_TOKEN = {"tp": "expt_tp", "ep": "ep", "dp": "expt_dp", "pp": "pp"}
+_NAMED_AXES: Mapping[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
+    "mp": ("tp", "pp"),
+    "ep": ("ep",),
+    "expt_tp": ("expt_tp",),
+    "expt_dp": ("expt_dp",),
+    "tp_ep": ("expt_tp", "ep"),
+    "tp_ep_pp": ("expt_tp", "ep", "pp"),
+}
+_CLONED = {"dp_cp_ag": "dp_cp", "expt_dp_ag": "expt_dp"}
+_SLICED = {
+    "dp_cp_intra": "dp_cp",
+    "dp_cp_inter": "dp_cp",
+    "expt_dp_intra": "expt_dp",
+    "expt_dp_inter": "expt_dp",
+}
+GROUP_NAMES = (*_NAMED_AXES, "embd", *_SLICED, *_CLONED)
+"""Every named group but `control`, in the order in which communicators are created."""
+
+
+def clone_source(name: str) -> str | None:
+    """The group that `name` is a second communicator of; None if it is none."""
+    return _CLONED.get(name)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Layout:
+    """Axis sizes and the ranks they span; equal layouts have equal fields and equal digests.
+
+    `expt_tp` defaults to `tp`, `ranks` to ``range(tp * cp * dp * pp)``. `ranks` may be any
+    distinct ranks in any order: the rank at coordinate ``c`` is
+    ``ranks[sum(c[axis] * stride[axis])]``. An axis of size 1 may be left out of `order`.
+    `replicas` cuts data parallelism for hybrid sharding: that many contiguous slices of `dp_cp`
+    (and of `expt_dp`) hold the same shards.
+
+    Raises LayoutError, with the arithmetic in the message, if sizes, order, ranks or replicas do
+    not fit each other, or if the two views do not enumerate `pp` identically.
+    """
+
+    tp: int
+    cp: int
+    ep: int
+    dp: int
+    pp: int
+    expt_tp: int
+    order: str
+    ranks: tuple[int, ...]
+    name: str
+    replicas: int
+
+    def __init__(
+        self,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        dp: int = 1,
+        pp: int = 1,
+        expt_tp: int | None = None,
+        order: str = DEFAULT_ORDER,
+        ranks: Sequence[int] | None = None,
+        name: str = "model",
+        replicas: int = 1,
+    ) -> None:
+        """Check and store; see the class."""
+        if not isinstance(name, str) or not name:
+            raise LayoutError(f"A layout needs a name that is not empty, got {name!r}.")
+        sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
+        sizes["expt_tp"] = tp if expt_tp is None else expt_tp
+        sizes["replicas"] = replicas
+        for field, value in sizes.items():
+            object.__setattr__(self, field, _size(field, value, name))
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "order", order)
+        world = self.tp * self.cp * self.dp * self.pp
+        object.__setattr__(self, "ranks", _ranks(ranks, world, name))
+        self._check_world(world)
+        self._check_order()
+        self._check_replicas()
+        self._check_pipeline()
+
+    @classmethod
+    def of_world(
+        cls,
+        world_size: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        dp: int | None = None,
+        pp: int = 1,
+        expt_tp: int | None = None,
+        order: str = DEFAULT_ORDER,
+        ranks: Sequence[int] | None = None,
+        name: str = "model",
+        replicas: int = 1,
+    ) -> Layout:
+        """The layout that fills `world_size` ranks: `dp` is what the other axes leave.
+
+        Raises LayoutError if the sizes do not multiply to `world_size`.
+        """
+        rest = math.prod(_size(axis, n, name) for axis, n in (("tp", tp), ("cp", cp), ("pp", pp)))
+        world_size = _size("world_size", world_size, name)
+        product = f"tp * cp * pp = {tp} * {cp} * {pp} = {rest}"
+        if dp is None:
+            if world_size % rest:
+                raise LayoutError(
+                    f"Layout {name!r}: {world_size} ranks cannot be divided by {product} "
+                    f"(remainder {world_size % rest}). Change a size or the number of ranks."
+                )
+            dp = world_size // rest
+        elif rest * _size("dp", dp, name) != world_size:
+            raise LayoutError(
+                f"Layout {name!r}: {product}, times dp = {dp} makes {rest * dp} ranks, "
+                f"but there are {world_size}. Leave dp out to have it derived."
+            )
+        return cls(
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            dp=dp,
+            pp=pp,
+            expt_tp=expt_tp,
+            order=order,
+            ranks=ranks,
+            name=name,
+            replicas=replicas,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Layout:
+        """The layout whose `to_dict` this is; LayoutError for an unknown or missing field."""
+        known = set(cls.__dataclass_fields__)
+        if set(values) != known:
+            unknown, missing = sorted(set(values) - known), sorted(known - set(values))
+            raise LayoutError(
+                f"Not the fields of a layout: unknown {unknown}, missing {missing}; "
+                f"expected {sorted(known)}."
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as JSON-able values; `from_dict` is the inverse."""
+        values = {field: getattr(self, field) for field in self.__dataclass_fields__}
+        values["ranks"] = list(self.ranks)
+        return values
+
+    def digest(self) -> str:
+        """32 hex digits, equal exactly for equal layouts (the name included)."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the layout."""
+        return len(self.ranks)
+
+    @property
+    def expt_dp(self) -> int:
+        """Size of expert data parallelism: what expt_tp, ep and pp leave of the ranks."""
+        return self.world_size // (self.expt_tp * self.ep * self.pp)
+
+    def size(self, axes: str) -> int:
+        """Number of ranks in each group of `axes`: a named group, or axes joined with ``-``."""
+        if axes == "embd":
+            return min(self.pp, 2)
+        if axes in _SLICED:
+            whole = self.size(_SLICED[axes])
+            return self.replicas if axes.endswith("_inter") else whole // self.replicas
+        tokens, strides = self._view(axes)
+        return math.prod(strides[token][0] for token in tokens)
+
+    def tokens(self, axes: str) -> tuple[str, ...]:
+        """The axes of a named group or of axes joined with ``-``, fastest first."""
+        return tuple(self._view(axes)[0])
+
+    def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of `axes`, each with its ordered ranks, ordered by first member's position.
+
+        Every rank is in exactly one, but for `embd`: the first and last stage of each pipeline,
+        with interior stages in none. Cost: one pass over the ranks.
+        """
+        if axes == "embd":
+            return tuple(_ends(group) for group in self.groups("pp"))
+        if axes in _SLICED:
+            wholes = self.groups(_SLICED[axes])
+            inter = axes.endswith("_inter")
+            return tuple(piece for whole in wholes for piece in self._slices(whole, inter))
+        members, origins = self._offsets(axes)
+        return tuple(tuple(self.ranks[o + m] for m in members) for o in origins)
+
+    def group(self, axes: str, rank: int) -> tuple[int, ...]:
+        """The ordered ranks of the group of `axes` that has `rank`.
+
+        Raises LayoutError if the rank is not in the layout, or is an interior stage and in no
+        `embd` group.
+        """
+        position = self._position(rank)
+        if axes == "embd":
+            ends = _ends(self.group("pp", rank))
+            if rank not in ends:
+                raise LayoutError(
+                    f"Rank {rank} is an interior pipeline stage of {self}: it is in no 'embd' "
+                    f"group. The one of its pipeline is {ends}."
+                )
+            return ends
+        if axes in _SLICED:
+            pieces = self._slices(self.group(_SLICED[axes], rank), axes.endswith("_inter"))
+            return next(piece for piece in pieces if rank in piece)
+        tokens, strides = self._view(axes)
+        members = _steps(strides[token] for token in tokens)
+        for token in tokens:
+            size, stride = strides[token]
+            position -= position // stride % size * stride
+        return tuple(self.ranks[position + member] for member in members)
+
+    def has_group(self, axes: str, rank: int) -> bool:
+        """Whether `rank` is in a group of `axes`: false only for interior stages and `embd`."""
+        self.size(axes)
+        self._position(rank)
+        return axes != "embd" or rank in _ends(self.group("pp", rank))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands in the dense view: tp, cp, dp and pp."""
+        return self._coordinate(rank, DENSE_AXES)
+
+    def expert_coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands in the expert view: expt_tp, ep, expt_dp and pp."""
+        return self._coordinate(rank, EXPERT_AXES)
+
+    def rank_at(self, **coordinate: int) -> int:
+        """The rank at a dense or an expert coordinate; axes of size 1 may be left out."""
+        strides = self._strides(self._axes_of(coordinate, "coordinate"))
+        position = 0
+        for axis, (size, stride) in strides.items():
+            if axis not in coordinate and size > 1:
+                raise LayoutError(f"No coordinate for axis {axis!r} (size {size}) of {self}.")
+            value = coordinate.get(axis, 0)
+            if not 0 <= value < size:
+                raise LayoutError(
+                    f"Coordinate {axis}={value} is outside of {self}: {axis} has size {size}."
+                )
+            position += value * stride
+        return self.ranks[position]
+
+    def __str__(self) -> str:
+        """One line for messages, without the whole list of ranks."""
+        sizes = " ".join(f"{axis}={getattr(self, axis)}" for axis in _TOKENS)
+        extra = f" expt_tp={self.expt_tp}" if self.expt_tp != self.tp else ""
+        extra += f" replicas={self.replicas}" if self.replicas != 1 else ""
+        return (
+            f"layout {self.name!r} ({sizes}{extra}, order {self.order}, "
+            f"ranks {shorten_ranks(self.ranks)})"
+        )
+
+    def _position(self, rank: int) -> int:
+        try:
+            return self.ranks.index(rank)
+        except ValueError:
+            raise LayoutError(f"Rank {rank} is not in {self}.") from None
+
+    def _coordinate(self, rank: int, axes: tuple[str, ...]) -> dict[str, int]:
+        position = self._position(rank)
+        strides = self._strides(axes)
+        return {axis: position // strides[axis][1] % strides[axis][0] for axis in axes}
+
+    def _strides(self, axes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        """Size and stride of each axis of a view, fastest first; left-out axes come last."""
+        expert = axes == EXPERT_AXES
+        named = [_EXPERT_TOKEN.get(t, "") if expert else t for t in self.order.split("-")]
+        ordered = [axis for axis in named if axis in axes]
+        ordered += [axis for axis in axes if axis not in ordered]
+        strides, stride = {}, 1
+        for axis in ordered:
+            size: int = getattr(self, axis)
+            strides[axis] = (size, stride)
+            stride *= size
+        return strides
+
+    def _axes_of(self, tokens: Iterable[str], what: str) -> tuple[str, ...]:
+        for axes in (DENSE_AXES, EXPERT_AXES):
+            if set(tokens) <= set(axes):
+                return axes
+        raise LayoutError(
+            f"{what} {'-'.join(tokens)!r} of {self} is in neither view: the dense one has the axes "
+            f"{', '.join(DENSE_AXES)}, the expert one {', '.join(EXPERT_AXES)}. Named groups are "
+            f"{', '.join(GROUP_NAMES)} and control."
+        )
+
+    def _view(self, axes: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
+        """The tokens of `axes` fastest first, and the strides of the view they belong to."""
+        axes = _CLONED.get(axes, axes)
+        named = DENSE_AXES if axes == "control" else _NAMED_AXES.get(axes)
+        tokens = tuple(axes.split("-")) if named is None else named
+        if len(set(tokens)) != len(tokens):
+            raise LayoutError(f"Axes {axes!r} name an axis twice.")
+        strides = self._strides(self._axes_of(tokens, "Group"))
+        return [axis for axis in strides if axis in tokens], strides
+
+    def _offsets(self, axes: str) -> tuple[list[int], list[int]]:
+        """Positions of a group's members from its first, and of all groups' first members."""
+        tokens, strides = self._view(axes)
+        members = _steps(strides[token] for token in tokens)
+        origins = _steps(strides[axis] for axis in strides if axis not in tokens)
+        return members, origins
+
+    def _slices(self, whole: tuple[int, ...], inter: bool) -> list[tuple[int, ...]]:
+        length = len(whole) // self.replicas
+        if inter:
+            return [whole[start::length] for start in range(length)]
+        return [whole[start : start + length] for start in range(0, len(whole), length)]
+
+    def _check_world(self, world: int) -> None:
+        dense = f"tp * cp * dp * pp = {self.tp} * {self.cp} * {self.dp} * {self.pp} = {world}"
+        if len(self.ranks) != world:
+            raise LayoutError(
+                f"Layout {self.name!r}: {dense}, but it has {len(self.ranks)} ranks "
+                f"({shorten_ranks(self.ranks)}). The sizes must multiply to the number of ranks."
+            )
+        expert = self.expt_tp * self.ep * self.pp
+        if world % expert:
+            raise LayoutError(
+                f"Layout {self.name!r}: {dense} ranks cannot be divided by expt_tp * ep * pp = "
+                f"{self.expt_tp} * {self.ep} * {self.pp} = {expert} (remainder {world % expert}), "
+                "so there is no expt_dp. Change ep or expt_tp."
+            )
+
+    def _check_order(self) -> None:
+        tokens = self.order.split("-") if isinstance(self.order, str) else [repr(self.order)]
+        where = f"Layout {self.name!r}: order {self.order!r}"
+        unknown = [token for token in tokens if token not in _TOKENS]
+        if unknown:
+            raise LayoutError(f"{where} has unknown axes {unknown}; known are {', '.join(_TOKENS)}")
+        repeated = sorted({token for token in tokens if tokens.count(token) > 1})
+        if repeated:
+            raise LayoutError(f"{where} names {', '.join(repeated)} more than once.")
+        for token in _TOKENS:
+            for axis in dict.fromkeys((token, _EXPERT_TOKEN.get(token, token))):
+                size = getattr(self, axis)
+                if token not in tokens and size != 1:
+                    raise LayoutError(
+                        f"{where} lacks {token!r}, but {axis} = {size}. Only axes of size 1 may be "
+                        f"left out: put {token!r} where it belongs."
+                    )
+
+    def _check_replicas(self) -> None:
+        for whole in ("dp_cp", "expt_dp"):
+            size = self.size(whole)
+            if size % self.replicas:
+                raise LayoutError(
+                    f"Layout {self.name!r}: {whole} has {size} ranks, which cannot be cut into "
+                    f"replicas = {self.replicas} equal slices (remainder {size % self.replicas})."
+                )
+
+    def _check_pipeline(self) -> None:
+        dense = self._strides(DENSE_AXES)["pp"]
+        expert = self._strides(EXPERT_AXES)["pp"]
+        if self.pp > 1 and dense != expert:
+            pipelines = [self._pipelines(stride) for _, stride in (dense, expert)]
+            raise LayoutError(
+                f"Layout {self.name!r}: with order {self.order!r} the dense and the expert view "
+                f"enumerate pp differently. Dense: {pipelines[0]} (stride {dense[1]}). Expert: "
+                f"{pipelines[1]} (stride {expert[1]}). Put pp last in the order, or make the sizes "
+                "left of pp multiply to the same number in both views."
+            )
+
+    def _pipelines(self, stride: int) -> str:
+        span = stride * self.pp
+        firsts = [p for p in range(self.world_size) if p % span < stride]
+        shown = [list(self.ranks[p : p + span : stride]) for p in firsts[:8]]
+        return f"{shown}{' ...' if len(firsts) > 8 else ''}"
+
+
+def shorten_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message: a range where they are one, at most 16 of them otherwise."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown if len(ranks) <= 16 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def _size(field: str, value: int, name: str) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = 0
+    if size < 1 or isinstance(value, bool):
+        raise LayoutError(f"Layout {name!r}: {field} must be a whole number >= 1, got {value!r}.")
+    return size
+
+
+def _ranks(ranks: Sequence[int] | None, world: int, name: str) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(world))
+    try:
+        numbers = tuple(operator.index(rank) for rank in ranks)
+    except TypeError:
+        raise LayoutError(f"Layout {name!r}: ranks must be whole numbers, got {ranks!r}.") from None
+    negative = [rank for rank in numbers if rank < 0]
+    if negative:
+        raise LayoutError(f"Layout {name!r}: ranks must not be negative, got {negative}.")
+    if len(set(numbers)) != len(numbers):
+        twice = sorted({rank for rank in numbers if numbers.count(rank) > 1})
+        raise LayoutError(f"Layout {name!r}: ranks {twice} are in the list more than once.")
+    return numbers
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])
+
+
+def _steps(axes: Iterable[tuple[int, int]]) -> list[int]:
+    """Every sum of index * stride, the first axis fastest."""
+    steps = [0]
+    for size, stride in axes:
+        steps = [step + index * stride for index in range(size) for step in steps]
+    return steps

@@ -1,0 +1,69 @@
+"""How something went on one rank, in a form that other ranks can raise again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast import errors
+from holdfast.errors import HoldfastError
+
+_MAX_MESSAGE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Success (both fields empty), or class name and message of an error."""
+
+    kind: str = ""
+    message: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> Outcome:
+        """The outcome of something that raised `error`, or did not."""
+        if error is None:
+            return cls()
+        text = str(error) or type(error).__name__
+        kind = type(error).__name__
+        if not isinstance(error, HoldfastError):
+            text = f"{kind}: {text}"
+        return cls(kind=kind, message=text[:_MAX_MESSAGE])
+
+    @classmethod
+    def from_json(cls, text: str) -> Outcome:
+        """Inverse of `to_json`."""
+        kind, message = json.loads(text) if text else ("", "")
+        return cls(kind=kind, message=message)
+
+    def to_json(self) -> str:
+        """Empty for success."""
+        return json.dumps([self.kind, self.message]) if self.kind else ""
+
+    def error_type(self) -> type[HoldfastError]:
+        """The class of the closed hierarchy to raise it as; HoldfastError for foreign errors."""
+        found = getattr(errors, self.kind, None)
+        if isinstance(found, type) and issubclass(found, HoldfastError):
+            return found
+        return HoldfastError
+
+
+def raise_failures(
+    outcomes: Sequence[Outcome],
+    *,
+    ranks: Sequence[int],
+    phase: str,
+    cause: BaseException | None,
+) -> None:
+    """Raise if any outcome is a failure: the first one's class, a text that lists every one.
+
+    All ranks that hold the same outcomes raise the same class and text; `cause`, the rank's own
+    error, is kept as ``__cause__``.
+    """
+    failures = [(rank, o) for rank, o in zip(ranks, outcomes, strict=True) if o.kind]
+    if not failures:
+        return
+    listed = "\n".join(f"rank {rank}: {outcome.message}" for rank, outcome in failures)
+    raise failures[0][1].error_type()(
+        f"{len(failures)} of {len(outcomes)} ranks failed ({phase}):\n{listed}"
+    ) from cause
