@@ -1,0 +1,71 @@
+"""The element types a checkpoint can hold, by their safetensors names.
+
+Torch-free: numpy types are given where numpy has one; 8-bit floats and bfloat16 travel as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from holdfast.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DType:
+    """One element type: `itemsize` in bytes, and how a safetensors file writes it.
+
+    `envelope` is the safetensors type its entries carry; types unknown to safetensors are written
+    as `envelope_dim` elements of the envelope type, as one more trailing dim (C128 is F64 x 2).
+    """
+
+    name: str
+    itemsize: int
+    envelope: str
+    envelope_dim: int | None = None
+    numpy: np.dtype[np.generic] | None = None
+
+    def envelope_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape a safetensors entry of this type states for a tensor of `shape`."""
+        return shape if self.envelope_dim is None else (*shape, self.envelope_dim)
+
+
+def _table() -> dict[str, DType]:
+    plain = {
+        "BOOL": "?", "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
+        "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
+        "C64": "<c8",
+    }  # fmt: skip
+    types = [
+        DType(name=name, itemsize=np.dtype(code).itemsize, envelope=name, numpy=np.dtype(code))
+        for name, code in plain.items()
+    ]
+    types += [
+        DType(name="BF16", itemsize=2, envelope="BF16"),
+        DType(name="F8_E4M3", itemsize=1, envelope="F8_E4M3"),
+        DType(name="F8_E5M2", itemsize=1, envelope="F8_E5M2"),
+        DType(name="F8_E8M0", itemsize=1, envelope="F8_E8M0"),
+        DType(name="F8_E4M3FNUZ", itemsize=1, envelope="U8"),
+        DType(name="F8_E5M2FNUZ", itemsize=1, envelope="U8"),
+        DType(name="C32", itemsize=4, envelope="F16", envelope_dim=2),
+        DType(
+            name="C128", itemsize=16, envelope="F64", envelope_dim=2, numpy=np.dtype(np.complex128)
+        ),
+    ]
+    return {dtype.name: dtype for dtype in types}
+
+
+DTYPES: Mapping[str, DType] = MappingProxyType(_table())
+"""Every element type by name; immutable."""
+
+
+def dtype_named(name: str) -> DType:
+    """The element type of that name; PlacementError names the ones there are."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        known = " ".join(DTYPES)
+        raise PlacementError(f"unknown element type {name!r}; known: {known}") from None

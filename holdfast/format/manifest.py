@@ -1,0 +1,244 @@
+"""The manifest: the commit record of a checkpoint.
+
+The file is compact JSON whose last member is `digest`. The digest covers every byte before
+`,"digest":"<32 hexadecimal digits>"}` and a newline, so that every byte of the file is covered and
+nobody needs a canonical form of JSON to check it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast.errors import CorruptionError, PlanError
+from holdfast.format.digest import digest128
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.image import MAX_HEADER_NBYTES, MAX_NDIM
+from holdfast.format.names import is_data_file
+
+FORMAT = "holdfast"
+VERSION = 1
+MAX_MANIFEST_NBYTES = 1 << 28
+MAX_INDEX_NBYTES = 1 << 32
+
+_TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
+_TAIL_NBYTES = len(b',"digest":"') + 32 + len(b'"}\n')
+_HEX128 = re.compile(r"[0-9a-f]{32}")
+MIN_BLOCK_NBYTES = 16
+MAX_BLOCK_NBYTES = 1 << 26
+_MAX_NBYTES = 2**63 - 1
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all records have in common: immutable, and no unknown members."""
+
+
+class LayoutInfo(_Record, frozen=True, kw_only=True):
+    """One layout the state lives on, enough to rebuild it: see `Layout.to_dict`."""
+
+    name: str
+    axes: dict[str, int]
+    order: str
+    ranks: list[int]
+
+
+class TensorInfo(_Record, frozen=True, kw_only=True):
+    """One logical tensor: global shape, element type (`DTYPES`), position of its layout."""
+
+    key: str
+    dtype: str
+    shape: list[int]
+    layout: int
+    fingerprint: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one whole copy."""
+        return self.numel * DTYPES[self.dtype].itemsize
+
+
+class FileInfo(_Record, frozen=True, kw_only=True):
+    """One data file: its name inside the directory, sizes, and the rank that wrote it."""
+
+    name: str
+    nbytes: int
+    header_nbytes: int
+    header_digest: str
+    writer: int
+    coordinate: dict[str, int]
+
+
+class IndexInfo(_Record, frozen=True, kw_only=True):
+    """The index file: size, XXH3-128, number of rows."""
+
+    nbytes: int
+    digest: str
+    num_rows: int
+
+
+class Totals(_Record, frozen=True, kw_only=True):
+    """Sums: `nbytes` of all tensors once, `stored_nbytes` of all payloads, copies included."""
+
+    num_tensors: int
+    nbytes: int
+    stored_nbytes: int
+
+
+class Manifest(_Record, frozen=True, kw_only=True):
+    """Everything a checkpoint says about itself, but for the chunk table."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    step: int
+    save_id: str
+    created: str
+    holdfast: str
+    torch: str
+    layouts: list[LayoutInfo]
+    signature: str
+    block_nbytes: int
+    tensors: list[TensorInfo]
+    parts: dict[str, Any]
+    files: list[FileInfo]
+    index: IndexInfo
+    totals: Totals
+
+
+class _Peek(msgspec.Struct):
+    format: str
+    version: int
+
+
+class _Sealed(NamedTuple):
+    body: bytes
+    intact: bool
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`. PlanError when they would not be accepted back."""
+    problem = _problem(manifest)
+    if problem is not None:
+        raise PlanError(f"manifest of step {manifest.step}: {problem}")
+    try:
+        body = msgspec.json.encode(manifest).removesuffix(b"}")
+    except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
+        raise PlanError(f"manifest of step {manifest.step} cannot be written: {error}") from error
+    data = body + b',"digest":"' + digest128(body).encode() + b'"}\n'
+    if len(data) > MAX_MANIFEST_NBYTES:
+        raise PlanError(
+            f"manifest of step {manifest.step} would have {len(data)} bytes, the limit is "
+            f"{MAX_MANIFEST_NBYTES}: large values belong in arrays or tensors"
+        )
+    return data
+
+
+def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
+    """The manifest in these bytes.
+
+    CorruptionError when a byte is wrong, when the version is newer (by name), or when the content
+    breaks a rule of the format; a manifest that is returned is safe to act upon.
+    """
+    if len(data) > MAX_MANIFEST_NBYTES:
+        raise CorruptionError(f"{place}: {len(data)} bytes are beyond {MAX_MANIFEST_NBYTES}")
+    sealed = _unseal(data)
+    text = sealed.body + b"}"
+    peek = _peek(text if sealed.intact else data)
+    if peek is not None and peek.format == FORMAT and peek.version > VERSION:
+        damage = "" if sealed.intact else " (or damaged: its digest does not match)"
+        raise CorruptionError(
+            f"{place}: written by a newer Holdfast: format version {peek.version}, "
+            f"this is {VERSION}{damage}; update Holdfast to read it"
+        )
+    if not sealed.intact:
+        raise CorruptionError(
+            f"{place}: damaged: its digest does not match its bytes; use another copy or step"
+        )
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptionError(f"{place}: not a manifest of version {VERSION}: {error}") from None
+    problem = _problem(manifest)
+    if problem is not None:
+        raise CorruptionError(f"{place}: {problem}")
+    return manifest
+
+
+def _unseal(data: bytes) -> _Sealed:
+    body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
+    match = _TAIL.fullmatch(tail)
+    return _Sealed(body, match is not None and match[1].decode() == digest128(body))
+
+
+def _peek(text: bytes) -> _Peek | None:
+    try:
+        return msgspec.json.decode(text, type=_Peek)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _problem(m: Manifest) -> str | None:
+    """The first rule of the format that a manifest breaks, in words."""
+    if m.format != FORMAT or m.version != VERSION:
+        return f"format {m.format!r} version {m.version} is not {FORMAT!r} version {VERSION}"
+    if not 0 <= m.step < 10**18:
+        return f"step {m.step} is not in [0, 10**18)"
+    power = m.block_nbytes.bit_count() == 1
+    if not power or not MIN_BLOCK_NBYTES <= m.block_nbytes <= MAX_BLOCK_NBYTES:
+        return (
+            f"block_nbytes {m.block_nbytes} is not a power of two "
+            f"from {MIN_BLOCK_NBYTES} to {MAX_BLOCK_NBYTES}"
+        )
+    return _tensor_problem(m) or _file_problem(m) or _total_problem(m)
+
+
+def _tensor_problem(m: Manifest) -> str | None:
+    seen = set()
+    for tensor in m.tensors:
+        if tensor.key in seen or not tensor.key:
+            return f"tensor key {tensor.key!r} is empty or there twice"
+        seen.add(tensor.key)
+        if tensor.dtype not in DTYPES:
+            return f"tensor {tensor.key!r} has the unknown element type {tensor.dtype!r}"
+        if len(tensor.shape) > MAX_NDIM:
+            return f"tensor {tensor.key!r} has {len(tensor.shape)} dims, the limit is {MAX_NDIM}"
+        if any(size < 0 for size in tensor.shape):
+            return f"tensor {tensor.key!r} has the impossible shape {tensor.shape}"
+        if math.prod(max(size, 1) for size in tensor.shape) > _MAX_NBYTES // 16:
+            return f"tensor {tensor.key!r} of shape {tensor.shape} is larger than any memory"
+        if not 0 <= tensor.layout < len(m.layouts):
+            return f"tensor {tensor.key!r} is on layout {tensor.layout} of {len(m.layouts)}"
+    return None
+
+
+def _file_problem(m: Manifest) -> str | None:
+    if len({file.name for file in m.files}) != len(m.files):
+        return "a data file is listed twice"
+    for file in m.files:
+        if not is_data_file(file.name):
+            return f"data file name {file.name!r} is not of the form 'data/00000.safetensors'"
+        if not 8 <= file.header_nbytes <= min(MAX_HEADER_NBYTES + 8, file.nbytes):
+            return f"{file.name}: a header of {file.header_nbytes} bytes in {file.nbytes} bytes"
+        if file.nbytes > _MAX_NBYTES:
+            return f"{file.name}: {file.nbytes} bytes are more than any file has"
+        if _HEX128.fullmatch(file.header_digest) is None:
+            return f"{file.name}: header_digest is not 32 hexadecimal digits"
+    return None
+
+
+def _total_problem(m: Manifest) -> str | None:
+    if not 8 <= m.index.nbytes <= MAX_INDEX_NBYTES or _HEX128.fullmatch(m.index.digest) is None:
+        return f"an index of {m.index.nbytes} bytes with digest {m.index.digest!r} cannot be"
+    if m.totals.num_tensors != len(m.tensors):
+        return f"totals state {m.totals.num_tensors} tensors, {len(m.tensors)} are listed"
+    nbytes = sum(tensor.nbytes for tensor in m.tensors)
+    if m.totals.nbytes != nbytes:
+        return f"totals state {m.totals.nbytes} bytes of tensors, they have {nbytes}"
+    return None

@@ -1,0 +1,82 @@
+"""Names on disk: steps, saves under way, records, data files.
+
+A step is committed when its directory has its final name and holds a manifest; nothing else says
+so, least of all the pointer file, which is for people and other tools.
+"""
+
+from __future__ import annotations
+
+import re
+
+from holdfast.errors import StorageError
+from holdfast.storage import Storage
+
+MANIFEST = "manifest.json"
+INDEX = "index.safetensors"
+DATA_DIR = "data"
+LATEST = "latest_checkpointed_iteration.txt"
+SAVING_PREFIX = ".saving-"
+
+_STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
+_SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-([0-9A-Za-z_.]{1,64})", re.ASCII)
+_DATA_FILE = re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII)
+
+
+def step_dir(step: int) -> str:
+    """Directory name of a committed step, `iter_0000100`; StorageError for a negative step."""
+    if not 0 <= step < 10**18:
+        raise StorageError(f"step {step} cannot be stored: it must be in [0, 10**18)")
+    return f"iter_{step:07d}"
+
+
+def parse_step_dir(name: str) -> int | None:
+    """The step a directory name stands for, or None when it is not the name of a step."""
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    return step if step_dir(step) == name else None
+
+
+def saving_dir(step: int, save_id: str) -> str:
+    """Directory name of a save under way, `.saving-iter_0000120-<save id>`."""
+    name = f"{SAVING_PREFIX}{step_dir(step)}-{save_id}"
+    if _SAVING.fullmatch(name) is None:
+        raise StorageError(f"save id {save_id!r} must be 1 to 64 of the characters 0-9 A-Z a-z _ .")
+    return name
+
+
+def parse_saving_dir(name: str) -> tuple[int, str] | None:
+    """Step and save id of a save under way, or None when the name is not of that kind."""
+    match = _SAVING.fullmatch(name)
+    if match is None:
+        return None
+    step = parse_step_dir(match[1])
+    return None if step is None else (step, match[2])
+
+
+def data_file(number: int) -> str:
+    """Name of a data file inside a checkpoint directory, `data/00000.safetensors`."""
+    return f"{DATA_DIR}/{number:05d}.safetensors"
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a name in a manifest is one that a data file may have (no other path is opened)."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def list_steps(storage: Storage) -> list[int]:
+    """Committed steps, ascending. One listing plus one look per candidate."""
+    steps = [
+        step
+        for name in storage.list("")
+        if (step := parse_step_dir(name)) is not None
+        and storage.is_dir(name)
+        and storage.exists(f"{name}/{MANIFEST}")
+    ]
+    return sorted(steps)
+
+
+def latest_step(storage: Storage) -> int | None:
+    """The newest committed step, or None; the pointer file is not consulted."""
+    return max(list_steps(storage), default=None)

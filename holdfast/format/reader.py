@@ -1,0 +1,325 @@
+"""Reading a committed checkpoint: any box of any tensor, byte ranges only, every block verified."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
+from holdfast.format.blocks import BlockReader, ChunkRead
+from holdfast.format.digest import digest128
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.index import ChunkIndex, decode_index, describe_row, validate_index
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, TensorInfo, decode_manifest
+from holdfast.format.names import INDEX, MANIFEST
+from holdfast.format.values import Node
+from holdfast.geometry import Box
+from holdfast.storage import Source, Storage
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadStats:
+    """What reading has cost so far; `fallbacks` tells every bad copy that another one replaced."""
+
+    opens: int = 0
+    nbytes_read: int = 0
+    nbytes_needed: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """The two records of a checkpoint as stored; enough to open it elsewhere without reading."""
+
+    manifest: bytes
+    index: bytes
+
+
+def read_records(storage: Storage, directory: str) -> Records:
+    """Read manifest and index of a checkpoint and check the digests of both.
+
+    `directory` is relative to the storage, "" for its root. Two reads. Raises StorageError when it
+    is not a committed checkpoint, CorruptionError when a record is damaged.
+    """
+    manifest_path, index_path = _join(directory, MANIFEST), _join(directory, INDEX)
+    if not storage.exists(manifest_path):
+        raise StorageError(
+            f"{storage.describe(directory)} is not a committed checkpoint: it has no {MANIFEST}"
+        )
+    place = storage.describe(manifest_path)
+    if storage.size(manifest_path) > MAX_MANIFEST_NBYTES:
+        raise CorruptionError(f"{place}: larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
+    data = storage.read(manifest_path)
+    info = decode_manifest(data, place=place).index
+    place = storage.describe(index_path)
+    if not storage.exists(index_path):
+        raise CorruptionError(f"{place}: missing, though the manifest lists it")
+    if storage.size(index_path) != info.nbytes:
+        raise CorruptionError(
+            f"{place}: has {storage.size(index_path)} bytes, the manifest states {info.nbytes}"
+        )
+    index = storage.read(index_path)
+    _check_index_digest(index, info.digest, place)
+    return Records(manifest=data, index=index)
+
+
+def _check_index_digest(index: bytes, digest: str, place: str) -> None:
+    if digest128(index) != digest:
+        raise CorruptionError(f"{place}: damaged: its digest is not the one in the manifest")
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
+
+
+class Snapshot:
+    """One committed checkpoint, open for reading. A context manager: closes its data files.
+
+    Data files are opened on first use and kept open. Any number of threads may read at once.
+    """
+
+    def __init__(
+        self, storage: Storage, directory: str, *, manifest: Manifest, index: ChunkIndex
+    ) -> None:
+        self.storage = storage
+        self.directory = directory
+        self.manifest = manifest
+        self.index = index
+        self.stats = ReadStats()
+        self._ids = {tensor.key: i for i, tensor in enumerate(manifest.tensors)}
+        self._rows = np.argsort(index.tensor, kind="stable")
+        bounds = np.searchsorted(index.tensor[self._rows], np.arange(len(manifest.tensors) + 1))
+        self._bounds: list[int] = bounds.tolist()
+        self._sources: dict[int, Source] = {}
+        self._lock = threading.Lock()
+        self._blocks = BlockReader(block_nbytes=manifest.block_nbytes)
+
+    @classmethod
+    def open(cls, storage: Storage, directory: str) -> Snapshot:
+        """Open and prove a checkpoint: digests, version, bounds, tiling; no data file is touched.
+
+        Raises StorageError when it is not a committed checkpoint, CorruptionError for damage.
+        """
+        return cls.from_records(storage, directory, records=read_records(storage, directory))
+
+    @classmethod
+    def from_records(
+        cls, storage: Storage, directory: str, *, records: Records, proven: bool = False
+    ) -> Snapshot:
+        """Open a checkpoint whose records were read elsewhere, for example by another rank.
+
+        `proven` skips the proof of the table (about a second for a million rows) when the sender
+        has made it; digests are checked in any case.
+        """
+        manifest = decode_manifest(
+            records.manifest, place=storage.describe(_join(directory, MANIFEST))
+        )
+        place = storage.describe(_join(directory, INDEX))
+        _check_index_digest(records.index, manifest.index.digest, place)
+        index = decode_index(records.index, place=place)
+        if not proven:
+            validate_index(index, manifest)
+        return cls(storage, directory, manifest=manifest, index=index)
+
+    def __enter__(self) -> Snapshot:
+        """The snapshot itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the data files."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the data files; a later read opens them again."""
+        with self._lock:
+            for source in self._sources.values():
+                source.close()
+            self._sources.clear()
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of all tensors, in the order of the manifest."""
+        return list(self._ids)
+
+    def has(self, key: str) -> bool:
+        """Whether a tensor of that key is stored."""
+        return key in self._ids
+
+    def tensor_id(self, key: str) -> int:
+        """Position of a tensor in the manifest's table; MismatchError when there is none."""
+        try:
+            return self._ids[key]
+        except KeyError:
+            raise MismatchError(
+                f"tensor {key!r} is not in {self.storage.describe(self.directory)}"
+            ) from None
+
+    def tensor(self, key: str) -> TensorInfo:
+        """What the manifest says of a tensor; MismatchError when there is none."""
+        return self.manifest.tensors[self.tensor_id(key)]
+
+    def rows_of(self, key: str) -> Ints:
+        """Index rows of a tensor, all copies, in the order of the index."""
+        tensor = self.tensor_id(key)
+        return self._rows[self._bounds[tensor] : self._bounds[tensor + 1]]
+
+    def read_values(self, part: str) -> Node:
+        """The tree of a part as a node; MismatchError when there is no such part."""
+        try:
+            node: Node = self.manifest.parts[part]
+        except KeyError:
+            raise MismatchError(
+                f"part {part!r} is not in {self.storage.describe(self.directory)}; "
+                f"it has {list(self.manifest.parts)}"
+            ) from None
+        return node
+
+    def read_box(
+        self,
+        key: str,
+        box: Box,
+        out: memoryview,
+        *,
+        verify: bool = True,
+        prefer_files: Collection[int] = (),
+    ) -> None:
+        """Fill `out` (C-contiguous bytes of the box, row-major) with a box of a tensor.
+
+        Reads only the digest blocks that hold wanted bytes (without `verify`, little more than the
+        wanted bytes), straight into `out` where a stored run is contiguous there, else through a
+        buffer of some MiB per thread. Of several copies those in `prefer_files` come first; one
+        that is damaged or missing is replaced by the next and noted in `stats.fallbacks`. Raises
+        CorruptionError naming tensor, file and byte when no copy is good; `out` is then undefined.
+        """
+        tensor = self.tensor_id(key)
+        info = self.manifest.tensors[tensor]
+        itemsize = DTYPES[info.dtype].itemsize
+        target = self._check_request(info, box, out, itemsize)
+        self._count(needed=target.nbytes)
+        if target.nbytes == 0:
+            return
+        lo, hi = self._bounds[tensor], self._bounds[tensor + 1]
+        ndim = len(info.shape)
+        if hi - lo == 1:
+            row = int(self._rows[lo])
+            chunk = self.index.box(row, ndim=ndim)
+            self._read_any([row], chunk, box, target, itemsize, verify)
+            return
+        missing = box.numel
+        for chunk, rows in self._chunks_within(self._rows[lo:hi], box, prefer_files):
+            common = chunk.intersect(box)
+            if common is not None:
+                self._read_any(rows, chunk, box, target, itemsize, verify)
+                missing -= common.numel
+        if missing:
+            raise CorruptionError(
+                f"tensor {key!r}: {missing} elements of {box} are covered by no chunk"
+            )
+
+    def _check_request(
+        self, info: TensorInfo, box: Box, out: memoryview, itemsize: int
+    ) -> memoryview:
+        whole = Box((0,) * len(info.shape), tuple(info.shape))
+        if box != whole and not whole.contains(box):
+            raise MismatchError(
+                f"tensor {info.key!r} has shape {info.shape}: {box} is not inside it"
+            )
+        nbytes = box.numel * itemsize
+        if out.readonly or not out.c_contiguous or out.nbytes != nbytes:
+            raise MismatchError(
+                f"tensor {info.key!r}: {box} needs a writable contiguous buffer of {nbytes} bytes, "
+                f"not one of {out.nbytes}"
+            )
+        return out if (out.format == "B" and out.ndim == 1) or not nbytes else out.cast("B")
+
+    def _chunks_within(
+        self, rows: Ints, box: Box, prefer_files: Collection[int]
+    ) -> list[tuple[Box, list[int]]]:
+        """The distinct chunks that meet a box, each with its copies, best first."""
+        ndim = box.ndim
+        offset, extent = self.index.offset[rows, :ndim], self.index.extent[rows, :ndim]
+        lo, hi = np.array(box.offset), np.array(box.stop)
+        near = np.flatnonzero(((offset < hi) & (offset + extent > lo)).all(axis=1))
+        found: dict[Box, list[int]] = {}
+        for row in rows[near].tolist():
+            found.setdefault(self.index.box(row, ndim=ndim), []).append(row)
+        return [(chunk, self._best_first(copies, prefer_files)) for chunk, copies in found.items()]
+
+    def _best_first(self, rows: list[int], prefer_files: Collection[int]) -> list[int]:
+        if len(rows) == 1:
+            return rows
+        file, copy = self.index.file, self.index.copy
+        return sorted(rows, key=lambda row: (int(file[row]) not in prefer_files, int(copy[row])))
+
+    def _read_any(
+        self,
+        rows: Sequence[int],
+        chunk: Box,
+        box: Box,
+        target: memoryview,
+        itemsize: int,
+        verify: bool,
+    ) -> None:
+        """Read what a chunk gives to a box from the first copy that is good."""
+        problems: list[HoldfastError] = []
+        for row in rows:
+            try:
+                request = ChunkRead(
+                    source=self._source(int(self.index.file[row])),
+                    start=int(self.index.start[row]),
+                    nbytes=int(self.index.nbytes[row]),
+                    digests=self.index.digests(row) if verify else None,
+                    chunk=chunk,
+                    box=box,
+                    itemsize=itemsize,
+                )
+                self._count(read=self._blocks.read(request, target))
+            except (CorruptionError, StorageError) as error:
+                problems.append(self._damage(row, error))
+                continue
+            if problems:
+                with self._lock:
+                    self.stats.fallbacks += [str(problem) for problem in problems]
+            return
+        others = "".join(f"; copy: {problem}" for problem in problems[1:])
+        raise CorruptionError(f"{problems[0]}{others}") from problems[0]
+
+    def _damage(self, row: int, error: HoldfastError) -> CorruptionError:
+        what = f"{describe_row(self.index, self.manifest, row)}: {error}"
+        damage = CorruptionError(f"{self.storage.describe(self.directory)}: {what}")
+        damage.__cause__ = error
+        return damage
+
+    def _source(self, file: int) -> Source:
+        source = self._sources.get(file)
+        if source is not None:
+            return source
+        with self._lock:
+            if file not in self._sources:
+                info = self.manifest.files[file]
+                source = self.storage.open(_join(self.directory, info.name))
+                self.stats.opens += 1
+                if source.nbytes != info.nbytes:
+                    source.close()
+                    raise CorruptionError(
+                        f"{info.name} has {source.nbytes} bytes, the manifest states {info.nbytes}"
+                    )
+                self._sources[file] = source
+            return self._sources[file]
+
+    def _count(self, *, read: int = 0, needed: int = 0) -> None:
+        with self._lock:
+            self.stats.nbytes_read += read
+            self.stats.nbytes_needed += needed

@@ -1,0 +1,28 @@
+"""Plain values as JSON without loss and without pickle: the tree of a checkpoint.
+
+A *node* is what JSON can hold. JSON objects without a "$" member are dicts with string keys; what
+JSON lacks is an object whose "$" member, its tag, says how to read the others. Types are exact: a
+bool is no int, an IntEnum is an enum, a subclass of dict is refused unless it has a tag.
+"""
+
+from __future__ import annotations
+
+from holdfast.format.values.codecs import Codec, Codecs
+from holdfast.format.values.decode import decode_tree
+from holdfast.format.values.encode import encode_tree
+from holdfast.format.values.merge import merge_nodes
+from holdfast.format.values.nodes import MAX_DEPTH, TAG, Node, join_path, node_bytes, shorten
+
+__all__ = [
+    "MAX_DEPTH",
+    "TAG",
+    "Codec",
+    "Codecs",
+    "Node",
+    "decode_tree",
+    "encode_tree",
+    "join_path",
+    "merge_nodes",
+    "node_bytes",
+    "shorten",
+]

@@ -1,0 +1,122 @@
+"""The storage protocol: what a place for checkpoints must be able to do.
+
+Paths are relative strings with "/" between names; "" is the root. A path that could leave the
+root (absolute, "..", ".", empty name, NUL) is refused with StorageError before anything happens,
+and symbolic links below the root are never followed. Every failure is a StorageError that says
+what, where, why and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.errors import StorageError
+
+Observer = Callable[[str, str, int, int], None]
+"""Called as (operation, path, start, nbytes) before each operation; for counting and tracing."""
+
+
+class Source(Protocol):
+    """An open file to read from; any number of threads may read at once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file when it was opened."""
+
+    def readinto(self, buffer: memoryview, *, start: int) -> None:
+        """Fill `buffer` (bytes, C-contiguous) from offset `start`; a short file is an error."""
+
+    def close(self) -> None:
+        """Release the file; a second call does nothing."""
+
+
+class Sink(Protocol):
+    """A file being written, of a size known beforehand; threads may write disjoint ranges."""
+
+    @property
+    def alignment(self) -> int:
+        """Offsets, lengths and addresses in multiples of this go the fast way; others work too."""
+
+    def write_at(self, offset: int, buffer: memoryview) -> None:
+        """Write all of `buffer` at `offset`; leaving the stated size is an error."""
+
+    def sync(self) -> None:
+        """Return when everything written is durable."""
+
+
+class Storage(Protocol):
+    """A directory tree of files. See the module text for paths, links and errors."""
+
+    def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+        """`nbytes` bytes from `start` (None: to the end); a shorter file is an error."""
+
+    def readinto(self, path: str, buffer: memoryview, *, start: int = 0) -> None:
+        """Fill `buffer` from offset `start`; a shorter file is an error."""
+
+    def open(self, path: str) -> Source:
+        """Open a file for many reads; the caller closes it."""
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+
+    def exists(self, path: str) -> bool:
+        """Whether the name is there, whatever it is (a dangling link is there)."""
+
+    def is_dir(self, path: str) -> bool:
+        """Whether it is a directory (a link to one is not)."""
+
+    def list(self, path: str) -> list[str]:
+        """Names in a directory, sorted; temporary names (`.tmp-…`) included."""
+
+    def write_file(self, path: str, data: bytes) -> None:
+        """Write a small file whole and durably: no reader ever sees a part of it."""
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        """Replace a small file atomically and durably: readers see the old or the new one."""
+
+    def create(self, path: str, *, nbytes: int) -> AbstractContextManager[Sink]:
+        """Create a file of `nbytes` to be filled through a Sink; it must not exist yet."""
+
+    def make_dir(self, path: str) -> None:
+        """Make a directory and its parents; one that is there already is fine."""
+
+    def sync_dir(self, path: str) -> None:
+        """Make the names in a directory durable."""
+
+    def rename_dir(self, src: str, dst: str) -> None:
+        """Rename durably and atomically; a destination that exists is an error."""
+
+    def exchange_dir(self, first: str, second: str) -> None:
+        """Let two directories change names, durably; atomic where the file system can.
+
+        Elsewhere `second` is for an instant under a `.old-…` name beside itself: never lost, but
+        not at its name if the machine stops just then.
+        """
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a file or a directory with all in it; links are removed, never followed."""
+
+    def free_nbytes(self) -> int:
+        """Bytes this process may still write."""
+
+    def describe(self, path: str) -> str:
+        """The path as a person would write it, for messages."""
+
+    def local_path(self, path: str) -> Path | None:
+        """The path in the local file system, or None for a store that has none."""
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    """The names of a relative path, () for the root; StorageError for one that could escape."""
+    if path == "":
+        return ()
+    names = tuple(path.split("/"))
+    if any(name in ("", ".", "..") or "\0" in name or len(name) > 255 for name in names):
+        raise StorageError(
+            f"path {path[:200]!r} is refused: only relative paths of plain names, "
+            'without "." or "..", are opened'
+        )
+    return names

@@ -1,0 +1,319 @@
+"""Storage in a directory of a POSIX file system.
+
+Every path is walked name by name from an open directory, without following links, so that no
+file outside the root can be reached, not even by somebody who swaps names meanwhile.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from holdfast.errors import StorageError
+from holdfast.storage import linux
+from holdfast.storage.base import Observer, Sink, Source, split_path
+from holdfast.storage.posix_files import PosixSink, PosixSource, read_full, write_full
+from holdfast.storage.trouble import storage_error
+
+_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+
+
+class PosixStorage:
+    """The storage protocol over the directory `root` (itself may be a link; it must exist to read).
+
+    `observer` is told every operation before it happens. Holds no open file between calls.
+    """
+
+    def __init__(self, root: str | Path, *, observer: Observer | None = None) -> None:
+        self._root = Path(root).absolute()
+        self._observer = observer
+
+    @property
+    def root(self) -> Path:
+        """The directory all paths are relative to."""
+        return self._root
+
+    def __repr__(self) -> str:
+        """The root, for messages."""
+        return f"PosixStorage({str(self._root)!r})"
+
+    def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Storage.read`; memory is taken only for bytes that the file has."""
+        with self._reading(path) as fd:
+            available = max(os.fstat(fd).st_size - start, 0)
+            wanted = available if nbytes is None else nbytes
+            if wanted > available or start < 0 or wanted < 0:
+                raise StorageError(
+                    f"{self.describe(path)}: {wanted} bytes wanted at offset {start}, but the file "
+                    f"has {start + available} bytes: it is truncated or not what it should be"
+                )
+            self._observe("read", path, start, wanted)
+            buffer = bytearray(wanted)
+            read_full(fd, memoryview(buffer), start, self.describe(path))
+            return bytes(buffer)
+
+    def readinto(self, path: str, buffer: memoryview, *, start: int = 0) -> None:
+        """See `Storage.readinto`."""
+        with self._reading(path) as fd:
+            self._observe("read", path, start, buffer.nbytes)
+            read_full(fd, buffer.cast("B"), start, self.describe(path))
+
+    def open(self, path: str) -> Source:
+        """See `Storage.open`; refuses anything but a regular file."""
+        self._observe("open", path, 0, 0)
+        with self._guard("open", path):
+            return PosixSource(
+                self._open_regular(path),
+                path=path,
+                place=self.describe(path),
+                observe=self._observe,
+            )
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        with self._guard("examine", path):
+            found = self._lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageError(f"{self.describe(path)} is not a regular file")
+        return found.st_size
+
+    def exists(self, path: str) -> bool:
+        """See `Storage.exists`; a place that cannot be examined is an error, not absent."""
+        with self._guard("examine", path):
+            return self._mode(path) is not None
+
+    def is_dir(self, path: str) -> bool:
+        """See `Storage.is_dir`."""
+        with self._guard("examine", path):
+            mode = self._mode(path)
+        return mode is not None and stat.S_ISDIR(mode)
+
+    def list(self, path: str) -> builtins.list[str]:
+        """See `Storage.list`."""
+        self._observe("list", path, 0, 0)
+        with self._guard("list", path), self._dir(split_path(path)) as fd:
+            return sorted(os.listdir(fd))
+
+    def write_file(self, path: str, data: bytes) -> None:
+        """See `Storage.write_file`: temporary name, file sync, rename, directory sync."""
+        self._observe("write", path, 0, len(data))
+        self._put(path, data)
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        """See `Storage.replace_file`: temporary name, file sync, rename, directory sync."""
+        self._observe("replace", path, 0, len(data))
+        self._put(path, data)
+
+    def create(self, path: str, *, nbytes: int) -> AbstractContextManager[Sink]:
+        """See `Storage.create`; blocks are reserved at once where the file system can."""
+        return self._create(path, nbytes)
+
+    def make_dir(self, path: str) -> None:
+        """See `Storage.make_dir`; makes the root, too. New names are made durable."""
+        self._observe("make_dir", path, 0, 0)
+        names = split_path(path)
+        with self._guard("make the directory", path):
+            self._root.mkdir(parents=True, exist_ok=True)
+            for depth in range(len(names)):
+                with self._dir(names[:depth]) as fd, suppress(FileExistsError):
+                    os.mkdir(names[depth], dir_fd=fd)
+                    _sync_dir_fd(fd)
+            with self._dir(names):
+                return
+
+    def sync_dir(self, path: str) -> None:
+        """See `Storage.sync_dir`; file systems without directory sync are left at that."""
+        self._observe("sync_dir", path, 0, 0)
+        with self._guard("sync", path), self._dir(split_path(path)) as fd:
+            _sync_dir_fd(fd)
+
+    def rename_dir(self, src: str, dst: str) -> None:
+        """See `Storage.rename_dir`; both parent directories are synced before it returns."""
+        self._observe("rename", src, 0, 0)
+        with (
+            self._guard(f"rename to {self.describe(dst)}", src),
+            self._parent(src) as (src_fd, old),
+            self._parent(dst) as (dst_fd, new),
+        ):
+            if not linux.rename_noreplace(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd):
+                if self._mode(dst) is not None:
+                    raise FileExistsError(errno.EEXIST, "destination exists")
+                os.rename(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd)
+            _sync_dir_fd(dst_fd)
+            _sync_dir_fd(src_fd)
+
+    def exchange_dir(self, first: str, second: str) -> None:
+        """See `Storage.exchange_dir`; both parent directories are synced before it returns."""
+        self._observe("exchange", first, 0, 0)
+        with (
+            self._guard(f"exchange with {self.describe(second)}", first),
+            self._parent(first) as (first_fd, one),
+            self._parent(second) as (second_fd, two),
+        ):
+            if not linux.rename_exchange(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd):
+                aside = f".old-{two[:200]}-{secrets.token_hex(4)}"
+                os.stat(one, dir_fd=first_fd, follow_symlinks=False)
+                os.rename(two, aside, src_dir_fd=second_fd, dst_dir_fd=second_fd)
+                os.rename(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd)
+                os.rename(aside, one, src_dir_fd=second_fd, dst_dir_fd=first_fd)
+            _sync_dir_fd(second_fd)
+            _sync_dir_fd(first_fd)
+
+    def remove_tree(self, path: str) -> None:
+        """See `Storage.remove_tree`; a directory first gets a `.trash-…` name, in one step."""
+        self._observe("remove", path, 0, 0)
+        with self._guard("remove", path), self._parent(path) as (fd, name):
+            if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=fd)
+                return
+            trash = name
+            if not name.startswith(".trash-"):
+                trash = f".trash-{name[:200]}-{secrets.token_hex(4)}"
+                os.rename(name, trash, src_dir_fd=fd, dst_dir_fd=fd)
+                _sync_dir_fd(fd)
+            shutil.rmtree(trash, dir_fd=fd)  # works on descriptors and never follows a link
+
+    def free_nbytes(self) -> int:
+        """See `Storage.free_nbytes`; asks the nearest parent when the root is not there yet."""
+        with self._guard("examine", ""):
+            place = self._root
+            while not place.exists() and place != place.parent:
+                place = place.parent
+            found = os.statvfs(place)
+            return found.f_bavail * found.f_frsize
+
+    def describe(self, path: str) -> str:
+        """The absolute path."""
+        return str(self._root / path) if path else str(self._root)
+
+    def local_path(self, path: str) -> Path | None:
+        """The absolute path; never None here."""
+        split_path(path)
+        return self._root / path
+
+    def _observe(self, operation: str, path: str, start: int, nbytes: int) -> None:
+        if self._observer is not None:
+            self._observer(operation, path, start, nbytes)
+
+    @contextmanager
+    def _guard(self, action: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            place = self._root / path if path else self._root
+            raise storage_error(error, action=action, place=place) from error
+
+    @contextmanager
+    def _dir(self, names: tuple[str, ...]) -> Iterator[int]:
+        """An open directory, reached from the root without following a link."""
+        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in names:
+                below = os.open(name, _DIR_FLAGS, dir_fd=fd)
+                os.close(fd)
+                fd = below
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        names = split_path(path)
+        if not names:
+            raise StorageError(
+                f"{self.describe('')}: the root itself cannot be renamed or replaced"
+            )
+        with self._dir(names[:-1]) as fd:
+            yield fd, names[-1]
+
+    def _lstat(self, path: str) -> os.stat_result:
+        if not path:
+            return os.stat(self._root)
+        with self._parent(path) as (fd, name):
+            return os.stat(name, dir_fd=fd, follow_symlinks=False)
+
+    def _mode(self, path: str) -> int | None:
+        try:
+            return self._lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _open_regular(self, path: str) -> int:
+        # O_NONBLOCK, so that a pipe laid in our way does not hang the open.
+        with self._parent(path) as (parent, name):
+            fd = os.open(name, _READ_FLAGS, dir_fd=parent)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StorageError(f"{self.describe(path)} is not a regular file: not opened")
+        return fd
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[int]:
+        with self._guard("read", path):
+            fd = self._open_regular(path)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+
+    def _put(self, path: str, data: bytes) -> None:
+        with self._guard("write", path), self._parent(path) as (parent, name):
+            temporary = f".tmp-{name[:200]}-{secrets.token_hex(4)}"
+            fd = os.open(temporary, _NEW_FLAGS, 0o666, dir_fd=parent)
+            try:
+                try:
+                    write_full(fd, memoryview(data), 0)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=parent)
+                raise
+            _sync_dir_fd(parent)
+
+    @contextmanager
+    def _create(self, path: str, nbytes: int) -> Iterator[Sink]:
+        self._observe("create", path, 0, nbytes)
+        with self._guard("create", path), self._parent(path) as (parent, name):
+            fd = os.open(name, _NEW_FLAGS, 0o666, dir_fd=parent)
+        place = self._root / path
+        sink = PosixSink(fd, path=path, place=place, nbytes=nbytes, observe=self._observe)
+        try:
+            self._reserve(sink, path, nbytes)
+            yield sink
+        except BaseException:
+            with suppress(OSError):
+                sink.close()
+            raise
+        with self._guard("close", path):
+            sink.close()
+
+    def _reserve(self, sink: PosixSink, path: str, nbytes: int) -> None:
+        """What a full disk gave before it was full is given back at once."""
+        try:
+            with self._guard(f"reserve {nbytes} bytes for", path):
+                sink.reserve()
+        except StorageError:
+            with suppress(OSError), self._parent(path) as (parent, name):
+                os.unlink(name, dir_fd=parent)
+            raise
+
+
+def _sync_dir_fd(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _UNSYNCABLE:
+            raise

@@ -1,0 +1,71 @@
+"""Turning an OSError into a StorageError that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from holdfast.errors import StorageError
+
+
+def storage_error(error: OSError, *, action: str, place: Path) -> StorageError:
+    """The StorageError for a failed `action` at `place`: cause in words, and advice."""
+    cause = error.strerror or str(error)
+    advice = _advice(error.errno, place)
+    return StorageError(f"cannot {action}: {place}: {cause}" + (f" ({advice})" if advice else ""))
+
+
+def _advice(code: int | None, place: Path) -> str:
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return f"{_free(place)}; make room or choose another directory, then save again"
+    if code in (errno.EACCES, errno.EPERM):
+        return f"this process runs as {_who()}; {_owner(place)}"
+    fixed = {
+        errno.EROFS: "the file system is mounted read-only",
+        errno.EIO: "the device or the network storage failed; look at the system log",
+        errno.ESTALE: "the network storage lost the file; mount it again",
+        errno.EMFILE: "too many open files in this process; raise `ulimit -n`",
+        errno.ENFILE: "too many open files on this machine",
+        errno.ELOOP: "it is a symbolic link, and links are not followed",
+        errno.EEXIST: "it is never overwritten; remove it or choose another name",
+        errno.ENOTEMPTY: "it is never overwritten; remove it or choose another name",
+        errno.EFBIG: "larger than the file system or `ulimit -f` allows",
+        errno.ENAMETOOLONG: "the name is too long for this file system",
+    }
+    if code == errno.ENOTDIR and place.is_symlink():
+        code = errno.ELOOP
+    return fixed.get(code, "") if code is not None else ""
+
+
+def _existing(place: Path) -> Path:
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    return place
+
+
+def _free(place: Path) -> str:
+    try:
+        found = os.statvfs(_existing(place))
+    except OSError:
+        return "how much is free cannot be told"
+    nbytes = found.f_bavail * found.f_frsize
+    return f"{nbytes / 2**30:.2f} GiB and {found.f_favail} names are free there"
+
+
+def _who() -> str:
+    return f"uid {os.geteuid()}, gid {os.getegid()}"
+
+
+def _owner(place: Path) -> str:
+    nearest = place
+    while True:
+        try:
+            found = os.lstat(nearest)
+        except OSError:
+            if nearest == nearest.parent:
+                return "its owner cannot be told"
+            nearest = nearest.parent
+            continue
+        mode = oct(found.st_mode & 0o7777)[2:]
+        return f"{nearest} belongs to uid {found.st_uid}, gid {found.st_gid} with mode {mode}"

@@ -1,0 +1,132 @@
+"""A checkpoint of format version 1 as it was written once: readable for ever, byte for byte.
+
+`python -m tests.format.test_golden DIRECTORY` writes it anew; that is only right before a release
+of a new format version, into a directory of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.format.names import list_steps
+from holdfast.format.reader import Snapshot
+from holdfast.format.values import Node, decode_tree, encode_tree
+from holdfast.format.verify import verify_snapshot
+from holdfast.geometry import Box
+from holdfast.storage import PosixStorage
+from tests.format.making import Chunk, Made, Tensor, make, write
+
+GOLDEN = Path(__file__).parent / "golden" / "v1"
+STEP = 42
+
+TREE = {
+    "step": 42,
+    "loss": 0.1,
+    "zero": -0.0,
+    "worst": math.inf,
+    "seed": 2**127 + 1,
+    "shape": (3, [4, ()]),
+    "by_id": {0: "a", (1, "x"): None, True: False},
+    "raw": b"\x00\xff",
+    "names": {"b", "a"},
+    "scale": np.float32(1.5),
+    "$odd": {"$": 1},
+    "text": "naïve 模型",
+    "window": slice(1, None, 2),
+    "z": complex(1, -2),
+}
+
+
+def weight() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return np.arange(60, dtype=np.float32).reshape(6, 10) / 4
+
+
+def golden() -> Made:
+    """What the golden files hold; two files, a split tensor, a replicated one, odd types."""
+    quarters = [
+        Chunk(file=0, box=Box((0, 0), (6, 3))),
+        Chunk(file=1, box=Box((0, 3), (2, 7))),
+        Chunk(file=1, box=Box((2, 3), (4, 7))),
+    ]
+    twice = [Chunk(file=0, box=Box((0,), (5,))), Chunk(file=1, box=Box((0,), (5,)), copy=1)]
+    bias = np.arange(5, dtype=np.uint16) + 0x3F80
+    tensors = {
+        "model.weight": Tensor(
+            dtype="F32", shape=(6, 10), data=weight().tobytes(), chunks=quarters
+        ),
+        "model.bias": Tensor(dtype="BF16", shape=(5,), data=bias.tobytes(), chunks=twice),
+        "optimizer.step": Tensor(
+            dtype="I64",
+            shape=(),
+            data=np.int64(STEP).tobytes(),
+            chunks=[Chunk(file=1, box=Box((), ()))],
+        ),
+        "model.phase": Tensor(
+            dtype="C128",
+            shape=(2,),
+            data=np.array([1 + 2j, -0.5j]).tobytes(),
+            chunks=[Chunk(file=0, box=Box((0,), (2,)))],
+        ),
+        "model.empty": Tensor(dtype="F16", shape=(0, 4), data=b"", chunks=[]),
+    }
+    parts: dict[str, Node] = {
+        "model": {"weight": {"$": "tensor", "k": "model.weight"}},
+        "progress": encode_tree(TREE),
+    }
+    return make(tensors, step=STEP, block_nbytes=64, parts=parts)
+
+
+@pytest.fixture
+def snapshot() -> Snapshot:
+    store = PosixStorage(GOLDEN)
+    assert list_steps(store) == [STEP]
+    return Snapshot.open(store, "iter_0000042")
+
+
+def read(snapshot: Snapshot, key: str, box: Box, nbytes: int) -> bytes:
+    out = bytearray(nbytes)
+    snapshot.read_box(key, box, memoryview(out))
+    return bytes(out)
+
+
+def test_the_golden_checkpoint_is_whole() -> None:
+    assert verify_snapshot(PosixStorage(GOLDEN), "iter_0000042") == []
+
+
+def test_its_tensors_are_read(snapshot: Snapshot) -> None:
+    assert read(snapshot, "model.weight", Box((0, 0), (6, 10)), 240) == weight().tobytes()
+    part = read(snapshot, "model.weight", Box((1, 2), (3, 4)), 48)
+    assert part == weight()[1:4, 2:6].tobytes()
+    assert read(snapshot, "model.bias", Box((1,), (3,)), 6) == b"\x81\x3f\x82\x3f\x83\x3f"
+    assert read(snapshot, "optimizer.step", Box((), ()), 8) == b"\x2a" + bytes(7)
+    phase = np.frombuffer(read(snapshot, "model.phase", Box((0,), (2,)), 32), dtype=np.complex128)
+    assert phase.tolist() == [1 + 2j, -0.5j]
+    assert read(snapshot, "model.empty", Box((0, 0), (0, 4)), 0) == b""
+    snapshot.close()
+
+
+def test_its_values_are_read(snapshot: Snapshot) -> None:
+    tree = decode_tree(snapshot.read_values("progress"))
+    assert tree == TREE
+    assert isinstance(tree, dict)
+    assert list(tree) == list(TREE)
+    assert math.copysign(1, tree["zero"]) == -1
+    assert type(tree["scale"]) is np.float32
+    assert type(tree["shape"]) is tuple
+
+
+def test_the_same_state_is_written_with_the_same_bytes(tmp_path: Path) -> None:
+    write(PosixStorage(tmp_path), golden())
+    files = [p.relative_to(GOLDEN) for p in sorted(GOLDEN.rglob("*")) if p.is_file()]
+    assert len(files) == 4
+    for name in files:
+        assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
+
+
+if __name__ == "__main__":
+    write(PosixStorage(sys.argv[1]), golden())

@@ -1,0 +1,225 @@
+"""The manifest: every byte covered, newer versions named, hostile content refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import CorruptionError, PlanError, StorageError
+from holdfast.format.digest import digest128
+from holdfast.format.manifest import Manifest, decode_manifest, encode_manifest
+from holdfast.format.names import (
+    data_file,
+    is_data_file,
+    latest_step,
+    list_steps,
+    parse_saving_dir,
+    parse_step_dir,
+    saving_dir,
+    step_dir,
+)
+from holdfast.storage import PosixStorage
+from tests.format.making import make, sample_tensors, write
+
+
+def sample() -> Manifest:
+    manifest = make(sample_tensors(), parts={"progress": {"step": 3, "loss": 1.5}}).manifest
+    return msgspec.structs.replace(
+        manifest, index=msgspec.structs.replace(manifest.index, nbytes=5000)
+    )
+
+
+def reseal(table: dict[str, object]) -> bytes:
+    """A manifest somebody else wrote: right digest, whatever content, JSON with spaces."""
+    table = {k: v for k, v in table.items() if k != "digest"}
+    body = json.dumps(table, indent=1).encode().removesuffix(b"\n}")
+    return body + b',"digest":"' + digest128(body).encode() + b'"}\n'
+
+
+def as_table(manifest: Manifest) -> dict[str, object]:
+    table: dict[str, object] = json.loads(encode_manifest(manifest))
+    return table
+
+
+def test_manifests_come_back_and_are_plain_json() -> None:
+    manifest = sample()
+    data = encode_manifest(manifest)
+    assert decode_manifest(data) == manifest
+    table = json.loads(data)
+    assert table["format"] == "holdfast"
+    assert table["version"] == 1
+    assert list(table)[-1] == "digest"
+    assert encode_manifest(decode_manifest(data)) == data
+
+
+def test_the_digest_is_over_the_bytes_before_it() -> None:
+    data = encode_manifest(sample())
+    body, digest = re.fullmatch(rb'(.*),"digest":"([0-9a-f]{32})"}\n', data, re.S).groups()  # type: ignore[union-attr]
+    assert digest.decode() == digest128(body)
+
+
+def test_a_stranger_may_write_it_with_other_white_space() -> None:
+    manifest = sample()
+    data = reseal(as_table(manifest))
+    assert b"\n " in data
+    assert decode_manifest(data) == manifest
+
+
+def test_any_changed_byte_is_found() -> None:
+    data = encode_manifest(sample())
+    for at in range(len(data)):
+        for bit in (1, 1 << (at % 8)):
+            damaged = bytearray(data)
+            damaged[at] ^= bit
+            with pytest.raises(CorruptionError):
+                decode_manifest(bytes(damaged))
+    for wrong in (b"", b"{}", data[:-1], data + b"\n", data[1:], data[:100]):
+        with pytest.raises(CorruptionError, match=r"here: damaged"):
+            decode_manifest(wrong, place="here")
+
+
+def test_a_newer_version_is_refused_by_name() -> None:
+    table = as_table(sample()) | {"version": 2, "novelty": {"a": 1}, "tensors": "elsewhere"}
+    match = r"written by a newer Holdfast: format version 2, this is 1; update"
+    with pytest.raises(CorruptionError, match=match):
+        decode_manifest(reseal(table))
+    # Its way of sealing may be new as well: the version is looked at all the same.
+    with pytest.raises(CorruptionError, match=r"format version 2, this is 1 \(or damaged"):
+        decode_manifest(json.dumps(table).encode())
+
+
+def change(path: str, value: object) -> Callable[[dict[str, object]], None]:
+    def apply(table: dict[str, object]) -> None:
+        *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
+        place: object = table
+        for name in parents:
+            place = place[name]  # type: ignore[index]
+        place[last] = value  # type: ignore[index]
+
+    return apply
+
+
+HOSTILE = [
+    ("format", "other"), ("version", 0), ("version", "1"), ("version", True), ("step", -1),
+    ("step", 1.0), ("step", 10**30), ("block_nbytes", 0), ("block_nbytes", 3000),
+    ("block_nbytes", 1 << 40), ("unknown", 1), ("tensors", None), ("tensors", {}),
+    ("tensors.0.key", ""), ("tensors.0.key", "model.norm"), ("tensors.0.key", 5),
+    ("tensors.0.dtype", "F12"), ("tensors.0.shape", [1] * 65), ("tensors.0.shape", [-1, 4]),
+    ("tensors.0.shape", [2**62, 2**62]), ("tensors.3.shape", [0, 2**62, 2**62]),
+    ("tensors.0.shape", [1.5]), ("tensors.0.layout", 1), ("tensors.0.layout", -1),
+    ("tensors.0.shape", [5, 8]), ("tensors.0.extra", 1),
+    ("files.0.name", "../../etc/passwd"), ("files.0.name", "/etc/passwd"),
+    ("files.0.name", "data/../manifest.json"), ("files.0.name", "data/00001.safetensors"),
+    ("files.0.name", "data/00000.safetensors\n"),
+    ("files.0.name", "data/\u0660\u0661234.safetensors"),
+    ("files.0.nbytes", -1), ("files.0.nbytes", 2**70), ("files.0.nbytes", 10),
+    ("files.0.header_nbytes", 0), ("files.0.header_nbytes", 10**9),
+    ("files.0.header_digest", "zz"), ("files.0.coordinate", {"tp": "x"}),
+    ("index.nbytes", 2**40), ("index.nbytes", 0), ("index.digest", ""),
+    ("totals.num_tensors", 3), ("totals.nbytes", 3), ("layouts", []), ("parts", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), HOSTILE, ids=lambda v: str(v)[:40])
+def test_hostile_content_is_refused_even_with_a_right_digest(path: str, value: object) -> None:
+    table = as_table(sample())
+    change(path, value)(table)
+    with pytest.raises(CorruptionError, match="here: "):
+        decode_manifest(reseal(table), place="here")
+
+
+def test_hostile_depth_is_refused() -> None:
+    body = encode_manifest(sample())[: -len(b',"digest":""}\n') - 32]
+    deep = body.replace(b'"parts":{', b'"parts":{"x":' + b"[" * 100_000 + b"]" * 100_000 + b",", 1)
+    data = deep + b',"digest":"' + digest128(deep).encode() + b'"}\n'
+    with pytest.raises(CorruptionError):
+        decode_manifest(data)
+
+
+def test_what_would_not_be_accepted_is_not_written() -> None:
+    manifest = sample()
+    for wrong in (
+        msgspec.structs.replace(manifest, block_nbytes=3),
+        msgspec.structs.replace(manifest, tensors=[*manifest.tensors, manifest.tensors[0]]),
+        msgspec.structs.replace(manifest, save_id="\ud800"),
+        msgspec.structs.replace(manifest, parts={"p": object()}),
+    ):
+        with pytest.raises(PlanError, match="step 1"):
+            encode_manifest(wrong)
+
+
+def test_mutated_manifests_with_right_digests_never_break_the_decoder() -> None:
+    data = encode_manifest(sample())
+    body = data[: -len(b',"digest":""}\n') - 32]
+    rng = random.Random(11)
+    accepted = 0
+    for _ in range(3000):
+        changed = bytearray(body)
+        for _ in range(rng.randint(1, 2)):
+            changed[rng.randrange(len(changed))] = rng.choice(b'{}[]",:0123456789-.eE\\\x00\xff')
+        sealed = bytes(changed) + b',"digest":"' + digest128(bytes(changed)).encode() + b'"}\n'
+        try:
+            manifest = decode_manifest(sealed)
+        except CorruptionError:
+            continue
+        accepted += 1
+        assert all(is_data_file(file.name) for file in manifest.files)
+    assert accepted, "some changes, as of a letter in a name, are valid content"
+
+
+# Names
+
+
+@given(st.integers(0, 10**18 - 1))
+def test_steps_and_their_directories(step: int) -> None:
+    name = step_dir(step)
+    assert len(name) >= len("iter_0000000")
+    assert parse_step_dir(name) == step
+    assert parse_saving_dir(saving_dir(step, "a1B2")) == (step, "a1B2")
+    assert parse_step_dir(saving_dir(step, "a1")) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["iter_1", "iter_00000001", "iter_0000001 ", "iter_000000x", "xiter_0000001", "iter_-000001",
+     "iter_0000001\n", "iter_\u0661\u0661\u0661\u0661\u0661\u0661\u0661", ".saving-iter_0000001-a"],
+)  # fmt: skip
+def test_names_that_are_no_steps(name: str) -> None:
+    assert parse_step_dir(name) is None
+
+
+def test_impossible_names_are_refused() -> None:
+    for step in (-1, 10**18):
+        with pytest.raises(StorageError, match="step"):
+            step_dir(step)
+    for save_id in ("", "a/b", "a-b", "x" * 65, ".." + "/"):
+        with pytest.raises(StorageError, match="save id"):
+            saving_dir(1, save_id)
+    assert parse_saving_dir(".saving-iter_1-a") is None
+    assert data_file(3) == "data/00003.safetensors"
+    assert is_data_file(data_file(123456))
+
+
+def test_only_committed_steps_are_listed(tmp_path: PosixStorage) -> None:
+    store = PosixStorage(tmp_path)  # type: ignore[arg-type]
+    assert list_steps(store) == []
+    assert latest_step(store) is None
+    for step in (120, 7, 100):
+        made = make({})
+        made.manifest = msgspec.structs.replace(made.manifest, step=step)
+        write(store, made)
+    store.make_dir("iter_0000130")  # no manifest
+    store.write_file("iter_0000140", b"")  # not a directory
+    write(store, make({}), directory=saving_dir(150, "abc"))  # not renamed
+    write(store, make({}), directory="iter_160")  # not a step's name
+    store.write_file("latest_checkpointed_iteration.txt", b"100\n")
+    (store.root / "iter_0000170").symlink_to(store.root / "iter_0000120")
+    assert list_steps(store) == [7, 100, 120]
+    assert latest_step(store) == 120
