@@ -1,0 +1,68 @@
+"""What a save or a load did, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """One finished save, as one rank saw it.
+
+    `nbytes`: staged and written by this rank. `total_nbytes`: all tensors of the checkpoint once.
+    `seconds`: by phase (`flatten`, `plan`, `stage`, `write`, `commit`, `total`).
+    `planned`: whether the structure had to be planned anew.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    total_nbytes: int
+    num_tensors: int
+    planned: bool
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """One finished load, as one rank saw it.
+
+    Paths are full: part name first. `loaded`: tensors filled. `missing`: asked for, absent, allowed
+    (their targets keep what they had). `unexpected`: stored, asked for by no rank, allowed.
+    `cast`: converted from another dtype. `kept`: per-rank values that stay local by their policy.
+    `not_requested`: stored parts that the request left out. `values`: part name -> loaded tree, for
+    parts that are plain trees. `nbytes_needed`, `nbytes_read`: of tensor data, on this rank; more
+    is read than needed where a digest covers more than the slice.
+    """
+
+    step: int
+    path: str
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    not_requested: tuple[str, ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+    nbytes_needed: int = 0
+    nbytes_read: int = 0
+    num_opens: int = 0
+    seconds: float = 0.0
+
+    def summary(self) -> str:
+        """One line for a log."""
+        extra = "".join(
+            f", {len(names)} {what}"
+            for what, names in (
+                ("missing", self.missing),
+                ("unexpected", self.unexpected),
+                ("cast", self.cast),
+                ("kept local", self.kept),
+            )
+            if names
+        )
+        return (
+            f"step {self.step} from {self.path}: {len(self.loaded)} tensors, "
+            f"{self.nbytes_read / 1e6:.1f} MB read in {self.seconds:.2f} s{extra}"
+        )

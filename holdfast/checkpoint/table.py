@@ -1,0 +1,141 @@
+"""Chunk tables: what one rank holds, as arrays, and the signature of that structure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.errors import PlanError
+from holdfast.format.digest import digest128
+from holdfast.state.leaves import Domain, FlatState
+
+UNDECLARED = -1
+"""Domain number of a row whose placement nothing declares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTable:
+    """One rank's claim: rows of boxes it holds.
+
+    `names`: encoded keys, dtypes and shapes of its tensors; equal bytes on ranks that hold the same
+    tensors. `tensor` (n,): position in those. `offset`, `extent` (n, d): the box, padded with 0
+    and 1 behind the tensor's dims. `domain` (n,): position in `domains`, or UNDECLARED.
+    """
+
+    names: bytes
+    tensor: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    extent: npt.NDArray[np.int64]
+    domain: npt.NDArray[np.int64]
+    domains: tuple[Domain, ...]
+
+
+class TensorNames(msgspec.Struct, frozen=True):
+    """Keys, dtypes and global shapes of the tensors of one rank."""
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True):
+    names: bytes
+    num_dims: int
+    tensor: bytes
+    offset: bytes
+    extent: bytes
+    domain: bytes
+    domains: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def chunk_table(flat: FlatState) -> tuple[ChunkTable, list[torch.Tensor]]:
+    """The table of a taken-apart state, and the tensor that holds each row.
+
+    Boxes without elements have no row, unless their tensor has none either.
+    """
+    leaves = list(flat.leaves.values())
+    num_dims = max((len(leaf.shape) for leaf in leaves), default=0)
+    names = TensorNames(
+        keys=tuple(leaf.key for leaf in leaves),
+        dtypes=tuple(leaf.dtype for leaf in leaves),
+        shapes=tuple(leaf.shape for leaf in leaves),
+    )
+    domains: dict[Domain, int] = {}
+    tensor: list[int] = []
+    offset: list[tuple[int, ...]] = []
+    extent: list[tuple[int, ...]] = []
+    domain: list[int] = []
+    sources: list[torch.Tensor] = []
+    zeros, ones = (0,) * num_dims, (1,) * num_dims
+    for number, leaf in enumerate(leaves):
+        ndim = len(leaf.shape)
+        hollow = 0 in leaf.shape
+        where = UNDECLARED if leaf.domain is None else domains.setdefault(leaf.domain, len(domains))
+        for box, local in zip(leaf.boxes, leaf.locals, strict=True):
+            if 0 in box.shape and not hollow:
+                continue
+            tensor.append(number)
+            offset.append(box.offset + zeros[ndim:])
+            extent.append(box.shape + ones[ndim:])
+            domain.append(where)
+            sources.append(local)
+    table = ChunkTable(
+        names=msgspec.msgpack.encode(names),
+        tensor=np.array(tensor, dtype=np.int64),
+        offset=np.array(offset, dtype=np.int64).reshape(len(tensor), num_dims),
+        extent=np.array(extent, dtype=np.int64).reshape(len(tensor), num_dims),
+        domain=np.array(domain, dtype=np.int64),
+        domains=tuple(domains),
+    )
+    return table, sources
+
+
+def encode_table(table: ChunkTable) -> bytes:
+    """The table as bytes; equal tables give equal bytes."""
+    return msgspec.msgpack.encode(
+        _Wire(
+            names=table.names,
+            num_dims=table.offset.shape[1],
+            tensor=table.tensor.tobytes(),
+            offset=table.offset.tobytes(),
+            extent=table.extent.tobytes(),
+            domain=table.domain.tobytes(),
+            domains=tuple((d.replicas, d.span) for d in table.domains),
+        )
+    )
+
+
+def decode_table(data: bytes, *, rank: int) -> ChunkTable:
+    """The table of `encode_table`; PlanError naming the rank for anything else."""
+    try:
+        wire = msgspec.msgpack.decode(data, type=_Wire)
+        num_rows = len(wire.tensor) // 8
+        return ChunkTable(
+            names=wire.names,
+            tensor=np.frombuffer(wire.tensor, dtype=np.int64),
+            offset=np.frombuffer(wire.offset, dtype=np.int64).reshape(num_rows, wire.num_dims),
+            extent=np.frombuffer(wire.extent, dtype=np.int64).reshape(num_rows, wire.num_dims),
+            domain=np.frombuffer(wire.domain, dtype=np.int64),
+            domains=tuple(Domain(replicas=r, span=s) for r, s in wire.domains),
+        )
+    except (msgspec.DecodeError, ValueError) as error:
+        raise PlanError(f"rank {rank} sent a chunk table that cannot be read: {error}") from error
+
+
+def decode_names(names: bytes) -> TensorNames:
+    """Keys, dtypes and shapes of a table."""
+    return msgspec.msgpack.decode(names, type=TensorNames)
+
+
+def signature(encoded: bytes, *, choices: Sequence[str]) -> str:
+    """The structure signature of one rank: 32 hexadecimal digits.
+
+    Covers everything that decides what is stored and by whom: the encoded table (keys, dtypes,
+    shapes, boxes, replica claims) and `choices` (layouts, ranks, storage options).
+    """
+    return digest128("\0".join([digest128(encoded), *choices]).encode())

@@ -1,0 +1,144 @@
+"""What a user says about a value that its type does not say: how it is placed, whether it is kept.
+
+A `DTensor` declares its own placement and needs no marker. A plain tensor that several ranks hold
+is taken to be replicated, and that claim is *checked* by content at every save; the markers below
+declare placements, so that no check is needed and every mistake has a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharded:
+    """A hand-sharded tensor: the piece of one global tensor that this rank holds.
+
+    Two ways to say which piece:
+
+    - `dims={0: "tp"}`: tensor dim 0 is split over the axis (or group) `tp` as `torch.chunk` splits
+      it: ceil(n/size) rows each, the last ones shorter or empty. A tuple of axes splits a dim
+      repeatedly, from left to right.
+    - `offset=(row, column, ...)` with `over=("tp",)`: the piece begins there, and ranks that differ
+      along `over` hold different pieces.
+
+    Ranks equal along the named axes are replicas of each other; ranks of other pipeline stages
+    take no part unless `pp` is named.
+
+    `local`: this rank's piece, any strides, any device. `shape`: the global shape.
+    Raises PlacementError for an axis named twice, a dim out of range, or a piece out of bounds.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    dims: Mapping[int, str | tuple[str, ...]] | None = None
+    offset: tuple[int, ...] | None = None
+    over: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a layout."""
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        ndim = len(self.shape)
+        if self.local.ndim != ndim:
+            raise PlacementError(
+                f"Sharded: the local tensor has {self.local.ndim} dims, the global shape "
+                f"{list(self.shape)} has {ndim}"
+            )
+        if (self.dims is None) == (self.offset is None):
+            raise PlacementError("Sharded: give either dims={dim: axis} or offset=(...), not both")
+        if self.dims is not None:
+            self._check_dims(ndim)
+        else:
+            self._check_offset()
+
+    def _check_dims(self, ndim: int) -> None:
+        if self.over:
+            raise PlacementError("Sharded: `over` goes with offset=; dims= names the axes itself")
+        clean: dict[int, tuple[str, ...]] = {}
+        for dim, axes in (self.dims or {}).items():
+            if not -ndim <= dim < ndim:
+                raise PlacementError(
+                    f"Sharded: dim {dim} is out of range for a tensor of {ndim} dims"
+                )
+            position = dim % ndim
+            if position in clean:
+                raise PlacementError(f"Sharded: dim {position} is declared twice")
+            clean[position] = (axes,) if isinstance(axes, str) else tuple(axes)
+        named = [axis for axes in clean.values() for axis in axes]
+        for axis in named:
+            if named.count(axis) > 1:
+                raise PlacementError(
+                    f"Sharded: axis '{axis}' is declared twice; one axis splits one dim once"
+                )
+        object.__setattr__(self, "dims", clean)
+
+    def _check_offset(self) -> None:
+        offset = tuple(int(o) for o in self.offset or ())
+        object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "over", tuple(self.over))
+        if len(offset) != len(self.shape):
+            raise PlacementError(
+                f"Sharded: offset {list(offset)} and global shape {list(self.shape)} differ in "
+                f"length"
+            )
+        for dim, (start, size, whole) in enumerate(
+            zip(offset, self.local.shape, self.shape, strict=True)
+        ):
+            if start < 0 or start + size > whole:
+                raise PlacementError(
+                    f"Sharded: rows {start}..{start + size} of dim {dim} lie outside the global "
+                    f"size {whole}"
+                )
+        for axis in self.over:
+            if self.over.count(axis) > 1:
+                raise PlacementError(f"Sharded: axis '{axis}' is named twice in `over`")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicated:
+    """A tensor that every rank of its pipeline stage holds whole: declared, so not compared."""
+
+    local: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerRank:
+    """A tree of which each coordinate of the given axes has its own.
+
+    `axes`: names of layout axes (`tp cp dp pp` or `expt_tp ep expt_dp pp`); default: the dense
+    four, one value for each rank. Ranks with equal coordinates must hold equal values.
+    `missing`: what a load does on a rank whose coordinate the checkpoint does not have:
+    "error" raises MismatchError; "keep" leaves the local value and says so in the report.
+    """
+
+    tree: object
+    axes: Sequence[str] = ("tp", "cp", "dp", "pp")
+    missing: str = "error"
+
+    def __post_init__(self) -> None:
+        """Check the policy's name and the axes."""
+        if self.missing not in ("error", "keep"):
+            raise PlacementError(f"PerRank: missing={self.missing!r} is not one of 'error', 'keep'")
+        axes = tuple(self.axes)
+        if not axes or len(set(axes)) != len(axes):
+            raise PlacementError(
+                f"PerRank: axes {list(axes)} must be named once each, at least one"
+            )
+        object.__setattr__(self, "axes", axes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transient:
+    """A value that is not stored; a load leaves the local one."""
+
+    value: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """In a load request: whatever the checkpoint holds here, as a new tree."""

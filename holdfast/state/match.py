@@ -1,0 +1,335 @@
+"""Matching a load request with a checkpoint's tree, before any target is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.format.values import Codecs, decode_tree
+from holdfast.parallel.layout import Layout
+from holdfast.state.flatten import coordinate_label
+from holdfast.state.leaves import TensorLeaf
+from holdfast.state.markers import PerRank, Replicated, Sharded, Stored, Transient
+from holdfast.state.placement import is_tensor_like, tensor_leaf
+from holdfast.state.torch_dtypes import torch_dtype
+
+StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(slots=True)
+class MatchResult:
+    """What a request and a checkpoint have to do with each other, on one rank.
+
+    `targets`: stored key -> the leaves to fill from it. `missing`: paths asked for and not stored.
+    `mismatched`: one sentence for each difference in shape, dtype or kind. `cast`: keys that are
+    converted. `kept`: per-rank paths whose local value stays by their policy. `allowed`: paths
+    absent by the caller's leave. `touched`: stored leaf paths that
+    the request uses.
+    """
+
+    targets: dict[str, list[TensorLeaf]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)
+    touched: set[str] = field(default_factory=set)
+
+
+def entries(node: Any) -> Mapping[Any, Any] | None:
+    """The children of a stored dict by key (whatever its keys' types), or None for no dict."""
+    if not isinstance(node, dict):
+        return None
+    tag = node.get("$")
+    if tag is None:
+        return node
+    if tag not in ("dict", "odict"):
+        return None
+    pairs: Any = node["v"]
+    return {decode_tree(name): child for name, child in pairs}
+
+
+def items(node: Any) -> list[Any] | None:
+    """The children of a stored list or tuple, or None for anything else."""
+    if isinstance(node, list):
+        return node
+    return node["v"] if _tag(node) == "tuple" else None
+
+
+def leaf_paths(node: Any, path: str) -> Iterator[str]:
+    """The paths of everything under a node, dict keys and list positions joined by dots."""
+    if _tag(node) == "per_rank":
+        for label, child in node["v"].items():
+            yield from leaf_paths(child, f"{path}[{label}]")
+        return
+    named = entries(node)
+    if named is None:
+        named = dict(enumerate(items(node) or ()))
+    if not named:
+        yield path
+    for name, child in named.items():
+        yield from leaf_paths(child, f"{path}.{name}")
+
+
+class Matcher:
+    """Matches templates against stored nodes on one rank, then builds the loaded trees.
+
+    `tensors`: key -> (dtype name, global shape) of the checkpoint. `allow_missing`: patterns
+    (`fnmatch`) of paths that may be absent. `cast`: whether another stored dtype is accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensors: StoredTensors,
+        layout: Layout,
+        rank: int,
+        codecs: Codecs,
+        allow_missing: tuple[str, ...] = (),
+        cast: bool = False,
+    ) -> None:
+        self._tensors = tensors
+        self._layout = layout
+        self._rank = rank
+        self._codecs = codecs
+        self._allow_missing = allow_missing
+        self._cast = cast
+        self._fresh: dict[str, torch.Tensor] = {}
+        self._sources: dict[int, str] = {}
+        self.result = MatchResult()
+
+    def may_miss(self, path: str) -> bool:
+        """Whether the caller allowed this path to be absent."""
+        return any(fnmatchcase(path, pattern) for pattern in self._allow_missing)
+
+    def match(self, template: object, node: Any, path: str) -> None:
+        """Record what the template asks for and whether the stored node has it."""
+        if isinstance(template, Stored):
+            self._want_all(node, path)
+        elif isinstance(template, Transient):
+            self.result.touched.update(leaf_paths(node, path))
+        elif isinstance(template, PerRank):
+            self._match_per_rank(template, node, path)
+        elif isinstance(template, torch.Tensor | Sharded | Replicated):
+            self._match_tensor(template, node, path)
+        elif isinstance(template, Mapping):
+            self._match_mapping(template, node, path)
+        elif isinstance(template, list | tuple) and _holds_tensors(template):
+            self._match_sequence(template, node, path)
+        else:
+            self._match_value(template, node, path)
+
+    def build(self, template: object, node: Any, path: str, *, closed: bool) -> Any:
+        """The loaded tree for a template whose targets have been filled.
+
+        `closed`: stored entries that the template does not name are left out.
+        """
+        if isinstance(template, Transient):
+            return template.value
+        if isinstance(template, PerRank):
+            label = self._label(template, path)
+            inner = node["v"].get(label) if _tag(node) == "per_rank" else None
+            if inner is None:
+                return None if isinstance(template.tree, Stored) else template.tree
+            return self.build(template.tree, inner, f"{path}[{label}]", closed=closed)
+        if isinstance(template, torch.Tensor):
+            return template
+        if isinstance(template, Sharded | Replicated):
+            return template.local
+        named = entries(node)
+        if isinstance(template, Mapping) and named is not None:
+            found = {
+                name: self.build(template[name], child, f"{path}.{name}", closed=closed)
+                if name in template
+                else self._decode(child, f"{path}.{name}")
+                for name, child in named.items()
+                if name in template or not closed
+            }
+            return found | {name: template[name] for name in template if name not in found}
+        if isinstance(template, list | tuple) and _holds_tensors(template):
+            built = [
+                self.build(t, child, f"{path}.{i}", closed=closed)
+                for i, (t, child) in enumerate(zip(template, items(node) or (), strict=True))
+            ]
+            return built if isinstance(template, list) else tuple(built)
+        return self._decode(node, path)
+
+    def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
+        named = entries(node)
+        if named is None:
+            if any(_holds_tensors(v) for v in template.values()):
+                self.result.mismatched.append(
+                    f"{path}: the state has a mapping here, the checkpoint {_kind(node)}"
+                )
+            else:
+                self._want_all(node, path)
+            return
+        if not template and not named:
+            self.result.touched.add(path)
+        for name, child in template.items():
+            here = f"{path}.{name}"
+            if name in named:
+                self.match(child, named[name], here)
+            elif not isinstance(child, Transient):
+                self._miss(here, child)
+
+    def match_rest(self, template: object, node: Any, path: str) -> None:
+        """For an open part: ask for the stored entries that the template did not name."""
+        named = entries(node)
+        if isinstance(template, Mapping) and named is not None:
+            for name, child in named.items():
+                if name in template:
+                    self.match_rest(template[name], child, f"{path}.{name}")
+                else:
+                    self._want_all(child, f"{path}.{name}")
+
+    def _match_sequence(self, template: Any, node: Any, path: str) -> None:
+        children = items(node)
+        if children is None or len(children) != len(template):
+            self.result.mismatched.append(
+                f"{path}: the state has a sequence of {len(template)} here, the checkpoint "
+                f"{_kind(node)}"
+            )
+            return
+        for i, (item, child) in enumerate(zip(template, children, strict=True)):
+            self.match(item, child, f"{path}.{i}")
+
+    def _match_value(self, template: object, node: Any, path: str) -> None:
+        if _tag(node) == "tensor":
+            self.result.mismatched.append(
+                f"{path}: the state has a value ({type(template).__name__}) here, the checkpoint "
+                f"a tensor; ask for it with Stored()"
+            )
+            return
+        self._want_all(node, path)
+
+    def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
+        if _tag(node) != "per_rank" or sorted(node["axes"]) != sorted(template.axes):
+            self.result.mismatched.append(
+                f"{path}: the state has a value per {','.join(template.axes)} here, the checkpoint "
+                f"{_kind(node)}"
+            )
+            return
+        self.result.touched.update(leaf_paths(node, path))
+        label = self._label(template, path)
+        here = f"{path}[{label}]"
+        if label in node["v"]:
+            self.match(template.tree, node["v"][label], here)
+        elif template.missing == "keep" or self.may_miss(here):
+            self.result.kept.append(here)
+        else:
+            self.result.missing.append(here)
+
+    def _match_tensor(
+        self, template: torch.Tensor | Sharded | Replicated, node: Any, path: str
+    ) -> None:
+        leaf = tensor_leaf(template, key=path, layout=self._layout, rank=self._rank)
+        if _tag(node) not in ("tensor", "array"):
+            self.result.mismatched.append(
+                f"{path}: the state has a tensor here, the checkpoint {_kind(node)}"
+            )
+            return
+        key = node["k"]
+        dtype, shape = self._tensors[key]
+        self.result.touched.add(path)
+        source = self._sources.setdefault(id(template), key)
+        if source != key:
+            self.result.mismatched.append(
+                f"{path}: the state ties this tensor to the one stored as {source}, the checkpoint "
+                f"holds them as two"
+            )
+            return
+        if shape != leaf.shape:
+            self.result.mismatched.append(
+                f"{path}: the state's shape is {list(leaf.shape)}, the checkpoint's {list(shape)}"
+            )
+        elif dtype != leaf.dtype and not self._cast:
+            self.result.mismatched.append(
+                f"{path}: the state's dtype is {leaf.dtype}, the checkpoint's {dtype}; "
+                f"pass cast=True to convert"
+            )
+        else:
+            if dtype != leaf.dtype:
+                self.result.cast.append(path)
+            self.result.targets.setdefault(key, []).append(leaf)
+
+    def _miss(self, path: str, template: object) -> None:
+        if self.may_miss(path):
+            self.result.allowed.append(path)
+        elif isinstance(template, Mapping) and template:
+            for name, child in template.items():
+                self._miss(f"{path}.{name}", child)
+        else:
+            self.result.missing.append(path)
+
+    def _want_all(self, node: Any, path: str) -> None:
+        """Ask for everything under a node; tensors get new memory, each one once."""
+
+        def want(where: str, inner: dict[str, Any]) -> object:
+            if inner["$"] in ("tensor", "array"):
+                self._want_new(str(inner["k"]), where)
+            elif inner["$"] == "per_rank":
+                label = self._own_label(inner, where)
+                if label in inner["v"]:
+                    self._want_all(inner["v"][label], where)
+            return None
+
+        decode_tree(node, path=path, codecs=self._codecs, on_leaf=want)
+        self.result.touched.update(leaf_paths(node, path))
+
+    def _want_new(self, key: str, path: str) -> None:
+        if key in self._fresh:
+            return
+        dtype, shape = self._tensors[key]
+        target = torch.zeros(shape, dtype=torch_dtype(dtype))
+        self._fresh[key] = target
+        leaf = tensor_leaf(target, key=path, layout=self._layout, rank=self._rank)
+        self.result.targets.setdefault(key, []).append(leaf)
+
+    def _decode(self, node: Any, path: str) -> Any:
+        def value(where: str, inner: dict[str, Any]) -> object:
+            if inner["$"] == "tensor":
+                return self._fresh[str(inner["k"])]
+            if inner["$"] == "array":
+                return self._fresh[str(inner["k"])].numpy()
+            if inner["$"] == "per_rank":
+                return self._decode(inner["v"].get(self._own_label(inner, where)), where)
+            return None
+
+        return decode_tree(node, path=path, codecs=self._codecs, on_leaf=value)
+
+    def _own_label(self, node: Mapping[str, Any], path: str) -> str:
+        return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
+
+    def _label(self, template: PerRank, path: str) -> str:
+        return coordinate_label(self._layout, self._rank, tuple(template.axes), path=path)
+
+
+def _tag(node: Any) -> str | None:
+    return node.get("$") if isinstance(node, Mapping) else None
+
+
+def _kind(node: Any) -> str:
+    tag = _tag(node)
+    if tag == "per_rank":
+        return f"a value per {','.join(node['axes'])}"
+    if tag is not None:
+        return f"a {tag}"
+    if isinstance(node, dict):
+        return "a mapping"
+    return f"a list of {len(node)}" if isinstance(node, list) else f"a {type(node).__name__}"
+
+
+def _holds_tensors(tree: object) -> bool:
+    if is_tensor_like(tree) or isinstance(tree, PerRank | Stored | Transient | np.ndarray):
+        return True
+    if isinstance(tree, Mapping):
+        return any(_holds_tensors(child) for child in tree.values())
+    if isinstance(tree, list | tuple):
+        return any(_holds_tensors(child) for child in tree)
+    return False

@@ -1,0 +1,115 @@
+"""Parts: whatever a user puts into a state, behind one small protocol."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError
+from holdfast.state.markers import PerRank, Stored
+from holdfast.state.module import ModulePart
+from holdfast.state.stored import StoredPart
+
+
+@runtime_checkable
+class Part(Protocol):
+    """Something that can be saved and restored as a tree.
+
+    `tree()` gives what to save: containers, values, tensors, markers; it must not copy tensors.
+    `template(stored)` gives what to load into: tensors are filled in place, `Stored()` takes what
+    the checkpoint has. `restore(tree)` gets the template's tree, filled.
+    """
+
+    def tree(self) -> object:
+        """What to save."""
+        ...
+
+    def template(self, stored: StoredPart) -> object:
+        """What to load into."""
+        ...
+
+    def restore(self, tree: object) -> None:
+        """Take what was loaded."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with torch's pair of methods: schedulers, data loaders, a user's own classes."""
+
+    def state_dict(self) -> dict[str, object]:
+        """The object's state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> object:
+        """Take a state."""
+        ...
+
+
+class StatefulPart:
+    """An object with `state_dict` and `load_state_dict`: everything stored is handed to it."""
+
+    def __init__(self, value: Stateful) -> None:
+        self._value = value
+
+    def tree(self) -> object:
+        """The object's state dict."""
+        return self._value.state_dict()
+
+    def template(self, stored: object) -> object:
+        """Whatever is stored; a per-rank state dict asks for this rank's own."""
+        del stored
+        current: object = self._value.state_dict()
+        if isinstance(current, PerRank):
+            return PerRank(Stored(), axes=current.axes, missing=current.missing)
+        return Stored()
+
+    def restore(self, tree: object) -> None:
+        """Hand the tree to the object."""
+        self._value.load_state_dict(tree)  # type: ignore[arg-type]
+
+
+class TreePart:
+    """A plain tree: returned by the load as it was saved, its tensors filled in place."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def tree(self) -> object:
+        """The tree itself."""
+        return self._value
+
+    def template(self, stored: object) -> object:
+        """The tree itself."""
+        del stored
+        return self._value
+
+    def restore(self, tree: object) -> None:
+        """Nothing: the loaded tree is in the report."""
+
+
+def part_of(name: str, value: object) -> Part:
+    """The part for a state's entry; ConfigError where torch's own form would lose names."""
+    if isinstance(value, nn.Module):
+        return ModulePart(value)
+    if isinstance(value, torch.optim.Optimizer):
+        raise ConfigError(
+            f"state part '{name}' is a bare optimizer, whose state is numbered, not named; pass "
+            f"OptimizerState(optimizer, model)"
+        )
+    if isinstance(value, Part):
+        return value
+    if isinstance(value, Stateful):
+        return StatefulPart(value)
+    return TreePart(value)
+
+
+def is_closed(part: Part) -> bool:
+    """Whether stored entries that the part did not ask for are 'unexpected'.
+
+    A module or an optimizer asks for each of its entries; a plain tree or a stateful object is
+    given everything that is stored, so nothing of it can be passed over.
+    """
+    return not isinstance(part, TreePart | StatefulPart)

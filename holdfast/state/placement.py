@@ -1,0 +1,292 @@
+"""Which boxes of a global tensor this rank holds: DTensor, markers, plain tensors."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from holdfast.errors import LayoutError, PlacementError
+from holdfast.geometry import Box
+from holdfast.parallel.layout import Layout
+from holdfast.state.leaves import Domain, TensorLeaf
+from holdfast.state.markers import Replicated, Sharded
+from holdfast.state.torch_dtypes import dtype_name
+
+Intervals = tuple[tuple[int, int], ...]
+"""Ordered half-open intervals of one dim: the global indices that a local dim holds, in order."""
+
+_DENSE = ("tp", "cp", "dp", "pp")
+_EXPERT = ("expt_tp", "ep", "expt_dp", "pp")
+
+
+def is_tensor_like(obj: object) -> bool:
+    """Whether `tensor_leaf` takes this object."""
+    return isinstance(obj, torch.Tensor | Sharded | Replicated)
+
+
+def tensor_leaf(
+    obj: torch.Tensor | Sharded | Replicated, *, key: str, layout: Layout, rank: int
+) -> TensorLeaf:
+    """The leaf of one tensor of the state, on `rank` of `layout`.
+
+    Raises PlacementError naming `key` for what cannot be stored (partial sums, sparse, quantised,
+    meta and unknown wrapper tensors, a DTensor whose local shape is not what its placements say).
+    Cost: no collectives, no copies: the leaf's tensors are views.
+    """
+    if isinstance(obj, Sharded):
+        _refuse_unreadable(obj.local, key)
+        return _sharded_leaf(obj, key=key, layout=layout, rank=rank)
+    if isinstance(obj, Replicated):
+        if isinstance(obj.local, DTensor):
+            raise PlacementError(
+                f"{key}: Replicated(...) around a DTensor; pass the DTensor itself"
+            )
+        _refuse_unreadable(obj.local, key)
+        span = _stage_ranks(layout, rank)
+        return _whole_leaf(obj.local, key=key, domain=Domain(replicas=span, span=span))
+    if isinstance(obj, DTensor):
+        return _dtensor_leaf(obj, key=key)
+    _refuse_unreadable(obj, key)
+    return _whole_leaf(obj, key=key, domain=None)
+
+
+def shard_intervals(intervals: Intervals, *, num_chunks: int, index: int) -> Intervals:
+    """The `index`-th of `num_chunks` pieces of an index set, cut as `torch.chunk` cuts."""
+    total = sum(stop - start for start, stop in intervals)
+    chunk = -(-total // num_chunks)
+    return _cut(intervals, min(chunk * index, total), min(chunk * (index + 1), total))
+
+
+def strided_shard_intervals(
+    intervals: Intervals, *, num_chunks: int, index: int, split_factor: int
+) -> Intervals:
+    """The piece that torch's `_StridedShard` gives: cut into `split_factor`, then each cut again.
+
+    Source: torch.distributed.tensor `_StridedShard._split_tensor` (first split, second split,
+    concatenation of the `index`-th pieces).
+    """
+    pieces: list[tuple[int, int]] = []
+    for part in range(split_factor):
+        outer = shard_intervals(intervals, num_chunks=split_factor, index=part)
+        pieces.extend(shard_intervals(outer, num_chunks=num_chunks, index=index))
+    return _merge(tuple(pieces))
+
+
+def boxes_of(intervals: tuple[Intervals, ...]) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
+    """The boxes that a product of per-dim index sets makes, each with its place in the local."""
+    per_dim: list[list[tuple[int, int, slice]]] = []
+    for pieces in intervals:
+        position = 0
+        here = []
+        for start, stop in pieces:
+            here.append((start, stop - start, slice(position, position + stop - start)))
+            position += stop - start
+        per_dim.append(here)
+    found = []
+    for combination in itertools.product(*per_dim):
+        box = Box(tuple(c[0] for c in combination), tuple(c[1] for c in combination))
+        found.append((box, tuple(c[2] for c in combination)))
+    return tuple(found)
+
+
+def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
+    """The positions [start, stop) of an ordered index set."""
+    found: list[tuple[int, int]] = []
+    position = 0
+    for first, last in intervals:
+        size = last - first
+        low, high = max(start - position, 0), min(stop - position, size)
+        if low < high:
+            found.append((first + low, first + high))
+        position += size
+    return tuple(found)
+
+
+def _merge(intervals: Intervals) -> Intervals:
+    merged: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
+    if tensor.layout is not torch.strided:
+        raise PlacementError(f"{key}: a {tensor.layout} tensor cannot be stored; make it dense")
+    if tensor.is_quantized:
+        raise PlacementError(f"{key}: a quantized tensor cannot be stored; store its int_repr()")
+    if tensor.is_meta:
+        raise PlacementError(
+            f"{key}: a tensor on the meta device has no data; materialise it"
+        )
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise PlacementError(f"{key}: an uninitialized parameter has no data; run the model once")
+    if isinstance(tensor, DTensor):
+        raise PlacementError(f"{key}: a DTensor inside a marker; pass the DTensor itself")
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise PlacementError(
+            f"{key}: a tensor subclass {kind.__name__} cannot be stored, its bytes are not its "
+            f"value; store the plain tensors it wraps"
+        )
+
+
+def _whole_leaf(tensor: torch.Tensor, *, key: str, domain: Domain | None) -> TensorLeaf:
+    shape = tuple(tensor.shape)
+    return TensorLeaf(
+        key=key,
+        dtype=dtype_name(tensor.dtype, key=key),
+        shape=shape,
+        boxes=(Box((0,) * len(shape), shape),),
+        locals=(tensor.detach(),),
+        domain=domain,
+    )
+
+
+def _stage_ranks(layout: Layout, rank: int) -> tuple[int, ...]:
+    """All ranks of the same pipeline stage, ascending."""
+    return tuple(sorted(layout.group("tp-cp-dp", rank)))
+
+
+def _sharded_leaf(obj: Sharded, *, key: str, layout: Layout, rank: int) -> TensorLeaf:
+    axes = obj.over
+    if obj.dims is not None:
+        axes = tuple(axis for named in obj.dims.values() for axis in _names(named))
+    try:
+        domain = _domain(axes, layout=layout, rank=rank)
+        dims = _dims_intervals(obj, layout=layout, rank=rank)
+    except (LayoutError, PlacementError) as error:
+        raise PlacementError(f"{key}: {error}") from error
+    local = obj.local.detach()
+    boxes: tuple[Box, ...]
+    locals_: tuple[torch.Tensor, ...]
+    if dims is None:
+        boxes = (Box(obj.offset or (), tuple(local.shape)),)
+        locals_ = (local,)
+    else:
+        expected = tuple(sum(b - a for a, b in d) for d in dims)
+        if expected != tuple(local.shape):
+            raise PlacementError(
+                f"{key}: rank {rank} holds a piece of shape {list(local.shape)}, but global shape "
+                f"{list(obj.shape)} split over {_describe(obj)} gives it {list(expected)}; "
+                f"for another split say offset=(...), over=(...)"
+            )
+        placed = boxes_of(dims)
+        boxes = tuple(box for box, _ in placed)
+        locals_ = tuple(local[where] for _, where in placed)
+    return TensorLeaf(
+        key=key,
+        dtype=dtype_name(local.dtype, key=key),
+        shape=obj.shape,
+        boxes=boxes,
+        locals=locals_,
+        domain=domain,
+    )
+
+
+def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes
+
+
+def _describe(obj: Sharded) -> str:
+    return ", ".join(f"dim {d}: {'+'.join(_names(a))}" for d, a in (obj.dims or {}).items())
+
+
+def _dims_intervals(obj: Sharded, *, layout: Layout, rank: int) -> tuple[Intervals, ...] | None:
+    if obj.dims is None:
+        return None
+    result: list[Intervals] = []
+    for dim, size in enumerate(obj.shape):
+        intervals: Intervals = ((0, size),)
+        for axis in _names(obj.dims.get(dim, ())):
+            members = layout.group(axis, rank)
+            intervals = shard_intervals(
+                intervals, num_chunks=len(members), index=members.index(rank)
+            )
+        result.append(intervals)
+    return tuple(result)
+
+
+def _domain(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Domain:
+    """Replicas of a tensor that differs along `axes` only: equal coordinates along them."""
+    tokens = {token for axis in axes for token in layout.tokens(axis)}
+    view = _DENSE if tokens <= set(_DENSE) else _EXPERT
+    if not tokens <= set(view):
+        raise PlacementError(
+            f"axes {sorted(tokens)} mix the dense view {list(_DENSE)} and the expert view "
+            f"{list(_EXPERT)}"
+        )
+    span_tokens = view if "pp" in tokens else view[:-1]
+    same = [token for token in span_tokens if token not in tokens]
+    span = tuple(sorted(layout.group("-".join(span_tokens), rank)))
+    replicas = tuple(sorted(layout.group("-".join(same), rank))) if same else (rank,)
+    return Domain(replicas=replicas, span=span)
+
+
+def _dtensor_leaf(tensor: DTensor, *, key: str) -> TensorLeaf:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    local = tensor.to_local().detach()
+    _refuse_unreadable(local, key)
+    shape = tuple(tensor.shape)
+    if coordinate is None:
+        return TensorLeaf(
+            key=key,
+            dtype=dtype_name(tensor.dtype, key=key),
+            shape=shape,
+            boxes=(),
+            locals=(),
+            domain=Domain(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist()))),
+        )
+    dims: list[Intervals] = [((0, size),) for size in shape]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, Partial) or not hasattr(placement, "dim"):
+            raise PlacementError(
+                f"{key}: placement {placement} holds no element's value (a sum not yet reduced); "
+                f"redistribute the tensor before saving"
+            )
+        where = {"num_chunks": mesh.size(mesh_dim), "index": coordinate[mesh_dim]}
+        dim = placement.dim % len(shape)
+        split_factor = getattr(placement, "split_factor", None)
+        if split_factor is not None:
+            dims[dim] = strided_shard_intervals(dims[dim], split_factor=int(split_factor), **where)
+        elif isinstance(placement, Shard):
+            dims[dim] = shard_intervals(dims[dim], **where)
+        else:
+            raise PlacementError(f"{key}: placement {placement} is not known to this version")
+    expected = tuple(sum(b - a for a, b in d) for d in dims)
+    if expected != tuple(local.shape):
+        raise PlacementError(
+            f"{key}: the local shape {list(local.shape)} is not the {list(expected)} that "
+            f"placements {tensor.placements} give on mesh coordinate {coordinate}; a DTensor made "
+            f"from uneven pieces does not say where they lie: use Sharded(local, shape, offset=...)"
+        )
+    placed = boxes_of(tuple(dims))
+    return TensorLeaf(
+        key=key,
+        dtype=dtype_name(tensor.dtype, key=key),
+        shape=shape,
+        boxes=tuple(box for box, _ in placed),
+        locals=tuple(local[where_] for _, where_ in placed),
+        domain=_mesh_domain(tensor),
+    )
+
+
+def _mesh_domain(tensor: DTensor) -> Domain:
+    """Replicas of a DTensor: ranks of its mesh with equal coordinates along the sharding dims."""
+    mesh = tensor.device_mesh
+    ranks = mesh.mesh
+    coordinate = list(mesh.get_coordinate() or ())
+    index: list[int | slice] = [
+        slice(None) if isinstance(placement, Replicate) else coordinate[mesh_dim]
+        for mesh_dim, placement in enumerate(tensor.placements)
+    ]
+    replicas = ranks[tuple(index)].flatten().tolist()
+    return Domain(replicas=tuple(sorted(replicas)), span=tuple(sorted(ranks.flatten().tolist())))

@@ -1,0 +1,180 @@
+"""What a save leaves on storage while it is under way: the plan of all ranks, and done-records.
+
+Both are enough to finish a save, or to say what is missing of it, without any of the processes
+that began it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import CorruptionError
+from holdfast.format.digest import digest128
+from holdfast.format.manifest import LayoutInfo
+
+PLAN_FILE = "plan/plan.msgpack"
+_DIGEST_NBYTES = 32
+T = TypeVar("T")
+
+
+def done_file(position: int) -> str:
+    """Path of a rank's done-record inside the directory of the save."""
+    return f"done/{position:05d}.msgpack"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitPlan:
+    """What all ranks together write, as arrays.
+
+    Tensors are numbered by position in `keys`. Rows are ordered by file, then by place in the
+    file; a row is one stored copy of one box. `ranks`: every rank that takes part, in control
+    order; `writers[file]` is the position in `ranks` of the file's writer. `check_*`: boxes that
+    several ranks hold without a declaration; all holders of one `check_group` must report equal
+    digests.
+    """
+
+    signature: str
+    block_nbytes: int
+    layouts: tuple[LayoutInfo, ...]
+    ranks: tuple[int, ...]
+    coordinates: tuple[dict[str, int], ...]
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    tensor_layouts: tuple[int, ...]
+    writers: tuple[int, ...]
+    row_tensor: npt.NDArray[np.int64]
+    row_file: npt.NDArray[np.int64]
+    row_offset: npt.NDArray[np.int64]
+    row_extent: npt.NDArray[np.int64]
+    row_copy: npt.NDArray[np.int64]
+    check_group: npt.NDArray[np.int64]
+    check_position: npt.NDArray[np.int64]
+    check_tensor: npt.NDArray[np.int64]
+
+    @property
+    def num_rows(self) -> int:
+        """Stored copies of chunks."""
+        return len(self.row_tensor)
+
+
+_COLUMNS = (
+    "row_tensor",
+    "row_file",
+    "row_offset",
+    "row_extent",
+    "row_copy",
+    "check_group",
+    "check_position",
+    "check_tensor",
+)
+
+
+class _PlanWire(msgspec.Struct, frozen=True, kw_only=True):
+    signature: str
+    block_nbytes: int
+    layouts: tuple[LayoutInfo, ...]
+    ranks: tuple[int, ...]
+    coordinates: tuple[dict[str, int], ...]
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    tensor_layouts: tuple[int, ...]
+    writers: tuple[int, ...]
+    columns: dict[str, bytes]
+    widths: dict[str, int]
+
+
+def encode_plan(plan: CommitPlan) -> bytes:
+    """The plan as bytes with a digest at the end."""
+    values = {
+        name: getattr(plan, name) for name in _PlanWire.__struct_fields__ if hasattr(plan, name)
+    }
+    columns = {name: np.ascontiguousarray(getattr(plan, name)) for name in _COLUMNS}
+    wire = _PlanWire(
+        **values,
+        columns={name: column.tobytes() for name, column in columns.items()},
+        widths={name: column.shape[1] for name, column in columns.items() if column.ndim == 2},
+    )
+    return seal(msgspec.msgpack.encode(wire))
+
+
+def decode_plan(data: bytes, *, where: str) -> CommitPlan:
+    """The plan of `encode_plan`; CorruptionError naming `where` for anything else."""
+    wire = unseal(data, _PlanWire, where=where)
+    values = {
+        name: getattr(wire, name)
+        for name in _PlanWire.__struct_fields__
+        if name not in ("columns", "widths")
+    }
+    try:
+        for name in _COLUMNS:
+            column = np.frombuffer(wire.columns[name], dtype=np.int64)
+            width = wire.widths.get(name)
+            values[name] = column if width is None else column.reshape(-1, width)
+        return CommitPlan(**values)
+    except (KeyError, ValueError) as error:
+        raise CorruptionError(f"{where}: not a save plan: {error}") from error
+
+
+class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What differs between two saves under one plan."""
+
+    step: int
+    save_id: str
+    created: str
+    holdfast: str
+    torch: str
+    overwrite: bool
+
+
+class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's word that its bytes are on storage: lengths and digests of all of them.
+
+    `starts`, `digest_ptr`, `digests`, `checks`: little-endian 64-bit columns. `values`: the rank's
+    encoded tree, part name -> node, as JSON.
+    """
+
+    position: int
+    plan_digest: str
+    save_id: str
+    file: str | None
+    nbytes: int
+    header_nbytes: int
+    header_digest: str
+    starts: bytes
+    row_nbytes: bytes
+    digest_ptr: bytes
+    digests: bytes
+    checks: bytes
+    values: bytes
+
+
+def seal(payload: bytes) -> bytes:
+    """Payload followed by its digest."""
+    return payload + digest128(payload).encode()
+
+
+def unseal(data: bytes, kind: type[T], *, where: str) -> T:
+    """Decode sealed bytes as `kind`; CorruptionError naming `where` if any byte changed."""
+    payload, digest = data[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
+    if digest128(payload).encode() != digest:
+        raise CorruptionError(f"{where}: the record's digest does not match its bytes")
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.DecodeError as error:
+        raise CorruptionError(f"{where}: not a {kind.__name__}: {error}") from error
+
+
+def column(values: Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint64]) -> bytes:
+    """Little-endian 64-bit bytes of a column of integers; the sign is the reader's matter."""
+    array = np.asarray(values)
+    if array.dtype != np.uint64:
+        array = array.astype(np.int64)
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
