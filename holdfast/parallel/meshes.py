@@ -32,8 +32,9 @@ def mesh(built: Built, names: Sequence[str], device_type: str | None) -> DeviceM
 def _grid(built: Built, names: Sequence[str], axes: Sequence[str]) -> torch.Tensor:
     """The ranks reached from this one by walking each group in turn, checked to be a grid.
 
-    `DeviceMesh.from_group` takes any groups for any table of ranks, so this check is ours: all
-    ranks differ, and every line along a dimension is that group of its members.
+    `DeviceMesh.from_group` takes any groups for any table of ranks, so this check is ours:
+    every line along a dimension is the group of its members. (Then no rank can be there twice: its
+    place along each dimension is its index in that group.)
     """
     layout = built.layout
     sizes = [layout.size(axis) for axis in axes]
@@ -45,14 +46,10 @@ def _grid(built: Built, names: Sequence[str], axes: Sequence[str]) -> torch.Tens
         ranks.append(rank)
     grid = torch.tensor(ranks, dtype=torch.int).reshape(sizes)
     lines = [grid.movedim(k, -1).reshape(-1, size).tolist() for k, size in enumerate(sizes)]
-    if (
-        len(set(ranks)) != len(ranks)
-        or built.rank not in ranks
-        or any(
-            tuple(line) != layout.group(axis, line[0])
-            for axis, group_lines in zip(axes, lines, strict=True)
-            for line in group_lines
-        )
+    if any(
+        tuple(line) != layout.group(axis, line[0])
+        for axis, group_lines in zip(axes, lines, strict=True)
+        for line in group_lines
     ):
         raise GroupError(
             f"Groups {', '.join(names)} of {layout} do not form a grid of "
