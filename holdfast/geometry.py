@@ -162,7 +162,8 @@ def cover(inner: Box, outer: Box, *, max_gap: int) -> tuple[Ints, int]:
         start += (inner.offset[dim] - outer.offset[dim]) * stride
         count = inner.shape[dim]
         if count > 1:
-            if not levels and stride - span <= max_gap:
+            # Once a gap is too wide, so is every outer one.
+            if stride - span <= max_gap:
                 span += (count - 1) * stride
             else:
                 levels.append((count, stride))

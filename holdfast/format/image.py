@@ -164,7 +164,8 @@ def _raw_entries(text: bytes, place: str) -> list[tuple[str, _RawEntry]]:
         metadata = table.pop(_METADATA, None)
         if metadata is not None:
             msgspec.convert(_as_dict(metadata), dict[str, str])
-        return [(name, msgspec.convert(_as_dict(raw), _RawEntry)) for name, raw in table.items()]
+        plain = {name: _as_dict(raw) for name, raw in table.items()}
+        return list(msgspec.convert(plain, dict[str, _RawEntry]).items())
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{place}: the header is not a safetensors header: {error}") from None
 
@@ -177,7 +178,7 @@ def _as_dict(value: object) -> dict[str, object]:
     if not isinstance(value, _Pairs):
         raise ValueError("an entry is not a JSON object")
     table = dict(value)
-    if len(table) != len(value) or any(isinstance(inner, _Pairs) for inner in table.values()):
+    if len(table) != len(value) or any(type(inner) is _Pairs for _, inner in value):
         raise ValueError("an entry has one name twice, or an object inside")
     return table
 

@@ -161,6 +161,8 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
         raise CorruptionError(
             f"{place}: damaged: its digest does not match its bytes; use another copy or step"
         )
+    if peek is None:
+        raise CorruptionError(f"{place}: it states no format and version")
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -66,13 +66,11 @@ def is_data_file(name: str) -> bool:
 
 
 def list_steps(storage: Storage) -> list[int]:
-    """Committed steps, ascending. One listing plus one look per candidate."""
+    """Committed steps, ascending; links are not followed. One listing, one look per candidate."""
     steps = [
         step
         for name in storage.list("")
-        if (step := parse_step_dir(name)) is not None
-        and storage.is_dir(name)
-        and storage.exists(f"{name}/{MANIFEST}")
+        if (step := parse_step_dir(name)) is not None and storage.exists(f"{name}/{MANIFEST}")
     ]
     return sorted(steps)
 

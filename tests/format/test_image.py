@@ -110,6 +110,7 @@ def entry(start: int, stop: int, **more: object) -> dict[str, object]:
 HOSTILE = {
     "gap": raw_file({"a": entry(0, 2), "b": entry(3, 5)}, 5),
     "overlap": raw_file({"a": entry(0, 3), "b": entry(2, 5)}, 5),
+    "cancelling": raw_file({"a": entry(0, 3), "b": entry(2, 4), "c": entry(5, 6)}, 6),
     "hole at the start": raw_file({"a": entry(1, 5)}, 5),
     "past the end": raw_file({"a": entry(0, 6)}, 5),
     "unclaimed end": raw_file({"a": entry(0, 4)}, 5),

@@ -313,6 +313,13 @@ def test_files_must_be_filled_to_the_last_byte() -> None:
             validate_index(sealed(made), msgspec.structs.replace(made.manifest, files=files))
 
 
+def test_a_copy_must_repeat_the_box_of_a_primary() -> None:
+    chunks = [Chunk(file=0, box=Box((0,), (4,))), Chunk(file=1, box=Box((0,), (2,)), copy=1)]
+    made = make({"t": random_tensor(1, dtype="U8", shape=(4,), chunks=chunks)})
+    with pytest.raises(CorruptionError, match=r"'t'.*a copy of a box that no primary has"):
+        validate_index(sealed(made), made.manifest)
+
+
 def test_the_same_copy_twice_is_refused() -> None:
     whole = Box((0,), (4,))
     chunks = [

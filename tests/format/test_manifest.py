@@ -135,6 +135,14 @@ def test_hostile_content_is_refused_even_with_a_right_digest(path: str, value: o
         decode_manifest(reseal(table), place="here")
 
 
+@pytest.mark.parametrize("name", ["format", "version", "step", "parts", "totals"])
+def test_every_member_must_be_there(name: str) -> None:
+    table = as_table(sample())
+    del table[name]
+    with pytest.raises(CorruptionError, match="here: "):
+        decode_manifest(reseal(table), place="here")
+
+
 def test_hostile_depth_is_refused() -> None:
     body = encode_manifest(sample())[: -len(b',"digest":""}\n') - 32]
     deep = body.replace(b'"parts":{', b'"parts":{"x":' + b"[" * 100_000 + b"]" * 100_000 + b",", 1)

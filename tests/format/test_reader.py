@@ -125,6 +125,19 @@ def test_an_unverified_sparse_slice_skips_wide_gaps(store: PosixStorage) -> None
         assert snapshot.stats.nbytes_read == 400
 
 
+def test_neighbouring_blocks_are_read_in_one_piece(tmp_path: Path) -> None:
+    """The first column of four rows of 100 bytes lies in the blocks 0, 1, 3 and 4 of 64 bytes."""
+    reads: list[tuple[str, str, int, int]] = []
+    store = PosixStorage(tmp_path, observer=lambda *what: reads.append(what))
+    tensor = random_tensor(1, dtype="U8", shape=(4, 100))
+    directory = write(store, make({"t": tensor}, block_nbytes=64))
+    with Snapshot.open(store, directory) as snapshot:
+        reads.clear()
+        read(snapshot, "t", Box((0, 0), (4, 1)))
+    ranges = [(start - 4096, nbytes) for op, _, start, nbytes in reads if op == "read"]
+    assert ranges == [(0, 128), (192, 128)]
+
+
 def test_a_whole_chunk_is_one_read_into_the_target(tmp_path: Path) -> None:
     reads: list[tuple[str, str, int, int]] = []
     store = PosixStorage(tmp_path, observer=lambda *what: reads.append(what))

@@ -429,7 +429,7 @@ CONFLICTS: list[tuple[Node, Node, str]] = [
     ({"$": "bytes", "v": "YQ=="}, {"$": "bytes", "v": "Yg=="}, "state"),
     ({"$": "tensor", "k": "a"}, {"$": "tensor", "k": "b"}, "state"),
     ({"$": "transient"}, {"$": "tensor", "k": "b"}, "state"),
-    (per_rank(a=1), per_rank(a=2), r"state\.a"),
+    (per_rank(a=1), per_rank(a=2), r"state\[a\]"),
     (per_rank(a=1), {"$": "per_rank", "axes": ["tp"], "v": {"b": 1}}, "state"),
     ({"$": "dataclass", "n": "D", "v": {"a": 1}}, {"$": "dataclass", "n": "D", "v": {"b": 1}},
      "state"),

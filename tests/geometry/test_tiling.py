@@ -157,6 +157,14 @@ def test_a_gap_and_an_overlap_of_equal_size_do_not_cancel() -> None:
     assert_flaw_is_true(flaw, (4, 4), boxes)
 
 
+def test_dims_are_not_interchangeable() -> None:
+    """The cell (0, 1) twice and (1, 0) never: symmetric weights would not see it."""
+    boxes = [Box(at, (1, 1)) for at in ((0, 0), (1, 1), (0, 1), (0, 1))]
+    flaw = check_tiling((2, 2), *arrays(boxes, 2))
+    assert flaw is not None
+    assert_flaw_is_true(flaw, (2, 2), boxes)
+
+
 def test_scalars_and_empty_tensors() -> None:
     none = np.zeros((0, 0), dtype=np.int64)
     assert check_tiling((), np.zeros((1, 0)), np.zeros((1, 0))) is None  # type: ignore[arg-type]

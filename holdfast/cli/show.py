@@ -1,0 +1,407 @@
+"""`holdfast show PATH`: what is in a checkpoint. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from holdfast.cli.inspecting import (
+    EXIT_DAMAGED,
+    Place,
+    clean,
+    counted,
+    in_bytes,
+    in_ranges,
+    layout_in_words,
+    locate,
+    make_console,
+    make_table,
+    print_json,
+    when,
+)
+from holdfast.cli.report import print_error
+from holdfast.cli.tensor_stats import TensorStats, tensor_stats
+from holdfast.errors import ConfigError, CorruptionError
+from holdfast.format.manifest import Manifest
+from holdfast.format.reader import Snapshot
+from holdfast.format.values import TAG, Node, decode_tree, shorten
+
+_MAX_ROWS = 50
+_SCALAR_TAGS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Args:
+    """Show what is in a checkpoint: layouts, parts, tensors, and on request files and values."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
+
+    step: int | None = None
+    """Which step of a directory of checkpoints."""
+
+    tensor: str | None = None
+    """Only tensors whose key is this, or matches this pattern (`*`, `?`)."""
+
+    part: str | None = None
+    """Only this part of the state."""
+
+    files: bool = False
+    """List the data files and who wrote them."""
+
+    values: bool = False
+    """Show the tree of values."""
+
+    stats: bool = False
+    """Read the tensors chosen with --tensor: least, greatest, mean, norm, first elements."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor as listed: `writers` are global ranks, `num_copies` the most of any chunk."""
+
+    key: str
+    part: str
+    dtype: str
+    shape: list[int]
+    num_chunks: int
+    num_copies: int
+    writers: list[int]
+    nbytes: int
+
+
+def run(args: Args) -> int:
+    """Print what was asked for; 1 when the checkpoint is damaged."""
+    if args.stats and args.tensor is None:
+        raise ConfigError("--stats reads tensors: choose them with --tensor KEY or a pattern")
+    place = locate(args.path, step=args.step)
+    try:
+        with Snapshot.open(place.storage, place.directory) as snapshot:
+            if args.part is not None:
+                snapshot.read_values(args.part)
+            rows = _tensor_rows(snapshot, args)
+            stats = {row.key: tensor_stats(snapshot, row.key) for row in rows if args.stats}
+            if args.json:
+                print_json(_as_json(place, snapshot, args, rows, stats))
+            else:
+                _print(place, snapshot, args, rows, stats)
+    except CorruptionError as error:
+        print_error(error)
+        return EXIT_DAMAGED
+    return 0
+
+
+def _parts_of_keys(manifest: Manifest) -> dict[str, str]:
+    """The part that each tensor's key is referred to from."""
+    return {key: part for part, node in manifest.parts.items() for key in _leaf_keys(node)}
+
+
+def _leaf_keys(node: Node) -> Iterator[str]:
+    waiting: list[Node] = [node]
+    while waiting:
+        top = waiting.pop()
+        if isinstance(top, list):
+            waiting += top
+        elif isinstance(top, dict):
+            key = top.get("k")
+            if top.get(TAG) in ("tensor", "array") and isinstance(key, str):
+                yield key
+            else:
+                waiting += top.values()
+
+
+def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
+    parts = _parts_of_keys(snapshot.manifest)
+    rows = []
+    for tensor in snapshot.manifest.tensors:
+        part = parts.get(tensor.key, "")
+        if args.part is not None and part != args.part:
+            continue
+        if args.tensor is not None and not _matches(tensor.key, args.tensor):
+            continue
+        stored = snapshot.rows_of(tensor.key)
+        copies = snapshot.index.copy[stored]
+        writers = {
+            snapshot.manifest.files[f].writer for f in set(snapshot.index.file[stored].tolist())
+        }
+        rows.append(
+            TensorRow(
+                key=tensor.key,
+                part=part,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                num_chunks=int((copies == 0).sum()),
+                num_copies=int(copies.max()) + 1 if len(copies) else 0,
+                writers=sorted(writers),
+                nbytes=tensor.nbytes,
+            )
+        )
+    if args.tensor is not None and not rows:
+        raise ConfigError(f"no tensor matches {args.tensor!r}{_nearest(args.tensor, snapshot)}")
+    return rows
+
+
+def _matches(key: str, pattern: str) -> bool:
+    # Keys hold brackets of their own (one per coordinate), so "[" stands for itself.
+    return key == pattern or fnmatch.fnmatchcase(key, pattern.replace("[", "[[]"))
+
+
+def _nearest(wanted: str, snapshot: Snapshot) -> str:
+    near = difflib.get_close_matches(wanted, snapshot.keys[:10_000], n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _as_json(
+    place: Place,
+    snapshot: Snapshot,
+    args: Args,
+    rows: list[TensorRow],
+    stats: dict[str, TensorStats],
+) -> dict[str, object]:
+    manifest = snapshot.manifest
+    document: dict[str, object] = {
+        "checkpoint": place.label,
+        "step": manifest.step,
+        "created": manifest.created,
+        "save_id": manifest.save_id,
+        "format_version": manifest.version,
+        "holdfast": manifest.holdfast,
+        "torch": manifest.torch,
+        "layouts": [
+            {"name": x.name, "axes": x.axes, "order": x.order, "ranks": x.ranks}
+            for x in manifest.layouts
+        ],
+        "totals": {
+            "num_tensors": manifest.totals.num_tensors,
+            "nbytes": manifest.totals.nbytes,
+            "stored_nbytes": manifest.totals.stored_nbytes,
+            "num_files": len(manifest.files),
+            "num_rows": manifest.index.num_rows,
+        },
+        "parts": list(manifest.parts),
+        "tensors": [
+            asdict(row) | ({"stats": _stats_json(stats[row.key])} if row.key in stats else {})
+            for row in rows
+        ],
+    }
+    if args.files:
+        document["files"] = [
+            {
+                "name": file.name, "nbytes": file.nbytes, "writer": file.writer,
+                "coordinate": file.coordinate,
+                "num_chunks": int((snapshot.index.file == number).sum()),
+            }
+            for number, file in enumerate(manifest.files)
+        ]  # fmt: skip
+    if args.values:
+        chosen = manifest.parts if args.part is None else {args.part: manifest.parts[args.part]}
+        document["values"] = chosen
+    return document
+
+
+def _stats_json(stats: TensorStats) -> dict[str, object]:
+    table = asdict(stats)
+    if isinstance(stats.mean, complex):
+        table["mean"] = [stats.mean.real, stats.mean.imag]
+    return table
+
+
+def _print(
+    place: Place,
+    snapshot: Snapshot,
+    args: Args,
+    rows: list[TensorRow],
+    stats: dict[str, TensorStats],
+) -> None:
+    console = make_console()
+    is_narrow = args.tensor is not None
+    if not is_narrow:
+        _print_summary(console, place, snapshot.manifest)
+        if args.part is None:
+            _print_parts(console, snapshot.manifest)
+    if args.files:
+        _print_files(console, snapshot)
+    if not args.values or is_narrow:
+        _print_tensors(console, rows, is_all=is_narrow)
+    for key, numbers in stats.items():
+        _print_stats(console, key, numbers)
+    if args.values and not is_narrow:
+        parts = snapshot.manifest.parts
+        for part in parts if args.part is None else [args.part]:
+            tree = Tree(Text(clean(part), style="bold"))
+            _grow(tree, parts[part])
+            console.print(tree)
+
+
+def _print_summary(console: Console, place: Place, manifest: Manifest) -> None:
+    totals = manifest.totals
+    extra = totals.stored_nbytes - totals.nbytes
+    copies = f" + {in_bytes(extra)} of copies" if extra else ""
+    lines = [
+        ("checkpoint", place.label),
+        ("step", f"{manifest.step}, saved {when(manifest.created)} UTC, id {manifest.save_id}"),
+        ("by", f"holdfast {manifest.holdfast}, torch {manifest.torch}, format {manifest.version}"),
+        ("holds", f"{counted(totals.num_tensors, 'tensor')}, {in_bytes(totals.nbytes)}{copies} "
+                  f"in {counted(len(manifest.files), 'file')}"),
+    ]  # fmt: skip
+    lines += [
+        ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {clean(x.order)}")
+        for x in manifest.layouts
+    ]
+    for name, text in lines:
+        console.print(Text(f"{name:<11}", style="dim") + Text(clean(text)), soft_wrap=True)
+
+
+def _print_parts(console: Console, manifest: Manifest) -> None:
+    table = make_table(
+        [("part", "bold"), ("tensors", "right"), ("size", "right"), ("values", "right")]
+    )
+    sizes = {tensor.key: tensor.nbytes for tensor in manifest.tensors}
+    for part, node in manifest.parts.items():
+        keys = [key for key in set(_leaf_keys(node)) if key in sizes]
+        nbytes = sum(sizes[key] for key in keys)
+        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{_num_values(node):,}")
+    console.print(table)
+
+
+def _num_values(node: Node) -> int:
+    """Plain values below a node: neither containers nor tensors."""
+    if isinstance(node, list):
+        return sum(map(_num_values, node))
+    if isinstance(node, dict):
+        if node.get(TAG) in ("tensor", "array", "transient"):
+            return 0
+        if node.get(TAG) in _SCALAR_TAGS:
+            return 1
+        pairs = _pairs(node)
+        if pairs is not None:
+            return sum(_num_values(item) for _, item in pairs)
+        return sum(map(_num_values, node.values() if TAG not in node else [node.get("v")]))
+    return 1
+
+
+def _print_files(console: Console, snapshot: Snapshot) -> None:
+    table = make_table(
+        [("file", ""), ("size", "right"), ("chunks", "right"), ("rank", "right"), ("at", "")]
+    )
+    counts = np.bincount(snapshot.index.file, minlength=len(snapshot.manifest.files)).tolist()
+    for file, count in zip(snapshot.manifest.files, counts, strict=True):
+        at = " ".join(f"{axis}={index}" for axis, index in file.coordinate.items())
+        table.add_row(file.name, in_bytes(file.nbytes), f"{count:,}", f"{file.writer}", clean(at))
+    console.print(table)
+
+
+def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> None:
+    table = make_table(
+        [
+            ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("chunks", "right"),
+            ("copies", "right"), ("written by", ""), ("size", "right"),
+        ]
+    )  # fmt: skip
+    shown = rows if is_all else rows[:_MAX_ROWS]
+    for row in shown:
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        table.add_row(
+            clean(row.key), row.dtype, shape, f"{row.num_chunks:,}", f"{row.num_copies}",
+            in_ranges(row.writers), in_bytes(row.nbytes),
+        )  # fmt: skip
+    console.print(table)
+    if len(shown) < len(rows):
+        more = counted(len(rows) - len(shown), "more tensor")
+        console.print(f"… and {more}; --tensor '*' lists all", style="dim")
+
+
+def _print_stats(console: Console, key: str, stats: TensorStats) -> None:
+    console.print(Text(clean(key), style="cyan"))
+    lines = [
+        ("elements", f"{stats.numel:,} ({stats.num_zero:,} zero, {stats.num_nan:,} nan, "
+                     f"{stats.num_inf:,} infinite)"),
+        ("least", f"{stats.lowest}"), ("greatest", f"{stats.highest}"),
+        ("mean", f"{stats.mean}"), ("norm", f"{stats.norm}"),
+        ("first", ", ".join(stats.head) + (", …" if stats.numel > len(stats.head) else "")),
+    ]  # fmt: skip
+    for name, text in lines:
+        console.print(Text(f"  {name:<9}", style="dim") + Text(text), soft_wrap=True)
+
+
+def _grow(tree: Tree, node: Node) -> None:
+    """Add the children of a container to a tree, scalars on the line of their name."""
+    for name, child in _children(node):
+        label = Text(clean(name), style="bold") + Text(f": {_in_words(child)}")
+        _grow(tree.add(label), child)
+
+
+def _children(node: Node) -> list[tuple[str, Node]]:
+    if isinstance(node, list):
+        return [] if _is_flat(node) else [(str(i), item) for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return []
+    tag, inner = node.get(TAG), node.get("v")
+    if tag is None:
+        return list(node.items())
+    if tag in ("per_rank", "dataclass") and isinstance(inner, dict):
+        return list(inner.items())
+    pairs = _pairs(node)
+    if pairs is not None:
+        return [(_in_words(key), item) for key, item in pairs]
+    if tag in ("tuple", "deque", "set", "frozenset", "codec"):
+        return _children(inner)
+    return []
+
+
+def _pairs(node: dict[str, Node]) -> list[tuple[Node, Node]] | None:
+    """The items of a mapping that is stored as pairs; None for anything else."""
+    inner = node.get("v")
+    if node.get(TAG) not in ("dict", "odict", "counter", "defaultdict"):
+        return None
+    if not isinstance(inner, list):
+        return None
+    return [(pair[0], pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2]
+
+
+def _is_flat(items: list[Node]) -> bool:
+    """Whether a list reads best on one line."""
+    return not any(isinstance(item, dict | list) for item in items)
+
+
+def _in_words(node: Node) -> str:
+    """One line for a node: the value of a scalar, the kind of a container."""
+    if isinstance(node, str):
+        return clean(shorten(repr(node)))
+    if isinstance(node, list):
+        if _is_flat(node):
+            return clean(shorten(repr(node)))
+        return f"list of {len(node)}"
+    if not isinstance(node, dict):
+        return str(node)
+    tag, inner = node.get(TAG), node.get("v")
+    if tag is None:
+        return f"dict of {len(node)}" if node else "{}"
+    if tag in ("tensor", "array"):
+        return clean(f"{tag} {node.get('k')}")
+    if tag == "per_rank":
+        axes = node.get("axes")
+        return clean(
+            f"per rank over {', '.join(map(str, axes)) if isinstance(axes, list) else axes}"
+        )
+    if tag in _SCALAR_TAGS and tag != "enum":
+        return clean(shorten(repr(decode_tree(node))))
+    name = f" {node['n']}" if "n" in node else ""
+    if isinstance(inner, list) and not _is_flat(inner):
+        return clean(f"{tag}{name} of {len(inner)}")
+    if isinstance(inner, dict):
+        return clean(f"{tag}{name}")
+    return clean(f"{tag}{name} {shorten(repr(inner)) if inner is not None else ''}".rstrip())

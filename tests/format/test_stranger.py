@@ -1,0 +1,85 @@
+"""The page `docs/format.md` is enough: a reader written from it alone, without Holdfast.
+
+Uses json, xxhash and the safetensors library only, as a reader in another language would.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from tests.format.test_golden import GOLDEN, golden, weight
+
+PLACE = GOLDEN / "iter_0000042"
+NUMPY = {"F32": "<f4", "I64": "<i8", "BF16": "<u2", "C128": "<c16", "F16": "<f2"}
+
+
+def read_manifest(place: Path) -> dict[str, Any]:
+    data = (place / "manifest.json").read_bytes()
+    body, _, tail = data.rpartition(b',"digest":"')
+    assert tail == xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+    manifest: dict[str, Any] = json.loads(data)
+    assert (manifest["format"], manifest["version"]) == ("holdfast", 1)
+    return manifest
+
+
+def read_all(place: Path) -> dict[str, np.ndarray[Any, Any]]:
+    manifest = read_manifest(place)
+    index_bytes = (place / "index.safetensors").read_bytes()
+    assert len(index_bytes) == manifest["index"]["nbytes"]
+    assert xxhash.xxh3_128_hexdigest(index_bytes) == manifest["index"]["digest"]
+    index = load_file(place / "index.safetensors")
+    files = []
+    for file in manifest["files"]:
+        data = (place / file["name"]).read_bytes()
+        assert len(data) == file["nbytes"]
+        header = data[: file["header_nbytes"]]
+        assert xxhash.xxh3_128_hexdigest(header) == file["header_digest"]
+        assert int.from_bytes(header[:8], "little") == len(header) - 8
+        assert len(header) % 4096 == 0
+        files.append(data)
+    tensors = {t["key"]: np.zeros(t["shape"], dtype=NUMPY[t["dtype"]]) for t in manifest["tensors"]}
+    block = manifest["block_nbytes"]
+    for row in range(manifest["index"]["num_rows"]):
+        info = manifest["tensors"][index["tensor"][row]]
+        target = tensors[info["key"]]
+        start, nbytes = int(index["start"][row]), int(index["nbytes"][row])
+        payload = files[index["file"][row]][start : start + nbytes]
+        lo, hi = (int(index["digest_ptr"][row + i]) for i in (0, 1))
+        blocks = [payload[i : i + block] for i in range(0, nbytes, block)]
+        assert [xxhash.xxh3_64_intdigest(b) for b in blocks] == index["digest"][lo:hi].tolist()
+        offset = [int(v) for v in index["offset"][row][: target.ndim]]
+        extent = [int(v) for v in index["extent"][row][: target.ndim]]
+        where = tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
+        chunk = np.frombuffer(payload, dtype=target.dtype).reshape(extent)
+        if index["copy"][row] == 0:
+            target[where] = chunk
+        else:
+            assert (target[where] == chunk).all()
+    return tensors
+
+
+def test_a_reader_written_from_the_page_reads_the_golden_checkpoint() -> None:
+    found = read_all(PLACE)
+    assert (found["model.weight"] == weight()).all()
+    assert found["optimizer.step"] == 42
+    assert found["model.phase"].tolist() == [1 + 2j, -0.5j]
+    assert found["model.bias"].tolist() == [0x3F80 + i for i in range(5)]
+    assert set(found) == {tensor.key for tensor in golden().manifest.tensors}
+
+
+def test_the_names_of_entries_are_those_of_the_page() -> None:
+    with safe_open(PLACE / "data/00000.safetensors", framework="np") as file:
+        assert set(file.keys()) == {"model.weight@0,0", "model.bias", "model.phase"}
+        assert file.get_tensor("model.weight@0,0").tolist() == weight()[:, :3].tolist()
+        assert file.get_slice("model.phase").get_shape() == [2, 2]
+    with safe_open(PLACE / "data/00001.safetensors", framework="np") as file:
+        assert set(file.keys()) == {
+            "model.weight@0,3", "model.weight@2,3", "model.bias", "optimizer.step",
+        }  # fmt: skip
