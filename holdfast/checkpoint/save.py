@@ -22,7 +22,7 @@ from holdfast.errors import PlanError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.image import ImageEntry, chunk_name, layout_image
 from holdfast.format.manifest import LayoutInfo
-from holdfast.format.names import DATA_DIR, data_file, saving_dir, step_dir
+from holdfast.format.names import data_file, saving_dir, step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.state.flatten import flatten_state
@@ -30,8 +30,12 @@ from holdfast.state.leaves import FlatState
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.storage import Storage
 from holdfast.writer.commit import Committed, commit_save, discard_save
-from holdfast.writer.records import PLAN_FILE, CommitPlan, SaveHeader, encode_plan
+from holdfast.writer.job import prepare_directory
+from holdfast.writer.records import CommitPlan, SaveHeader, column, encode_plan
 from holdfast.writer.write import WriteJob, write_share
+
+_DEADLINE_S = 600.0
+"""How long a save may take from the start of its writing."""
 
 
 class _Opening(msgspec.Struct, frozen=True, array_like=True):
@@ -138,7 +142,7 @@ class Saver:
             directory = saving_dir(step, save_id)
             header = _header(step, save_id, overwrite=overwrite)
             try:
-                self._write(plan, local, directory, save_id, clock)
+                self._write(plan, local, directory, header, clock)
                 with clock.phase("commit"):
                     committed = self._commit(plan, directory, header)
             except BaseException:
@@ -298,8 +302,33 @@ class Saver:
             commit=commit,
         )
 
+    def _job(
+        self,
+        plan: RankPlan,
+        local: _Local,
+        directory: str,
+        header: SaveHeader,
+        checks: Sequence[int],
+    ) -> WriteJob:
+        control = self._groups.control
+        return WriteJob(
+            directory=directory,
+            position=control.index,
+            rank=control.rank,
+            header=header,
+            plan_digest=plan.plan_digest,
+            block_nbytes=self._block_nbytes,
+            file=data_file(plan.file) if plan.file >= 0 else None,
+            header_nbytes=len(plan.staging.image.header) if plan.file >= 0 else 0,
+            starts=column(plan.staging.starts),
+            row_nbytes=column(plan.staging.row_nbytes),
+            checks=column(np.array(checks, dtype=np.uint64)),
+            values=local.values,
+            deadline_s=_DEADLINE_S,
+        )
+
     def _write(
-        self, plan: RankPlan, local: _Local, directory: str, save_id: str, clock: Clock
+        self, plan: RankPlan, local: _Local, directory: str, header: SaveHeader, clock: Clock
     ) -> None:
         """Stage and write this rank's share; all ranks raise if one cannot."""
         error: Exception | None = None
@@ -308,23 +337,8 @@ class Saver:
                 stage(plan.staging, [local.sources[row] for row in plan.rows], plan.names)
                 checks = [content_digest(local.sources[row]) for row in plan.checks]
             with clock.phase("write"):
-                for name in ("plan", "done", DATA_DIR):
-                    self._storage.make_dir(f"{directory}/{name}")
-                if plan.commit is not None:
-                    self._storage.write_file(f"{directory}/{PLAN_FILE}", plan.commit[1])
-                job = WriteJob(
-                    directory=directory,
-                    position=self._groups.control.index,
-                    save_id=save_id,
-                    plan_digest=plan.plan_digest,
-                    block_nbytes=self._block_nbytes,
-                    file=data_file(plan.file) if plan.file >= 0 else None,
-                    header_nbytes=len(plan.staging.image.header) if plan.file >= 0 else 0,
-                    starts=plan.staging.starts,
-                    row_nbytes=plan.staging.row_nbytes,
-                    checks=np.array(checks, dtype=np.uint64),
-                    values=local.values,
-                )
+                job = self._job(plan, local, directory, header, checks)
+                prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
                 write_share(self._storage, job, plan.staging.view)
         except Exception as caught:
             error = caught

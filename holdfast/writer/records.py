@@ -19,13 +19,22 @@ from holdfast.format.digest import digest128
 from holdfast.format.manifest import LayoutInfo
 
 PLAN_FILE = "plan/plan.msgpack"
+HEADER_FILE = "plan/header.msgpack"
+ALIVE_FILE = "plan/alive"
+FAILED_FILE = "failed.msgpack"
+DONE_DIR = "done"
 _DIGEST_NBYTES = 32
 T = TypeVar("T")
 
 
 def done_file(position: int) -> str:
     """Path of a rank's done-record inside the directory of the save."""
-    return f"done/{position:05d}.msgpack"
+    return f"{DONE_DIR}/{position:05d}.msgpack"
+
+
+def failed_file(position: int) -> str:
+    """Path of the word a rank leaves when it could not write."""
+    return f"{DONE_DIR}/{position:05d}.failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +141,13 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     holdfast: str
     torch: str
     overwrite: bool
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a save failed: the name of an error class, and its message."""
+
+    error_type: str
+    message: str
 
 
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):

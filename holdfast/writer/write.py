@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -11,46 +11,56 @@ import numpy.typing as npt
 
 from holdfast.format.digest import block_digests, digest128
 from holdfast.storage import Storage
-from holdfast.writer.records import DoneRecord, column, done_file, seal
+from holdfast.writer.records import DoneRecord, SaveHeader, column, done_file, seal
 
 _WRITE_NBYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteJob:
+class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's share of a save.
 
-    `directory`: the directory of the save under way. `file`: path of the data file inside it, or
-    None for a rank that writes no tensor. `starts`, `row_nbytes`: place and length of each row's
-    payload in the image, in plan order. `checks`: digests of the boxes this rank must vouch for.
-    `values`: the rank's encoded tree as JSON.
+    `directory`: the directory of the save under way. `position`: place of the rank in the plan.
+    `file`: path of the data file inside the directory, or None for a rank that writes no tensor.
+    `starts`, `row_nbytes`: columns of int64, place and length of each row's payload in the image,
+    in plan order. `checks`: column of uint64, digests of the boxes this rank must vouch for.
+    `values`: the rank's encoded tree as JSON. `deadline_s`: for the whole save, from the start of
+    the writing.
     """
 
     directory: str
     position: int
-    save_id: str
+    rank: int
+    header: SaveHeader
     plan_digest: str
     block_nbytes: int
     file: str | None
     header_nbytes: int
-    starts: npt.NDArray[np.int64]
-    row_nbytes: npt.NDArray[np.int64]
-    checks: npt.NDArray[np.uint64]
+    starts: bytes
+    row_nbytes: bytes
+    checks: bytes
     values: bytes
+    deadline_s: float
 
 
-def write_share(storage: Storage, job: WriteJob, image: memoryview) -> int:
+def write_share(
+    storage: Storage,
+    job: WriteJob,
+    image: memoryview,
+    *,
+    on_progress: Callable[[int], object] | None = None,
+) -> int:
     """Write a rank's image and its done-record; returns the bytes written.
 
     Hashing runs beside the writing, on bytes in memory. The done-record is published only after the
     data file is synced. Raises StorageError naming the path; nothing is visible as a checkpoint
-    whatever happens here. Cost: one pass of writes, one of hashing, two syncs.
+    whatever happens here. `on_progress` is told the bytes handed over so far. Cost: one pass of
+    writes, one of hashing, two syncs.
     """
     hasher = _Hasher(job, image)
     hasher.start()
     try:
         if job.file is not None:
-            _write_image(storage, f"{job.directory}/{job.file}", image)
+            _write_image(storage, f"{job.directory}/{job.file}", image, on_progress)
     finally:
         hasher.join()
     if hasher.error is not None:
@@ -58,16 +68,16 @@ def write_share(storage: Storage, job: WriteJob, image: memoryview) -> int:
     record = DoneRecord(
         position=job.position,
         plan_digest=job.plan_digest,
-        save_id=job.save_id,
+        save_id=job.header.save_id,
         file=job.file,
         nbytes=image.nbytes if job.file is not None else 0,
         header_nbytes=job.header_nbytes,
         header_digest=digest128(image[: job.header_nbytes]),
-        starts=column(job.starts),
-        row_nbytes=column(job.row_nbytes),
+        starts=job.starts,
+        row_nbytes=job.row_nbytes,
         digest_ptr=column(hasher.pointers),
         digests=column(hasher.digests),
-        checks=column(job.checks),
+        checks=job.checks,
         values=job.values,
     )
     data = seal(msgspec.msgpack.encode(record))
@@ -75,10 +85,17 @@ def write_share(storage: Storage, job: WriteJob, image: memoryview) -> int:
     return record.nbytes
 
 
-def _write_image(storage: Storage, path: str, image: memoryview) -> None:
+def _write_image(
+    storage: Storage,
+    path: str,
+    image: memoryview,
+    on_progress: Callable[[int], object] | None,
+) -> None:
     with storage.create(path, nbytes=image.nbytes) as sink:
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             sink.write_at(start, image[start : start + _WRITE_NBYTES])
+            if on_progress is not None:
+                on_progress(min(start + _WRITE_NBYTES, image.nbytes))
         sink.sync()
 
 
@@ -99,7 +116,9 @@ class _Hasher(threading.Thread):
             parts = [
                 block_digests(self._image[start : start + nbytes], self._job.block_nbytes)
                 for start, nbytes in zip(
-                    self._job.starts.tolist(), self._job.row_nbytes.tolist(), strict=True
+                    np.frombuffer(self._job.starts, dtype=np.int64).tolist(),
+                    np.frombuffer(self._job.row_nbytes, dtype=np.int64).tolist(),
+                    strict=True,
                 )
             ]
             counts = [len(part) for part in parts]
