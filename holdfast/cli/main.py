@@ -1,0 +1,85 @@
+"""Entry point of `holdfast`: finds the verb, and turns a mistake into one line.
+
+Torch is imported only by verbs that need it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from holdfast import __version__
+from holdfast.cli.parse import parse_flags
+from holdfast.cli.report import EXIT_MISTAKE, print_error
+from holdfast.errors import ConfigError, HoldfastError
+
+VERBS = {
+    "train": "train the reference model, save and resume under any layout",
+    "ls": "list the checkpoints in a directory",
+    "show": "show what is in a checkpoint",
+    "verify": "check every byte of a checkpoint",
+}
+"""Each verb and what it is for."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        argv: the words after `holdfast`; default those of this process.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake explained on standard error, or the verb's own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"holdfast {__version__}")
+        return 0
+    try:
+        return _dispatch(words[0], words[1:])
+    except HoldfastError as error:
+        print_error(error)
+        return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; keep the interpreter from flushing into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(verb: str, words: list[str]) -> int:
+    if verb not in VERBS:
+        raise _unknown(verb)
+    module = import_module(f"holdfast.cli.{verb}")
+    if verb == "train":
+        return int(module.run_command(words))
+    args = parse_flags(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
+    return int(module.run(args))
+
+
+def _unknown(verb: str) -> HoldfastError:
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(VERBS)}"
+    return ConfigError(f"unknown command {verb!r}; {hint}")
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {about}" for verb, about in VERBS.items())
+    return (
+        "usage: holdfast COMMAND [ARGUMENTS]\n\n"
+        "Keeps the whole training state of a distributed PyTorch run safe.\n\n"
+        f"commands:\n{verbs}\n\n"
+        "holdfast COMMAND --help says what a command takes; holdfast --version, which version."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""`holdfast train [CONFIG.toml] [--flags]`: train the reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.cli.parse import parse_flags
+from holdfast.cli.report import EXIT_MISTAKE, print_error
+from holdfast.errors import ConfigError, HoldfastError, LayoutError
+from holdfast.train.config import TrainConfig, read_toml
+from holdfast.train.data import check_paths
+from holdfast.train.place import Place, record_failure
+from holdfast.train.resume import decide
+
+_ABOUT = (
+    "Train the reference model: holdfast train [CONFIG.toml] [--flags]. Flags win over the file. "
+    "Start it under torchrun, or with --nproc N by itself, or alone as one process."
+)
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Parse, check, and train here or in processes of our own; the exit code.
+
+    Everything that can be refused without torch is refused before it is imported, and before any
+    process is started.
+
+    Raises:
+        HoldfastError: to be printed as one line by the caller.
+    """
+    place = Place.from_environment()
+    try:
+        config = parse(words)
+        if place.is_launched:
+            _check_foreign(config, place=place)
+            _work(config, place=place)
+            return 0
+        config.check(world_size=config.nproc)
+        check_paths(config.data.data)
+        decide(config.checkpoint)
+        if config.nproc == 1:
+            _work(config, place=place)
+            return 0
+    except HoldfastError as error:
+        if place.is_ours:
+            record_failure(error)
+            return EXIT_MISTAKE
+        if place.local_rank != 0 and isinstance(error, (ConfigError, LayoutError)):
+            # The same on every process; the first one of the machine says it.
+            return EXIT_MISTAKE
+        raise
+    return _launch(config.nproc, words)
+
+
+def _launch(nproc: int, words: Sequence[str]) -> int:
+    from holdfast.train.launch import launch
+
+    failure = launch(nproc, arguments=words)
+    if failure is None:
+        return 0
+    print_error(failure.message)
+    return failure.exit_code
+
+
+def _work(config: TrainConfig, *, place: Place) -> None:
+    config.check(world_size=place.world_size)
+    from holdfast.train.launch import run_worker
+
+    run_worker(config, place=place)
+
+
+def _check_foreign(config: TrainConfig, *, place: Place) -> None:
+    if config.nproc > 1 and not place.is_ours:
+        raise ConfigError(
+            f"--nproc {config.nproc} inside of another launcher, which has started "
+            f"{place.world_size} processes already: leave --nproc out"
+        )
+
+
+def parse(words: Sequence[str]) -> TrainConfig:
+    """The run that a command line describes: a TOML file's values, if it is named first, and flags.
+
+    Raises:
+        ConfigError: a mistake in either.
+    """
+    rest = list(words)
+    default = None
+    if rest and not rest[0].startswith("-"):
+        default = read_toml(Path(rest.pop(0)))
+    return parse_flags(TrainConfig, rest, prog="holdfast train", about=_ABOUT, default=default)

@@ -1,0 +1,3 @@
+"""The reference trainer: configuration, data, schedules, the loop, and how it is launched."""
+
+from __future__ import annotations

@@ -1,0 +1,341 @@
+"""What a run is: dataclasses that become flags and TOML tables, and the checks between them.
+
+Torch-free, so that a mistake is answered before anything heavy is imported. Each field's docstring
+is its help text on the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.errors import ConfigError, LayoutError
+from holdfast.models.config import GPTConfig, check_layout
+from holdfast.parallel.layout import DEFAULT_ORDER, Layout
+
+ModelConfig = GPTConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutConfig:
+    """How the ranks are arranged; the sizes multiply to the number of ranks."""
+
+    tp: int = 1
+    """Tensor axis: ranks that share each layer's matrices."""
+    pp: int = 1
+    """Pipeline axis; the reference model is not split over stages in this version."""
+    cp: int = 1
+    """Context axis; the reference model does not split sequences in this version."""
+    ep: int = 1
+    """Expert axis; the reference model has no experts in this version."""
+    expt_tp: int | None = None
+    """Tensor axis of experts; absent means the same as --tp."""
+    dp: int | None = None
+    """Data axis: ranks that take different rows; absent means what the other sizes leave."""
+    order: str = DEFAULT_ORDER
+    """Axes from the one whose neighbours have neighbouring ranks to the slowest, joined with -."""
+
+    def layout(self, world_size: int) -> Layout:
+        """The layout over `world_size` ranks; LayoutError with the arithmetic if none fits."""
+        return Layout.of_world(
+            world_size,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            expt_tp=self.expt_tp,
+            dp=self.dp,
+            order=self.order,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which text, and how much of it goes into a step."""
+
+    data: tuple[Path, ...] = ()
+    """Files and directories of text; absent means the source of Python's standard library."""
+    seq_len: int = 256
+    """Positions per row, in tokens (bytes)."""
+    global_batch_size: int = 16
+    """Rows per step over all ranks; data ranks share them equally."""
+    micro_batch_size: int = 0
+    """Rows per forward pass of one rank; 0 means all of its rows at once."""
+    allow_other_data: bool = False
+    """Go on with other text than the checkpoint was trained on, from the same position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its schedules."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Which optimizer."""
+    lr: float = 1e-3
+    """Learning rate after warm-up."""
+    min_lr: float = 1e-4
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises linearly from 0."""
+    decay_steps: int = 0
+    """Step at which the cosine ends; 0 means at --steps."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices at the start; norms have none."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end of the cosine; absent means constant."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW: added to the root of the second moment."""
+    momentum: float = 0.9
+    """SGD: momentum; 0 keeps no state."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0 means no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved and loaded, where and when."""
+
+    save: Path | None = None
+    """Directory to save checkpoints in; absent means none are saved."""
+    load: Path | None = None
+    """Directory to resume from, at its newest committed step. May be the same as --save."""
+    load_step: int | None = None
+    """The step to load; absent means the newest."""
+    save_interval: int = 100
+    """Steps between saves; the last step is always saved."""
+    save_optim: bool = True
+    """Save the optimizer's state."""
+    load_optim: bool = True
+    """Load the optimizer's state; without it the optimizer starts afresh."""
+    load_scheduler: bool = True
+    """Load the schedules; without it they start afresh, with this run's settings."""
+    save_rng: bool = True
+    """Save the random number generators."""
+    load_rng: bool = True
+    """Load the random number generators; without it they start from the seed."""
+    finetune: bool = False
+    """Load the weights only, and begin at step 0 and the start of the data."""
+    exit_on_missing_checkpoint: bool = False
+    """Fail, instead of starting afresh, if --load holds no committed checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is reported, and where."""
+
+    log_interval: int = 1
+    """Steps between progress lines on the terminal."""
+    jsonl: Path | None = None
+    """File to append one JSON object per step, save and load to."""
+    tensorboard: Path | None = None
+    """Directory for TensorBoard event files; needs the extra holdfast[tensorboard]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A whole run."""
+
+    nproc: int = 1
+    """Processes to start on this machine; leave out under torchrun, which starts them itself."""
+    steps: int = 200
+    """Optimizer steps in all, those before a resume included."""
+    seed: int = 1
+    """Seed of parameters, order of the data, and random number generators."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of matrix products; parameters, gradients and optimizer state are always fp32."""
+    deterministic: bool = False
+    """Refuse operations without a deterministic implementation; slower on GPUs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes GPUs where there are any."""
+    timeout_s: float = 60.0
+    """Seconds to wait for a rank that does not arrive before naming it and giving up."""
+    model: GPTConfig = field(default_factory=GPTConfig)
+    """Sizes of the model."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Arrangement of the ranks."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text and batches."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and schedules."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving and loading."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Reporting."""
+
+    def check(self, *, world_size: int) -> Layout:
+        """The layout of this run, once everything fits together.
+
+        Raises:
+            ConfigError, LayoutError: naming the flag and the fix.
+        """
+        _check_counts(self)
+        _check_optim(self.optim, steps=self.steps)
+        _check_checkpoint(self.checkpoint)
+        try:
+            layout = self.layout.layout(world_size)
+        except LayoutError as error:
+            if world_size > 1:
+                raise
+            raise LayoutError(f"{error} One process runs: --nproc N starts N of them.") from error
+        check_layout(self.model, layout=layout)
+        _check_batch(self.data, num_data_ranks=layout.size("dp_cp"))
+        return layout
+
+
+def read_toml(path: Path) -> TrainConfig:
+    """The run that a TOML file describes: top-level keys and one table per section.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key (the nearest valid one is named), or a
+            value of the wrong type.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration file {path}: {error.strerror}; check the path"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    _check_keys(raw, kind=TrainConfig, where=str(path))
+    try:
+        return msgspec.convert(raw, TrainConfig, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise ConfigError(f"{path}: {error.__cause__}") from error
+        raise ConfigError(f"{path}: {error}; see `holdfast train --help` for its type") from error
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise ValueError(f"Expected a path as a string, got {value!r}")
+
+
+def _check_keys(raw: dict[str, Any], *, kind: Any, where: str) -> None:
+    known = {item.name: item for item in fields(kind)}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}{_hint(key, kind=kind)}")
+        section = _section(known[key])
+        if section is not None and isinstance(value, dict):
+            _check_keys(value, kind=section, where=f"{where}, table [{key}]")
+
+
+def _section(item: Field[Any]) -> type | None:
+    """The dataclass of a field that is a table; None for a plain value."""
+    factory: Any = item.default_factory
+    return factory if isinstance(factory, type) and is_dataclass(factory) else None
+
+
+def _hint(key: str, *, kind: Any) -> str:
+    """What the writer of an unknown key may have meant: a near name, or another table's key."""
+    for table in fields(TrainConfig):
+        section: Any = _section(table)
+        if section is not None and key in {item.name for item in fields(section)}:
+            return f"; it belongs in the table [{table.name}]"
+    names = [item.name for item in fields(kind)]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; valid keys here: {', '.join(names)}"
+
+
+def _check_counts(config: TrainConfig) -> None:
+    positive = {
+        "--nproc": config.nproc,
+        "--steps": config.steps,
+        "--timeout-s": config.timeout_s,
+        "--seq-len": config.data.seq_len,
+        "--global-batch-size": config.data.global_batch_size,
+        "--log-interval": config.log.log_interval,
+        "--save-interval": config.checkpoint.save_interval,
+    }
+    for flag, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"{flag} is {value}; set it to a positive number")
+    if config.model.vocab_size < 256:
+        raise ConfigError(
+            f"--vocab-size {config.model.vocab_size}: the tokens are bytes; set it to 256 or more"
+        )
+    if config.seed < 0:
+        raise ConfigError(f"--seed is {config.seed}; set it to 0 or a positive number")
+
+
+def _check_optim(optim: OptimConfig, *, steps: int) -> None:
+    not_negative = {
+        "--lr": optim.lr,
+        "--min-lr": optim.min_lr,
+        "--warmup-steps": optim.warmup_steps,
+        "--decay-steps": optim.decay_steps,
+        "--weight-decay": optim.weight_decay,
+        "--end-weight-decay": optim.end_weight_decay or 0.0,
+        "--eps": optim.eps,
+        "--momentum": optim.momentum,
+        "--clip-grad": optim.clip_grad,
+    }
+    for flag, value in not_negative.items():
+        if not value >= 0:
+            raise ConfigError(f"{flag} is {value}; set it to 0 or a positive number")
+    for flag, beta in (("--beta1", optim.beta1), ("--beta2", optim.beta2)):
+        if not 0 <= beta < 1:
+            raise ConfigError(f"{flag} is {beta}; set it to a number in [0, 1)")
+    if optim.min_lr > optim.lr:
+        raise ConfigError(
+            f"--min-lr {optim.min_lr:g} is above --lr {optim.lr:g}: the cosine only goes down; "
+            f"lower --min-lr or raise --lr"
+        )
+    end = optim.decay_steps or steps
+    if optim.warmup_steps > end:
+        raise ConfigError(
+            f"--warmup-steps {optim.warmup_steps} is after the end of the schedule at step {end}; "
+            f"lower --warmup-steps, or raise --decay-steps or --steps"
+        )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    if checkpoint.load is None:
+        needs_load = {
+            "--load-step": checkpoint.load_step is not None,
+            "--no-load-optim": not checkpoint.load_optim,
+            "--no-load-scheduler": not checkpoint.load_scheduler,
+            "--no-load-rng": not checkpoint.load_rng,
+            "--finetune": checkpoint.finetune,
+            "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
+        }
+        for flag, is_set in needs_load.items():
+            if is_set:
+                raise ConfigError(f"{flag} has no meaning without --load: add --load DIR")
+    if checkpoint.load_step is not None and checkpoint.load_step < 0:
+        raise ConfigError(f"--load-step is {checkpoint.load_step}; a step is 0 or positive")
+    if checkpoint.finetune and checkpoint.save is not None and checkpoint.save == checkpoint.load:
+        raise ConfigError(
+            "--finetune begins a new run at step 0, so --save must not be the directory of the "
+            "run it is loaded from: give --save another directory"
+        )
+
+
+def _check_batch(data: DataConfig, *, num_data_ranks: int) -> None:
+    rows = data.global_batch_size
+    if rows % num_data_ranks:
+        raise ConfigError(
+            f"--global-batch-size {rows} cannot be shared by {num_data_ranks} data ranks: "
+            f"set --global-batch-size to a multiple of {num_data_ranks}, or another --dp"
+        )
+    local = rows // num_data_ranks
+    if data.micro_batch_size < 0 or (data.micro_batch_size and local % data.micro_batch_size):
+        raise ConfigError(
+            f"--micro-batch-size {data.micro_batch_size} does not divide the {local} rows of a "
+            f"rank (--global-batch-size {rows} over {num_data_ranks} data ranks): "
+            f"set it to a divisor of {local}, or to 0"
+        )

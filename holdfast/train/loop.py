@@ -1,0 +1,325 @@
+"""The trainer: read it from top to bottom.
+
+Every rank runs the same program on its share of the same batches. What differs between layouts is
+who computes what, never which rows are trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
+from holdfast.errors import ConfigError, FaultDetected
+from holdfast.models import ParallelGPT
+from holdfast.parallel import ProcessGroups
+from holdfast.state import RNG, OptimizerState
+from holdfast.train.config import OptimConfig, TrainConfig
+from holdfast.train.data import BatchSampler, Corpus
+from holdfast.train.gradients import clip_gradients, gradient_norm, mean_over_rows
+from holdfast.train.metrics import Reporter, StepMetrics, readable_nbytes
+from holdfast.train.resume import find_checkpoint
+from holdfast.train.schedule import Schedule, ScheduleSettings
+
+
+class Trainer:
+    """A model, its optimizer, its data and their checkpoint, on the groups of one layout.
+
+    Everything that a checkpoint has to bring back is in `state()`; nothing else changes from step
+    to step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        groups: ProcessGroups,
+        corpus: Corpus,
+        reporter: Reporter | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Build everything at step 0.
+
+        Args:
+            config: checked by `TrainConfig.check`.
+            groups: needs `tp` and `dp_cp` where they are larger than 1.
+            corpus: the same text on every rank.
+            reporter: where this rank reports; absent on all ranks but one.
+            device: where to compute; default the CPU.
+
+        Side effect: seeds the process's random generators.
+        """
+        self.config = config
+        self.groups = groups
+        self.reporter = reporter
+        self.device = device or torch.device("cpu")
+        self.model = ParallelGPT(config.model, groups=groups, seed=config.seed, device=self.device)
+        self.optimizer = make_optimizer(self.model.module, optim=config.optim)
+        self.schedule = Schedule(
+            self.optimizer,
+            settings=_schedule_settings(config.optim, num_steps=config.steps),
+            on_override=self._note,
+        )
+        self.sampler = BatchSampler(
+            corpus,
+            seed=config.seed,
+            seq_len=config.data.seq_len,
+            global_batch_size=config.data.global_batch_size,
+        )
+        self.progress = Progress(self.sampler, allow_other_data=config.data.allow_other_data)
+        save = config.checkpoint.save
+        self._checkpointer = None if save is None else Checkpointer(save, groups=groups)
+        _seed_generators(config.seed, data_index=groups.index("dp_cp"))
+
+    def __enter__(self) -> Trainer:
+        """Itself; leaving gives back the staging memory."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give back the staging memory; groups and reporter are the caller's."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+    def state(self) -> dict[str, object]:
+        """The whole training state by part; what `Checkpointer` saves and loads into."""
+        return {
+            "model": self.model.module,
+            "optimizer": OptimizerState(self.optimizer, self.model.module),
+            "scheduler": self.schedule,
+            "rng": RNG(),
+            "progress": self.progress,
+        }
+
+    def run(self) -> None:
+        """Resume if asked to, then train to the last step; see `resume` and `train`."""
+        self.resume()
+        self.train()
+
+    def train(self) -> None:
+        """Train from where the state is to the last step, and save on the way; collective.
+
+        Raises:
+            HoldfastError: on every rank; a save that failed, or a loss or gradient that is not
+                finite.
+        """
+        checkpoint = self.config.checkpoint
+        while self.progress.step < self.config.steps:
+            metrics = self.train_step()
+            if self.reporter is not None:
+                self.reporter.step(metrics)
+            is_due = metrics.step % checkpoint.save_interval == 0
+            if checkpoint.save is not None and (is_due or metrics.step == self.config.steps):
+                self.save()
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step on the next global batch.
+
+        Raises:
+            FaultDetected: on every rank, before the update, if loss or gradient is not finite.
+        """
+        started = time.perf_counter()
+        shares = self.groups.size("dp_cp")
+        rows = self.sampler.rows(index=self.groups.index("dp_cp"), num_shares=shares)
+        row_losses = self._forward_backward(torch.from_numpy(rows).to(self.device))
+        loss = mean_over_rows(row_losses, groups=self.groups)
+
+        self.model.reduce_gradients()
+        parameters = list(self.model.module.parameters())
+        norm = gradient_norm(parameters, groups=self.groups)
+        if not (norm.is_finite and np.isfinite(loss)):
+            raise FaultDetected(
+                f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
+                f"finite on {norm.num_bad_ranks} of {self.groups.layout.world_size} ranks; no "
+                f"update was made. Resume from the last checkpoint with a lower --lr"
+            )
+        clip_gradients(parameters, norm=norm, limit=self.config.optim.clip_grad)
+
+        lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.progress.advance()
+        return StepMetrics(
+            step=self.progress.step,
+            loss=loss,
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_norm=norm.value,
+            num_tokens=self.sampler.global_batch_size * self.sampler.seq_len,
+            seconds=time.perf_counter() - started,
+        )
+
+    def save(self) -> SaveReport:
+        """Save the state at the current step; collective."""
+        if self._checkpointer is None:
+            raise ConfigError("a save in a run without --save: add --save DIR")
+        state = self.state()
+        if not self.config.checkpoint.save_optim:
+            del state["optimizer"]
+        if not self.config.checkpoint.save_rng:
+            del state["rng"]
+        started = time.perf_counter()
+        report = self._checkpointer.save(self.progress.step, state)
+        seconds = time.perf_counter() - started
+        if self.reporter is not None:
+            self.reporter.event(
+                "save",
+                {
+                    "step": report.step,
+                    "path": str(report.path),
+                    "nbytes": report.total_nbytes,
+                    "seconds": round(seconds, 4),
+                    "phases": {name: round(value, 4) for name, value in report.seconds.items()},
+                },
+            )
+            self.reporter.note(
+                f"saved step {report.step}: {readable_nbytes(report.total_nbytes)} in "
+                f"{seconds:.2f} s  {report.path}",
+                style="green",
+            )
+        return report
+
+    def resume(self) -> LoadReport | None:
+        """Load what the configuration asks for; None if this run begins afresh. Collective."""
+        checkpoint = self.config.checkpoint
+        step = find_checkpoint(checkpoint, control=self.groups.control)
+        if checkpoint.load is None or step is None:
+            if checkpoint.load is not None:
+                self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
+            return None
+        state = self.state()
+        wanted = ["model"]
+        if not checkpoint.finetune:
+            wanted += ["optimizer"] if checkpoint.load_optim else []
+            wanted += ["scheduler"] if checkpoint.load_scheduler else []
+            wanted += ["rng"] if checkpoint.load_rng else []
+            wanted += ["progress"]
+        started = time.perf_counter()
+        report = Checkpointer(checkpoint.load, groups=self.groups).load(
+            {name: state[name] for name in wanted},
+            step=step,
+        )
+        seconds = time.perf_counter() - started
+        # The optimizer's part brings the stored lr: the schedule in force has the last word.
+        self.schedule.apply()
+        self._report_load(report, seconds=seconds)
+        return report
+
+    def _report_load(self, report: LoadReport, *, seconds: float) -> None:
+        payload = f"{report.nbytes_read} {report.nbytes_needed}".encode()
+        shares = self.groups.control.all_gather(payload, phase="report load")
+        nbytes_read, nbytes_needed = (sum(int(s.split()[i]) for s in shares) for i in (0, 1))
+        if self.reporter is None:
+            return
+        self.reporter.event(
+            "load",
+            {
+                "step": report.step,
+                "path": str(self.config.checkpoint.load),
+                "begins_at": self.progress.step,
+                "nbytes_read": nbytes_read,
+                "nbytes_needed": nbytes_needed,
+                "seconds": round(seconds, 4),
+            },
+        )
+        what = "weights of step" if self.config.checkpoint.finetune else "step"
+        self._note(
+            f"loaded {what} {report.step} from {self.config.checkpoint.load}: "
+            f"{readable_nbytes(nbytes_read)} read by all ranks in {seconds:.2f} s"
+        )
+
+    def _forward_backward(self, rows: Tensor) -> Tensor:
+        """Gradients of this rank's mean loss, and each row's loss in float64."""
+        size = self.config.data.micro_batch_size or len(rows)
+        row_losses = []
+        for micro in torch.split(rows, size):
+            with self.model.loss_context():
+                with self._autocast():
+                    losses = self.model(micro[:, :-1], micro[:, 1:])
+                (losses.mean() * (len(micro) / len(rows))).backward()  # type: ignore[no-untyped-call]
+            row_losses.append(losses.detach().double().mean(dim=1))
+        return torch.cat(row_losses)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _note(self, text: str) -> None:
+        if self.reporter is not None:
+            self.reporter.note(text, style="yellow")
+
+
+class Progress:
+    """How far the run is: finished steps and the position in the data."""
+
+    def __init__(self, sampler: BatchSampler, *, allow_other_data: bool = False) -> None:
+        self.step = 0
+        """Finished optimizer steps."""
+        self._sampler = sampler
+        self._allow_other_data = allow_other_data
+
+    def advance(self) -> None:
+        """A step is finished."""
+        self.step += 1
+        self._sampler.advance()
+
+    def state_dict(self) -> dict[str, object]:
+        """Plain numbers and strings, equal on all ranks."""
+        return {"step": self.step, "data": self._sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take a position; MismatchError if it is one in other data."""
+        step, data = state["step"], state["data"]
+        self._sampler.load_state_dict(data, allow_other=self._allow_other_data)  # type: ignore[arg-type]
+        self.step = int(step)  # type: ignore[call-overload]
+
+
+def make_optimizer(module: torch.nn.Module, *, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer over two groups: matrices, with weight decay, and vectors, without."""
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+    return torch.optim.AdamW(
+        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=True
+    )
+
+
+def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSettings:
+    end = optim.end_weight_decay
+    return ScheduleSettings(
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        warmup_steps=optim.warmup_steps,
+        decay_steps=optim.decay_steps or num_steps,
+        weight_decay=optim.weight_decay,
+        end_weight_decay=optim.weight_decay if end is None else end,
+    )
+
+
+def _seed_generators(seed: int, *, data_index: int) -> None:
+    """Seed Python's, NumPy's and torch's streams: equal on tensor ranks, different on data ranks.
+
+    Tensor ranks hold the same residual stream, so dropout must draw the same mask on them.
+    """
+    digest = hashlib.blake2b(f"{seed}:{data_index}".encode(), digest_size=8).digest()
+    value = int.from_bytes(digest, "little") >> 1
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)

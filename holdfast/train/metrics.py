@@ -1,0 +1,181 @@
+"""What a person and a program see of a run: progress lines, JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from holdfast.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What one optimizer step did; the same numbers on every rank, but for the time."""
+
+    step: int
+    """Finished steps, this one included."""
+    loss: float
+    """Mean cross entropy of the global batch, in nats per token, before the update."""
+    lr: float
+    """Learning rate of the update."""
+    weight_decay: float
+    """Weight decay of the update."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    num_tokens: int
+    """Tokens of the global batch."""
+    seconds: float
+    """Wall time of the step on this rank."""
+
+
+class Reporter:
+    """Writes to the terminal, a JSON lines file and TensorBoard; used by one rank.
+
+    The JSON lines file is appended to and flushed line by line, so that a reader sees a killed
+    run's last step, and a resumed run continues the same file.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        log_interval: int = 1,
+        jsonl: Path | None = None,
+        tensorboard: Path | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """Open the files.
+
+        Raises:
+            StorageError: a file cannot be written.
+            ConfigError: TensorBoard is asked for and not installed.
+        """
+        self._num_steps = num_steps
+        self._log_interval = log_interval
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._tensorboard = None if tensorboard is None else _open_tensorboard(tensorboard)
+        self._jsonl = None if jsonl is None else _open_jsonl(jsonl)
+
+    def __enter__(self) -> Reporter:
+        """Itself; the files are open already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files."""
+        if self._jsonl is not None:
+            self._jsonl.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def note(self, text: str, *, style: str = "") -> None:
+        """One line for the person."""
+        self._console.print(Text(text, style=style))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Report a finished step; on the terminal only every `log_interval` and the last."""
+        rate = metrics.num_tokens / metrics.seconds if metrics.seconds > 0 else 0.0
+        values = {
+            "step": metrics.step,
+            "loss": metrics.loss,
+            "lr": metrics.lr,
+            "weight_decay": metrics.weight_decay,
+            "grad_norm": metrics.grad_norm,
+            "tokens_per_s": round(rate, 1),
+            "seconds": round(metrics.seconds, 4),
+        }
+        self.event("step", values)
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                if name != "step":
+                    self._tensorboard.add_scalar(f"train/{name}", value, metrics.step)
+        if metrics.step % self._log_interval and metrics.step != self._num_steps:
+            return
+        width = len(str(self._num_steps))
+        line = Text()
+        line.append(f"step {metrics.step:>{width}}/{self._num_steps}", style="bold")
+        for name, shown in (
+            ("loss", f"{metrics.loss:.4f}"),
+            ("lr", f"{metrics.lr:.2e}"),
+            ("norm", f"{metrics.grad_norm:.3f}"),
+            ("tokens/s", f"{rate:>7,.0f}"),
+        ):
+            line.append(f"  {name} ", style="dim")
+            line.append(shown)
+        self._console.print(line)
+
+    def event(self, name: str, values: Mapping[str, object]) -> None:
+        """Append a JSON object with the event's name, the wall clock and these values.
+
+        Raises:
+            StorageError: the file cannot be written any more.
+        """
+        if self._jsonl is None:
+            return
+        line = json.dumps({"event": name, "time": round(time.time(), 3), **values})
+        try:
+            self._jsonl.write(line + "\n")
+            self._jsonl.flush()
+        except OSError as error:
+            raise StorageError(
+                f"--jsonl {self._jsonl.name}: cannot be written ({error.strerror}); make room or "
+                f"name another file"
+            ) from error
+
+
+def stderr_console() -> Console:
+    """Where errors go."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def readable_nbytes(nbytes: float) -> str:
+    """1234567 -> '1.2 MB'; decimal units."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def _open_jsonl(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"--jsonl {path}: cannot be written ({error.strerror}); name a file in a directory "
+            f"that can"
+        ) from error
+
+
+def _open_tensorboard(path: Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "--tensorboard needs a package that is not installed: "
+            "pip install 'holdfast[tensorboard]'"
+        ) from error
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return SummaryWriter(str(path))
+    except OSError as error:
+        raise StorageError(
+            f"--tensorboard {path}: cannot be written ({error.strerror}); name another directory"
+        ) from error
