@@ -1,0 +1,154 @@
+"""The demonstration, from top to bottom."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from demo.page import write_page
+from demo.picture import draw
+from demo.plan import (
+    KILL_RANK,
+    KILL_STEP,
+    KILLED,
+    NUM_RANKS,
+    NUM_STEPS,
+    REFERENCE,
+    RESHARDED,
+    RESUME_STEP,
+    SAVE_INTERVAL,
+    Scenario,
+)
+from demo.results import collect
+from demo.supervisor import Ended, Kill, RunFailed, run_ranks
+from demo.tables import print_report
+from holdfast.errors import HoldfastError
+
+
+def main() -> int:
+    """Run everything; 0 if every check held."""
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo/out"), help="where results go")
+    out: Path = parser.parse_args().out
+    console = Console(highlight=False)
+    runs = out / "runs"
+    if runs.exists():
+        shutil.rmtree(runs)
+    runs.mkdir(parents=True)
+    started = time.monotonic()
+    try:
+        killed = run_all(runs, console=console)
+        console.print("\n[bold]5/5  Compare[/]  everything is read back from the files")
+        results = collect(runs, killed=killed, seconds=time.monotonic() - started)
+    except (RunFailed, HoldfastError) as error:
+        console.print(f"[red bold]failed:[/] {escape(str(error))}")
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; no process is left")
+        return 130
+    picture = draw(results, out=out)
+    page = write_page(results, picture=picture, out=out)
+    print_report(results, console=console)
+    console.print(f"picture  {picture}\npage     {page}\nruns     {runs}")
+    return 0 if results.is_good else 1
+
+
+def run_all(runs: Path, *, console: Console) -> Ended:
+    """The five runs; returns how the killed one ended."""
+    say(
+        console,
+        "1/5  Reference",
+        f"{NUM_RANKS} processes, {REFERENCE.layout}, {NUM_STEPS} steps on the source of Python's "
+        f"standard library, a checkpoint every {SAVE_INTERVAL} steps; never disturbed",
+    )
+    train(REFERENCE, runs=runs, console=console, label="first")
+    say(
+        console,
+        "2/5  Kill",
+        f"the same run again, but rank {KILL_RANK} gets SIGKILL once step {KILL_STEP} is done",
+    )
+    killed = train(
+        KILLED, runs=runs, console=console, label="first", kill=Kill(rank=KILL_RANK, step=KILL_STEP)
+    )
+    console.print(
+        f"     rank {KILL_RANK} is dead after step {killed.killed_at}; the steps after "
+        f"{RESUME_STEP} are lost, the checkpoint of step {RESUME_STEP} is not"
+    )
+    say(
+        console,
+        "3/5  Resume",
+        f"all {NUM_RANKS} processes start again and load the newest committed step",
+    )
+    train(KILLED, runs=runs, console=console, label="second", load=KILLED)
+    for number, scenario in enumerate(RESHARDED):
+        say(
+            console,
+            f"4/5  Reshard {'ab'[number]}",
+            f"step {RESUME_STEP} of the killed run, loaded as {scenario.layout}: every rank reads "
+            f"the byte ranges of its new shards",
+        )
+        train(scenario, runs=runs, console=console, label="first", load=KILLED)
+    return killed
+
+
+def train(
+    scenario: Scenario,
+    *,
+    runs: Path,
+    console: Console,
+    label: str,
+    load: Scenario | None = None,
+    kill: Kill | None = None,
+) -> Ended:
+    """One start of a scenario's processes, with a progress bar."""
+    directory = runs / scenario.name
+    words = ["-m", "demo.worker"]
+    if scenario.is_resumed:
+        words += ["--save-loaded", str(directory / "as-loaded")]
+    words += ["--", *scenario.flags(runs)]
+    if load is not None:
+        words += ["--load", str(runs / load.name / "checkpoints")]
+    if scenario.is_resumed:
+        words += ["--load-step", str(RESUME_STEP)]
+    with Progress(
+        TextColumn("     {task.description}"),
+        BarColumn(bar_width=36),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        task = progress.add_task("starting", total=NUM_STEPS, loss="")
+
+        def show(event: dict[str, Any]) -> None:
+            if event["event"] == "load":
+                progress.update(task, completed=event["step"], description="training")
+            elif event["event"] == "step":
+                loss = f"loss {event['loss']:.3f}"
+                progress.update(task, completed=event["step"], loss=loss, description="training")
+
+        return run_ranks(
+            words,
+            num_ranks=NUM_RANKS,
+            directory=directory,
+            label=label,
+            kill=kill,
+            on_event=show,
+        )
+
+
+def say(console: Console, title: str, text: str) -> None:
+    """What happens now, and why."""
+    console.print(f"\n[bold]{title}[/]  {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""One rank of the demonstration: the reference trainer, and a save of what was just loaded.
+
+`python -m demo.worker [--save-loaded DIR] -- <flags of holdfast train>`
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from holdfast.checkpoint import Checkpointer
+from holdfast.cli.report import EXIT_MISTAKE, print_error
+from holdfast.cli.train import parse
+from holdfast.errors import HoldfastError
+from holdfast.train.config import TrainConfig
+from holdfast.train.launch import open_groups, open_inputs
+from holdfast.train.loop import Trainer
+from holdfast.train.place import Place
+
+
+def main(words: list[str]) -> int:
+    """Train as the rank that the environment names."""
+    split = words.index("--")
+    save_loaded = Path(words[1]) if words[:1] == ["--save-loaded"] else None
+    try:
+        work(parse(words[split + 1 :]), save_loaded=save_loaded)
+    except HoldfastError as error:
+        print_error(error)
+        return EXIT_MISTAKE
+    return 0
+
+
+def work(config: TrainConfig, *, save_loaded: Path | None) -> None:
+    """Resume, keep a copy of the loaded state as this layout sees it, and train on."""
+    torch.use_deterministic_algorithms(config.deterministic)
+    layout = config.check(world_size=Place.from_environment().world_size)
+    device = torch.device("cpu")
+    with (
+        open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,
+        ExitStack() as stack,
+    ):
+        corpus, reporter = open_inputs(config, groups=groups, stack=stack)
+        trainer = stack.enter_context(
+            Trainer(config, groups=groups, corpus=corpus, reporter=reporter)
+        )
+        trainer.resume()
+        if save_loaded is not None:
+            with Checkpointer(save_loaded, groups=groups) as checkpointer:
+                checkpointer.save(trainer.progress.step, trainer.state())
+        trainer.train()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
