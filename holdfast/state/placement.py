@@ -121,9 +121,7 @@ def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
     if tensor.is_quantized:
         raise PlacementError(f"{key}: a quantized tensor cannot be stored; store its int_repr()")
     if tensor.is_meta:
-        raise PlacementError(
-            f"{key}: a tensor on the meta device has no data; materialise it"
-        )
+        raise PlacementError(f"{key}: a tensor on the meta device has no data; materialise it")
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise PlacementError(f"{key}: an uninitialized parameter has no data; run the model once")
     if isinstance(tensor, DTensor):
