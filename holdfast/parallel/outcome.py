@@ -55,7 +55,8 @@ def raise_failures(
     phase: str,
     cause: BaseException | None,
 ) -> None:
-    """Raise if any outcome is a failure: the first one's class, a text that lists every one.
+    """Raise if any outcome is a failure: the first one's class, a text that lists every one,
+    equal messages once.
 
     All ranks that hold the same outcomes raise the same class and text; `cause`, the rank's own
     error, is kept as ``__cause__``.
@@ -63,7 +64,14 @@ def raise_failures(
     failures = [(rank, o) for rank, o in zip(ranks, outcomes, strict=True) if o.kind]
     if not failures:
         return
-    listed = "\n".join(f"rank {rank}: {outcome.message}" for rank, outcome in failures)
+    by_message: dict[str, list[int]] = {}
+    for rank, outcome in failures:
+        by_message.setdefault(outcome.message, []).append(rank)
+    listed = "\n".join(f"{_who(held)}: {message}" for message, held in by_message.items())
     raise failures[0][1].error_type()(
         f"{len(failures)} of {len(outcomes)} ranks failed ({phase}):\n{listed}"
     ) from cause
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
