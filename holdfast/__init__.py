@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
+    from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
     from holdfast.errors import (
         ConfigError,
         CorruptionError,
@@ -55,6 +55,7 @@ __all__ = [
     "LoadReport",
     "MismatchError",
     "OptimizerState",
+    "PendingSave",
     "PerRank",
     "PlacementError",
     "PlanError",
@@ -72,7 +73,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "holdfast.checkpoint": ("Checkpointer", "LoadReport", "SaveReport"),
+    "holdfast.checkpoint": ("Checkpointer", "LoadReport", "PendingSave", "SaveReport"),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultDetected"),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.parallel": ("Control", "Layout", "ProcessGroups", "current_groups"),

@@ -11,9 +11,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from holdfast.checkpoint.load import Loader, LoadOptions
+from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import LoadReport, SaveReport
-from holdfast.checkpoint.save import Saver
-from holdfast.errors import ConfigError, GroupError
+from holdfast.checkpoint.save import Saver, SaverOptions, WhenBusy
+from holdfast.errors import ConfigError, GroupError, HoldfastError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs
@@ -27,11 +28,15 @@ class Checkpointer:
     `root`: a directory (made by the first save) or a `Storage`. `groups`: the communicators of the
     layout that the state lives on; every call that saves or loads is collective over its ranks.
     Without `groups`, the ones made current by `groups.as_default()` are used; a process on its own
-    needs none. `codecs`: types beyond the built-in ones that values may have. `block_nbytes`: bytes
-    per digest.
+    needs none. `codecs`: types beyond the built-in ones that values may have.
 
-    Holds a staging arena as large as this rank's share of a save, allocated by the first save and
-    reused; `close()` gives it back.
+    `num_arenas`: pieces of staging memory, each as large as this rank's share of a save, allocated
+    once and reused. With one, a save waits for the one before; with two, it is staged while the one
+    before is written. `deadline_s`: for a save, from staged to committed. `settle_s`: how long the
+    first look for a checkpoint waits for writers that outlived an earlier run. `block_nbytes`:
+    bytes per digest.
+
+    A context manager: leaving it waits for what is under way and raises what failed.
 
     Raises GroupError when several processes run and no groups are given.
     """
@@ -42,8 +47,15 @@ class Checkpointer:
         *,
         groups: ProcessGroups | None = None,
         codecs: Codecs | None = None,
+        num_arenas: int = 1,
+        deadline_s: float = 600.0,
+        settle_s: float = 60.0,
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
     ) -> None:
+        if num_arenas not in (1, 2):
+            raise ConfigError(f"num_arenas={num_arenas} is not 1 or 2")
+        if not deadline_s > 0:
+            raise ConfigError(f"deadline_s={deadline_s} must be more than 0 seconds")
         if block_nbytes < 4096:
             raise ConfigError(
                 f"block_nbytes={block_nbytes} is below 4096: digests would outweigh data"
@@ -53,8 +65,11 @@ class Checkpointer:
         )
         self._groups = groups if groups is not None else _groups_in_force()
         codecs = codecs if codecs is not None else Codecs()
-        self._saver = Saver(self._storage, self._groups, codecs=codecs, block_nbytes=block_nbytes)
-        self._loader = Loader(self._storage, self._groups, codecs=codecs)
+        options = SaverOptions(
+            block_nbytes=block_nbytes, num_arenas=num_arenas, deadline_s=deadline_s
+        )
+        self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
+        self._loader = Loader(self._storage, self._groups, codecs=codecs, settle_s=settle_s)
 
     @property
     def storage(self) -> Storage:
@@ -65,6 +80,16 @@ class Checkpointer:
     def groups(self) -> ProcessGroups:
         """The communicators in use."""
         return self._groups
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of this rank's writer; None before the first asynchronous save."""
+        return self._saver.writer_pid
+
+    @property
+    def num_allocations(self) -> int:
+        """How often staging memory had to be allocated."""
+        return self._saver.num_allocations
 
     @property
     def num_plans(self) -> int:
@@ -87,9 +112,41 @@ class Checkpointer:
         Cost: three small collectives (two more when the structure changed), one copy of the
         assigned bytes, one write and hash of them.
         """
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise ConfigError(f"step must be an int, got {step!r}")
-        return self._saver.save(step, state, overwrite=overwrite)
+        return self._saver.save(_checked_step(step), state, overwrite=overwrite)
+
+    def save_async(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        overwrite: bool = False,
+        when_busy: WhenBusy = "wait",
+    ) -> PendingSave:
+        """Save the state as it is now; returns as soon as it is copied, writing goes on beside.
+
+        The copy goes to staging memory; a writer process of this rank (torch-free, in a session of
+        its own, so that it outlives this process) brings it to storage, and the coordinator's
+        commits. Training may change everything at once. `when_busy`: what to do while no staging
+        memory is free on some rank: "wait" for it, or "skip" this save on all ranks.
+
+        What is wrong with the state or the structure is raised here on all ranks, as by `save`. A
+        failure after that is raised by `PendingSave.result()`, and on all ranks by the next save or
+        by `close()` at the latest.
+        Cost in steady state: one small collective, one `torch._foreach_copy_` of the assigned
+        bytes, no allocation; plus one hash of tensors whose replication nothing declares.
+        """
+        if when_busy not in ("wait", "skip"):
+            raise ConfigError(f"when_busy={when_busy!r} is not one of 'wait', 'skip'")
+        return self._saver.save_async(
+            _checked_step(step), state, overwrite=overwrite, when_busy=when_busy
+        )
+
+    def prepare(self, state: Mapping[str, object]) -> None:
+        """Do what the first save does once: plan, allocate and touch memory, start the writer.
+
+        Collective; nothing is written. The next save is then as fast as any other.
+        """
+        self._saver.prepare(state)
 
     def load(
         self,
@@ -135,7 +192,11 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def close(self) -> None:
-        """Give back the staging memory; the groups are the caller's."""
+        """Wait for saves under way, stop the writer, give the memory back.
+
+        Raises what a save failed with and nobody has been told. No collectives; the groups are the
+        caller's.
+        """
         self._saver.close()
 
     def __enter__(self) -> Checkpointer:
@@ -148,8 +209,18 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; an error on its way out is not hidden by one of a save."""
+        if error is None:
+            self.close()
+        else:
+            with suppress(HoldfastError):
+                self.close()
+
+
+def _checked_step(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise ConfigError(f"step must be an int, got {step!r}")
+    return step
 
 
 def _groups_in_force() -> ProcessGroups:

@@ -25,8 +25,11 @@ from holdfast.state.parts import Part, TreePart, is_closed, part_of
 from holdfast.state.stored import StoredPart
 from holdfast.state.torch_dtypes import torch_dtype
 from holdfast.storage import Storage
+from holdfast.writer.repair import settle
 
 _MAX_NAMED = 10
+_ALIVE_S = 5.0
+"""A writer gives a sign of life every two seconds; one silent for so long is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,10 @@ class _Request:
 class Loader:
     """Loads under one set of groups."""
 
-    def __init__(self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs) -> None:
+    def __init__(
+        self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, settle_s: float
+    ) -> None:
+        self._settle_s = settle_s
         self._storage = storage
         self._groups = groups
         self._codecs = codecs
@@ -125,6 +131,9 @@ class Loader:
         where = self._storage.describe("")
         if not self._storage.is_dir(""):
             raise StorageError(f"{where} is not a directory: there is no checkpoint to load")
+        if self._settle_s > 0:
+            settle(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
+            self._settle_s = 0.0
         steps = list_steps(self._storage)
         if step is None:
             if not steps:

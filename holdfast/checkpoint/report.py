@@ -11,8 +11,10 @@ class SaveReport:
     """One finished save, as one rank saw it.
 
     `nbytes`: staged and written by this rank. `total_nbytes`: all tensors of the checkpoint once.
-    `seconds`: by phase (`flatten`, `plan`, `stage`, `write`, `commit`, `total`).
-    `planned`: whether the structure had to be planned anew.
+    `seconds`: by phase (`wait`, `flatten`, `plan`, `lay out`, `stage`, `compare`, `write`,
+    `commit`; `total` of a synchronous save, `stall` of an asynchronous one).
+    `planned`: whether the structure had to be planned anew. `skipped`: nothing was saved, because
+    an earlier save was under way.
     """
 
     step: int
@@ -22,6 +24,7 @@ class SaveReport:
     num_tensors: int
     planned: bool
     seconds: Mapping[str, float]
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One save, start to end: signature, plan, stage, write, commit; every rank ends the same way."""
+"""Saves: open together, plan if anything changed, stage, and hand over to the writer."""
 
 from __future__ import annotations
 
@@ -8,85 +8,89 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Literal
 
 import msgspec
 import numpy as np
 import torch
 
 import holdfast
-from holdfast.checkpoint.plan import Assignment, make_plan
+from holdfast.checkpoint.budget import check_budget
+from holdfast.checkpoint.local import LocalState, take_apart
+from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import SaveReport
+from holdfast.checkpoint.shares import RankPlan, plan_together
 from holdfast.checkpoint.stage import Arena, Staging, content_digest, prepare_staging, stage
-from holdfast.checkpoint.table import ChunkTable, chunk_table, decode_table, encode_table, signature
-from holdfast.errors import PlanError, StorageError
-from holdfast.format.digest import digest128
-from holdfast.format.image import ImageEntry, chunk_name, layout_image
-from holdfast.format.manifest import LayoutInfo
+from holdfast.errors import HoldfastError, PlanError, StorageError
 from holdfast.format.names import data_file, saving_dir, step_dir
 from holdfast.format.values import Codecs
-from holdfast.parallel import Layout, ProcessGroups
-from holdfast.state.flatten import flatten_state
-from holdfast.state.leaves import FlatState
-from holdfast.state.torch_dtypes import TORCH_TO_NAME
+from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
+from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.commit import Committed, commit_save, discard_save
-from holdfast.writer.job import prepare_directory
-from holdfast.writer.records import CommitPlan, SaveHeader, column, encode_plan
-from holdfast.writer.write import WriteJob, write_share
+from holdfast.writer.job import Heartbeat, WriteJob, prepare_directory, publish_failure
+from holdfast.writer.records import SaveHeader, column
+from holdfast.writer.repair import repair
+from holdfast.writer.write import write_share
 
-_DEADLINE_S = 600.0
-"""How long a save may take from the start of its writing."""
+WhenBusy = Literal["wait", "skip"]
+_MAX_TOLD = 200
 
 
 class _Opening(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank says at the beginning of a save; small enough for one collective."""
+    """What each rank says at the beginning of a save; small enough for one collective.
+
+    `failed`: id, error class and shortened message of an earlier save that failed, if any.
+    """
 
     step: int
     overwrite: bool
-    signature: str
     plan_digest: str
     nonce: str
-
-
-class _Share(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator answers one rank when it has planned."""
-
-    plan_digest: str
-    file: int
-    rows: bytes
-    checks: bytes
+    busy: bool
+    failed: tuple[str, str, str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
-    """A plan as one rank keeps it between saves.
+class SaverOptions:
+    """How a `Checkpointer` saves; see there."""
 
-    `signature`: this rank's structure. `rows`, `checks`: rows of its chunk table to write and to
-    vouch for. `staging`: where the rows go in the arena. `commit`: the whole plan, on the
-    coordinator only, with its encoded bytes.
-    """
-
-    signature: str
-    plan_digest: str
-    file: int
-    rows: tuple[int, ...]
-    checks: tuple[int, ...]
-    names: tuple[str, ...]
-    staging: Staging
-    commit: tuple[CommitPlan, bytes] | None
+    block_nbytes: int
+    num_arenas: int
+    deadline_s: float
 
 
 @dataclass(slots=True)
-class _Local:
-    """This rank's state, taken apart."""
+class _Slot:
+    """One arena, what it is laid out for, and the save that uses it."""
 
-    flat: FlatState
-    table: ChunkTable
-    sources: list[torch.Tensor]
-    keys: list[str]
-    encoded: bytes
-    signature: str
-    values: bytes
+    arena: Arena
+    plan_digest: str = ""
+    staging: Staging | None = None
+    given: int = 0
+    pending: PendingSave | None = None
+
+    def is_free(self) -> bool:
+        return self.pending is None or self.pending.done()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A save that all ranks have agreed to: what to stage, under which plan.
+
+    `planned`: the structure was planned anew. `skipped`: some rank is busy, nothing is saved.
+    """
+
+    local: LocalState
+    plan: RankPlan | None
+    save_id: str
+    planned: bool
+    skipped: bool
+
+    def plan_or_raise(self) -> RankPlan:
+        if self.plan is None:
+            raise PlanError("the save was skipped, there is no plan for it")
+        return self.plan
 
 
 @dataclass(slots=True)
@@ -106,91 +110,172 @@ class Clock:
 
 
 class Saver:
-    """Saves under one set of groups; keeps the arena and the plan in hand between saves."""
+    """Saves under one set of groups; keeps plan, arenas and writer between saves."""
 
     def __init__(
-        self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, block_nbytes: int
+        self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, options: SaverOptions
     ) -> None:
         self._storage = storage
         self._groups = groups
         self._codecs = codecs
-        self._block_nbytes = block_nbytes
-        self._arena = Arena()
+        self._options = options
+        self._slots = [_Slot(Arena()) for _ in range(options.num_arenas)]
         self._plan: RankPlan | None = None
+        self._writer: Writer | None = None
+        self._unreported: list[PendingSave] = []
+        self._cleared = False
         self.num_plans = 0
 
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of the writer, or None where there is none."""
+        return self._writer.pid if self._writer is not None else None
+
+    @property
+    def num_allocations(self) -> int:
+        """How often staging memory had to be allocated."""
+        return sum(slot.arena.num_allocations for slot in self._slots)
+
     def close(self) -> None:
-        """Give the arena back."""
+        """Wait for what is under way, stop the writer, give the memory back; raise a failure."""
+        failures = [pending for pending in self._unreported if self._settle(pending) is not None]
+        if self._writer is not None:
+            self._writer.close(timeout_s=self._options.deadline_s)
+            self._writer = None
         self._plan = None
-        self._arena.close()
+        self._unreported.clear()
+        for slot in self._slots:
+            slot.staging, slot.pending, slot.given = None, None, 0
+            slot.plan_digest = ""
+            slot.arena.close()
+        for pending in failures:
+            error = pending.error()
+            if error is not None:
+                raise error
 
     def save(self, step: int, state: Mapping[str, object], *, overwrite: bool) -> SaveReport:
-        """One synchronous save; see `Checkpointer.save`."""
+        """One synchronous save, written by the calling thread; see `Checkpointer.save`."""
         clock = Clock()
         with clock.phase("total"):
-            with clock.phase("flatten"):
-                local, error = self._take_apart(step, state, overwrite)
-            with clock.phase("plan"):
-                save_id, unchanged = self._open(step, local, overwrite, error)
-                if local is None:
-                    raise PlanError("the state could not be taken apart")
-                plan = self._plan if unchanged else None
-                if plan is None:
-                    self._plan = None
-                    plan = self._make_plan(local)
-                    self.num_plans += 1
-            directory = saving_dir(step, save_id)
-            header = _header(step, save_id, overwrite=overwrite)
+            begun = self._begin(step, state, overwrite, "wait", clock, in_flight=0)
+            local, plan = begun.local, begun.plan_or_raise()
+            directory = saving_dir(step, begun.save_id)
+            header = _header(step, begun.save_id, overwrite=overwrite)
             try:
                 self._write(plan, local, directory, header, clock)
                 with clock.phase("commit"):
                     committed = self._commit(plan, directory, header)
             except BaseException:
+                self._plan = None
                 if self._groups.control.is_coordinator:
                     discard_save(self._storage, directory)
                 raise
-            self._plan = plan
         return SaveReport(
             step=step,
             path=self._storage.describe(committed.directory),
-            nbytes=int(plan.staging.row_nbytes.sum()),
-            total_nbytes=committed.nbytes,
-            num_tensors=committed.num_tensors,
-            planned=not unchanged,
+            nbytes=plan.image.nbytes - len(plan.image.header),
+            total_nbytes=plan.total_nbytes,
+            num_tensors=plan.num_tensors,
+            planned=begun.planned,
             seconds=dict(clock.seconds),
         )
 
-    def _take_apart(
-        self, step: int, state: Mapping[str, object], overwrite: bool
-    ) -> tuple[_Local | None, BaseException | None]:
-        """Flatten on this rank; an exception is returned, to be agreed on."""
+    def save_async(
+        self, step: int, state: Mapping[str, object], *, overwrite: bool, when_busy: WhenBusy
+    ) -> PendingSave:
+        """One asynchronous save; see `Checkpointer.save_async`."""
+        clock = Clock()
+        writer = self._live_writer()
+        with clock.phase("stall"):
+            begun = self._begin(
+                step, state, overwrite, when_busy, clock, in_flight=len(self._slots) - 1
+            )
+            if begun.skipped:
+                return PendingSave(step=step, ticket=None, skipped=True)
+            slot = next(slot for slot in self._slots if slot.is_free())
+            pending = self._hand_over(writer, slot, begun, step, overwrite, clock)
+        pending.planned = begun.planned
+        pending.seconds = dict(clock.seconds)
+        slot.pending = pending
+        self._unreported.append(pending)
+        return pending
+
+    def prepare(self, state: Mapping[str, object]) -> None:
+        """Plan, lay out and touch the memory, start the writer: the first save is then like any."""
+        self._live_writer()
+        clock = Clock()
+        begun = self._begin(0, state, True, "wait", clock, in_flight=0, dry=True)
+        plan = begun.plan_or_raise()
+        for slot in self._slots:
+            self._stage(slot, plan, begun.local, clock)
+
+    def _begin(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        overwrite: bool,
+        when_busy: WhenBusy,
+        clock: Clock,
+        *,
+        in_flight: int,
+        dry: bool = False,
+    ) -> _Begun:
+        """Everything up to staging: take apart, agree, plan where needed."""
+        if when_busy == "wait":
+            with clock.phase("wait"):
+                self._wait_until(in_flight)
+        local: LocalState | None = None
+        error: Exception | None = None
         try:
-            self._groups.require_complete()
-            if self._groups.control.is_coordinator:
-                self._check_target(step, overwrite)
-            flat = flatten_state(
-                state, layout=self._groups.layout, rank=self._groups.rank, codecs=self._codecs
+            with clock.phase("flatten"):
+                self._groups.require_complete()
+                if self._groups.control.is_coordinator and not dry:
+                    self._check_target(step, overwrite)
+                local = take_apart(
+                    state,
+                    groups=self._groups,
+                    codecs=self._codecs,
+                    block_nbytes=self._options.block_nbytes,
+                )
+                self._check_room(self._plan_for(local))
+        except Exception as caught:
+            error = caught
+        with clock.phase("plan"):
+            save_id, unchanged, skipped = self._open(step, local, overwrite, error, in_flight)
+            if local is None:
+                raise PlanError("the state could not be taken apart")
+            plan = self._plan if unchanged else None
+            if plan is None and not skipped:
+                plan = self._plan_anew(local)
+        return _Begun(
+            local=local, plan=plan, save_id=save_id, planned=not unchanged, skipped=skipped
+        )
+
+    def _plan_anew(self, local: LocalState) -> RankPlan:
+        self._plan = None
+        plan = plan_together(local, groups=self._groups, block_nbytes=self._options.block_nbytes)
+        self.num_plans += 1
+        error: Exception | None = None
+        try:
+            self._check_room(plan)
+        except Exception as caught:
+            error = caught
+        self._groups.control.agree(error, phase="save: budget")
+        self._plan = plan
+        return plan
+
+    def _plan_for(self, local: LocalState) -> RankPlan | None:
+        held = self._plan
+        return held if held is not None and held.signature == local.signature else None
+
+    def _check_room(self, plan: RankPlan | None) -> None:
+        if plan is not None:
+            check_budget(
+                self._storage,
+                image_nbytes=plan.image.nbytes,
+                held_nbytes=[slot.arena.nbytes for slot in self._slots],
+                total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
             )
-            table, sources = chunk_table(flat)
-            keys = list(flat.leaves)
-            encoded = encode_table(table)
-            layout = self._groups.layout
-            return (
-                _Local(
-                    flat=flat,
-                    table=table,
-                    sources=sources,
-                    keys=[keys[number] for number in table.tensor.tolist()],
-                    encoded=encoded,
-                    signature=signature(
-                        encoded, choices=[layout.digest(), str(self._block_nbytes)]
-                    ),
-                    values=msgspec.json.encode(flat.nodes),
-                ),
-                None,
-            )
-        except Exception as error:
-            return None, error
 
     def _check_target(self, step: int, overwrite: bool) -> None:
         self._storage.make_dir("")
@@ -200,146 +285,191 @@ class Saver:
                 f"{self._storage.describe(final)} exists already; to replace it save with "
                 f"overwrite=True"
             )
+        if not self._cleared:
+            repair(self._storage)
+            self._cleared = True
+
+    def _wait_until(self, in_flight: int) -> None:
+        """Wait until at most so many saves are under way on this rank."""
+        running = [p for p in self._unreported if not p.done()]
+        for pending in running[: max(len(running) - in_flight, 0)]:
+            self._settle(pending)
+
+    def _settle(self, pending: PendingSave) -> HoldfastError | None:
+        """Wait for a save; its failure, or None. The writer bounds the time itself."""
+        pending.wait()
+        return pending.error()
 
     def _open(
-        self, step: int, local: _Local | None, overwrite: bool, error: BaseException | None
-    ) -> tuple[str, bool]:
-        """Agree that all ranks are at one save; the save's id, and whether no structure changed."""
+        self,
+        step: int,
+        local: LocalState | None,
+        overwrite: bool,
+        error: Exception | None,
+        in_flight: int,
+    ) -> tuple[str, bool, bool]:
+        """One collective: all ranks are at one save, with one plan or none, and nothing failed."""
         control = self._groups.control
-        held = self._plan
-        same = held is not None and local is not None and held.signature == local.signature
+        held = self._plan_for(local) if local is not None else None
         opening = _Opening(
             step=step,
             overwrite=overwrite,
-            signature=local.signature if local is not None else "",
-            plan_digest=held.plan_digest if held is not None and same else "",
+            plan_digest=held.plan_digest if held is not None else "",
             nonce=secrets.token_hex(6),
+            busy=sum(not p.done() for p in self._unreported) > in_flight,
+            failed=self._first_failure(),
         )
-        gathered = control.agree(
-            error, phase="save: begin", payload=msgspec.msgpack.encode(opening)
-        )
+        payload = msgspec.msgpack.encode(opening)
+        gathered = control.agree(error, phase="save: begin", payload=payload)
         openings = [msgspec.msgpack.decode(data, type=_Opening) for data in gathered]
+        self._raise_earlier(openings)
         for what in ("step", "overwrite"):
-            said = {getattr(o, what) for o in openings}
-            if len(said) > 1:
-                ranks = {
-                    value: [
-                        rank
-                        for rank, o in zip(control.ranks, openings, strict=True)
-                        if getattr(o, what) == value
-                    ]
-                    for value in said
-                }
-                raise PlanError(f"save: the ranks disagree on {what}: {ranks}")
+            _refuse_disagreement(what, control.ranks, [getattr(o, what) for o in openings])
         plans = {o.plan_digest for o in openings}
-        return openings[0].nonce, len(plans) == 1 and "" not in plans
+        unchanged = len(plans) == 1 and "" not in plans
+        return openings[0].nonce, unchanged, any(o.busy for o in openings)
 
-    def _make_plan(self, local: _Local) -> RankPlan:
-        """Gather all tables, prove and elect on the coordinator, take this rank's share."""
-        control = self._groups.control
-        gathered = control.gather(local.encoded, phase="save: tables")
-        shares: list[bytes] | None = None
-        commit: tuple[CommitPlan, bytes] | None = None
-        error: Exception | None = None
-        if gathered is not None:
-            try:
-                commit, shares = self._plan_all(gathered)
-            except Exception as caught:
-                error = caught
-                shares = [b""] * control.size
-        data = control.scatter(shares, phase="save: shares")
-        if error is not None or not data:
-            control.agree(error, phase="save: plan failed")
-            raise PlanError("the coordinator could not plan the save")
-        share = msgspec.msgpack.decode(data, type=_Share)
-        return self._take_share(local, share, commit)
+    def _first_failure(self) -> tuple[str, str, str] | None:
+        for pending in self._unreported:
+            error = pending.error()
+            if error is not None and pending.ticket is not None:
+                save_id = pending.ticket.job.header.save_id
+                return save_id, type(error).__name__, f"{error}"[:_MAX_TOLD]
+        return None
 
-    def _plan_all(self, tables: Sequence[bytes]) -> tuple[tuple[CommitPlan, bytes], list[bytes]]:
-        layout, control = self._groups.layout, self._groups.control
-        plan, assignments = make_plan(
-            [decode_table(data, rank=r) for data, r in zip(tables, control.ranks, strict=True)],
-            ranks=control.ranks,
-            coordinates=[
-                {**layout.coordinate(r), **layout.expert_coordinate(r)} for r in control.ranks
-            ],
-            layout=layout_info(layout),
-            signature=digest128("".join(digest128(data) for data in tables).encode()),
-            block_nbytes=self._block_nbytes,
-        )
-        encoded = encode_plan(plan)
-        digest = digest128(encoded)
-        return (plan, encoded), [_encode_share(a, digest) for a in assignments]
+    def _raise_earlier(self, openings: Sequence[_Opening]) -> None:
+        """An earlier save failed on some rank: all ranks raise it, once."""
+        told = [o.failed for o in openings if o.failed is not None]
+        if not told:
+            self._unreported = [p for p in self._unreported if not p.done()]
+            return
+        reported = {save_id for save_id, _, _ in told}
+        mine = [p for p in self._unreported if p.ticket and _save_id(p) in reported]
+        self._unreported = [p for p in self._unreported if p not in mine]
+        if self._groups.control.is_coordinator:
+            for pending in mine:
+                if pending.ticket is not None:
+                    discard_save(self._storage, pending.ticket.job.directory)
+        own = [error for error in (p.error() for p in mine) if error is not None]
+        if own:
+            raise own[0]
+        kind = getattr(holdfast.errors, told[0][1], HoldfastError)
+        raise kind(f"an earlier save failed: {told[0][2]}")
 
-    def _take_share(
-        self, local: _Local, share: _Share, commit: tuple[CommitPlan, bytes] | None
-    ) -> RankPlan:
-        rows = tuple(np.frombuffer(share.rows, dtype=np.int64).tolist())
-        entries = []
-        for row in rows:
-            key = local.keys[row]
-            source = local.sources[row]
-            leaf = local.flat.leaves[key]
-            name = chunk_name(
-                key,
-                offset=local.table.offset[row, : len(leaf.shape)].tolist(),
-                shape=tuple(source.shape),
-                global_shape=leaf.shape,
-            )
-            entries.append(
-                ImageEntry(name=name, dtype=TORCH_TO_NAME[source.dtype], shape=tuple(source.shape))
-            )
-        staging = prepare_staging(
-            self._arena, layout_image(entries), [local.sources[row] for row in rows]
+    def _live_writer(self) -> Writer:
+        """The writer; a new one if it died, which costs its saves and nothing else."""
+        if self._writer is None or self._writer.dead:
+            self._writer = start_writer(self._storage)
+            for slot in self._slots:
+                slot.given = 0
+        return self._writer
+
+    def _stage(
+        self, slot: _Slot, plan: RankPlan, local: LocalState, clock: Clock
+    ) -> tuple[Staging, list[int]]:
+        """Copy this rank's rows into the slot; digests of the boxes it must vouch for."""
+        sources = [local.sources[row] for row in plan.rows]
+        staging = slot.staging
+        if staging is None or slot.plan_digest != plan.plan_digest:
+            slot.staging = staging = None
+            with clock.phase("lay out"):
+                staging = prepare_staging(slot.arena, plan.image, sources)
+            slot.staging, slot.plan_digest = staging, plan.plan_digest
+        with clock.phase("stage"):
+            stage(staging, sources, plan.names)
+        with clock.phase("compare"):
+            checks = [content_digest(local.sources[row]) for row in plan.checks]
+        return staging, checks
+
+    def _hand_over(
+        self,
+        writer: Writer,
+        slot: _Slot,
+        begun: _Begun,
+        step: int,
+        overwrite: bool,
+        clock: Clock,
+    ) -> PendingSave:
+        """Stage and submit. A failure here fails the save on all ranks, through storage."""
+        local, plan = begun.local, begun.plan_or_raise()
+        directory = saving_dir(step, begun.save_id)
+        header = _header(step, begun.save_id, overwrite=overwrite)
+        pending = PendingSave(
+            step=header.step,
+            ticket=None,
+            total_nbytes=plan.total_nbytes,
+            num_tensors=plan.num_tensors,
+            storage=self._storage,
         )
-        return RankPlan(
-            signature=local.signature,
-            plan_digest=share.plan_digest,
-            file=share.file,
-            rows=rows,
-            checks=tuple(np.frombuffer(share.checks, dtype=np.int64).tolist()),
-            names=tuple(entry.name for entry in entries),
-            staging=staging,
-            commit=commit,
-        )
+        commits = plan.commit is not None
+        job = self._job(plan, local, directory, header, [])
+        try:
+            staging, checks = self._stage(slot, plan, local, clock)
+            job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
+            with clock.phase("submit"):
+                if slot.given != slot.arena.num_allocations:
+                    number = self._slots.index(slot)
+                    writer.give_arena(number, slot.arena.fd, slot.arena.nbytes)
+                    slot.given = slot.arena.num_allocations
+                if plan.commit is not None:
+                    writer.give_plan(plan.plan_digest, plan.commit[1])
+                pending.ticket = writer.submit(
+                    job,
+                    slot=self._slots.index(slot),
+                    nbytes=staging.view.nbytes,
+                    commits=commits,
+                )
+        except Exception as error:
+            publish_failure(self._storage, job, error, committer=commits)
+            self._plan = None
+            failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
+            pending.failure = failure
+            pending.ticket = Ticket.failed(job, failure, commits=commits)
+        return pending
 
     def _job(
         self,
         plan: RankPlan,
-        local: _Local,
+        local: LocalState,
         directory: str,
         header: SaveHeader,
         checks: Sequence[int],
     ) -> WriteJob:
         control = self._groups.control
+        writes = plan.file >= 0
         return WriteJob(
             directory=directory,
             position=control.index,
             rank=control.rank,
             header=header,
             plan_digest=plan.plan_digest,
-            block_nbytes=self._block_nbytes,
-            file=data_file(plan.file) if plan.file >= 0 else None,
-            header_nbytes=len(plan.staging.image.header) if plan.file >= 0 else 0,
-            starts=column(plan.staging.starts),
-            row_nbytes=column(plan.staging.row_nbytes),
+            block_nbytes=self._options.block_nbytes,
+            file=data_file(plan.file) if writes else None,
+            header_nbytes=len(plan.image.header) if writes else 0,
+            starts=column(plan.image.starts),
+            row_nbytes=column(plan.row_nbytes),
             checks=column(np.array(checks, dtype=np.uint64)),
             values=local.values,
-            deadline_s=_DEADLINE_S,
+            deadline_s=self._options.deadline_s,
         )
 
     def _write(
-        self, plan: RankPlan, local: _Local, directory: str, header: SaveHeader, clock: Clock
+        self,
+        plan: RankPlan,
+        local: LocalState,
+        directory: str,
+        header: SaveHeader,
+        clock: Clock,
     ) -> None:
-        """Stage and write this rank's share; all ranks raise if one cannot."""
+        """Stage and write this rank's share here; all ranks raise if one cannot."""
         error: Exception | None = None
         try:
-            with clock.phase("stage"):
-                stage(plan.staging, [local.sources[row] for row in plan.rows], plan.names)
-                checks = [content_digest(local.sources[row]) for row in plan.checks]
+            staging, checks = self._stage(self._slots[0], plan, local, clock)
             with clock.phase("write"):
                 job = self._job(plan, local, directory, header, checks)
                 prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
-                write_share(self._storage, job, plan.staging.view)
+                beat = Heartbeat(self._storage, job) if plan.commit is not None else None
+                write_share(self._storage, job, staging.view, on_progress=beat)
         except Exception as caught:
             error = caught
         self._groups.control.agree(error, phase="save: written")
@@ -364,13 +494,18 @@ class Saver:
         return msgspec.msgpack.decode(outcomes[0], type=Committed)
 
 
-def layout_info(layout: Layout) -> LayoutInfo:
-    """A layout as the manifest keeps it."""
-    axes = {
-        name: getattr(layout, name)
-        for name in ("tp", "cp", "ep", "dp", "pp", "expt_tp", "replicas")
-    }
-    return LayoutInfo(name=layout.name, axes=axes, order=layout.order, ranks=list(layout.ranks))
+def _save_id(pending: PendingSave) -> str:
+    return pending.ticket.job.header.save_id if pending.ticket is not None else ""
+
+
+def _refuse_disagreement(what: str, ranks: Sequence[int], said: Sequence[object]) -> None:
+    if len(set(said)) > 1:
+        by_value = {
+            value: [rank for rank, v in zip(ranks, said, strict=True) if v == value]
+            for value in dict.fromkeys(said)
+        }
+        text = "; ".join(f"{value!r} on ranks {held}" for value, held in by_value.items())
+        raise PlanError(f"save: the ranks disagree on {what}: {text}")
 
 
 def _header(step: int, save_id: str, *, overwrite: bool) -> SaveHeader:
@@ -381,15 +516,4 @@ def _header(step: int, save_id: str, *, overwrite: bool) -> SaveHeader:
         holdfast=holdfast.__version__,
         torch=str(torch.__version__),
         overwrite=overwrite,
-    )
-
-
-def _encode_share(assignment: Assignment, plan_digest: str) -> bytes:
-    return msgspec.msgpack.encode(
-        _Share(
-            plan_digest=plan_digest,
-            file=assignment.file,
-            rows=assignment.rows.astype(np.int64).tobytes(),
-            checks=assignment.checks.astype(np.int64).tobytes(),
-        )
     )

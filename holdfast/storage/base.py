@@ -65,6 +65,9 @@ class Storage(Protocol):
     def exists(self, path: str) -> bool:
         """Whether the name is there, whatever it is (a dangling link is there)."""
 
+    def age_s(self, path: str) -> float:
+        """Seconds since a file or directory was last changed, by this machine's clock."""
+
     def is_dir(self, path: str) -> bool:
         """Whether it is a directory (a link to one is not)."""
 
@@ -104,6 +107,9 @@ class Storage(Protocol):
 
     def describe(self, path: str) -> str:
         """The path as a person would write it, for messages."""
+
+    def is_shareable(self) -> bool:
+        """Whether another process that opens the same `local_path` has the same storage."""
 
     def local_path(self, path: str) -> Path | None:
         """The path in the local file system, or None for a store that has none."""

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -91,6 +92,11 @@ class PosixStorage:
         """See `Storage.exists`; a place that cannot be examined is an error, not absent."""
         with self._guard("examine", path):
             return self._mode(path) is not None
+
+    def age_s(self, path: str) -> float:
+        """See `Storage.age_s`."""
+        with self._guard("examine", path):
+            return max(time.time() - self._lstat(path).st_mtime, 0.0)
 
     def is_dir(self, path: str) -> bool:
         """See `Storage.is_dir`."""
@@ -195,6 +201,10 @@ class PosixStorage:
     def describe(self, path: str) -> str:
         """The absolute path."""
         return str(self._root / path) if path else str(self._root)
+
+    def is_shareable(self) -> bool:
+        """True unless it is watched or of a derived class, whose ways another process lacks."""
+        return type(self) is PosixStorage and self._observer is None
 
     def local_path(self, path: str) -> Path | None:
         """The absolute path; never None here."""

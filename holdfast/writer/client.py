@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -14,9 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.errors import StorageError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import Storage
-from holdfast.writer.job import SaveOutcome, publish_failure
+from holdfast.writer.job import SaveOutcome, publish_failure, run_job
 from holdfast.writer.messages import (
     ArenaGiven,
     Connection,
@@ -26,6 +28,7 @@ from holdfast.writer.messages import (
     Progressed,
     Written,
 )
+from holdfast.writer.records import CommitPlan, decode_plan
 from holdfast.writer.write import WriteJob
 
 _PLANS_REMEMBERED = 2
@@ -42,6 +45,13 @@ class Ticket:
         self.written = threading.Event()
         self.finished = threading.Event()
         self.outcome: SaveOutcome | None = None
+
+    @classmethod
+    def failed(cls, job: WriteJob, error: HoldfastError, *, commits: bool) -> Ticket:
+        """A job that never reached the writer."""
+        ticket = cls(job, commits=commits, nbytes=0)
+        ticket.finish(_failure(job, error))
+        return ticket
 
     def finish(self, outcome: SaveOutcome) -> None:
         """Record what came of it."""
@@ -175,14 +185,89 @@ class WriterProcess:
                 f"save of step {ticket.job.header.step}"
             )
             publish_failure(self._storage, ticket.job, error, committer=ticket.commits)
-            ticket.finish(
-                SaveOutcome(
-                    save_id=ticket.job.header.save_id,
-                    directory=ticket.job.directory,
-                    error_type="StorageError",
-                    message=str(error),
-                )
+            ticket.finish(_failure(ticket.job, error))
+
+
+class WriterThread:
+    """The same service by a thread of this process, for storages no other process can open."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._arenas: dict[int, mmap.mmap] = {}
+        self._plan: tuple[CommitPlan, bytes] | None = None
+        self._jobs: queue.Queue[tuple[Ticket, int, tuple[CommitPlan, bytes] | None] | None] = (
+            queue.Queue()
+        )
+        self._thread = threading.Thread(target=self._serve, name="holdfast-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """None: there is no process."""
+        return None
+
+    @property
+    def dead(self) -> str:
+        """Empty: it lives as long as this process."""
+        return ""
+
+    def give_arena(self, slot: int, descriptor: int, nbytes: int) -> None:
+        """Map the memory of a slot a second time."""
+        self._arenas[slot] = mmap.mmap(descriptor, nbytes)
+
+    def give_plan(self, digest: str, plan: bytes) -> None:
+        """Keep a plan for the jobs that follow."""
+        del digest
+        if self._plan is None or self._plan[1] != plan:
+            self._plan = (decode_plan(plan, where="plan"), plan)
+
+    def submit(self, job: WriteJob, *, slot: int, nbytes: int, commits: bool) -> Ticket:
+        """Queue one save's job."""
+        ticket = Ticket(job, commits=commits, nbytes=nbytes)
+        self._jobs.put((ticket, slot, self._plan if commits else None))
+        return ticket
+
+    def close(self, *, timeout_s: float) -> None:
+        """Finish what is queued and end."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _serve(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            ticket, slot, planned = entry
+            plan, encoded = planned if planned is not None else (None, b"")
+
+            def progress(nbytes: int, ticket: Ticket = ticket) -> None:
+                ticket.nbytes_written = nbytes
+
+            outcome = run_job(
+                self._storage,
+                ticket.job,
+                memoryview(self._arenas[slot])[: ticket.nbytes],
+                plan=plan,
+                encoded_plan=encoded,
+                on_progress=progress,
+                on_written=ticket.written.set,
             )
+            ticket.finish(outcome)
+
+
+Writer = WriterProcess | WriterThread
+
+
+def start_writer(storage: Storage) -> Writer:
+    """A writer process where another process can open the storage, else a thread."""
+    root = storage.local_path("") if storage.is_shareable() else None
+    return WriterProcess(storage, root) if root is not None else WriterThread(storage)
+
+
+def _failure(job: WriteJob, error: HoldfastError) -> SaveOutcome:
+    return SaveOutcome(
+        save_id=job.header.save_id,
+        directory=job.directory,
+        error_type=type(error).__name__,
+        message=str(error),
+    )
 
 
 def _how_it_ended(code: int | None) -> str:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from holdfast.errors import CorruptionError, HoldfastError, PlanError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
     FileInfo,
@@ -141,17 +140,9 @@ def _words(data: bytes) -> npt.NDArray[np.uint64]:
     return np.frombuffer(data, dtype=np.uint64)
 
 
-def _planned_nbytes(plan: CommitPlan) -> npt.NDArray[np.int64]:
-    itemsize = np.array([DTYPES[name].itemsize for name in plan.dtypes], dtype=np.int64)
-    if plan.num_rows == 0:
-        return np.zeros(0, dtype=np.int64)
-    numel: npt.NDArray[np.int64] = plan.row_extent.prod(axis=1, dtype=np.int64)
-    return numel * itemsize[plan.row_tensor]
-
-
 def _build_index(plan: CommitPlan, records: list[DoneRecord]) -> ChunkIndex:
     """Join the plan's rows with the writers' records; every row must be accounted for."""
-    planned = _planned_nbytes(plan)
+    planned = plan.row_nbytes
     starts = np.zeros(plan.num_rows, dtype=np.int64)
     counts = np.zeros(plan.num_rows, dtype=np.int64)
     digests: list[npt.NDArray[np.uint64]] = []

@@ -78,7 +78,14 @@ def run_job(
     written = began
     try:
         prepare_directory(storage, job, plan, encoded_plan)
-        write_share(storage, job, image, on_progress=on_progress)
+        beat = Heartbeat(storage, job) if plan is not None else None
+
+        def report(nbytes: int) -> None:
+            for told in (on_progress, beat):
+                if told is not None:
+                    told(nbytes)
+
+        write_share(storage, job, image, on_progress=report)
         written = time.monotonic()
         if on_written is not None:
             on_written()
@@ -86,7 +93,8 @@ def run_job(
             made = _commit_when_complete(storage, job, plan, began + job.deadline_s)
         else:
             made = _learn_outcome(storage, job, began + job.deadline_s)
-    except Exception as error:
+    except Exception as caught:
+        error = _told_failure(storage, job) or caught
         publish_failure(storage, job, error, committer=plan is not None)
         return SaveOutcome(
             save_id=job.header.save_id,
@@ -103,6 +111,22 @@ def run_job(
         write_s=written - began,
         commit_s=time.monotonic() - written,
     )
+
+
+class Heartbeat:
+    """The committer's sign of life: a small file of the save, renewed every two seconds."""
+
+    def __init__(self, storage: Storage, job: WriteJob) -> None:
+        self._storage = storage
+        self._path = f"{job.directory}/{ALIVE_FILE}"
+        self._last = time.monotonic()
+
+    def __call__(self, nbytes: int) -> None:
+        """Give a sign if the last one is old; `nbytes` handed over so far do not matter."""
+        del nbytes
+        if time.monotonic() - self._last > _HEARTBEAT_S:
+            self._last = time.monotonic()
+            self._storage.replace_file(self._path, f"{time.time():.3f}".encode())
 
 
 def prepare_directory(
@@ -126,13 +150,17 @@ def publish_failure(storage: Storage, job: WriteJob, error: Exception, *, commit
         error_type=type(error).__name__ if isinstance(error, HoldfastError) else "StorageError",
         message=f"{where}{text}",
     )
-    with suppress(HoldfastError):
-        if committer and storage.exists(f"{job.directory}/data"):
-            # The data of a failed save is of no use, and may be what filled the disk.
-            storage.remove_tree(f"{job.directory}/data")
-    name = FAILED_FILE if committer else failed_file(job.position)
-    with suppress(HoldfastError):
-        storage.write_file(f"{job.directory}/{name}", seal(msgspec.msgpack.encode(failure)))
+    path = f"{job.directory}/{FAILED_FILE if committer else failed_file(job.position)}"
+    word = seal(msgspec.msgpack.encode(failure))
+    try:
+        storage.make_dir(f"{job.directory}/{DONE_DIR}")
+        storage.write_file(path, word)
+    except HoldfastError:
+        # The data of a failed save is of no use, and may be what filled the disk.
+        with suppress(HoldfastError):
+            if job.file is not None:
+                storage.remove_tree(f"{job.directory}/{job.file}")
+            storage.write_file(path, word)
 
 
 def _commit_when_complete(
@@ -140,7 +168,7 @@ def _commit_when_complete(
 ) -> Committed:
     """Wait for every rank's done-record, then commit."""
     expected = {done_file(p).rpartition("/")[2] for p in range(len(plan.ranks))}
-    beat = 0.0
+    beat = Heartbeat(storage, job)
     pause = _FIRST_PAUSE_S
     while True:
         present = set(storage.list(f"{job.directory}/{DONE_DIR}"))
@@ -159,9 +187,7 @@ def _commit_when_complete(
                 f"save of step {job.header.step}: ranks {late} did not finish writing within "
                 f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone"
             )
-        if now - beat > _HEARTBEAT_S:
-            storage.replace_file(f"{job.directory}/{ALIVE_FILE}", f"{time.time():.3f}".encode())
-            beat = now
+        beat(0)
         time.sleep(min(pause, max(deadline - now, 0.0)))
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
@@ -205,6 +231,15 @@ def committed_save_id(storage: Storage, directory: str) -> str | None:
     before, found, after = head.partition(b'"save_id":"')
     del before
     return after.partition(b'"')[0].decode(errors="replace") if found else None
+
+
+def _told_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
+    """What the committer said of this save: the cause, where an error here only follows from it."""
+    path = f"{job.directory}/{FAILED_FILE}"
+    try:
+        return _read_failure(storage, path) if storage.exists(path) else None
+    except HoldfastError:
+        return None
 
 
 def _read_failure(storage: Storage, path: str) -> HoldfastError:

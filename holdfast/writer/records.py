@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from holdfast.errors import CorruptionError
 from holdfast.format.digest import digest128
+from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import LayoutInfo
 
 PLAN_FILE = "plan/plan.msgpack"
@@ -66,6 +67,15 @@ class CommitPlan:
     check_group: npt.NDArray[np.int64]
     check_position: npt.NDArray[np.int64]
     check_tensor: npt.NDArray[np.int64]
+
+    @property
+    def row_nbytes(self) -> npt.NDArray[np.int64]:
+        """Payload bytes of each row."""
+        if self.num_rows == 0:
+            return np.zeros(0, dtype=np.int64)
+        itemsize = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
+        numel: npt.NDArray[np.int64] = self.row_extent.prod(axis=1, dtype=np.int64)
+        return numel * itemsize[self.row_tensor]
 
     @property
     def num_rows(self) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast import Codecs, Layout, LayoutError, PlanError, Replicated, Sharded
 from holdfast.checkpoint.plan import Assignment, make_plan
-from holdfast.checkpoint.save import layout_info
+from holdfast.checkpoint.shares import layout_info
 from holdfast.checkpoint.table import (
     ChunkTable,
     TensorNames,

@@ -1,0 +1,52 @@
+"""This rank's state, taken apart for a save: leaves, chunk table, signature, encoded values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from holdfast.checkpoint.table import ChunkTable, chunk_table, encode_table, signature
+from holdfast.format.values import Codecs
+from holdfast.parallel import ProcessGroups
+from holdfast.state.flatten import flatten_state
+from holdfast.state.leaves import FlatState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalState:
+    """One rank's part of a save.
+
+    `sources[i]`, `keys[i]`: tensor and key of row i of `table`. `encoded`: the table's bytes.
+    `signature`: digest of everything that decides what is stored and by whom. `values`: the encoded
+    tree as JSON, which is not planned and may change with every save.
+    """
+
+    flat: FlatState
+    table: ChunkTable
+    sources: list[torch.Tensor]
+    keys: list[str]
+    encoded: bytes
+    signature: str
+    values: bytes
+
+
+def take_apart(
+    state: Mapping[str, object], *, groups: ProcessGroups, codecs: Codecs, block_nbytes: int
+) -> LocalState:
+    """Flatten the state on this rank. No collectives, no tensor bytes copied."""
+    flat = flatten_state(state, layout=groups.layout, rank=groups.rank, codecs=codecs)
+    table, sources = chunk_table(flat)
+    keys = list(flat.leaves)
+    encoded = encode_table(table)
+    return LocalState(
+        flat=flat,
+        table=table,
+        sources=sources,
+        keys=[keys[number] for number in table.tensor.tolist()],
+        encoded=encoded,
+        signature=signature(encoded, choices=[groups.layout.digest(), str(block_nbytes)]),
+        values=msgspec.json.encode(flat.nodes),
+    )

@@ -1,0 +1,149 @@
+"""Leftovers of saves: finish what can be finished, remove what cannot, leave what is alive."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.format.digest import digest128
+from holdfast.format.names import parse_saving_dir, step_dir
+from holdfast.storage import Storage
+from holdfast.writer.commit import commit_save, discard_save
+from holdfast.writer.job import committed_save_id
+from holdfast.writer.records import (
+    ALIVE_FILE,
+    DONE_DIR,
+    FAILED_FILE,
+    HEADER_FILE,
+    PLAN_FILE,
+    SaveHeader,
+    decode_plan,
+    done_file,
+    unseal,
+)
+
+_PAUSE_S = 0.1
+ALIVE_S = 30.0
+"""A save whose committer has given no sign for so long is abandoned."""
+
+Fate = Literal["finished", "removed", "alive", "kept"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """One leftover and what was (or would be) done with it."""
+
+    name: str
+    step: int | None
+    fate: Fate
+    why: str
+
+
+def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False) -> list[Leftover]:
+    """Go through everything under the root that is no checkpoint but was made by a save.
+
+    A save with all its done-records is committed now; one whose committer gave a sign of life
+    within `alive_s` is left alone; any other is removed, as are half-removed directories. Committed
+    checkpoints are not touched. Safe to run beside a training job, and at any time again.
+    """
+    found = []
+    for name in storage.list(""):
+        if name.startswith((".trash-", ".old-")):
+            found.append(_remove(storage, name, None, "half removed", dry_run))
+            continue
+        parsed = parse_saving_dir(name)
+        if parsed is not None and storage.is_dir(name):
+            found.append(_treat(storage, name, *parsed, alive_s=alive_s, dry_run=dry_run))
+    return found
+
+
+def settle(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
+    """Wait while writers that outlived their run finish a save; finish what they left complete.
+
+    Returns at once where nothing is under way, and after `timeout_s` at the latest. A storage that
+    cannot be written to is left as it is.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        fates = {each.fate for each in repair(storage, alive_s=alive_s, dry_run=True)}
+        if "alive" not in fates:
+            break
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_PAUSE_S)
+    if "finished" in fates:
+        repair(storage, alive_s=alive_s)
+
+
+def _treat(
+    storage: Storage, name: str, step: int, save_id: str, *, alive_s: float, dry_run: bool
+) -> Leftover:
+    try:
+        if storage.exists(f"{name}/{FAILED_FILE}"):
+            return _remove(storage, name, step, "its save failed", dry_run)
+        if committed_save_id(storage, step_dir(step)) == save_id:
+            return _remove(storage, name, step, "its save is committed", dry_run)
+        quiet_s = _quiet_s(storage, name)
+        why = _why_incomplete(storage, name)
+        if quiet_s < alive_s:
+            sign = f"last sign {quiet_s:.0f} s ago"
+            return Leftover(name=name, step=step, fate="alive", why=f"{why or 'complete'}, {sign}")
+        if why:
+            return _remove(storage, name, step, f"abandoned: {why}", dry_run)
+        if dry_run:
+            return Leftover(name=name, step=step, fate="finished", why="all records are there")
+        return _finish(storage, name, step)
+    except StorageError as error:
+        if not storage.exists(name):
+            return Leftover(name=name, step=step, fate="finished", why="another process did it")
+        return Leftover(name=name, step=step, fate="kept", why=str(error))
+
+
+def _finish(storage: Storage, name: str, step: int) -> Leftover:
+    """Commit a save whose records are all there."""
+    try:
+        data = storage.read(f"{name}/{PLAN_FILE}")
+        plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}"))
+        path = f"{name}/{HEADER_FILE}"
+        header = unseal(storage.read(path), SaveHeader, where=storage.describe(path))
+        commit_save(storage, name, plan=plan, plan_digest=digest128(data), header=header)
+    except StorageError:
+        raise
+    except HoldfastError as error:
+        discard_save(storage, name)
+        return Leftover(name=name, step=step, fate="removed", why=f"cannot be committed: {error}")
+    return Leftover(name=name, step=step, fate="finished", why="all records were there")
+
+
+def _why_incomplete(storage: Storage, name: str) -> str:
+    """What a save lacks to be committed; empty for nothing."""
+    for path in (PLAN_FILE, HEADER_FILE):
+        if not storage.exists(f"{name}/{path}"):
+            return f"{path} was not written"
+    data = storage.read(f"{name}/{PLAN_FILE}")
+    plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}"))
+    present = set(storage.list(f"{name}/{DONE_DIR}"))
+    missing = [
+        plan.ranks[position]
+        for position in range(len(plan.ranks))
+        if done_file(position).rpartition("/")[2] not in present
+    ]
+    return f"ranks {missing} did not finish writing" if missing else ""
+
+
+def _quiet_s(storage: Storage, name: str) -> float:
+    """Seconds since the committer's last sign of life, or since the directory was made."""
+    path = f"{name}/{ALIVE_FILE}"
+    return storage.age_s(path if storage.exists(path) else name)
+
+
+def _remove(storage: Storage, name: str, step: int | None, why: str, dry_run: bool) -> Leftover:
+    if not dry_run:
+        try:
+            storage.remove_tree(name)
+        except StorageError as error:
+            if storage.exists(name):
+                return Leftover(name=name, step=step, fate="kept", why=str(error))
+    return Leftover(name=name, step=step, fate="removed", why=why)
