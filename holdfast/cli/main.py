@@ -21,6 +21,10 @@ VERBS = {
     "ls": "list the checkpoints in a directory",
     "show": "show what is in a checkpoint",
     "verify": "check every byte of a checkpoint",
+    "diff": "compare two checkpoints, whatever their layouts",
+    "export": "write tensors as safetensors or npy files",
+    "prune": "remove old checkpoints by a policy",
+    "tag": "name steps, list and remove names",
 }
 """Each verb and what it is for."""
 

@@ -1,0 +1,94 @@
+"""What the verbs that read tensors share: open a checkpoint so that nobody removes it meanwhile."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from holdfast.cli.inspecting import Place, locate, make_console
+from holdfast.errors import ConfigError
+from holdfast.format.names import parse_step_dir
+from holdfast.format.reader import Snapshot
+from holdfast.format.reading import mark_reading
+from holdfast.storage import PosixStorage
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes read since the last call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A checkpoint open for reading, and its path in words."""
+
+    snapshot: Snapshot
+    label: str
+
+
+@contextmanager
+def open_marked(path: Path, *, step: int | None = None) -> Iterator[Opened]:
+    """Open the checkpoint meant by a path; while it is open, `prune` leaves it alone.
+
+    A place that cannot be written to is read all the same. Raises ConfigError as `locate` does,
+    StorageError and CorruptionError as `Snapshot.open` does.
+    """
+    place = _from_above(path, locate(path, step=step))
+    with (
+        mark_reading(place.storage, place.directory),
+        Snapshot.open(place.storage, place.directory) as snapshot,
+    ):
+        yield Opened(snapshot=snapshot, label=place.label)
+
+
+def _from_above(path: Path, place: Place) -> Place:
+    """A checkpoint named by its own directory, as one in the directory above: marks are there."""
+    real = path.resolve()
+    if place.directory or parse_step_dir(real.name) is None:
+        return place
+    return Place(storage=PosixStorage(real.parent), directory=real.name, label=place.label)
+
+
+def matching_keys(snapshot: Snapshot, pattern: str) -> list[str]:
+    """Keys of tensors that are this, or match this pattern (`*`, `?`); may be none.
+
+    Keys hold brackets of their own (one per coordinate), so "[" stands for itself.
+    """
+    if snapshot.has(pattern):
+        return [pattern]
+    glob = pattern.replace("[", "[[]")
+    return [key for key in snapshot.keys if fnmatch.fnmatchcase(key, glob)]
+
+
+def no_match(pattern: str, keys: list[str]) -> ConfigError:
+    """The mistake of a pattern that no key matches."""
+    near = difflib.get_close_matches(pattern, keys[:10_000], n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return ConfigError(f"no tensor matches {pattern!r}{hint}")
+
+
+@contextmanager
+def progress_bar(what: str, *, total: int, quiet: bool) -> Iterator[Advance]:
+    """A bar of bytes on standard error while that is a terminal."""
+    bar = Progress(
+        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        console=make_console(sys.stderr), transient=True, disable=quiet or not sys.stderr.isatty(),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(what, total=total)
+
+        def advance(nbytes: int) -> None:
+            bar.advance(task, nbytes)
+
+        yield advance

@@ -1,0 +1,244 @@
+"""What to keep: small policies that say which checkpoints stay, and why; joined with `|`."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+import numpy as np
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.format.values import TAG, Node, decode_tree
+
+_SCALARS = ("int", "float", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What a policy sees of a checkpoint: step, time, the trees of its values, its tags."""
+
+    step: int
+    created: str
+    parts: Mapping[str, Node]
+    tags: tuple[str, ...] = ()
+
+
+class Policy:
+    """Says which of some checkpoints to keep; `a | b` keeps what either keeps."""
+
+    __slots__ = ()
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """Step -> why it stays, of those that stay. `candidates`: by step, ascending."""
+        raise NotImplementedError
+
+    def __or__(self, other: Policy) -> AnyOf:
+        """Keep what either keeps."""
+        return AnyOf((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Policy):
+    """Keep what any of these keeps."""
+
+    policies: tuple[Policy, ...]
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """Every reason of every policy."""
+        reasons: dict[int, str] = {}
+        for policy in self.policies:
+            for step, reason in policy.keep(candidates, now=now).items():
+                reasons[step] = f"{reasons[step]}; {reason}" if step in reasons else reason
+        return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast(Policy):
+    """Keep the newest `n` steps."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        """Refuse less than one."""
+        _at_least_one(self, self.n)
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """By step number."""
+        newest = candidates[-self.n :]
+        return {c.step: f"one of the last {self.n}" for c in newest}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(Policy):
+    """Keep the steps that `m` divides."""
+
+    m: int
+
+    def __post_init__(self) -> None:
+        """Refuse less than one."""
+        _at_least_one(self, self.m)
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """By step number."""
+        return {c.step: f"every {self.m} steps" for c in candidates if c.step % self.m == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepWithin(Policy):
+    """Keep what was saved in the last `seconds`, by the time its manifest states."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Refuse a time that is not positive."""
+        if not self.seconds > 0:
+            raise ConfigError(f"KeepWithin({self.seconds}): the time must be positive")
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """A time that cannot be read counts as now."""
+        kept = {}
+        for candidate in candidates:
+            created = _parse_time(candidate.created)
+            if created is None:
+                kept[candidate.step] = f"its time {candidate.created[:40]!r} cannot be read"
+            elif (now - created).total_seconds() <= self.seconds:
+                kept[candidate.step] = f"younger than {_in_time(self.seconds)}"
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(Policy):
+    """Keep the `n` steps whose number at a path, such as "progress.loss", is best.
+
+    A checkpoint without a number there (or nan) is not among the best; when not one has it, all
+    are kept, because a metric that is misspelt must not cost the checkpoints. Of equals the newer
+    is better.
+    """
+
+    metric: str
+    n: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        """Refuse less than one, and an unknown mode."""
+        _at_least_one(self, self.n)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"KeepBest mode {self.mode!r} is neither 'min' nor 'max'")
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """By the number in the manifest; tensors are not read."""
+        sign = 1 if self.mode == "min" else -1
+        found = []
+        for candidate in candidates:
+            value = number_at(candidate.parts, self.metric)
+            if value is not None:
+                found.append((sign * value, -candidate.step, value))
+        if not found:
+            return {c.step: f"no checkpoint has a number at {self.metric!r}" for c in candidates}
+        best = sorted(found)[: self.n]
+        return {
+            -negative: f"best {place} by {self.metric} ({value:g})"
+            for place, (_, negative, value) in enumerate(best, start=1)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTagged(Policy):
+    """Keep steps that have a tag; with `names`, only those whose tag matches one (`*`, `?`)."""
+
+    names: tuple[str, ...] = ()
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """By the tags beside the checkpoints."""
+        kept = {}
+        for candidate in candidates:
+            tags = [tag for tag in candidate.tags if self._matches(tag)]
+            if tags:
+                kept[candidate.step] = f"tagged {', '.join(tags)}"
+        return kept
+
+    def _matches(self, tag: str) -> bool:
+        return not self.names or any(fnmatch.fnmatchcase(tag, name) for name in self.names)
+
+
+def number_at(parts: Mapping[str, Node], path: str) -> float | None:
+    """The number stored at a path like "progress.loss", or None: no such path, no number, or nan.
+
+    Values that differ by rank and numbers kept as tensors have no one number here.
+    """
+    for name, node in parts.items():
+        if path == name or path.startswith(f"{name}."):
+            value = _number(node, path[len(name) + 1 :])
+            if value is not None:
+                return value
+    return None
+
+
+def _number(node: Node, path: str) -> float | None:
+    if isinstance(node, dict) and node.get(TAG) in ("tuple", "dataclass", "odict", "dict"):
+        node = _untagged(node)
+    if not path:
+        return _as_number(node)
+    if isinstance(node, list):
+        node = {str(i): item for i, item in enumerate(node)}
+    if not isinstance(node, dict) or TAG in node:
+        return None
+    for name, child in node.items():
+        if path == name or path.startswith(f"{name}."):
+            value = _number(child, path[len(name) + 1 :])
+            if value is not None:
+                return value
+    return None
+
+
+def _untagged(node: dict[str, Node]) -> Node:
+    """A container that JSON lacks as one that it has: pairs as an object."""
+    inner = node.get("v")
+    if node.get(TAG) not in ("odict", "dict") or not isinstance(inner, list):
+        return inner
+    return {str(p[0]): p[1] for p in inner if isinstance(p, list) and len(p) == 2}
+
+
+def _as_number(node: Node) -> float | None:
+    if isinstance(node, dict):
+        if node.get(TAG) not in _SCALARS:
+            return None
+        try:
+            decoded = decode_tree(node)
+        except HoldfastError:
+            return None
+    else:
+        decoded = node
+    if isinstance(decoded, bool | np.bool_) or not isinstance(
+        decoded, int | float | np.integer | np.floating
+    ):
+        return None
+    try:
+        value = float(decoded)
+    except OverflowError:
+        return math.inf if decoded > 0 else -math.inf
+    return None if math.isnan(value) else value
+
+
+def _parse_time(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def _in_time(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"
+
+
+def _at_least_one(policy: Policy, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"{type(policy).__name__}: {number!r} is not a whole number above 0")

@@ -1,0 +1,237 @@
+"""Marks of readers and removers, and tags: also between processes, and when owners die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError, StorageError
+from holdfast.format.reading import READING_DIR, mark_reading, mark_removing, readers_of
+from holdfast.format.retention import KeepLast, apply_retention, plan_retention
+from holdfast.format.tags import list_tags, remove_tag, set_tag
+from holdfast.storage import PosixStorage
+from tests.retention.common import fill, steps_of
+
+ONE = "iter_0000001"
+
+READER = """
+import sys, time
+from holdfast.format.reading import mark_reading
+from holdfast.storage import PosixStorage
+with mark_reading(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv[2])):
+    print("reading", flush=True)
+    time.sleep(60)
+"""
+
+
+def start_reader(root: Path, *, life_s: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER, str(root), str(life_s)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    return process
+
+
+def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2])
+    reader = start_reader(tmp_path, life_s=2.0)
+    try:
+        time.sleep(3)  # longer than a mark lives: it is renewed
+        result = apply_retention(storage, plan_retention(storage, KeepLast(1)))
+        assert str(reader.pid) in result.spared[1]
+        reader.send_signal(signal.SIGKILL)
+        reader.wait(10)
+        assert readers_of(storage, ONE)  # nobody can tell yet
+        deadline = time.monotonic() + 20
+        while readers_of(storage, ONE) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert storage.list(READING_DIR) == []
+        assert apply_retention(storage, plan_retention(storage, KeepLast(1))).removed == [1]
+    finally:
+        reader.kill()
+        reader.wait(10)
+
+
+def test_many_may_read_and_a_mark_is_of_one_checkpoint(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2])
+    with mark_reading(storage, ONE):
+        with mark_reading(storage, ONE):
+            assert len(readers_of(storage, ONE)) == 2
+            assert readers_of(storage, "iter_0000002") == []
+            assert readers_of(storage, "iter_00000010") == []
+        assert len(readers_of(storage, ONE)) == 1
+        assert f"process {os.getpid()} on " in readers_of(storage, ONE)[0]
+    assert readers_of(storage, ONE) == []
+
+
+def test_a_reader_waits_for_a_remover_that_gives_up(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1])
+    entered = threading.Event()
+    with mark_removing(storage, ONE) as readers:
+        assert readers == []
+
+        def read() -> None:
+            with mark_reading(storage, ONE):
+                entered.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert not entered.wait(0.5)
+        # The reader's mark is there already: whoever comes to remove now gives up.
+        with mark_removing(storage, ONE) as others:
+            assert len(others) == 1
+    assert entered.wait(10)
+    reader.join()
+
+
+def test_a_reader_is_told_that_its_checkpoint_has_gone(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1])
+    with mark_removing(storage, ONE):
+        storage.remove_tree(ONE)
+        said = r"just been removed by process \d+.*another step"
+        with pytest.raises(StorageError, match=said), mark_reading(storage, ONE):
+            pass
+    assert storage.list(READING_DIR) == []
+
+
+def test_a_reader_does_not_wait_for_ever(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1])
+    said = "about to be removed"
+    with (
+        mark_removing(storage, ONE),
+        pytest.raises(StorageError, match=said),
+        mark_reading(storage, ONE, wait_s=0.2),
+    ):
+        pass
+    with mark_removing(storage, ONE, life_s=0.0), mark_reading(storage, ONE, wait_s=0.0):
+        pass  # an expired mark counts for nothing
+
+
+def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
+    """Whoever has got past its own look has not been overlooked by the other side."""
+    storage = fill(tmp_path, [1])
+    inside = {"read": 0, "remove": 0}
+    lock = threading.Lock()
+    collisions: list[dict[str, int]] = []
+    counts = {"read": 0, "remove": 0}
+    stop = time.monotonic() + 3
+
+    def enter(kind: str, by: int) -> None:
+        with lock:
+            inside[kind] += by
+            counts[kind] += by > 0
+            if inside["read"] and inside["remove"]:
+                collisions.append(dict(inside))
+
+    def read() -> None:
+        while time.monotonic() < stop:
+            with mark_reading(storage, ONE):
+                enter("read", 1)
+                time.sleep(0.002)
+                enter("read", -1)
+            time.sleep(0.01)
+
+    def remove() -> None:
+        while time.monotonic() < stop:
+            with mark_removing(storage, ONE) as readers:
+                if not readers:
+                    enter("remove", 1)
+                    time.sleep(0.002)
+                    enter("remove", -1)
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=target) for target in (read, remove)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert min(counts.values()) > 3
+    assert collisions == []
+
+
+def test_a_place_that_cannot_be_written_to_is_read_without_a_mark(tmp_path: Path) -> None:
+    def refuse(operation: str, path: str, start: int, nbytes: int) -> None:
+        if operation in ("replace", "make_dir"):
+            raise StorageError("read-only")
+
+    fill(tmp_path, [1])
+    storage = PosixStorage(tmp_path, observer=refuse)
+    with mark_reading(storage, ONE) as reading:
+        assert reading.problem == "read-only"
+    for directory in ("", "iter_1", f"x/{ONE}", ".."):
+        with mark_reading(storage, directory) as reading:
+            assert "not the name of a step" in str(reading.problem)
+
+
+def test_a_mark_that_cannot_be_understood_protects(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2])
+    storage.make_dir(READING_DIR)
+    name = f"{READING_DIR}/{ONE}.read-{'0' * 16}"
+    storage.write_file(name, b"\xff")
+    storage.write_file(f"{READING_DIR}/README", b"")
+    result = apply_retention(storage, plan_retention(storage, KeepLast(1)))
+    assert name in result.spared[1]
+
+
+# Tags
+
+
+def test_tags_are_set_moved_listed_and_removed(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2])
+    assert list_tags(storage) == {}
+    set_tag(storage, "best", step=1)
+    set_tag(storage, "v1.0", step=1)
+    set_tag(storage, "best", step=2)
+    assert list_tags(storage) == {"best": 2, "v1.0": 1}
+    assert (tmp_path / "tags/best").read_bytes() == b"2\n"
+    remove_tag(storage, "best")
+    assert list_tags(storage) == {"v1.0": 1}
+    assert steps_of(storage) == [1, 2]
+    (tmp_path / "tags/v1.0").write_bytes(b"")
+    set_tag(storage, "v1.0", step=2)  # what the message advises for a tag that is damaged
+    assert list_tags(storage) == {"v1.0": 2}
+
+
+def test_tags_that_cannot_be(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1])
+    for name in ("", ".", "..", "a/b", "a b", "-x", "x" * 101, "ä", ".tmp-x"):
+        with pytest.raises(ConfigError, match="must be 1 to 100"):
+            set_tag(storage, name, step=1)
+        with pytest.raises(ConfigError, match="must be 1 to 100"):
+            remove_tag(storage, name)
+    with pytest.raises(ConfigError, match="no committed step 7; it has 1"):
+        set_tag(storage, "x", step=7)
+    with pytest.raises(ConfigError, match="no tag 'x'; it has none"):
+        remove_tag(storage, "x")
+    assert list_tags(storage) == {}
+
+
+def test_a_tag_is_set_before_or_after_a_removal_never_amid_it(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2])
+    done = threading.Event()
+
+    def tag() -> None:
+        set_tag(storage, "dear", step=1)
+        done.set()
+
+    with mark_removing(storage, ONE):
+        tagger = threading.Thread(target=tag)
+        tagger.start()
+        assert not done.wait(0.3)
+        assert list_tags(storage) == {}
+    assert done.wait(10)
+    tagger.join()
+    assert list_tags(storage) == {"dear": 1}
+    with mark_removing(storage, ONE):
+        storage.remove_tree(ONE)
+        with pytest.raises(StorageError, match="just been removed"):
+            set_tag(storage, "late", step=1)
+    assert list_tags(storage) == {"dear": 1}

@@ -1,0 +1,406 @@
+"""What retention removes, and above all what it never removes."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import CorruptionError, StorageError
+from holdfast.format.names import step_dir
+from holdfast.format.reading import mark_reading
+from holdfast.format.retention import (
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepTagged,
+    KeepWithin,
+    Policy,
+    Removal,
+    RetentionResult,
+    apply_retention,
+    plan_retention,
+)
+from holdfast.format.tags import set_tag
+from holdfast.storage import PosixStorage
+from tests.retention.common import DAMAGES, LATEST, damage, fill, is_whole, put, steps_of
+
+
+def prune(storage: PosixStorage, policy: Policy) -> RetentionResult:
+    return apply_retention(storage, plan_retention(storage, policy))
+
+
+def trash(storage: PosixStorage) -> list[str]:
+    return [name for name in storage.list("") if name.startswith(".trash-")]
+
+
+# What policies keep
+
+
+def test_the_last_and_every_mth_stay(tmp_path: Path) -> None:
+    storage = fill(tmp_path, range(10, 130, 10))
+    plan = plan_retention(storage, KeepLast(2) | KeepEvery(50))
+    assert plan.keep == {
+        50: "every 50 steps",
+        100: "every 50 steps",
+        110: "one of the last 2",
+        120: "the newest sound checkpoint; one of the last 2",
+    }
+    assert [removal.step for removal in plan.remove] == [10, 20, 30, 40, 60, 70, 80, 90]
+    assert all(removal.stored_nbytes == 20 for removal in plan.remove)
+    assert steps_of(storage) == list(range(10, 130, 10))  # planning removes nothing
+    result = apply_retention(storage, plan)
+    assert result.removed == [10, 20, 30, 40, 60, 70, 80, 90]
+    assert not result.spared
+    assert not result.failed
+    assert steps_of(storage) == [50, 100, 110, 120]
+    assert all(is_whole(storage, step) for step in (50, 100, 110, 120))
+    assert trash(storage) == []
+    assert storage.list(".reading") == []
+
+
+def test_what_was_saved_lately_stays(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    now = datetime(2026, 5, 1, tzinfo=UTC)
+    ages = {1: timedelta(days=8), 2: timedelta(days=7), 3: timedelta(hours=1), 4: timedelta(-1)}
+    for step, age in ages.items():
+        put(storage, step, created=(now - age).isoformat())
+    put(storage, 5, created=(now - timedelta(days=99)).isoformat().removesuffix("+00:00"))
+    plan = plan_retention(storage, KeepWithin(7 * 86400), now=now)
+    assert plan.keep == {
+        2: "younger than 7 d", 3: "younger than 7 d", 4: "younger than 7 d",
+        5: "the newest sound checkpoint",
+    }  # fmt: skip
+    put(storage, 0, created="yesterday")
+    plan = plan_retention(storage, KeepWithin(60), now=now)
+    assert "'yesterday' cannot be read" in plan.keep[0]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", [4, 3]), ("max", [1, 2])])
+def test_the_best_by_a_metric_stay(tmp_path: Path, mode: str, best: list[int]) -> None:
+    storage = PosixStorage(tmp_path)
+    nan, inf = {"$": "float", "v": "nan"}, {"$": "float", "v": "inf"}
+    for step, loss in enumerate([9.0, 8, 1.5, 1.5, nan, True, "0", None, inf], start=1):
+        put(storage, step, progress={"eval": [{"loss": loss}]})
+    put(storage, 20, progress={"other": 0})
+    plan = plan_retention(storage, KeepBest("progress.eval.0.loss", 2, mode))  # type: ignore[arg-type]
+    if mode == "max":
+        best = [9, 1]
+    assert [step for step, why in plan.keep.items() if "best" in why] == sorted(best)
+    assert "best 1 by progress.eval.0.loss" in plan.keep[best[0]]
+    assert set(plan.keep) == {*best, 20}
+
+
+def test_a_run_that_diverged_is_never_the_best(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    for step, loss in enumerate([{"$": "float", "v": "nan"}, 2.0, 1.0, 3.0]):
+        put(storage, step, progress={"loss": loss})
+    for mode, best in (("min", 2), ("max", 3)):
+        plan = plan_retention(storage, KeepBest("progress.loss", 1, mode))  # type: ignore[arg-type]
+        assert set(plan.keep) == {best, 3}
+
+
+def test_a_misspelt_metric_costs_nothing(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3])
+    plan = plan_retention(storage, KeepBest("progress.los", 1))
+    assert plan.remove == ()
+    assert "no checkpoint has a number at 'progress.los'" in plan.keep[1]
+
+
+def test_tagged_steps_stay(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3, 4])
+    set_tag(storage, "release-1.0", step=1)
+    set_tag(storage, "best", step=2)
+    assert set(plan_retention(storage, KeepTagged()).keep) == {1, 2, 4}
+    assert set(plan_retention(storage, KeepTagged(("release-*",))).keep) == {1, 4}
+    assert plan_retention(storage, KeepTagged()).keep[1] == "tagged release-1.0"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: KeepLast(0), lambda: KeepEvery(0), lambda: KeepWithin(0), lambda: KeepWithin(
+        float("nan")), lambda: KeepBest("x", 0), lambda: KeepBest("x", 1, "least"),  # type: ignore[arg-type]
+     lambda: KeepLast(True)],
+)  # fmt: skip
+def test_policies_that_make_no_sense_are_refused(make: object) -> None:
+    with pytest.raises(ValueError):
+        make()  # type: ignore[operator]
+
+
+# What is never removed
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_newest_sound_checkpoint_stays_when_newer_ones_are_damaged(
+    tmp_path: Path, kind: str
+) -> None:
+    storage = fill(tmp_path, [1, 2, 3, 4])
+    damage(tmp_path, 3, kind)
+    damage(tmp_path, 4, kind)
+    plan = plan_retention(storage, KeepLast(1))
+    assert plan.newest == 2
+    assert set(plan.keep) == {2}
+    assert set(plan.spared) == {"iter_0000003", "iter_0000004"}
+    assert all("newer than the newest sound" in why for why in plan.spared.values())
+    assert apply_retention(storage, plan).removed == [1]
+    assert steps_of(storage) == [2, 3, 4]
+    assert is_whole(storage, 2)
+
+
+def test_nothing_is_removed_when_nothing_is_sound(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3])
+    for step, kind in zip((1, 2, 3), DAMAGES[1:], strict=True):
+        damage(tmp_path, step, kind)
+    plan = plan_retention(storage, KeepLast(1))
+    assert (plan.remove, plan.newest) == ((), None)
+    assert len(plan.spared) == 3
+    assert apply_retention(storage, plan).removed == []
+
+
+def test_a_step_that_cannot_be_judged_stays(tmp_path: Path) -> None:
+    """It may be from a newer version, or the storage may fail only now."""
+    storage = fill(tmp_path, [1, 2, 3])
+    damage(tmp_path, 1, "manifest")
+    shutil.copytree(tmp_path / "iter_0000002", tmp_path / "iter_0000000")
+    plan = plan_retention(storage, KeepLast(1))
+    assert [removal.step for removal in plan.remove] == [2]
+    assert "cannot be judged" in plan.spared["iter_0000001"]
+    assert "manifest is of step 2" in plan.spared["iter_0000000"]
+
+
+def test_a_copy_under_a_newer_name_is_not_the_newest(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2])
+    shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_0000009")
+    plan = plan_retention(storage, KeepLast(1))
+    assert plan.newest == 2
+    assert "manifest is of step 1" in plan.spared["iter_0000009"]
+    assert apply_retention(storage, plan).removed == [1]
+    assert steps_of(storage) == [2, 9]
+
+
+def test_saves_under_way_and_uncommitted_steps_stay(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3])
+    for name in (".saving-iter_0000004-ab", ".saving-iter_0000001-cd", "iter_0000000/data",
+                 "iter_0000009/data", "logs"):  # fmt: skip
+        storage.make_dir(name)
+    plan = plan_retention(storage, KeepLast(1))
+    assert plan.spared == {"iter_0000000": "not committed", "iter_0000009": "not committed"}
+    assert apply_retention(storage, plan).removed == [1, 2]
+    for name in (".saving-iter_0000004-ab", ".saving-iter_0000001-cd", "iter_0000000",
+                 "iter_0000009", "logs"):  # fmt: skip
+        assert storage.is_dir(name)
+
+
+def test_links_are_neither_followed_nor_removed(tmp_path: Path) -> None:
+    outside = fill(tmp_path / "outside", [1, 7])
+    storage = fill(tmp_path / "run", [2, 3, 4])
+    (tmp_path / "run/iter_0000001").symlink_to(tmp_path / "outside/iter_0000001")
+    shutil.rmtree(tmp_path / "run/iter_0000002/data")
+    (tmp_path / "run/iter_0000002/data").symlink_to(tmp_path / "outside/iter_0000007")
+    plan = plan_retention(storage, KeepLast(1))
+    assert plan.spared == {"iter_0000001": "a link or a file: not followed"}
+    assert apply_retention(storage, plan).removed == [2, 3]
+    assert (tmp_path / "run/iter_0000001").is_symlink()
+    assert is_whole(outside, 1)
+    assert is_whole(outside, 7)
+
+
+def test_a_step_that_became_a_link_after_the_plan_is_spared(tmp_path: Path) -> None:
+    outside = fill(tmp_path / "outside", [1])
+    storage = fill(tmp_path / "run", [1, 2])
+    plan = plan_retention(storage, KeepLast(1))
+    shutil.rmtree(tmp_path / "run/iter_0000001")
+    (tmp_path / "run/iter_0000001").symlink_to(tmp_path / "outside/iter_0000001")
+    result = apply_retention(storage, plan)
+    assert result.spared == {1: "a link or a file: not followed"}
+    assert is_whole(outside, 1)
+
+
+def test_a_checkpoint_being_read_stays(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3])
+    plan = plan_retention(storage, KeepLast(1))
+    with mark_reading(PosixStorage(tmp_path), "iter_0000001") as reading:
+        assert reading.problem is None
+        result = apply_retention(storage, plan)
+        assert result.removed == [2]
+        assert "being read by process" in result.spared[1]
+        assert is_whole(storage, 1)
+    assert prune(storage, KeepLast(1)).removed == [1]
+
+
+def test_what_changed_since_the_plan_stays(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3, 4, 9])
+    set_tag(storage, "old", step=4)
+    plan = plan_retention(storage, KeepLast(1))
+    shutil.rmtree(tmp_path / "iter_0000001")
+    put(storage, 1, progress={"step": "saved anew"})
+    shutil.rmtree(tmp_path / "iter_0000002")
+    set_tag(storage, "dear", step=3)
+    result = apply_retention(storage, plan)
+    assert result.removed == [4]  # it had its tag when the plan was made
+    assert result.spared == {
+        1: "saved anew since the plan was made",
+        2: "gone already: somebody else removed it",
+        3: "tagged dear since the plan was made",
+    }
+
+
+def test_nothing_goes_once_the_newest_has_changed(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3])
+    plan = plan_retention(storage, KeepLast(1))
+    shutil.rmtree(tmp_path / "iter_0000003")
+    result = apply_retention(storage, plan)
+    assert result.removed == []
+    assert set(result.failed) == {1, 2}
+    assert steps_of(storage) == [1, 2]
+    put(storage, 3, progress={"another": 1})
+    result = apply_retention(storage, plan)
+    assert result.removed == []
+    assert "has changed meanwhile" in result.spared[1]
+
+
+def test_a_plan_that_would_remove_the_newest_is_not_carried_out(tmp_path: Path) -> None:
+    """Plans are data: one that was made up or mixed up must not cost the newest either."""
+    storage = fill(tmp_path, [1, 2, 3])
+    plan = plan_retention(storage, KeepLast(3))
+    forged = dataclasses.replace(
+        plan,
+        remove=tuple(
+            Removal(step=s, directory=step_dir(s), stamp=plan.newest_stamp, stored_nbytes=0)
+            for s in (2, 3)
+        ),
+    )
+    result = apply_retention(storage, forged)
+    assert result.removed == []
+    assert steps_of(storage) == [1, 2, 3]
+
+
+def test_a_tag_that_cannot_be_read_stops_everything(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2])
+    set_tag(storage, "keep", step=1)
+    (tmp_path / "tags/keep").write_bytes(b"one\n")
+    with pytest.raises(CorruptionError, match="set the tag anew"):
+        plan_retention(storage, KeepLast(1))
+    shutil.rmtree(tmp_path / "tags")
+    (tmp_path / "tags").symlink_to(tmp_path)
+    with pytest.raises(StorageError, match="link"):
+        plan_retention(storage, KeepLast(1))
+
+
+def test_the_pointer_file_stays_right(tmp_path: Path) -> None:
+    storage = fill(tmp_path, [1, 2, 3])
+    (tmp_path / LATEST).write_text("1\n")  # an older one than it should be
+    prune(storage, KeepLast(1))
+    assert (tmp_path / LATEST).read_text() == "3\n"
+    for text in ("release\n", "77\n"):
+        (tmp_path / LATEST).write_text(text)
+        put(storage, 2)
+        assert prune(storage, KeepLast(1)).removed == [2]
+        assert (tmp_path / LATEST).read_text() == text
+    (tmp_path / LATEST).unlink()
+    put(storage, 2)
+    assert prune(storage, KeepLast(1)).removed == [2]
+    assert not (tmp_path / LATEST).exists()
+
+
+def test_one_that_cannot_be_removed_does_not_stop_the_others(tmp_path: Path) -> None:
+    def refuse(operation: str, path: str, start: int, nbytes: int) -> None:
+        if operation == "remove" and path == "iter_0000002":
+            raise StorageError("no permission")
+
+    fill(tmp_path, [1, 2, 3, 4])
+    result = prune(PosixStorage(tmp_path, observer=refuse), KeepLast(1))
+    assert result.removed == [1, 3]
+    assert result.failed == {2: "no permission"}
+
+
+def test_a_directory_without_checkpoints_has_an_empty_plan(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "nothing"):
+        plan = plan_retention(PosixStorage(root), KeepLast(1))
+        assert (plan.keep, plan.remove, plan.newest) == ({}, (), None)
+        assert apply_retention(PosixStorage(root), plan).removed == []
+
+
+class Broken:
+    """An observer that lets the storage fail at one operation, or from it on."""
+
+    def __init__(self, at: int, *, for_good: bool) -> None:
+        self.at, self.for_good, self.count = at, for_good, 0
+
+    def __call__(self, operation: str, path: str, start: int, nbytes: int) -> None:
+        self.count += 1
+        if self.count == self.at or (self.for_good and self.count > self.at):
+            raise StorageError(f"{operation} {path}: the storage failed")
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_whatever_fails_the_newest_sound_checkpoint_stays(tmp_path: Path, for_good: bool) -> None:
+    """The storage fails at each single operation: nothing that should stay is harmed."""
+    template = fill(tmp_path / "template", [1, 2, 3, 4, 5])
+    set_tag(template, "best", step=1)
+    (template.root / LATEST).write_text("2\n")
+    damage(tmp_path / "template", 5, "index")
+    counter = Broken(0, for_good=False)
+    shutil.copytree(template.root, tmp_path / "count")
+    prune(PosixStorage(tmp_path / "count", observer=counter), KeepTagged())
+    assert counter.count > 30
+    for at in range(1, counter.count + 1):
+        root = tmp_path / f"run-{at}"
+        shutil.copytree(template.root, root)
+        try:
+            policy = KeepTagged()
+            prune(PosixStorage(root, observer=Broken(at, for_good=for_good)), policy)
+        except (StorageError, CorruptionError):
+            pass
+        storage = PosixStorage(root)
+        assert {1, 4, 5} <= set(steps_of(storage)), at
+        assert is_whole(storage, 1)
+        assert is_whole(storage, 4)
+        shutil.rmtree(root)
+
+
+steps_and_damages = st.dictionaries(
+    st.integers(0, 30), st.sampled_from([None, None, None, *DAMAGES]), min_size=1, max_size=8
+)
+
+
+@given(
+    content=steps_and_damages,
+    last=st.none() | st.integers(1, 4),
+    every=st.none() | st.integers(1, 5),
+    tagged=st.sets(st.integers(0, 30)),
+)
+@settings(max_examples=60, deadline=None)
+def test_against_a_plain_statement_of_the_rules(
+    content: dict[int, str | None], last: int | None, every: int | None, tagged: set[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        storage = fill(Path(folder), sorted(content))
+        for step in sorted(tagged & set(content)):
+            set_tag(storage, f"t{step}", step=step)
+        policy: Policy = KeepTagged()
+        policy = policy if last is None else policy | KeepLast(last)
+        policy = policy if every is None else KeepEvery(every) | policy
+        for step, kind in content.items():
+            if kind is not None:
+                damage(Path(folder), step, kind)
+        sound = [step for step, kind in content.items() if kind is None]
+        stay = set(content)
+        if sound:
+            newest = max(sound)
+            pool = sorted(s for s in content if s <= newest and content[s] != "manifest")
+            chosen = {newest} | (tagged & set(pool))
+            chosen |= set(pool[-last:]) if last is not None else set()
+            chosen |= {s for s in pool if s % every == 0} if every is not None else set()
+            stay -= set(pool) - chosen
+        result = prune(storage, policy)
+        assert set(steps_of(storage)) == stay
+        assert set(result.removed) == set(content) - stay
+        assert not result.failed
+        assert not result.spared
