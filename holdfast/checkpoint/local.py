@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -11,7 +12,7 @@ import torch
 from holdfast.checkpoint.table import ChunkTable, chunk_table, encode_table, signature
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
-from holdfast.state.flatten import flatten_state
+from holdfast.state.flatten import LeafCache, flatten_state
 from holdfast.state.leaves import FlatState
 
 
@@ -34,10 +35,22 @@ class LocalState:
 
 
 def take_apart(
-    state: Mapping[str, object], *, groups: ProcessGroups, codecs: Codecs, block_nbytes: int
+    state: Mapping[str, object],
+    *,
+    groups: ProcessGroups,
+    codecs: Codecs,
+    block_nbytes: int,
+    cache: LeafCache,
+    before: LocalState | None,
 ) -> LocalState:
-    """Flatten the state on this rank. No collectives, no tensor bytes copied."""
-    flat = flatten_state(state, layout=groups.layout, rank=groups.rank, codecs=codecs)
+    """Flatten the state on this rank. No collectives, no tensor bytes copied.
+
+    `cache`, `before`: of the save before; where every leaf is the one that was there, its table
+    and signature are, too.
+    """
+    flat = flatten_state(state, layout=groups.layout, rank=groups.rank, codecs=codecs, cache=cache)
+    if before is not None and _same_leaves(before.flat, flat):
+        return replace(before, flat=flat, values=msgspec.json.encode(flat.nodes))
     table, sources = chunk_table(flat)
     keys = list(flat.leaves)
     encoded = encode_table(table)
@@ -50,3 +63,9 @@ def take_apart(
         signature=signature(encoded, choices=[groups.layout.digest(), str(block_nbytes)]),
         values=msgspec.json.encode(flat.nodes),
     )
+
+
+def _same_leaves(before: FlatState, now: FlatState) -> bool:
+    """Whether two states have the very same leaves, in the same order."""
+    old, new = before.leaves.values(), now.leaves.values()
+    return len(old) == len(new) and all(map(operator.is_, old, new))

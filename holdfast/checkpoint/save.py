@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -17,6 +15,14 @@ import torch
 import holdfast
 from holdfast.checkpoint.budget import check_budget
 from holdfast.checkpoint.local import LocalState, take_apart
+from holdfast.checkpoint.opening import (
+    Begun,
+    Clock,
+    Opening,
+    Slot,
+    collector_paused,
+    refuse_disagreement,
+)
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import SaveReport
 from holdfast.checkpoint.shares import RankPlan, plan_together
@@ -25,6 +31,7 @@ from holdfast.errors import HoldfastError, PlanError, StorageError
 from holdfast.format.names import data_file, saving_dir, step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
+from holdfast.state.flatten import LeafCache
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.commit import Committed, commit_save, discard_save
@@ -37,20 +44,6 @@ WhenBusy = Literal["wait", "skip"]
 _MAX_TOLD = 200
 
 
-class _Opening(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank says at the beginning of a save; small enough for one collective.
-
-    `failed`: id, error class and shortened message of an earlier save that failed, if any.
-    """
-
-    step: int
-    overwrite: bool
-    plan_digest: str
-    nonce: str
-    busy: bool
-    failed: tuple[str, str, str] | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverOptions:
     """How a `Checkpointer` saves; see there."""
@@ -58,55 +51,6 @@ class SaverOptions:
     block_nbytes: int
     num_arenas: int
     deadline_s: float
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One arena, what it is laid out for, and the save that uses it."""
-
-    arena: Arena
-    plan_digest: str = ""
-    staging: Staging | None = None
-    given: int = 0
-    pending: PendingSave | None = None
-
-    def is_free(self) -> bool:
-        return self.pending is None or self.pending.done()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Begun:
-    """A save that all ranks have agreed to: what to stage, under which plan.
-
-    `planned`: the structure was planned anew. `skipped`: some rank is busy, nothing is saved.
-    """
-
-    local: LocalState
-    plan: RankPlan | None
-    save_id: str
-    planned: bool
-    skipped: bool
-
-    def plan_or_raise(self) -> RankPlan:
-        if self.plan is None:
-            raise PlanError("the save was skipped, there is no plan for it")
-        return self.plan
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body under a name."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 class Saver:
@@ -119,11 +63,13 @@ class Saver:
         self._groups = groups
         self._codecs = codecs
         self._options = options
-        self._slots = [_Slot(Arena()) for _ in range(options.num_arenas)]
+        self._slots = [Slot(Arena()) for _ in range(options.num_arenas)]
         self._plan: RankPlan | None = None
         self._writer: Writer | None = None
         self._unreported: list[PendingSave] = []
         self._cleared = False
+        self._cache = LeafCache()
+        self._local: LocalState | None = None
         self.num_plans = 0
 
     @property
@@ -142,7 +88,7 @@ class Saver:
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
             self._writer = None
-        self._plan = None
+        self._plan, self._local, self._cache = None, None, LeafCache()
         self._unreported.clear()
         for slot in self._slots:
             slot.staging, slot.pending, slot.given = None, None, 0
@@ -219,7 +165,7 @@ class Saver:
         *,
         in_flight: int,
         dry: bool = False,
-    ) -> _Begun:
+    ) -> Begun:
         """Everything up to staging: take apart, agree, plan where needed."""
         if when_busy == "wait":
             with clock.phase("wait"):
@@ -231,12 +177,16 @@ class Saver:
                 self._groups.require_complete()
                 if self._groups.control.is_coordinator and not dry:
                     self._check_target(step, overwrite)
-                local = take_apart(
-                    state,
-                    groups=self._groups,
-                    codecs=self._codecs,
-                    block_nbytes=self._options.block_nbytes,
-                )
+                with collector_paused():
+                    local = take_apart(
+                        state,
+                        groups=self._groups,
+                        codecs=self._codecs,
+                        block_nbytes=self._options.block_nbytes,
+                        cache=self._cache,
+                        before=self._local,
+                    )
+                self._local = local
                 self._check_room(self._plan_for(local))
         except Exception as caught:
             error = caught
@@ -247,7 +197,7 @@ class Saver:
             plan = self._plan if unchanged else None
             if plan is None and not skipped:
                 plan = self._plan_anew(local)
-        return _Begun(
+        return Begun(
             local=local, plan=plan, save_id=save_id, planned=not unchanged, skipped=skipped
         )
 
@@ -311,7 +261,7 @@ class Saver:
         """One collective: all ranks are at one save, with one plan or none, and nothing failed."""
         control = self._groups.control
         held = self._plan_for(local) if local is not None else None
-        opening = _Opening(
+        opening = Opening(
             step=step,
             overwrite=overwrite,
             plan_digest=held.plan_digest if held is not None else "",
@@ -321,10 +271,10 @@ class Saver:
         )
         payload = msgspec.msgpack.encode(opening)
         gathered = control.agree(error, phase="save: begin", payload=payload)
-        openings = [msgspec.msgpack.decode(data, type=_Opening) for data in gathered]
+        openings = [msgspec.msgpack.decode(data, type=Opening) for data in gathered]
         self._raise_earlier(openings)
         for what in ("step", "overwrite"):
-            _refuse_disagreement(what, control.ranks, [getattr(o, what) for o in openings])
+            refuse_disagreement(what, control.ranks, [getattr(o, what) for o in openings])
         plans = {o.plan_digest for o in openings}
         unchanged = len(plans) == 1 and "" not in plans
         return openings[0].nonce, unchanged, any(o.busy for o in openings)
@@ -337,7 +287,7 @@ class Saver:
                 return save_id, type(error).__name__, f"{error}"[:_MAX_TOLD]
         return None
 
-    def _raise_earlier(self, openings: Sequence[_Opening]) -> None:
+    def _raise_earlier(self, openings: Sequence[Opening]) -> None:
         """An earlier save failed on some rank: all ranks raise it, once."""
         told = [o.failed for o in openings if o.failed is not None]
         if not told:
@@ -365,7 +315,7 @@ class Saver:
         return self._writer
 
     def _stage(
-        self, slot: _Slot, plan: RankPlan, local: LocalState, clock: Clock
+        self, slot: Slot, plan: RankPlan, local: LocalState, clock: Clock
     ) -> tuple[Staging, list[int]]:
         """Copy this rank's rows into the slot; digests of the boxes it must vouch for."""
         sources = [local.sources[row] for row in plan.rows]
@@ -384,8 +334,8 @@ class Saver:
     def _hand_over(
         self,
         writer: Writer,
-        slot: _Slot,
-        begun: _Begun,
+        slot: Slot,
+        begun: Begun,
         step: int,
         overwrite: bool,
         clock: Clock,
@@ -496,16 +446,6 @@ class Saver:
 
 def _save_id(pending: PendingSave) -> str:
     return pending.ticket.job.header.save_id if pending.ticket is not None else ""
-
-
-def _refuse_disagreement(what: str, ranks: Sequence[int], said: Sequence[object]) -> None:
-    if len(set(said)) > 1:
-        by_value = {
-            value: [rank for rank, v in zip(ranks, said, strict=True) if v == value]
-            for value in dict.fromkeys(said)
-        }
-        text = "; ".join(f"{value!r} on ranks {held}" for value, held in by_value.items())
-        raise PlanError(f"save: the ranks disagree on {what}: {text}")
 
 
 def _header(step: int, save_id: str, *, overwrite: bool) -> SaveHeader:

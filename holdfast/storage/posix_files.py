@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable
@@ -11,6 +12,10 @@ from holdfast.errors import StorageError
 from holdfast.storage import linux
 from holdfast.storage.trouble import storage_error
 
+_DIRECT_ALIGN = 4096
+_DIRECT_NBYTES = 1 << 20
+"""Smaller writes are not worth going past the page cache."""
+_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.EPERM)
 _MAX_CALL_NBYTES = 1 << 30  # one call moves at most 0x7ffff000 bytes on Linux
 _Observe = Callable[[str, str, int, int], None]
 
@@ -70,7 +75,11 @@ class PosixSource:
 
 
 class PosixSink:
-    """A file of known size being written through the page cache; see `Sink`."""
+    """A file of known size being written; see `Sink`.
+
+    Large aligned parts go past the page cache where the file system allows that (tried, never
+    assumed), the rest through it.
+    """
 
     def __init__(self, fd: int, *, path: str, place: Path, nbytes: int, observe: _Observe) -> None:
         self._fd = fd
@@ -78,11 +87,13 @@ class PosixSink:
         self._place = place
         self._nbytes = nbytes
         self._observe = observe
+        self._direct_fd = -1
+        self._direct = True
 
     @property
     def alignment(self) -> int:
-        """Buffered writes have no preference."""
-        return 1
+        """What direct writes ask of offsets, lengths and addresses."""
+        return _DIRECT_ALIGN
 
     def reserve(self) -> None:
         """Give the file its size, and its blocks where that is possible, so ENOSPC shows early."""
@@ -97,10 +108,31 @@ class PosixSink:
                 f"declared with {self._nbytes} bytes"
             )
         self._observe("write_at", self._path, offset, buffer.nbytes)
+        view = buffer.cast("B")
         try:
-            write_full(self._fd, buffer.cast("B"), offset)
+            done = self._write_direct(offset, view)
+            write_full(self._fd, view[done:], offset + done)
         except OSError as error:
             raise storage_error(error, action="write", place=self._place) from error
+
+    def _write_direct(self, offset: int, view: memoryview) -> int:
+        """Write what of `view` may go directly; the bytes that are done, 0 where none may."""
+        nbytes = len(view) // _DIRECT_ALIGN * _DIRECT_ALIGN
+        if not self._direct or nbytes < _DIRECT_NBYTES or offset % _DIRECT_ALIGN or view.readonly:
+            return 0
+        if ctypes.addressof(ctypes.c_char.from_buffer(view)) % _DIRECT_ALIGN:
+            return 0
+        try:
+            if self._direct_fd < 0:
+                flags = os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
+                self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", flags)
+            write_full(self._direct_fd, view[:nbytes], offset)
+        except OSError as error:
+            if error.errno not in _DIRECT_REFUSED:
+                raise
+            self._direct = False
+            return 0
+        return nbytes
 
     def sync(self) -> None:
         """See `Sink.sync`; also proves that the file has the stated size."""
@@ -117,7 +149,10 @@ class PosixSink:
             )
 
     def close(self) -> None:
-        """Close the descriptor; on some network storage this is where a failed write shows."""
+        """Close the file; on some network storage this is where a failed write shows."""
+        if self._direct_fd >= 0:
+            fd, self._direct_fd = self._direct_fd, -1
+            os.close(fd)
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)

@@ -314,7 +314,7 @@ def test_the_writer_process_never_imports_torch(tmp_path: Path) -> None:
         descriptors = len(os.listdir("/proc/self/fd"))
         for step in range(2, 6):
             checkpointer.save_async(step, _filled(float(step))).result(30)
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and Path(f"/proc/{checkpointer.writer_pid}").exists():
         time.sleep(0.05)
