@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
     from holdfast.state import (
         RNG,
+        On,
         OptimizerState,
         PerRank,
         Replicated,
@@ -54,6 +55,7 @@ __all__ = [
     "LayoutError",
     "LoadReport",
     "MismatchError",
+    "On",
     "OptimizerState",
     "PendingSave",
     "PerRank",
@@ -79,6 +81,7 @@ _ROOMS = {
     "holdfast.parallel": ("Control", "Layout", "ProcessGroups", "current_groups"),
     "holdfast.state": (
         "RNG",
+        "On",
         "OptimizerState",
         "PerRank",
         "Replicated",

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from holdfast.checkpoint.load import Loader, LoadOptions
+from holdfast.checkpoint.opening import SaveAsk
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import LoadReport, SaveReport
 from holdfast.checkpoint.save import Saver, SaverOptions, WhenBusy
@@ -97,7 +98,12 @@ class Checkpointer:
         return self._saver.num_plans
 
     def save(
-        self, step: int, state: Mapping[str, object], *, overwrite: bool = False
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        overwrite: bool = False,
+        check_replicas: bool = False,
     ) -> SaveReport:
         """Save the state as checkpoint `step`; returns when it is committed and durable.
 
@@ -105,14 +111,16 @@ class Checkpointer:
         tree of tensors and values. It is not changed. The boxes that the ranks hold must make whole
         tensors, and values that several ranks supply must be equal; otherwise every rank raises
         PlanError and nothing is committed. `overwrite`: replace an existing checkpoint of the step,
-        which survives until the new one is durable.
+        which survives until the new one is durable. `check_replicas`: compare the bytes of every
+        box that several ranks hold, also where a placement declares them equal; PlanError names
+        key, ranks and, by majority, the odd ones out. Costs one hash of all local bytes.
 
         Errors are raised on all ranks: GroupError, PlacementError, PlanError, StorageError,
         DeadlineError. The previous checkpoint is untouched by any of them.
         Cost: three small collectives (two more when the structure changed), one copy of the
         assigned bytes, one write and hash of them.
         """
-        return self._saver.save(_checked_step(step), state, overwrite=overwrite)
+        return self._saver.save(_ask(step, overwrite, check_replicas), state)
 
     def save_async(
         self,
@@ -120,6 +128,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         overwrite: bool = False,
+        check_replicas: bool = False,
         when_busy: WhenBusy = "wait",
     ) -> PendingSave:
         """Save the state as it is now; returns as soon as it is copied, writing goes on beside.
@@ -137,9 +146,8 @@ class Checkpointer:
         """
         if when_busy not in ("wait", "skip"):
             raise ConfigError(f"when_busy={when_busy!r} is not one of 'wait', 'skip'")
-        return self._saver.save_async(
-            _checked_step(step), state, overwrite=overwrite, when_busy=when_busy
-        )
+        ask = _ask(step, overwrite, check_replicas)
+        return self._saver.save_async(ask, state, when_busy=when_busy)
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Do what the first save does once: plan, allocate and touch memory, start the writer.
@@ -217,10 +225,10 @@ class Checkpointer:
                 self.close()
 
 
-def _checked_step(step: int) -> int:
+def _ask(step: int, overwrite: bool, check_replicas: bool) -> SaveAsk:
     if isinstance(step, bool) or not isinstance(step, int):
         raise ConfigError(f"step must be an int, got {step!r}")
-    return step
+    return SaveAsk(step=step, overwrite=overwrite, check_replicas=check_replicas)
 
 
 def _groups_in_force() -> ProcessGroups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Records, Snapshot, read_records
 from holdfast.format.values import Codecs, Node
 from holdfast.geometry import Box
-from holdfast.parallel import ProcessGroups
+from holdfast.parallel import Layout, ProcessGroups
 from holdfast.state.flatten import check_part_name
 from holdfast.state.leaves import TensorLeaf
+from holdfast.state.markers import On
 from holdfast.state.match import Matcher, MatchResult, leaf_paths
 from holdfast.state.parts import Part, TreePart, is_closed, part_of
 from holdfast.state.stored import StoredPart
@@ -42,6 +44,13 @@ class LoadOptions:
     verify: bool = True
 
 
+class _Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank asks for, for all to know."""
+
+    closed: tuple[str, ...]
+    touched: bytes
+
+
 @dataclass(slots=True, kw_only=True)
 class _Request:
     """One part of the request on this rank: what it wants, and what is stored for it."""
@@ -50,6 +59,7 @@ class _Request:
     part: Part
     template: object
     node: Node
+    layout: Layout
 
 
 class Loader:
@@ -85,12 +95,14 @@ class Loader:
             _raise_mismatch(matcher.result, snapshot)
         except Exception as caught:
             error = caught
-        bitmap = _touched(requests, matcher.result.touched) if matcher is not None else b""
-        gathered = self._groups.control.agree(error, phase="load: match", payload=bitmap)
+        payload = b""
+        if snapshot is not None and matcher is not None:
+            payload = _asked(snapshot, requests, matcher.result.touched)
+        gathered = self._groups.control.agree(error, phase="load: match", payload=payload)
         if snapshot is None or matcher is None:
             raise MismatchError(f"{directory}: nothing could be matched")
         with snapshot:
-            unexpected = self._unexpected(requests, gathered, options)
+            unexpected = self._unexpected(snapshot, gathered, options)
             self._read_all(snapshot, matcher.result, options)
             values = self._restore(matcher, requests)
             result = matcher.result
@@ -162,7 +174,9 @@ class Loader:
         parts = snapshot.manifest.parts
         for name, value in state.items():
             check_part_name(name)
-            part = part_of(name, value)
+            layout = value.own_layout if isinstance(value, On) else self._groups.layout
+            matcher.move_to(layout)
+            part = part_of(name, value.value if isinstance(value, On) else value)
             if name not in parts:
                 target = (
                     matcher.result.allowed if matcher.may_miss(name) else matcher.result.missing
@@ -174,22 +188,31 @@ class Loader:
             matcher.match(template, node, name)
             if not is_closed(part):
                 matcher.match_rest(template, node, name)
-            requests.append(_Request(name=name, part=part, template=template, node=node))
+            requests.append(
+                _Request(name=name, part=part, template=template, node=node, layout=layout)
+            )
         return matcher, requests
 
     def _unexpected(
-        self,
-        requests: Sequence[_Request],
-        gathered: Sequence[bytes],
-        options: LoadOptions,
+        self, snapshot: Snapshot, gathered: Sequence[bytes], options: LoadOptions
     ) -> list[str]:
-        """Stored entries of the requested parts that no rank asked for; an error unless allowed."""
-        paths = _closed_paths(requests)
+        """Stored entries of closed parts that no rank asked for; an error unless allowed.
+
+        Ranks may ask for different parts (modules on their own layouts) and different entries
+        (pipeline stages): what counts is what all of them ask for together.
+        """
+        said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
+        closed = {name for asked in said for name in asked.closed}
+        paths = _stored_paths(snapshot)
         touched = np.zeros(len(paths), dtype=np.uint8)
-        for data in gathered:
-            bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=len(paths))
-            touched |= bits
-        found = [path for path, bit in zip(paths, touched.tolist(), strict=True) if not bit]
+        for asked in said:
+            bits = np.frombuffer(zlib.decompress(asked.touched), dtype=np.uint8)
+            touched |= np.unpackbits(bits, count=len(paths))
+        found = [
+            path
+            for (part, path), bit in zip(paths, touched.tolist(), strict=True)
+            if not bit and part in closed
+        ]
         if found and not options.ignore_unexpected:
             raise MismatchError(
                 f"the checkpoint holds {len(found)} entries that the state does not ask for: "
@@ -221,6 +244,7 @@ class Loader:
         error: Exception | None = None
         try:
             for request in requests:
+                matcher.move_to(request.layout)
                 tree = matcher.build(
                     request.template, request.node, request.name, closed=is_closed(request.part)
                 )
@@ -246,18 +270,24 @@ def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
         raise MismatchError(f"step {snapshot.manifest.step}: " + "; ".join(sentences))
 
 
-def _closed_paths(requests: Sequence[_Request]) -> list[str]:
-    paths: list[str] = []
-    for request in requests:
-        if is_closed(request.part):
-            paths.extend(leaf_paths(request.node, request.name))
-    return paths
+def _stored_paths(snapshot: Snapshot) -> list[tuple[str, str]]:
+    """(part, path) of every stored entry, the same on all ranks."""
+    return [
+        (name, path)
+        for name, node in snapshot.manifest.parts.items()
+        for path in leaf_paths(node, name)
+    ]
 
 
-def _touched(requests: Sequence[_Request], touched: set[str]) -> bytes:
-    """One bit per stored entry of the requested closed parts: whether this rank asks for it."""
-    bits = np.array([path in touched for path in _closed_paths(requests)], dtype=np.bool_)
-    return np.packbits(bits).tobytes()
+def _asked(snapshot: Snapshot, requests: Sequence[_Request], touched: set[str]) -> bytes:
+    """What this rank asks for: a bit per stored entry, and the parts it wants nothing left of."""
+    bits = np.array([path in touched for _, path in _stored_paths(snapshot)], dtype=np.bool_)
+    return msgspec.msgpack.encode(
+        _Asked(
+            closed=tuple(r.name for r in requests if is_closed(r.part)),
+            touched=zlib.compress(np.packbits(bits).tobytes(), 1),
+        )
+    )
 
 
 @torch.no_grad()

@@ -17,6 +17,15 @@ from holdfast.checkpoint.stage import Arena, Staging
 from holdfast.errors import PlanError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAsk:
+    """What a save is asked for: its step, over an existing one or not, replicas compared or not."""
+
+    step: int
+    overwrite: bool
+    check_replicas: bool
+
+
 class Opening(msgspec.Struct, frozen=True, array_like=True):
     """What each rank says at the beginning of a save; small enough for one collective.
 
@@ -25,6 +34,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     overwrite: bool
+    check_replicas: bool
     plan_digest: str
     nonce: str
     busy: bool

@@ -45,6 +45,8 @@ class _Claims:
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[LayoutInfo, ...]
+    homes: tuple[int, ...]
     domains: tuple[Domain, ...]
     position: Ints
     local: Ints
@@ -79,15 +81,16 @@ def make_plan(
     *,
     ranks: Sequence[int],
     coordinates: Sequence[dict[str, int]],
-    layout: LayoutInfo,
     signature: str,
     block_nbytes: int,
+    compare_all: bool = False,
 ) -> tuple[CommitPlan, list[Assignment]]:
     """Prove ownership and elect one writer per box, balanced by true bytes.
 
     `tables[i]` is the claim of `ranks[i]`. Proven: one dtype and shape per key; the boxes of a key
     tile its shape exactly; no box is held by ranks that declare each other to hold different ones.
-    Boxes held by several ranks without a declaration are marked for comparison by content.
+    Boxes held by several ranks without a declaration (with `compare_all`, all that several hold)
+    are marked for comparison by content.
     Raises PlanError naming key, box and ranks. Cost: O(rows) vector work plus a heap over the boxes
     with several holders.
     """
@@ -95,6 +98,8 @@ def make_plan(
     boxes = _distinct_boxes(claims)
     _prove_tiling(claims, boxes, ranks)
     compare = _judge_replicas(claims, boxes, ranks)
+    if compare_all:
+        compare = np.diff(boxes.first) > 1
     winner = _elect(claims, boxes, num_ranks=len(ranks))
     return _assemble(
         claims,
@@ -103,7 +108,6 @@ def make_plan(
         compare,
         ranks=tuple(ranks),
         coordinates=tuple(coordinates),
-        layout=layout,
         signature=signature,
         block_nbytes=block_nbytes,
     )
@@ -111,7 +115,8 @@ def make_plan(
 
 def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
     numbers: dict[str, int] = {}
-    said: list[tuple[str, tuple[int, ...], int]] = []
+    said: list[tuple[str, tuple[int, ...], int, int]] = []
+    layouts: list[LayoutInfo] = []
     maps: dict[bytes, Ints] = {}
     problems: list[str] = []
     for rank, table in zip(ranks, tables, strict=True):
@@ -119,23 +124,32 @@ def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
             continue
         names = decode_names(table.names)
         numbering = np.zeros(len(names.keys), dtype=np.int64)
-        for i, (key, dtype, shape) in enumerate(
-            zip(names.keys, names.dtypes, names.shapes, strict=True)
+        layouts.extend(info for info in names.layouts if info not in layouts)
+        homes = [layouts.index(info) for info in names.layouts]
+        for i, (key, dtype, shape, home) in enumerate(
+            zip(names.keys, names.dtypes, names.shapes, names.homes, strict=True)
         ):
             number = numbers.setdefault(key, len(numbers))
             numbering[i] = number
             if number == len(said):
-                said.append((dtype, shape, rank))
+                said.append((dtype, shape, homes[home], rank))
             elif said[number][:2] != (dtype, shape):
                 first = said[number]
                 problems.append(
-                    f"{key}: rank {first[2]} has {first[0]} {list(first[1])}, rank {rank} has "
+                    f"{key}: rank {first[3]} has {first[0]} {list(first[1])}, rank {rank} has "
                     f"{dtype} {list(shape)}"
+                )
+            elif said[number][2] != homes[home]:
+                first = said[number]
+                problems.append(
+                    f"{key}: on rank {first[3]} it lives on layout '{layouts[first[2]].name}', on "
+                    f"rank {rank} on layout '{layouts[homes[home]].name}': two modules need two "
+                    f"names"
                 )
         maps[table.names] = numbering
     if problems:
         raise PlanError(
-            "one key must have one dtype and one global shape on all ranks: " + _some(problems)
+            "one key must have one dtype, shape and layout on all ranks: " + _some(problems)
         )
     num_dims = max((table.offset.shape[1] for table in tables), default=0)
     domains: dict[Domain, int] = {}
@@ -161,6 +175,8 @@ def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
         keys=tuple(numbers),
         dtypes=tuple(entry[0] for entry in said),
         shapes=tuple(entry[1] for entry in said),
+        layouts=tuple(layouts),
+        homes=tuple(entry[2] for entry in said),
         domains=tuple(domains),
         position=joined[0],
         local=joined[1],
@@ -346,7 +362,6 @@ def _assemble(
     *,
     ranks: tuple[int, ...],
     coordinates: tuple[dict[str, int], ...],
-    layout: LayoutInfo,
     signature: str,
     block_nbytes: int,
 ) -> tuple[CommitPlan, list[Assignment]]:
@@ -368,13 +383,13 @@ def _assemble(
     plan = CommitPlan(
         signature=signature,
         block_nbytes=block_nbytes,
-        layouts=(layout,),
+        layouts=claims.layouts,
         ranks=ranks,
         coordinates=coordinates,
         keys=claims.keys,
         dtypes=claims.dtypes,
         shapes=claims.shapes,
-        tensor_layouts=(0,) * len(claims.keys),
+        tensor_layouts=claims.homes,
         writers=tuple(writers.tolist()),
         row_tensor=claims.tensor[winner],
         row_file=file_of[position],

@@ -19,6 +19,7 @@ from holdfast.checkpoint.opening import (
     Begun,
     Clock,
     Opening,
+    SaveAsk,
     Slot,
     collector_paused,
     refuse_disagreement,
@@ -64,7 +65,7 @@ class Saver:
         self._codecs = codecs
         self._options = options
         self._slots = [Slot(Arena()) for _ in range(options.num_arenas)]
-        self._plan: RankPlan | None = None
+        self._plans: dict[bool, RankPlan] = {}
         self._writer: Writer | None = None
         self._unreported: list[PendingSave] = []
         self._cleared = False
@@ -88,7 +89,7 @@ class Saver:
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
             self._writer = None
-        self._plan, self._local, self._cache = None, None, LeafCache()
+        self._plans, self._local, self._cache = {}, None, LeafCache()
         self._unreported.clear()
         for slot in self._slots:
             slot.staging, slot.pending, slot.given = None, None, 0
@@ -99,25 +100,25 @@ class Saver:
             if error is not None:
                 raise error
 
-    def save(self, step: int, state: Mapping[str, object], *, overwrite: bool) -> SaveReport:
+    def save(self, ask: SaveAsk, state: Mapping[str, object]) -> SaveReport:
         """One synchronous save, written by the calling thread; see `Checkpointer.save`."""
         clock = Clock()
         with clock.phase("total"):
-            begun = self._begin(step, state, overwrite, "wait", clock, in_flight=0)
+            begun = self._begin(ask, state, "wait", clock, in_flight=0)
             local, plan = begun.local, begun.plan_or_raise()
-            directory = saving_dir(step, begun.save_id)
-            header = _header(step, begun.save_id, overwrite=overwrite)
+            directory = saving_dir(ask.step, begun.save_id)
+            header = _header(ask, begun.save_id)
             try:
                 self._write(plan, local, directory, header, clock)
                 with clock.phase("commit"):
                     committed = self._commit(plan, directory, header)
             except BaseException:
-                self._plan = None
+                self._plans = {}
                 if self._groups.control.is_coordinator:
                     discard_save(self._storage, directory)
                 raise
         return SaveReport(
-            step=step,
+            step=ask.step,
             path=self._storage.describe(committed.directory),
             nbytes=plan.image.nbytes - len(plan.image.header),
             total_nbytes=plan.total_nbytes,
@@ -127,19 +128,17 @@ class Saver:
         )
 
     def save_async(
-        self, step: int, state: Mapping[str, object], *, overwrite: bool, when_busy: WhenBusy
+        self, ask: SaveAsk, state: Mapping[str, object], *, when_busy: WhenBusy
     ) -> PendingSave:
         """One asynchronous save; see `Checkpointer.save_async`."""
         clock = Clock()
         writer = self._live_writer()
         with clock.phase("stall"):
-            begun = self._begin(
-                step, state, overwrite, when_busy, clock, in_flight=len(self._slots) - 1
-            )
+            begun = self._begin(ask, state, when_busy, clock, in_flight=len(self._slots) - 1)
             if begun.skipped:
-                return PendingSave(step=step, ticket=None, skipped=True)
+                return PendingSave(step=ask.step, ticket=None, skipped=True)
             slot = next(slot for slot in self._slots if slot.is_free())
-            pending = self._hand_over(writer, slot, begun, step, overwrite, clock)
+            pending = self._hand_over(writer, slot, begun, ask, clock)
         pending.planned = begun.planned
         pending.seconds = dict(clock.seconds)
         slot.pending = pending
@@ -149,17 +148,16 @@ class Saver:
     def prepare(self, state: Mapping[str, object]) -> None:
         """Plan, lay out and touch the memory, start the writer: the first save is then like any."""
         self._live_writer()
-        clock = Clock()
-        begun = self._begin(0, state, True, "wait", clock, in_flight=0, dry=True)
+        clock, ask = Clock(), SaveAsk(step=0, overwrite=True, check_replicas=False)
+        begun = self._begin(ask, state, "wait", clock, in_flight=0, dry=True)
         plan = begun.plan_or_raise()
         for slot in self._slots:
             self._stage(slot, plan, begun.local, clock)
 
     def _begin(
         self,
-        step: int,
+        ask: SaveAsk,
         state: Mapping[str, object],
-        overwrite: bool,
         when_busy: WhenBusy,
         clock: Clock,
         *,
@@ -176,7 +174,7 @@ class Saver:
             with clock.phase("flatten"):
                 self._groups.require_complete()
                 if self._groups.control.is_coordinator and not dry:
-                    self._check_target(step, overwrite)
+                    self._check_target(ask)
                 with collector_paused():
                     local = take_apart(
                         state,
@@ -187,23 +185,28 @@ class Saver:
                         before=self._local,
                     )
                 self._local = local
-                self._check_room(self._plan_for(local))
+                self._check_room(self._plan_for(local, ask))
         except Exception as caught:
             error = caught
         with clock.phase("plan"):
-            save_id, unchanged, skipped = self._open(step, local, overwrite, error, in_flight)
+            save_id, unchanged, skipped = self._open(ask, local, error, in_flight)
             if local is None:
                 raise PlanError("the state could not be taken apart")
-            plan = self._plan if unchanged else None
+            plan = self._plan_for(local, ask) if unchanged else None
             if plan is None and not skipped:
-                plan = self._plan_anew(local)
+                plan = self._plan_anew(local, ask)
         return Begun(
             local=local, plan=plan, save_id=save_id, planned=not unchanged, skipped=skipped
         )
 
-    def _plan_anew(self, local: LocalState) -> RankPlan:
-        self._plan = None
-        plan = plan_together(local, groups=self._groups, block_nbytes=self._options.block_nbytes)
+    def _plan_anew(self, local: LocalState, ask: SaveAsk) -> RankPlan:
+        self._plans = {}
+        plan = plan_together(
+            local,
+            groups=self._groups,
+            block_nbytes=self._options.block_nbytes,
+            compare_all=ask.check_replicas,
+        )
         self.num_plans += 1
         error: Exception | None = None
         try:
@@ -211,11 +214,11 @@ class Saver:
         except Exception as caught:
             error = caught
         self._groups.control.agree(error, phase="save: budget")
-        self._plan = plan
+        self._plans[ask.check_replicas] = plan
         return plan
 
-    def _plan_for(self, local: LocalState) -> RankPlan | None:
-        held = self._plan
+    def _plan_for(self, local: LocalState, ask: SaveAsk) -> RankPlan | None:
+        held = self._plans.get(ask.check_replicas)
         return held if held is not None and held.signature == local.signature else None
 
     def _check_room(self, plan: RankPlan | None) -> None:
@@ -227,10 +230,10 @@ class Saver:
                 total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
             )
 
-    def _check_target(self, step: int, overwrite: bool) -> None:
+    def _check_target(self, ask: SaveAsk) -> None:
         self._storage.make_dir("")
-        final = step_dir(step)
-        if self._storage.exists(final) and not overwrite:
+        final = step_dir(ask.step)
+        if self._storage.exists(final) and not ask.overwrite:
             raise StorageError(
                 f"{self._storage.describe(final)} exists already; to replace it save with "
                 f"overwrite=True"
@@ -252,18 +255,18 @@ class Saver:
 
     def _open(
         self,
-        step: int,
+        ask: SaveAsk,
         local: LocalState | None,
-        overwrite: bool,
         error: Exception | None,
         in_flight: int,
     ) -> tuple[str, bool, bool]:
         """One collective: all ranks are at one save, with one plan or none, and nothing failed."""
         control = self._groups.control
-        held = self._plan_for(local) if local is not None else None
+        held = self._plan_for(local, ask) if local is not None else None
         opening = Opening(
-            step=step,
-            overwrite=overwrite,
+            step=ask.step,
+            overwrite=ask.overwrite,
+            check_replicas=ask.check_replicas,
             plan_digest=held.plan_digest if held is not None else "",
             nonce=secrets.token_hex(6),
             busy=sum(not p.done() for p in self._unreported) > in_flight,
@@ -273,7 +276,7 @@ class Saver:
         gathered = control.agree(error, phase="save: begin", payload=payload)
         openings = [msgspec.msgpack.decode(data, type=Opening) for data in gathered]
         self._raise_earlier(openings)
-        for what in ("step", "overwrite"):
+        for what in ("step", "overwrite", "check_replicas"):
             refuse_disagreement(what, control.ranks, [getattr(o, what) for o in openings])
         plans = {o.plan_digest for o in openings}
         unchanged = len(plans) == 1 and "" not in plans
@@ -336,14 +339,13 @@ class Saver:
         writer: Writer,
         slot: Slot,
         begun: Begun,
-        step: int,
-        overwrite: bool,
+        ask: SaveAsk,
         clock: Clock,
     ) -> PendingSave:
         """Stage and submit. A failure here fails the save on all ranks, through storage."""
         local, plan = begun.local, begun.plan_or_raise()
-        directory = saving_dir(step, begun.save_id)
-        header = _header(step, begun.save_id, overwrite=overwrite)
+        directory = saving_dir(ask.step, begun.save_id)
+        header = _header(ask, begun.save_id)
         pending = PendingSave(
             step=header.step,
             ticket=None,
@@ -371,7 +373,7 @@ class Saver:
                 )
         except Exception as error:
             publish_failure(self._storage, job, error, committer=commits)
-            self._plan = None
+            self._plans = {}
             failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
             pending.failure = failure
             pending.ticket = Ticket.failed(job, failure, commits=commits)
@@ -448,12 +450,12 @@ def _save_id(pending: PendingSave) -> str:
     return pending.ticket.job.header.save_id if pending.ticket is not None else ""
 
 
-def _header(step: int, save_id: str, *, overwrite: bool) -> SaveHeader:
+def _header(ask: SaveAsk, save_id: str) -> SaveHeader:
     return SaveHeader(
-        step=step,
+        step=ask.step,
         save_id=save_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         holdfast=holdfast.__version__,
         torch=str(torch.__version__),
-        overwrite=overwrite,
+        overwrite=ask.overwrite,
     )

@@ -15,8 +15,7 @@ from holdfast.checkpoint.table import decode_table
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.image import Image, ImageEntry, chunk_name, layout_image
-from holdfast.format.manifest import LayoutInfo
-from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel import ProcessGroups
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.writer.records import CommitPlan, encode_plan
 
@@ -56,8 +55,12 @@ class RankPlan:
     commit: tuple[CommitPlan, bytes] | None
 
 
-def plan_together(local: LocalState, *, groups: ProcessGroups, block_nbytes: int) -> RankPlan:
+def plan_together(
+    local: LocalState, *, groups: ProcessGroups, block_nbytes: int, compare_all: bool
+) -> RankPlan:
     """Gather all tables, prove and elect on the coordinator, take this rank's share.
+
+    `compare_all`: declared replicas are compared by content, too.
 
     Collective. Raises PlanError on all ranks, naming key, box and ranks. Cost: one gather of the
     tables, one scatter of the shares, O(rows) vector work on the coordinator.
@@ -69,7 +72,9 @@ def plan_together(local: LocalState, *, groups: ProcessGroups, block_nbytes: int
     error: Exception | None = None
     if gathered is not None:
         try:
-            commit, shares = _plan_all(gathered, groups=groups, block_nbytes=block_nbytes)
+            commit, shares = _plan_all(
+                gathered, groups=groups, block_nbytes=block_nbytes, compare_all=compare_all
+            )
         except Exception as caught:
             error = caught
             shares = [b""] * control.size
@@ -80,15 +85,8 @@ def plan_together(local: LocalState, *, groups: ProcessGroups, block_nbytes: int
     return _take_share(local, msgspec.msgpack.decode(data, type=_Share), commit)
 
 
-def layout_info(layout: Layout) -> LayoutInfo:
-    """A layout as the manifest keeps it."""
-    names = ("tp", "cp", "ep", "dp", "pp", "expt_tp", "replicas")
-    axes = {name: getattr(layout, name) for name in names}
-    return LayoutInfo(name=layout.name, axes=axes, order=layout.order, ranks=list(layout.ranks))
-
-
 def _plan_all(
-    tables: Sequence[bytes], *, groups: ProcessGroups, block_nbytes: int
+    tables: Sequence[bytes], *, groups: ProcessGroups, block_nbytes: int, compare_all: bool
 ) -> tuple[tuple[CommitPlan, bytes], list[bytes]]:
     layout, ranks = groups.layout, groups.control.ranks
     plan, assignments = make_plan(
@@ -97,7 +95,7 @@ def _plan_all(
         coordinates=[
             {**layout.coordinate(rank), **layout.expert_coordinate(rank)} for rank in ranks
         ],
-        layout=layout_info(layout),
+        compare_all=compare_all,
         signature=digest128("".join(digest128(data) for data in tables).encode()),
         block_nbytes=block_nbytes,
     )

@@ -12,6 +12,8 @@ import torch
 
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
+from holdfast.format.manifest import LayoutInfo
+from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import Domain, FlatState
 
 UNDECLARED = -1
@@ -36,11 +38,16 @@ class ChunkTable:
 
 
 class TensorNames(msgspec.Struct, frozen=True):
-    """Keys, dtypes and global shapes of the tensors of one rank."""
+    """Keys, dtypes, global shapes of the tensors of one rank, and the layouts they live on.
+
+    `homes[i]` is the position in `layouts` of tensor i's layout.
+    """
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[LayoutInfo, ...]
+    homes: tuple[int, ...]
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
@@ -60,10 +67,14 @@ def chunk_table(flat: FlatState) -> tuple[ChunkTable, list[torch.Tensor]]:
     """
     leaves = list(flat.leaves.values())
     num_dims = max((len(leaf.shape) for leaf in leaves), default=0)
+    layouts: dict[Layout, int] = {}
+    homes = tuple(layouts.setdefault(leaf.layout, len(layouts)) for leaf in leaves)
     names = TensorNames(
         keys=tuple(leaf.key for leaf in leaves),
         dtypes=tuple(leaf.dtype for leaf in leaves),
         shapes=tuple(leaf.shape for leaf in leaves),
+        layouts=tuple(layout_info(layout) for layout in layouts),
+        homes=homes,
     )
     domains: dict[Domain, int] = {}
     tensor: list[int] = []
@@ -93,6 +104,13 @@ def chunk_table(flat: FlatState) -> tuple[ChunkTable, list[torch.Tensor]]:
         domains=tuple(domains),
     )
     return table, sources
+
+
+def layout_info(layout: Layout) -> LayoutInfo:
+    """A layout as the manifest keeps it."""
+    names = ("tp", "cp", "ep", "dp", "pp", "expt_tp", "replicas")
+    axes = {name: getattr(layout, name) for name in names}
+    return LayoutInfo(name=layout.name, axes=axes, order=layout.order, ranks=list(layout.ranks))
 
 
 def encode_table(table: ChunkTable) -> bytes:

@@ -2,7 +2,7 @@
 
 from holdfast.state.flatten import flatten_state
 from holdfast.state.leaves import Domain, FlatState, TensorLeaf
-from holdfast.state.markers import PerRank, Replicated, Sharded, Stored, Transient
+from holdfast.state.markers import On, PerRank, Replicated, Sharded, Stored, Transient
 from holdfast.state.optimizer import OptimizerState
 from holdfast.state.parts import Part, Stateful
 from holdfast.state.rng import RNG
@@ -12,6 +12,7 @@ __all__ = [
     "RNG",
     "Domain",
     "FlatState",
+    "On",
     "OptimizerState",
     "Part",
     "PerRank",

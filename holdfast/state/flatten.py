@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.format.values import Codecs, Node, encode_tree
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import FlatState, TensorLeaf
-from holdfast.state.markers import PerRank, Replicated, Sharded, Stored, Transient
+from holdfast.state.markers import On, PerRank, Replicated, Sharded, Stored, Transient
 from holdfast.state.parts import part_of
 from holdfast.state.placement import is_tensor_like, tensor_leaf
 
@@ -49,8 +49,15 @@ def flatten_state(
     nodes: dict[str, object] = {}
     for name, value in state.items():
         check_part_name(name)
+        home = value.own_layout if isinstance(value, On) else layout
+        if rank not in home.ranks:
+            raise PlacementError(
+                f"state part '{name}': rank {rank} is not in {home}; ranks outside of a part's "
+                f"layout leave it out of their state"
+            )
+        flattener.move_to(home)
         try:
-            tree = part_of(name, value).tree()
+            tree = part_of(name, value.value if isinstance(value, On) else value).tree()
         except HoldfastError as error:
             raise type(error)(f"state part '{name}': {error}") from error
         nodes[name] = flattener.encode(tree, path=name)
@@ -98,6 +105,10 @@ class _Flattener:
         self.leaves: dict[str, TensorLeaf] = {}
         self._first_key: dict[int, str] = {}
 
+    def move_to(self, layout: Layout) -> None:
+        """What follows lives on this layout."""
+        self._layout = layout
+
     def encode(self, tree: object, *, path: str) -> Node:
         return encode_tree(tree, path=path, codecs=self._codecs, on_leaf=self._on_leaf)
 
@@ -131,7 +142,12 @@ class _Flattener:
             )
         made_from = _made_from(obj)
         held = self._before.get(path)
-        if held is None or held[0] is not obj or held[1] != made_from:
+        if (
+            held is None
+            or held[0] is not obj
+            or held[1] != made_from
+            or held[2].layout is not self._layout
+        ):
             leaf = tensor_leaf(obj, key=path, layout=self._layout, rank=self._rank)
             held = (obj, made_from, leaf)
         self.leaves[path] = held[2]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.geometry import Box
+from holdfast.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class TensorLeaf:
 
     `dtype`: the format's name. `shape`: global. `boxes[i]` is held by `locals[i]`, a tensor of that
     box's shape (any strides, any device). `domain`: None where nothing declares the placement.
+    `layout`: the one that the part lives on.
     """
 
     key: str
@@ -37,6 +39,7 @@ class TensorLeaf:
     boxes: tuple[Box, ...]
     locals: tuple[torch.Tensor, ...]
     domain: Domain | None
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.errors import PlacementError
+from holdfast.parallel import ProcessGroups
+from holdfast.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +139,24 @@ class Transient:
     """A value that is not stored; a load leaves the local one."""
 
     value: object = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class On:
+    """A part of the state that lives on a layout of its own, not on the checkpointer's.
+
+    `layout`: the layout (or the `ProcessGroups` of it) that gives the part's axes their meaning.
+    Ranks outside of it leave the part out of their state. For models of several modules on
+    disjoint or overlapping ranks; the checkpointer's own groups span them all.
+    """
+
+    layout: Layout | ProcessGroups
+    value: object
+
+    @property
+    def own_layout(self) -> Layout:
+        """The layout itself."""
+        return self.layout if isinstance(self.layout, Layout) else self.layout.layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,10 @@ class Matcher:
         self._sources: dict[int, str] = {}
         self.result = MatchResult()
 
+    def move_to(self, layout: Layout) -> None:
+        """What follows lives on this layout."""
+        self._layout = layout
+
     def may_miss(self, path: str) -> bool:
         """Whether the caller allowed this path to be absent."""
         return any(fnmatchcase(path, pattern) for pattern in self._allow_missing)

@@ -46,11 +46,12 @@ def tensor_leaf(
             )
         _refuse_unreadable(obj.local, key)
         span = _stage_ranks(layout, rank)
-        return _whole_leaf(obj.local, key=key, domain=Domain(replicas=span, span=span))
+        domain = Domain(replicas=span, span=span)
+        return _whole_leaf(obj.local, key=key, domain=domain, layout=layout)
     if isinstance(obj, DTensor):
-        return _dtensor_leaf(obj, key=key)
+        return _dtensor_leaf(obj, key=key, layout=layout)
     _refuse_unreadable(obj, key)
-    return _whole_leaf(obj, key=key, domain=None)
+    return _whole_leaf(obj, key=key, domain=None, layout=layout)
 
 
 def shard_intervals(intervals: Intervals, *, num_chunks: int, index: int) -> Intervals:
@@ -134,7 +135,9 @@ def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
         )
 
 
-def _whole_leaf(tensor: torch.Tensor, *, key: str, domain: Domain | None) -> TensorLeaf:
+def _whole_leaf(
+    tensor: torch.Tensor, *, key: str, domain: Domain | None, layout: Layout
+) -> TensorLeaf:
     shape = tuple(tensor.shape)
     return TensorLeaf(
         key=key,
@@ -143,6 +146,7 @@ def _whole_leaf(tensor: torch.Tensor, *, key: str, domain: Domain | None) -> Ten
         boxes=(Box((0,) * len(shape), shape),),
         locals=(tensor.detach(),),
         domain=domain,
+        layout=layout,
     )
 
 
@@ -184,6 +188,7 @@ def _sharded_leaf(obj: Sharded, *, key: str, layout: Layout, rank: int) -> Tenso
         boxes=boxes,
         locals=locals_,
         domain=domain,
+        layout=layout,
     )
 
 
@@ -226,7 +231,7 @@ def _domain(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Domain:
     return Domain(replicas=replicas, span=span)
 
 
-def _dtensor_leaf(tensor: DTensor, *, key: str) -> TensorLeaf:
+def _dtensor_leaf(tensor: DTensor, *, key: str, layout: Layout) -> TensorLeaf:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     local = tensor.to_local().detach()
@@ -240,6 +245,7 @@ def _dtensor_leaf(tensor: DTensor, *, key: str) -> TensorLeaf:
             boxes=(),
             locals=(),
             domain=Domain(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist()))),
+            layout=layout,
         )
     dims: list[Intervals] = [((0, size),) for size in shape]
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -274,6 +280,7 @@ def _dtensor_leaf(tensor: DTensor, *, key: str) -> TensorLeaf:
         boxes=tuple(box for box, _ in placed),
         locals=tuple(local[where_] for _, where_ in placed),
         domain=_mesh_domain(tensor),
+        layout=layout,
     )
 
 

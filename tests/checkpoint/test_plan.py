@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from holdfast import Codecs, Layout, LayoutError, PlanError, Replicated, Sharded
 from holdfast.checkpoint.plan import Assignment, make_plan
-from holdfast.checkpoint.shares import layout_info
 from holdfast.checkpoint.table import (
     ChunkTable,
     TensorNames,
@@ -23,6 +22,7 @@ from holdfast.checkpoint.table import (
     decode_names,
     decode_table,
     encode_table,
+    layout_info,
 )
 from holdfast.format.dtypes import DTYPES
 from holdfast.state import flatten_state
@@ -61,7 +61,6 @@ def plan_of(layout: Layout, tables: list[ChunkTable]) -> tuple[CommitPlan, list[
         tables,
         ranks=layout.ranks,
         coordinates=[layout.coordinate(rank) for rank in layout.ranks],
-        layout=layout_info(layout),
         signature="0" * 32,
         block_nbytes=1 << 20,
     )
@@ -183,7 +182,9 @@ def _reshaped(names: bytes, key: str) -> bytes:
     number = found.keys.index(key)
     shapes = list(found.shapes)
     shapes[number] = tuple(n + 1 for n in shapes[number])
-    return msgspec.msgpack.encode(TensorNames(found.keys, found.dtypes, tuple(shapes)))
+    return msgspec.msgpack.encode(
+        TensorNames(found.keys, found.dtypes, tuple(shapes), found.layouts, found.homes)
+    )
 
 
 def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[ChunkTable]:
@@ -191,7 +192,11 @@ def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[ChunkTabl
     shards = num_ranks // replicas
     keys = tuple(f"model.layers.{i}.weight" for i in range(num_tensors))
     shapes = tuple((shards * (1 + i % 7), 64) for i in range(num_tensors))
-    names = msgspec.msgpack.encode(TensorNames(keys, ("F32",) * num_tensors, shapes))
+    names = msgspec.msgpack.encode(
+        TensorNames(
+            keys, ("F32",) * num_tensors, shapes, (layout_info(Layout()),), (0,) * num_tensors
+        )
+    )
     rows = np.array([1 + i % 7 for i in range(num_tensors)], dtype=np.int64)
     tables = []
     for rank in range(num_ranks):
