@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PlanError,
         StorageError,
     )
+    from holdfast.format.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
     from holdfast.format.values import Codec, Codecs
     from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
     from holdfast.state import (
@@ -51,6 +52,11 @@ __all__ = [
     "FaultDetected",
     "GroupError",
     "HoldfastError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepTagged",
+    "KeepWithin",
     "Layout",
     "LayoutError",
     "LoadReport",
@@ -77,6 +83,13 @@ __all__ = [
 _ROOMS = {
     "holdfast.checkpoint": ("Checkpointer", "LoadReport", "PendingSave", "SaveReport"),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultDetected"),
+    "holdfast.format.policies": (
+        "KeepBest",
+        "KeepEvery",
+        "KeepLast",
+        "KeepTagged",
+        "KeepWithin",
+    ),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.parallel": ("Control", "Layout", "ProcessGroups", "current_groups"),
     "holdfast.state": (

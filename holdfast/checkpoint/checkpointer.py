@@ -18,6 +18,7 @@ from holdfast.checkpoint.save import Saver, SaverOptions, WhenBusy
 from holdfast.errors import ConfigError, GroupError, HoldfastError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.names import list_steps
+from holdfast.format.policies import Policy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
 from holdfast.storage import PosixStorage, Storage
@@ -34,8 +35,10 @@ class Checkpointer:
     `num_arenas`: pieces of staging memory, each as large as this rank's share of a save, allocated
     once and reused. With one, a save waits for the one before; with two, it is staged while the one
     before is written. `deadline_s`: for a save, from staged to committed. `settle_s`: how long the
-    first look for a checkpoint waits for writers that outlived an earlier run. `block_nbytes`:
-    bytes per digest.
+    first look for a checkpoint waits for writers that outlived an earlier run. `retention`: which
+    checkpoints to keep, applied after each commit by the coordinator (`KeepLast(3) |
+    KeepEvery(1000)`); the newest sound one and one being read always stay. `block_nbytes`: bytes
+    per digest.
 
     A context manager: leaving it waits for what is under way and raises what failed.
 
@@ -51,6 +54,7 @@ class Checkpointer:
         num_arenas: int = 1,
         deadline_s: float = 600.0,
         settle_s: float = 60.0,
+        retention: Policy | None = None,
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
     ) -> None:
         if num_arenas not in (1, 2):
@@ -67,7 +71,10 @@ class Checkpointer:
         self._groups = groups if groups is not None else _groups_in_force()
         codecs = codecs if codecs is not None else Codecs()
         options = SaverOptions(
-            block_nbytes=block_nbytes, num_arenas=num_arenas, deadline_s=deadline_s
+            block_nbytes=block_nbytes,
+            num_arenas=num_arenas,
+            deadline_s=deadline_s,
+            retention=retention,
         )
         self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
         self._loader = Loader(self._storage, self._groups, codecs=codecs, settle_s=settle_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +17,7 @@ from holdfast.checkpoint.stage import tensor_bytes
 from holdfast.errors import HoldfastError, MismatchError, StorageError
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Records, Snapshot, read_records
+from holdfast.format.reading import mark_reading
 from holdfast.format.values import Codecs, Node
 from holdfast.geometry import Box
 from holdfast.parallel import Layout, ProcessGroups
@@ -77,8 +79,19 @@ class Loader:
         self, state: Mapping[str, object], *, step: int | None, options: LoadOptions
     ) -> LoadReport:
         """One load; see `Checkpointer.load`."""
+        with ExitStack() as marks:
+            return self._load(state, step, options, marks)
+
+    def _load(
+        self,
+        state: Mapping[str, object],
+        step: int | None,
+        options: LoadOptions,
+        marks: ExitStack,
+    ) -> LoadReport:
+        """The load itself; `marks` keeps retention away from the checkpoint until it is over."""
         began = time.perf_counter()
-        chosen, records = self._find(step)
+        chosen, records = self._find(step, marks)
         directory = step_dir(chosen)
         snapshot: Snapshot | None = None
         matcher: Matcher | None = None
@@ -122,7 +135,7 @@ class Loader:
                 seconds=time.perf_counter() - began,
             )
 
-    def _find(self, step: int | None) -> tuple[int, Records]:
+    def _find(self, step: int | None, marks: ExitStack) -> tuple[int, Records]:
         """The coordinator reads manifest and index once; all ranks get the same bytes."""
         error: Exception | None = None
         payload = b""
@@ -130,6 +143,12 @@ class Loader:
             try:
                 self._groups.require_complete()
                 chosen = self._choose(step)
+                try:
+                    marks.enter_context(mark_reading(self._storage, step_dir(chosen)))
+                except StorageError:
+                    # Removed by a retention policy in this very moment: a newer one is there.
+                    chosen = self._choose(step)
+                    marks.enter_context(mark_reading(self._storage, step_dir(chosen)))
                 found = read_records(self._storage, step_dir(chosen))
                 payload = msgspec.msgpack.encode((chosen, found.manifest, found.index))
             except Exception as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +31,15 @@ from holdfast.checkpoint.shares import RankPlan, plan_together
 from holdfast.checkpoint.stage import Arena, Staging, content_digest, prepare_staging, stage
 from holdfast.errors import HoldfastError, PlanError, StorageError
 from holdfast.format.names import data_file, saving_dir, step_dir
+from holdfast.format.policies import Policy
+from holdfast.format.retention import apply_retention, plan_retention
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.commit import Committed, commit_save, discard_save
-from holdfast.writer.job import Heartbeat, WriteJob, prepare_directory, publish_failure
+from holdfast.writer.job import Heartbeat, SaveOutcome, WriteJob, prepare_directory, publish_failure
 from holdfast.writer.records import SaveHeader, column
 from holdfast.writer.repair import repair
 from holdfast.writer.write import write_share
@@ -52,6 +55,7 @@ class SaverOptions:
     block_nbytes: int
     num_arenas: int
     deadline_s: float
+    retention: Policy | None
 
 
 class Saver:
@@ -117,6 +121,9 @@ class Saver:
                 if self._groups.control.is_coordinator:
                     discard_save(self._storage, directory)
                 raise
+        if plan.commit is not None:
+            with clock.phase("retain"):
+                self._retain()
         return SaveReport(
             step=ask.step,
             path=self._storage.describe(committed.directory),
@@ -309,6 +316,24 @@ class Saver:
         kind = getattr(holdfast.errors, told[0][1], HoldfastError)
         raise kind(f"an earlier save failed: {told[0][2]}")
 
+    def _retain_after(self, outcome: SaveOutcome) -> None:
+        if not outcome.error_type:
+            self._retain()
+
+    def _retain(self) -> None:
+        """Remove what the retention policy lets go of; a failure is logged, never raised."""
+        policy = self._options.retention
+        if policy is None:
+            return
+        log = logging.getLogger("holdfast")
+        try:
+            result = apply_retention(self._storage, plan_retention(self._storage, policy))
+        except HoldfastError as error:
+            log.warning("retention: nothing was removed: %s", error)
+            return
+        for step, why in result.failed.items():
+            log.warning("retention: step %s could not be removed: %s", step, why)
+
     def _live_writer(self) -> Writer:
         """The writer; a new one if it died, which costs its saves and nothing else."""
         if self._writer is None or self._writer.dead:
@@ -370,6 +395,7 @@ class Saver:
                     slot=self._slots.index(slot),
                     nbytes=staging.view.nbytes,
                     commits=commits,
+                    after=self._retain_after if commits else None,
                 )
         except Exception as error:
             publish_failure(self._storage, job, error, committer=commits)

@@ -45,6 +45,7 @@ class Ticket:
         self.written = threading.Event()
         self.finished = threading.Event()
         self.outcome: SaveOutcome | None = None
+        self.after: Callable[[SaveOutcome], object] | None = None
 
     @classmethod
     def failed(cls, job: WriteJob, error: HoldfastError, *, commits: bool) -> Ticket:
@@ -54,10 +55,12 @@ class Ticket:
         return ticket
 
     def finish(self, outcome: SaveOutcome) -> None:
-        """Record what came of it."""
+        """Record what came of it, then do what was asked for after it."""
         self.outcome = outcome
         self.written.set()
         self.finished.set()
+        if self.after is not None:
+            self.after(outcome)
 
 
 class WriterProcess:
@@ -117,9 +120,21 @@ class WriterProcess:
         self._send(lambda: self._connection.send(PlanGiven(digest, plan)))
         self._plans = [*self._plans, digest][-_PLANS_REMEMBERED:]
 
-    def submit(self, job: WriteJob, *, slot: int, nbytes: int, commits: bool) -> Ticket:
-        """Hand over one save's job; StorageError if the writer is gone."""
+    def submit(
+        self,
+        job: WriteJob,
+        *,
+        slot: int,
+        nbytes: int,
+        commits: bool,
+        after: Callable[[SaveOutcome], object] | None = None,
+    ) -> Ticket:
+        """Hand over one save's job; StorageError if the writer is gone.
+
+        `after` is called with the outcome, by the thread that hears it.
+        """
         ticket = Ticket(job, commits=commits, nbytes=nbytes)
+        ticket.after = after
         with self._lock:
             self._tickets[job.header.save_id] = ticket
         try:
@@ -221,9 +236,18 @@ class WriterThread:
         if self._plan is None or self._plan[1] != plan:
             self._plan = (decode_plan(plan, where="plan"), plan)
 
-    def submit(self, job: WriteJob, *, slot: int, nbytes: int, commits: bool) -> Ticket:
-        """Queue one save's job."""
+    def submit(
+        self,
+        job: WriteJob,
+        *,
+        slot: int,
+        nbytes: int,
+        commits: bool,
+        after: Callable[[SaveOutcome], object] | None = None,
+    ) -> Ticket:
+        """Queue one save's job; `after` is called with the outcome, by the writing thread."""
         ticket = Ticket(job, commits=commits, nbytes=nbytes)
+        ticket.after = after
         self._jobs.put((ticket, slot, self._plan if commits else None))
         return ticket
 

@@ -16,6 +16,8 @@ from holdfast import (
     ConfigError,
     DeadlineError,
     HoldfastError,
+    KeepEvery,
+    KeepLast,
     Layout,
     PlanError,
     PosixStorage,
@@ -318,3 +320,36 @@ def test_the_writer_process_never_imports_torch(tmp_path: Path) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and Path(f"/proc/{checkpointer.writer_pid}").exists():
         time.sleep(0.05)
+
+
+def test_retention_follows_each_commit(tmp_path: Path) -> None:
+    """E14, P8: the last ones and every tenth stay, by both kinds of save."""
+    policy = KeepLast(2) | KeepEvery(10)
+    with Checkpointer(tmp_path, retention=policy) as checkpointer:
+        for step in (5, 10, 15, 20):
+            checkpointer.save(step, _filled(float(step)))
+        assert checkpointer.steps() == [10, 15, 20]
+        for step in (25, 30, 35):
+            checkpointer.save_async(step, _filled(float(step))).result(30)
+    assert checkpointer.steps() == [10, 20, 30, 35]
+    assert checkpointer.load({"t": Stored()}).step == 35
+
+
+def test_a_checkpoint_being_read_is_not_removed(tmp_path: Path) -> None:
+    """E14: a load marks what it reads."""
+    checkpointer = Checkpointer(tmp_path, retention=KeepLast(1))
+    checkpointer.save(1, _filled(1.0))
+    seen: list[list[int]] = []
+
+    class Target:
+        def state_dict(self) -> dict[str, object]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            Checkpointer(tmp_path, retention=KeepLast(1)).save(2, _filled(2.0))
+            seen.append(checkpointer.steps())
+
+    checkpointer.load({"t": Target()})
+    assert seen == [[1, 2]]
+    checkpointer.save(3, _filled(3.0))
+    assert checkpointer.steps() == [3]
