@@ -112,6 +112,12 @@ class CheckpointConfig:
     """The step to load; absent means the newest."""
     save_interval: int = 100
     """Steps between saves; the last step is always saved."""
+    async_save: bool = False
+    """Go on training while a writer process brings each save to storage."""
+    keep_last: int = 0
+    """Checkpoints to keep, newest first; 0 keeps all. The newest sound one always stays."""
+    keep_every: int = 0
+    """With --keep-last: also keep steps divisible by this; 0 for none."""
     save_optim: bool = True
     """Save the optimizer's state."""
     load_optim: bool = True
@@ -264,6 +270,16 @@ def _check_counts(config: TrainConfig) -> None:
     for flag, value in positive.items():
         if value <= 0:
             raise ConfigError(f"{flag} is {value}; set it to a positive number")
+    for flag, value in (
+        ("--keep-last", config.checkpoint.keep_last),
+        ("--keep-every", config.checkpoint.keep_every),
+    ):
+        if value < 0:
+            raise ConfigError(f"{flag} is {value}; set it to 0 or a positive number")
+    if config.checkpoint.keep_every and not config.checkpoint.keep_last:
+        raise ConfigError(
+            "--keep-every without --keep-last keeps all checkpoints anyway; add --keep-last N"
+        )
     if config.model.vocab_size < 256:
         raise ConfigError(
             f"--vocab-size {config.model.vocab_size}: the tokens are bytes; set it to 256 or more"

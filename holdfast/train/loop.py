@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
+from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
 from holdfast.errors import ConfigError, FaultDetected
+from holdfast.format.policies import KeepEvery, KeepLast, Policy
 from holdfast.models import ParallelGPT
 from holdfast.parallel import ProcessGroups
 from holdfast.state import RNG, OptimizerState
-from holdfast.train.config import OptimConfig, TrainConfig
+from holdfast.train.config import CheckpointConfig, OptimConfig, TrainConfig
 from holdfast.train.data import BatchSampler, Corpus
 from holdfast.train.gradients import clip_gradients, gradient_norm, mean_over_rows
 from holdfast.train.metrics import Reporter, StepMetrics, readable_nbytes
@@ -75,7 +76,12 @@ class Trainer:
         )
         self.progress = Progress(self.sampler, allow_other_data=config.data.allow_other_data)
         save = config.checkpoint.save
-        self._checkpointer = None if save is None else Checkpointer(save, groups=groups)
+        self._checkpointer = (
+            None
+            if save is None
+            else Checkpointer(save, groups=groups, retention=_retention(config.checkpoint))
+        )
+        self._pending: tuple[PendingSave, float] | None = None
         _seed_generators(config.seed, data_index=groups.index("dp_cp"))
 
     def __enter__(self) -> Trainer:
@@ -122,6 +128,7 @@ class Trainer:
             is_due = metrics.step % checkpoint.save_interval == 0
             if checkpoint.save is not None and (is_due or metrics.step == self.config.steps):
                 self.save()
+        self._finish_save()
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch.
@@ -161,8 +168,12 @@ class Trainer:
             seconds=time.perf_counter() - started,
         )
 
-    def save(self) -> SaveReport:
-        """Save the state at the current step; collective."""
+    def save(self) -> None:
+        """Save the state at the current step; collective.
+
+        With `async_save` it returns once the state is copied; the save is reported when it is
+        committed, at the next save or the end of the training.
+        """
         if self._checkpointer is None:
             raise ConfigError("a save in a run without --save: add --save DIR")
         state = self.state()
@@ -171,8 +182,21 @@ class Trainer:
         if not self.config.checkpoint.save_rng:
             del state["rng"]
         started = time.perf_counter()
-        report = self._checkpointer.save(self.progress.step, state)
-        seconds = time.perf_counter() - started
+        if self.config.checkpoint.async_save:
+            self._finish_save()
+            pending = self._checkpointer.save_async(self.progress.step, state)
+            self._pending = (pending, time.perf_counter() - started)
+        else:
+            report = self._checkpointer.save(self.progress.step, state)
+            self._report_save(report, time.perf_counter() - started)
+
+    def _finish_save(self) -> None:
+        """Wait for the asynchronous save under way, if any, and report it."""
+        if self._pending is not None:
+            (pending, seconds), self._pending = self._pending, None
+            self._report_save(pending.result(), seconds)
+
+    def _report_save(self, report: SaveReport, seconds: float) -> None:
         if self.reporter is not None:
             self.reporter.event(
                 "save",
@@ -189,7 +213,6 @@ class Trainer:
                 f"{seconds:.2f} s  {report.path}",
                 style="green",
             )
-        return report
 
     def resume(self) -> LoadReport | None:
         """Load what the configuration asks for; None if this run begins afresh. Collective."""
@@ -323,3 +346,11 @@ def _seed_generators(seed: int, *, data_index: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
+
+
+def _retention(config: CheckpointConfig) -> Policy | None:
+    """Which checkpoints to keep; None keeps all."""
+    if config.keep_last == 0:
+        return None
+    policy: Policy = KeepLast(config.keep_last)
+    return policy | KeepEvery(config.keep_every) if config.keep_every else policy

@@ -56,6 +56,8 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train --save text/below", "--save text/below: cannot be written"),
         ("train nothing.toml", "nothing.toml"),
         ("train --tpp 2", "--tp"),
+        ("train --keep-every 10", "--keep-last"),
+        ("train --keep-last -1", "--keep-last is -1"),
         ("trian", "did you mean 'train'?"),
         ("frobnicate", "there are train, ls, show, verify"),
     ],
@@ -214,3 +216,21 @@ def test_a_killed_process_ends_the_run_with_a_line(tmp_path: Path) -> None:
 
 def environment_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_asynchronous_saves_with_retention_go_on_like_others(tmp_path: Path) -> None:
+    """The last checkpoint of an asynchronous run is that of a synchronous one, byte for byte."""
+    for name, extra in (("sync", []), ("async", ["--async-save"])):
+        words = ["train", *SMALL, "--data", "text", "--steps", "6", "--save-interval", "1"]
+        command = [*HOLDFAST, *words, "--save", name, "--keep-last", "2", *extra]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "saved step 6" in done.stdout + done.stderr
+    for name in ("sync", "async"):
+        assert [p.name for p in sorted((tmp_path / name).glob("iter_*"))] == [
+            "iter_0000005",
+            "iter_0000006",
+        ]
+    for file in ("data/00000.safetensors", "index.safetensors"):
+        one = (tmp_path / "sync" / "iter_0000006" / file).read_bytes()
+        assert one == (tmp_path / "async" / "iter_0000006" / file).read_bytes()
