@@ -37,8 +37,10 @@ class Checkpointer:
     before is written. `deadline_s`: for a save, from staged to committed. `settle_s`: how long the
     first look for a checkpoint waits for writers that outlived an earlier run. `retention`: which
     checkpoints to keep, applied after each commit by the coordinator (`KeepLast(3) |
-    KeepEvery(1000)`); the newest sound one and one being read always stay. `block_nbytes`: bytes
-    per digest.
+    KeepEvery(1000)`); the newest sound one and one being read always stay. `fingerprints`: store a
+    digest of each logical tensor that does not depend on its sharding, so that `holdfast diff`
+    compares checkpoints of any layouts without reading them (about 1.5 GB/s a core, in the writer).
+    `block_nbytes`: bytes per digest.
 
     A context manager: leaving it waits for what is under way and raises what failed.
 
@@ -55,6 +57,7 @@ class Checkpointer:
         deadline_s: float = 600.0,
         settle_s: float = 60.0,
         retention: Policy | None = None,
+        fingerprints: bool = False,
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
     ) -> None:
         if num_arenas not in (1, 2):
@@ -75,6 +78,7 @@ class Checkpointer:
             num_arenas=num_arenas,
             deadline_s=deadline_s,
             retention=retention,
+            fingerprints=fingerprints,
         )
         self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
         self._loader = Loader(self._storage, self._groups, codecs=codecs, settle_s=settle_s)

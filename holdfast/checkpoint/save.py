@@ -56,6 +56,7 @@ class SaverOptions:
     num_arenas: int
     deadline_s: float
     retention: Policy | None
+    fingerprints: bool
 
 
 class Saver:
@@ -428,6 +429,7 @@ class Saver:
             row_nbytes=column(plan.row_nbytes),
             checks=column(np.array(checks, dtype=np.uint64)),
             values=local.values,
+            places=plan.places if self._options.fingerprints else (),
             deadline_s=self._options.deadline_s,
         )
 

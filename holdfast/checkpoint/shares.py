@@ -18,6 +18,7 @@ from holdfast.format.image import Image, ImageEntry, chunk_name, layout_image
 from holdfast.parallel import ProcessGroups
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.writer.records import CommitPlan, encode_plan
+from holdfast.writer.write import RowPlace
 
 
 class _Share(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +38,7 @@ class RankPlan:
 
     `signature`: the structure it was made for. `file`: number of this rank's data file, -1 for
     none. `rows`, `checks`: rows of its chunk table to write and to vouch for; `names`: of its
-    chunks. `image`: the data file's layout, `row_nbytes`: of its rows. `total_nbytes`,
+    chunks. `image`: the data file's layout, `row_nbytes`, `places`: of its rows. `total_nbytes`,
     `num_tensors`: of the whole checkpoint.
     `commit`: the whole plan and its bytes, on the coordinator only.
     """
@@ -50,6 +51,7 @@ class RankPlan:
     names: tuple[str, ...]
     image: Image
     row_nbytes: npt.NDArray[np.int64]
+    places: tuple[RowPlace, ...]
     total_nbytes: int
     num_tensors: int
     commit: tuple[CommitPlan, bytes] | None
@@ -128,7 +130,7 @@ def _take_share(
 ) -> RankPlan:
     rows = tuple(np.frombuffer(share.rows, dtype=np.int64).tolist())
     offsets = local.table.offset.tolist()
-    entries = []
+    entries, places = [], []
     for row in rows:
         key, source = local.keys[row], local.sources[row]
         shape = tuple(source.shape)
@@ -137,6 +139,14 @@ def _take_share(
             offset=offsets[row][: len(shape)],
             shape=shape,
             global_shape=local.flat.leaves[key].shape,
+        )
+        places.append(
+            RowPlace(
+                dtype=TORCH_TO_NAME[source.dtype],
+                shape=local.flat.leaves[key].shape,
+                offset=tuple(offsets[row][: len(shape)]),
+                extent=shape,
+            )
         )
         entries.append(ImageEntry(name=name, dtype=TORCH_TO_NAME[source.dtype], shape=shape))
     return RankPlan(
@@ -148,6 +158,7 @@ def _take_share(
         names=tuple(entry.name for entry in entries),
         image=layout_image(entries),
         row_nbytes=np.array([local.sources[r].nbytes for r in rows], dtype=np.int64),
+        places=tuple(places),
         total_nbytes=share.total_nbytes,
         num_tensors=share.num_tensors,
         commit=commit,

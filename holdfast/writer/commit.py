@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from holdfast.errors import CorruptionError, HoldfastError, PlanError, StorageError
 from holdfast.format.digest import digest128
+from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
     FileInfo,
@@ -61,21 +63,21 @@ def commit_save(
     """
     tell = on_phase or (lambda phase: None)
     tell("collect")
-    records = [
-        _read_done(storage, directory, position, plan, plan_digest, header)
-        for position in range(len(plan.ranks))
-    ]
-    _compare_checks(plan, records)
-    parts = _merge_values(plan, records)
-    index = _build_index(plan, records)
-    index_bytes = encode_index(index)
-    manifest = _build_manifest(plan, header, records, index, index_bytes, parts)
-    validate_index(index, manifest)
+    try:
+        index_bytes, manifest = _assemble(storage, directory, plan, plan_digest, header)
+    except HoldfastError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CorruptionError(
+            f"{storage.describe(directory)}: the plan and the records do not fit each other: "
+            f"{error!r}; save again"
+        ) from error
     _check_sizes(storage, directory, manifest)
     tell("publish")
     storage.write_file(f"{directory}/{INDEX}", index_bytes)
     storage.write_file(f"{directory}/{MANIFEST}", encode_manifest(manifest))
-    for name in ("plan", "done"):
+    unnamed = [name for name in storage.list(directory) if name.startswith(".tmp-")]
+    for name in ("plan", "done", *unnamed):  # the latter are of an earlier, killed commit
         storage.remove_tree(f"{directory}/{name}")
     if plan.writers:
         storage.sync_dir(f"{directory}/data")
@@ -92,6 +94,23 @@ def commit_save(
     )
 
 
+def _assemble(
+    storage: Storage, directory: str, plan: CommitPlan, plan_digest: str, header: SaveHeader
+) -> tuple[bytes, Manifest]:
+    """Index and manifest of what the records say, proven against the plan."""
+    records = [
+        _read_done(storage, directory, position, plan, plan_digest, header)
+        for position in range(len(plan.ranks))
+    ]
+    _compare_checks(plan, records)
+    parts = _merge_values(plan, records)
+    index = _build_index(plan, records)
+    index_bytes = encode_index(index)
+    manifest = _build_manifest(plan, header, records, index, index_bytes, parts)
+    validate_index(index, manifest)
+    return index_bytes, manifest
+
+
 def _publish(storage: Storage, directory: str, final: str, *, overwrite: bool) -> None:
     """The rename that commits. An old checkpoint of the step lives until then."""
     if overwrite and storage.exists(final):
@@ -101,6 +120,11 @@ def _publish(storage: Storage, directory: str, final: str, *, overwrite: bool) -
     try:
         storage.rename_dir(directory, final)
     except StorageError as error:
+        if not storage.exists(directory):
+            # Renamed, but the name could not be made durable: taken back, as nothing is promised.
+            with suppress(StorageError):
+                storage.rename_dir(final, directory)
+            raise
         if storage.exists(final):
             raise StorageError(
                 f"{storage.describe(final)} exists already; to replace it save with overwrite=True"
@@ -288,9 +312,14 @@ def _build_manifest(
         signature=plan.signature,
         block_nbytes=plan.block_nbytes,
         tensors=[
-            TensorInfo(key=key, dtype=dtype, shape=list(shape), layout=layout)
-            for key, dtype, shape, layout in zip(
-                plan.keys, plan.dtypes, plan.shapes, plan.tensor_layouts, strict=True
+            TensorInfo(key=key, dtype=dtype, shape=list(shape), layout=layout, fingerprint=print_)
+            for key, dtype, shape, layout, print_ in zip(
+                plan.keys,
+                plan.dtypes,
+                plan.shapes,
+                plan.tensor_layouts,
+                _fingerprints(plan, records),
+                strict=True,
             )
         ],
         parts=parts,
@@ -314,6 +343,29 @@ def _build_manifest(
             stored_nbytes=int(nbytes.sum()),
         ),
     )
+
+
+def _fingerprints(plan: CommitPlan, records: list[DoneRecord]) -> list[str | None]:
+    """The fingerprint of each tensor from the writers' shares; None where they gave none."""
+    if not any(record.lanes for record in records):
+        return [None] * len(plan.keys)
+    shares: list[list[Partial]] = [[] for _ in plan.keys]
+    numel = plan.row_extent.prod(axis=1, dtype=np.int64)
+    for number, position in enumerate(plan.writers):
+        rows = np.flatnonzero(plan.row_file == number)
+        lanes = _words(records[position].lanes)
+        if len(lanes) != 2 * len(rows):
+            raise PlanError(
+                f"rank {plan.ranks[position]}: {len(rows)} chunks, {len(lanes) // 2} fingerprints"
+            )
+        for i, row in enumerate(rows.tolist()):
+            if plan.row_copy[row] == 0:
+                pair = (int(lanes[2 * i]), int(lanes[2 * i + 1]))
+                shares[plan.row_tensor[row]].append(Partial(lanes=pair, numel=int(numel[row])))
+    return [
+        combine(partials, dtype=dtype, shape=shape)
+        for partials, dtype, shape in zip(shares, plan.dtypes, plan.shapes, strict=True)
+    ]
 
 
 def _check_sizes(storage: Storage, directory: str, manifest: Manifest) -> None:

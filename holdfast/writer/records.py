@@ -163,7 +163,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's word that its bytes are on storage: lengths and digests of all of them.
 
-    `starts`, `digest_ptr`, `digests`, `checks`: little-endian 64-bit columns. `values`: the rank's
+    `starts`, `digest_ptr`, `digests`, `checks`: little-endian 64-bit columns. `lanes`: two words of
+    fingerprint per row, or none. `values`: the rank's
     encoded tree, part name -> node, as JSON.
     """
 
@@ -179,6 +180,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest_ptr: bytes
     digests: bytes
     checks: bytes
+    lanes: bytes
     values: bytes
 
 

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.names import parse_saving_dir, step_dir
+from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir
 from holdfast.storage import Storage
 from holdfast.writer.commit import commit_save, discard_save
 from holdfast.writer.job import committed_save_id
@@ -45,13 +45,17 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
     """Go through everything under the root that is no checkpoint but was made by a save.
 
     A save with all its done-records is committed now; one whose committer gave a sign of life
-    within `alive_s` is left alone; any other is removed, as are half-removed directories. Committed
-    checkpoints are not touched. Safe to run beside a training job, and at any time again.
+    within `alive_s` is left alone; any other is removed, as are half-removed directories and files
+    that were never given their name. A committed checkpoint is not touched, unless a complete save
+    that began after it was to replace it. Safe to run beside a training job, and at any time again.
     """
     found = []
     for name in storage.list(""):
         if name.startswith((".trash-", ".old-")):
             found.append(_remove(storage, name, None, "half removed", dry_run))
+            continue
+        if name.startswith(".tmp-"):
+            found += _treat_file(storage, name, alive_s=alive_s, dry_run=dry_run)
             continue
         parsed = parse_saving_dir(name)
         if parsed is not None and storage.is_dir(name):
@@ -86,7 +90,7 @@ def _treat(
         if committed_save_id(storage, step_dir(step)) == save_id:
             return _remove(storage, name, step, "its save is committed", dry_run)
         quiet_s = _quiet_s(storage, name)
-        why = _why_incomplete(storage, name)
+        why = _why_not(storage, name, step)
         if quiet_s < alive_s:
             sign = f"last sign {quiet_s:.0f} s ago"
             return Leftover(name=name, step=step, fate="alive", why=f"{why or 'complete'}, {sign}")
@@ -99,6 +103,17 @@ def _treat(
         if not storage.exists(name):
             return Leftover(name=name, step=step, fate="finished", why="another process did it")
         return Leftover(name=name, step=step, fate="kept", why=str(error))
+
+
+def _treat_file(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list[Leftover]:
+    """A temporary file of a replacement: gone in an instant, unless its process is."""
+    try:
+        age_s = storage.age_s(name)
+    except StorageError:
+        return []
+    if age_s < alive_s:
+        return []
+    return [_remove(storage, name, None, "never given its name", dry_run)]
 
 
 def _finish(storage: Storage, name: str, step: int) -> Leftover:
@@ -115,6 +130,29 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
         discard_save(storage, name)
         return Leftover(name=name, step=step, fate="removed", why=f"cannot be committed: {error}")
     return Leftover(name=name, step=step, fate="finished", why="all records were there")
+
+
+def _why_not(storage: Storage, name: str, step: int) -> str:
+    """What stands against committing a save; empty for nothing."""
+    try:
+        return _why_incomplete(storage, name) or _why_superseded(storage, name, step)
+    except CorruptionError as error:
+        return str(error)
+
+
+def _why_superseded(storage: Storage, name: str, step: int) -> str:
+    """Whether its step was committed by another save since, which it must not replace."""
+    final = f"{step_dir(step)}/{MANIFEST}"
+    if not storage.exists(final):
+        return ""
+    path = f"{name}/{HEADER_FILE}"
+    header = unseal(storage.read(path), SaveHeader, where=storage.describe(path))
+    if not header.overwrite:
+        return f"step {step} was committed by another save"
+    # The committed one is looked at first: of equal times, it counts as the newer.
+    if storage.age_s(final) <= storage.age_s(path):
+        return f"step {step} was saved again since"
+    return ""
 
 
 def _why_incomplete(storage: Storage, name: str) -> str:

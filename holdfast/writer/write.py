@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -10,10 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.format.digest import block_digests, digest128
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.fingerprint import fingerprint_box
+from holdfast.geometry import Box
 from holdfast.storage import Storage
 from holdfast.writer.records import DoneRecord, SaveHeader, column, done_file, seal
 
 _WRITE_NBYTES = 16 << 20
+
+
+class RowPlace(msgspec.Struct, frozen=True, array_like=True):
+    """What a row is a part of: element type, global shape, and the chunk's box."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
 
 
 class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +36,8 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
     `file`: path of the data file inside the directory, or None for a rank that writes no tensor.
     `starts`, `row_nbytes`: columns of int64, place and length of each row's payload in the image,
     in plan order. `checks`: column of uint64, digests of the boxes this rank must vouch for.
-    `values`: the rank's encoded tree as JSON. `deadline_s`: for the whole save, from the start of
+    `values`: the rank's encoded tree as JSON. `places`: one per row where fingerprints are wanted,
+    else empty. `deadline_s`: for the whole save, from the start of
     the writing.
     """
 
@@ -39,6 +53,7 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
     row_nbytes: bytes
     checks: bytes
     values: bytes
+    places: tuple[RowPlace, ...]
     deadline_s: float
 
 
@@ -78,6 +93,7 @@ def write_share(
         digest_ptr=column(hasher.pointers),
         digests=column(hasher.digests),
         checks=job.checks,
+        lanes=column(hasher.lanes),
         values=job.values,
     )
     data = seal(msgspec.msgpack.encode(record))
@@ -108,11 +124,13 @@ class _Hasher(threading.Thread):
         self._image = image
         self.pointers: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self.digests: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+        self.lanes: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
         self.error: BaseException | None = None
 
     def run(self) -> None:
         """Hash every row; an exception is kept for the caller."""
         try:
+            self.lanes = self._fingerprint()
             parts = [
                 block_digests(self._image[start : start + nbytes], self._job.block_nbytes)
                 for start, nbytes in zip(
@@ -129,3 +147,17 @@ class _Hasher(threading.Thread):
                 self.digests = np.concatenate(parts)
         except BaseException as error:
             self.error = error
+
+    def _fingerprint(self) -> npt.NDArray[np.uint64]:
+        """Both lanes of each row's share in its tensor's fingerprint, where they are wanted."""
+        starts = np.frombuffer(self._job.starts, dtype=np.int64).tolist()
+        lanes = [
+            fingerprint_box(
+                self._image[start : start + math.prod(place.extent) * DTYPES[place.dtype].itemsize],
+                dtype=place.dtype,
+                shape=place.shape,
+                box=Box(place.offset, place.extent),
+            ).lanes
+            for place, start in zip(self._job.places, starts, strict=False)
+        ]
+        return np.array(lanes, dtype=np.uint64).reshape(-1)

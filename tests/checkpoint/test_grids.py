@@ -16,10 +16,13 @@ from holdfast import (
     PendingSave,
     PlacementError,
     PlanError,
+    PosixStorage,
     ProcessGroups,
     Replicated,
     SaveReport,
 )
+from holdfast.format.fingerprint import snapshot_fingerprints
+from holdfast.format.reader import Snapshot
 from tests.checkpoint.common import assert_equal, make_state
 from tests.harness import RankContext, run_ranks
 
@@ -120,3 +123,30 @@ def test_a_replica_that_differs_by_one_bit_is_named(tmp_path: Path) -> None:
         for message in messages:
             assert "m.norm" in message
             assert "majority: [2]" in message
+
+
+def _save_with_prints(context: RankContext, root: str, tp: int) -> None:
+    layout = Layout(tp=tp, dp=4 // tp)
+    with (
+        ProcessGroups.create(layout) as groups,
+        Checkpointer(root, groups=groups, fingerprints=True) as checkpointer,
+    ):
+        state = make_state(layout, context.rank)
+        del state["own"]
+        checkpointer.save(1, state)
+        checkpointer.save_async(2, state).result(60)
+
+
+def test_fingerprints_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """P3: equal in the manifests of two layouts, and equal to those of the bytes read back."""
+    found = []
+    for tp in (2, 4):
+        run_ranks(4, _save_with_prints, str(tmp_path / str(tp)), tp)
+        storage = PosixStorage(tmp_path / str(tp))
+        for name in ("iter_0000001", "iter_0000002"):
+            with Snapshot.open(storage, name) as snapshot:
+                stored = {info.key: info.fingerprint for info in snapshot.manifest.tensors}
+                assert snapshot_fingerprints(snapshot) == stored
+                found.append(stored)
+    assert all(stored == found[0] for stored in found)
+    assert len(set(found[0].values())) == len(found[0])
