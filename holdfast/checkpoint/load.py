@@ -109,13 +109,14 @@ class Loader:
         except Exception as caught:
             error = caught
         payload = b""
+        paths = _stored_paths(snapshot) if snapshot is not None else []
         if snapshot is not None and matcher is not None:
-            payload = _asked(snapshot, requests, matcher.result.touched)
+            payload = _asked(paths, requests, matcher.result.touched)
         gathered = self._groups.control.agree(error, phase="load: match", payload=payload)
         if snapshot is None or matcher is None:
             raise MismatchError(f"{directory}: nothing could be matched")
         with snapshot:
-            unexpected = self._unexpected(snapshot, gathered, options)
+            unexpected = self._unexpected(paths, gathered, options)
             self._read_all(snapshot, matcher.result, options)
             values = self._restore(matcher, requests)
             result = matcher.result
@@ -213,7 +214,10 @@ class Loader:
         return matcher, requests
 
     def _unexpected(
-        self, snapshot: Snapshot, gathered: Sequence[bytes], options: LoadOptions
+        self,
+        paths: Sequence[tuple[str, str]],
+        gathered: Sequence[bytes],
+        options: LoadOptions,
     ) -> list[str]:
         """Stored entries of closed parts that no rank asked for; an error unless allowed.
 
@@ -222,7 +226,6 @@ class Loader:
         """
         said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
         closed = {name for asked in said for name in asked.closed}
-        paths = _stored_paths(snapshot)
         touched = np.zeros(len(paths), dtype=np.uint8)
         for asked in said:
             bits = np.frombuffer(zlib.decompress(asked.touched), dtype=np.uint8)
@@ -298,9 +301,11 @@ def _stored_paths(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _asked(snapshot: Snapshot, requests: Sequence[_Request], touched: set[str]) -> bytes:
+def _asked(
+    paths: Sequence[tuple[str, str]], requests: Sequence[_Request], touched: set[str]
+) -> bytes:
     """What this rank asks for: a bit per stored entry, and the parts it wants nothing left of."""
-    bits = np.array([path in touched for _, path in _stored_paths(snapshot)], dtype=np.bool_)
+    bits = np.array([path in touched for _, path in paths], dtype=np.bool_)
     return msgspec.msgpack.encode(
         _Asked(
             closed=tuple(r.name for r in requests if is_closed(r.part)),

@@ -14,7 +14,7 @@ from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import On, PerRank, Replicated, Sharded, Stored, Transient
 from holdfast.state.parts import part_of
-from holdfast.state.placement import is_tensor_like, tensor_leaf
+from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
 
 
 class LeafCache:
@@ -98,6 +98,7 @@ class _Flattener:
         before: Mapping[str, tuple[object, object, TensorLeaf]],
     ) -> None:
         self._before = before
+        self._domains: Domains = {}
         self.entries: dict[str, tuple[object, object, TensorLeaf]] = {}
         self._layout = layout
         self._rank = rank
@@ -148,7 +149,9 @@ class _Flattener:
             or held[1] != made_from
             or held[2].layout is not self._layout
         ):
-            leaf = tensor_leaf(obj, key=path, layout=self._layout, rank=self._rank)
+            leaf = tensor_leaf(
+                obj, key=path, layout=self._layout, rank=self._rank, domains=self._domains
+            )
             held = (obj, made_from, leaf)
         self.leaves[path] = held[2]
         self.entries[path] = held

@@ -15,7 +15,7 @@ from holdfast.parallel.layout import Layout
 from holdfast.state.flatten import coordinate_label
 from holdfast.state.leaves import TensorLeaf
 from holdfast.state.markers import PerRank, Replicated, Sharded, Stored, Transient
-from holdfast.state.placement import is_tensor_like, tensor_leaf
+from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
 from holdfast.state.torch_dtypes import torch_dtype
 
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -100,6 +100,7 @@ class Matcher:
         self._allow_missing = allow_missing
         self._cast = cast
         self._fresh: dict[str, torch.Tensor] = {}
+        self._domains: Domains = {}
         self._sources: dict[int, str] = {}
         self.result = MatchResult()
 
@@ -232,7 +233,9 @@ class Matcher:
     def _match_tensor(
         self, template: torch.Tensor | Sharded | Replicated, node: Any, path: str
     ) -> None:
-        leaf = tensor_leaf(template, key=path, layout=self._layout, rank=self._rank)
+        leaf = tensor_leaf(
+            template, key=path, layout=self._layout, rank=self._rank, domains=self._domains
+        )
         if _tag(node) not in ("tensor", "array"):
             self.result.mismatched.append(
                 f"{path}: the state has a tensor here, the checkpoint {_kind(node)}"

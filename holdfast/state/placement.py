@@ -27,10 +27,21 @@ def is_tensor_like(obj: object) -> bool:
     return isinstance(obj, torch.Tensor | Sharded | Replicated)
 
 
+Domains = dict[tuple[int, tuple[object, ...]], Domain]
+"""Domains found so far, by mesh and placements; good as long as the meshes live."""
+
+
 def tensor_leaf(
-    obj: torch.Tensor | Sharded | Replicated, *, key: str, layout: Layout, rank: int
+    obj: torch.Tensor | Sharded | Replicated,
+    *,
+    key: str,
+    layout: Layout,
+    rank: int,
+    domains: Domains | None = None,
 ) -> TensorLeaf:
     """The leaf of one tensor of the state, on `rank` of `layout`.
+
+    `domains`: kept by the caller between the leaves of one pass, so that each is worked out once.
 
     Raises PlacementError naming `key` for what cannot be stored (partial sums, sparse, quantised,
     meta and unknown wrapper tensors, a DTensor whose local shape is not what its placements say).
@@ -49,7 +60,7 @@ def tensor_leaf(
         domain = Domain(replicas=span, span=span)
         return _whole_leaf(obj.local, key=key, domain=domain, layout=layout)
     if isinstance(obj, DTensor):
-        return _dtensor_leaf(obj, key=key, layout=layout)
+        return _dtensor_leaf(obj, key=key, layout=layout, domains=domains)
     _refuse_unreadable(obj, key)
     return _whole_leaf(obj, key=key, domain=None, layout=layout)
 
@@ -231,7 +242,9 @@ def _domain(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Domain:
     return Domain(replicas=replicas, span=span)
 
 
-def _dtensor_leaf(tensor: DTensor, *, key: str, layout: Layout) -> TensorLeaf:
+def _dtensor_leaf(
+    tensor: DTensor, *, key: str, layout: Layout, domains: Domains | None
+) -> TensorLeaf:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     local = tensor.to_local().detach()
@@ -273,13 +286,19 @@ def _dtensor_leaf(tensor: DTensor, *, key: str, layout: Layout) -> TensorLeaf:
             f"from uneven pieces does not say where they lie: use Sharded(local, shape, offset=...)"
         )
     placed = boxes_of(tuple(dims))
+    like = (id(mesh), tensor.placements)
+    domain = domains.get(like) if domains is not None else None
+    if domain is None:
+        domain = _mesh_domain(tensor)
+        if domains is not None:
+            domains[like] = domain
     return TensorLeaf(
         key=key,
         dtype=dtype_name(tensor.dtype, key=key),
         shape=shape,
         boxes=tuple(box for box, _ in placed),
         locals=tuple(local[where_] for _, where_ in placed),
-        domain=_mesh_domain(tensor),
+        domain=domain,
         layout=layout,
     )
 

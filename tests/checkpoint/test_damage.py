@@ -169,7 +169,7 @@ def test_ranks_that_disagree_are_named_and_nothing_is_committed(tmp_path: Path) 
         for message, words in zip(messages, expected, strict=True):
             for word in words:
                 assert word in message, message
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".saving")] == []
 
 
 class _FailingStorage(PosixStorage):
