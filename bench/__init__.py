@@ -1,0 +1,7 @@
+"""Benchmarks: Holdfast, PyTorch DCP and the physical floor, side by side in one run.
+
+    python -m bench [--quick] [--only CASE] [--out bench/out] [--baseline FILE]
+
+Every number is the median of interleaved repeats after a warm-up; what counts is the ratio to the
+floor, a program that does nothing but move the same bytes. See docs/performance.md.
+"""

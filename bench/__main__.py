@@ -1,0 +1,118 @@
+"""The command: `python -m bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import report
+from bench.results import Found
+
+BASELINE = Path(__file__).with_name("baseline.json")
+Case = Callable[[Found, Path], None]
+
+
+def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping[str, Case]:
+    """Name -> what to run, in the order of the table. Imports torch in the ranks only."""
+    from bench import gpt, scale, tiny
+
+    times = repeats or (5 if quick else 7)
+    size = megabytes or (50 if quick else 600)
+    num_tiny = 2_000 if quick else 20_000
+    num_steady = 1_000 if quick else 10_000
+    return {
+        "gpt": lambda found, scratch: gpt.measure(
+            found, megabytes=size, repeats=times, scratch=scratch
+        ),
+        "tiny": lambda found, scratch: tiny.measure(
+            found, num_tensors=num_tiny, repeats=min(times, 5), scratch=scratch
+        ),
+        "steady": lambda found, scratch: tiny.measure_steady(
+            found, num_tensors=num_steady, repeats=min(times, 5), scratch=scratch
+        ),
+        "scale": lambda found, scratch: scale.measure(
+            found,
+            num_ranks=[16, 64] if quick else [16, 64, 256, 1024],
+            tensors_a_rank=100 if quick else 1000,
+            dcp_ranks=[16] if quick else [16, 64],
+            repeats=min(times, 5),
+            scratch=scratch,
+        ),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, draw, write; 0 unless a case could not be run."""
+    options = _parse(arguments)
+    console = Console(width=None if os.isatty(1) else 150)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = cases(quick=options.quick, megabytes=options.megabytes, repeats=options.repeats)
+    if options.only and options.only not in chosen:
+        console.print(f"--only {options.only}: there are {', '.join(chosen)}")
+        return 2
+    found = Found()
+    for name, case in chosen.items():
+        if options.only in (None, name):
+            began = time.monotonic()
+            _run(case, found, out.resolve().parent / "tmp")
+            console.print(f"[dim]{name}: {time.monotonic() - began:.0f} s[/]")
+    baseline_path = Path(options.baseline) if options.baseline else BASELINE
+    comparable = bool(options.baseline) or (not options.quick and baseline_path.exists())
+    baseline = report.read_baseline(baseline_path) if comparable else {}
+    report.print_table(found, console, baseline=baseline)
+    report.print_phases(found, console)
+    document = {"machine": _machine(), "quick": options.quick, **found.to_dict()}
+    (out / "bench.json").write_text(json.dumps(document, indent=1) + "\n")
+    report.draw(found, out / "bench.png")
+    console.print(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes: a check, no claim")
+    parser.add_argument("--only", metavar="CASE", help="gpt, tiny, steady or scale")
+    parser.add_argument("--out", default="bench/out", help="where table, plot and JSON go")
+    parser.add_argument("--baseline", metavar="FILE", help="bench.json of an earlier run")
+    parser.add_argument("--megabytes", type=int, help="size of the GPT state")
+    parser.add_argument("--repeats", type=int, help="rounds after the warm-up")
+    return parser.parse_args(arguments)
+
+
+def _run(case: Case, found: Found, parent: Path) -> None:
+    """One case in a scratch directory beside the output, removed whatever happens."""
+    parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
+    try:
+        case(found, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not any(parent.iterdir()):
+            parent.rmdir()
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "load": os.getloadavg()[0],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

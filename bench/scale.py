@@ -1,0 +1,268 @@
+"""Planning past one machine: thousands of virtual ranks through plan and index, in one process."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from bench.gpt import TIMEOUT_S, RankFound
+from bench.results import Found, Target
+from bench.timing import Measured, Series, interleave, median_of, values_of
+from holdfast import Codecs, Layout, Sharded
+from holdfast.checkpoint.plan import make_plan
+from holdfast.checkpoint.table import ChunkTable, chunk_table, decode_table, encode_table
+from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
+from holdfast.format.index import ChunkIndex, decode_index, encode_index, validate_index
+from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
+from holdfast.format.names import data_file
+from holdfast.state import flatten_state
+from holdfast.writer.records import CommitPlan
+from tests.harness import RankContext, run_ranks
+
+_HEADER_NBYTES = 4096
+
+
+def measure(
+    found: Found,
+    *,
+    num_ranks: list[int],
+    tensors_a_rank: int,
+    dcp_ranks: list[int],
+    repeats: int,
+    scratch: Path,
+) -> None:
+    """Plan for growing numbers of ranks, each in the same fresh process; DCP up to `dcp_ranks`."""
+    del scratch
+    largest = max(num_ranks)
+    for number in sorted({*num_ranks, *dcp_ranks}):
+        result = run_ranks(
+            1, _simulate, number, tensors_a_rank, number in dcp_ranks, repeats,
+            init=False, timeout_s=TIMEOUT_S,
+        ).results[0]  # fmt: skip
+        series, counted = result.series, result.counted
+        point = {"ranks": float(number), "rows": float(number * tensors_a_rank), **counted}
+        point |= {name: median_of(series, "holdfast", name) for name in series["holdfast"][0]}
+        if "dcp" in series:
+            point |= {f"dcp {n}": median_of(series, "dcp", n) for n in series["dcp"][0]}
+        found.curves.setdefault("scale", []).append(point)
+        _report(found, f"scale, {number} ranks x {tensors_a_rank}", series, counted,
+                bound=number == largest)  # fmt: skip
+
+
+def _report(
+    found: Found, case: str, series: Series, counted: dict[str, float], *, bound: bool
+) -> None:
+    def target(value: float) -> Target | None:
+        return Target(against="value", bound=value) if bound else None
+
+    has_dcp = "dcp" in series
+    found.compare(
+        case, "first plan", unit="s", holdfast=values_of(series, "holdfast", "plan"),
+        dcp={"global plan": values_of(series, "dcp", "plan")} if has_dcp else None,
+        target=target(2.0),
+    )  # fmt: skip
+    found.compare(
+        case, "open the index", unit="s", holdfast=values_of(series, "holdfast", "open"),
+        dcp={"unpickle": values_of(series, "dcp", "open")} if has_dcp else None,
+        target=target(0.1),
+    )  # fmt: skip
+    found.state(
+        case, "index, a row", counted["row nbytes"], unit="B", dcp=counted.get("dcp row nbytes"),
+        target=target(80.0),
+    )  # fmt: skip
+    if bound:
+        for name in ("decode tables", "encode", "prove"):
+            found.compare(
+                case, f"index and tables: {name}", unit="s",
+                holdfast=values_of(series, "holdfast", name),
+            )  # fmt: skip
+
+
+def _simulate(
+    context: RankContext, num_ranks: int, tensors_a_rank: int, with_dcp: bool, repeats: int
+) -> RankFound:
+    del context
+    layout = simulated_layout(num_ranks)
+    encoded = [encode_table(table) for table in simulated_tables(layout, tensors_a_rank)]
+    counted: dict[str, float] = {}
+
+    def holdfast(_: int) -> Measured:
+        return _plan_once(layout, encoded, counted)
+
+    arms = {"holdfast": holdfast}
+    if with_dcp:
+        plans = _dcp_plans(layout, tensors_a_rank)
+
+        def dcp(_: int) -> Measured:
+            return _dcp_once(plans, counted)
+
+        arms["dcp"] = dcp
+    series = interleave(arms, repeats=repeats, settle=lambda: None)
+    return RankFound(series=series, counted=counted)
+
+
+def simulated_layout(num_ranks: int) -> Layout:
+    """TP4 x PP4 x DP, or what of it fits."""
+    tp = min(4, num_ranks)
+    pp = min(4, num_ranks // tp)
+    return Layout(tp=tp, pp=pp, dp=num_ranks // (tp * pp))
+
+
+def _shape(layout: Layout, tensor: int) -> tuple[int, int]:
+    return layout.tp * (8 + tensor % 5), layout.dp * (4 + tensor % 3)
+
+
+def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[ChunkTable]:
+    """What each rank holds: every tensor of its stage, dim 0 cut along tp, dim 1 along dp.
+
+    The first rank of a stage is taken apart as for a save; the others hold the boxes beside.
+    """
+    shapes = [_shape(layout, i) for i in range(tensors_a_rank)]
+    extent = np.array([(a // layout.tp, b // layout.dp) for a, b in shapes], dtype=np.int64)
+    local = {tuple(e): torch.zeros(e) for e in extent.tolist()}
+    of_stage: dict[int, ChunkTable] = {}
+    tables = []
+    for rank in layout.ranks:
+        at = layout.coordinate(rank)
+        stage = at["pp"]
+        if stage not in of_stage:
+            state = {
+                f"stage{stage}.layers.t{i}.weight": Sharded(
+                    local[tuple(e)], shape, dims={0: "tp", 1: "dp"}
+                )
+                for i, (e, shape) in enumerate(zip(extent.tolist(), shapes, strict=True))
+            }
+            flat = flatten_state({"model": state}, layout=layout, rank=rank, codecs=Codecs())
+            of_stage[stage] = chunk_table(flat)[0]
+        first = of_stage[stage]
+        domains = tuple(replace(domain, replicas=(rank,)) for domain in first.domains)
+        offset = extent * np.array([at["tp"], at["dp"]])
+        tables.append(replace(first, offset=offset, domains=domains))
+    return tables
+
+
+def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) -> Measured:
+    marks = [time.perf_counter()]
+
+    def mark() -> float:
+        marks.append(time.perf_counter())
+        return marks[-1] - marks[-2]
+
+    tables = [decode_table(data, rank=rank) for rank, data in enumerate(encoded)]
+    measured = {"decode tables": mark()}
+    plan, _ = make_plan(
+        tables, ranks=layout.ranks,
+        coordinates=[layout.coordinate(rank) for rank in layout.ranks],
+        signature="0" * 32, block_nbytes=DEFAULT_BLOCK_NBYTES,
+    )  # fmt: skip
+    measured["plan"] = mark()
+    index = _index_of(plan)
+    mark()
+    data = encode_index(index)
+    measured["encode"] = mark()
+    opened = decode_index(data)
+    measured["open"] = mark()
+    manifest = _manifest_of(plan, opened, data)
+    mark()
+    validate_index(opened, manifest)
+    measured["prove"] = mark()
+    counted["row nbytes"] = len(data) / index.num_rows
+    counted["table nbytes"] = float(sum(map(len, encoded)))
+    return measured
+
+
+def _index_of(plan: CommitPlan) -> ChunkIndex:
+    """The index as the commit makes it, with digests out of the air."""
+    nbytes = plan.row_nbytes
+    order = np.argsort(plan.row_file, kind="stable")
+    ends = np.cumsum(nbytes[order])
+    first = np.searchsorted(plan.row_file[order], np.arange(len(plan.writers)))
+    base = np.concatenate([[0], ends])[first]
+    starts = np.zeros_like(nbytes)
+    starts[order] = ends - nbytes[order] - base[plan.row_file[order]] + _HEADER_NBYTES
+    counts = -(-nbytes // plan.block_nbytes)
+    words = np.random.default_rng(0).integers(0, 2**63, int(counts.sum()), dtype=np.uint64)
+    return ChunkIndex(
+        tensor=plan.row_tensor, file=plan.row_file, offset=plan.row_offset,
+        extent=plan.row_extent, start=starts, nbytes=nbytes, copy=plan.row_copy,
+        digest_ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), digest=words,
+    )  # fmt: skip
+
+
+def _manifest_of(plan: CommitPlan, index: ChunkIndex, data: bytes) -> Manifest:
+    sizes = np.bincount(index.file, weights=index.nbytes).astype(np.int64) + _HEADER_NBYTES
+    return Manifest(
+        step=1, save_id="0" * 12, created="2000-01-01T00:00:00+00:00", holdfast="0", torch="0",
+        layouts=list(plan.layouts), signature=plan.signature, block_nbytes=plan.block_nbytes,
+        tensors=[
+            TensorInfo(key=key, dtype=dtype, shape=list(shape), layout=0)
+            for key, dtype, shape in zip(plan.keys, plan.dtypes, plan.shapes, strict=True)
+        ],
+        parts={},
+        files=[
+            FileInfo(name=data_file(number), nbytes=int(sizes[number]),
+                     header_nbytes=_HEADER_NBYTES, header_digest="0" * 32,
+                     writer=plan.ranks[writer], coordinate=plan.coordinates[writer])
+            for number, writer in enumerate(plan.writers)
+        ],
+        index=IndexInfo(nbytes=len(data), digest=digest128(data), num_rows=index.num_rows),
+        totals=Totals(num_tensors=len(plan.keys), nbytes=int(index.nbytes.sum()),
+                      stored_nbytes=int(index.nbytes.sum())),
+    )  # fmt: skip
+
+
+def _dcp_plans(layout: Layout, tensors_a_rank: int) -> list[SavePlan]:
+    """The same claims as the plans that DCP's ranks send to its coordinator."""
+    plans = []
+    for rank in layout.ranks:
+        at = layout.coordinate(rank)
+        items = []
+        for i in range(tensors_a_rank):
+            shape = _shape(layout, i)
+            extent = shape[0] // layout.tp, shape[1] // layout.dp
+            offset = torch.Size((extent[0] * at["tp"], extent[1] * at["dp"]))
+            items.append(
+                WriteItem(
+                    index=MetadataIndex(f"model.stage{at['pp']}.layers.t{i}.weight", offset),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(extent)),
+                        properties=TensorProperties(dtype=torch.float32),
+                        size=torch.Size(shape),
+                    ),
+                )
+            )
+        plans.append(SavePlan(items, planner_data={}))
+    return plans
+
+
+def _dcp_once(plans: list[SavePlan], counted: dict[str, float]) -> Measured:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, is_coordinator=True)
+    began = time.perf_counter()
+    _, metadata = planner.create_global_plan(plans)
+    planned = time.perf_counter()
+    data = pickle.dumps(metadata)
+    pickled = time.perf_counter()
+    pickle.loads(data)  # noqa: S301
+    opened = time.perf_counter()
+    num_rows = sum(len(plan.items) for plan in plans)
+    counted["dcp row nbytes"] = len(data) / num_rows
+    return {"plan": planned - began, "encode": pickled - planned, "open": opened - pickled}

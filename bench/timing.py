@@ -1,0 +1,72 @@
+"""Interleaved repeats: every arm is hit by the machine's noise alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+Measured = dict[str, float]
+"""What one call of an arm measured: quantity -> value."""
+Arms = Mapping[str, Callable[[int], Measured]]
+"""Name -> what to do in a round; the argument is a number that no other call of a run has."""
+Series = dict[str, list[Measured]]
+"""Arm -> what it measured in each round."""
+
+
+def interleave(
+    arms: Arms, *, repeats: int, settle: Callable[[], None], warm_ups: int = 1, first: int = 0
+) -> Series:
+    """Call every arm once in each round, in an order that rotates; the warm-ups are dropped.
+
+    `settle` is called before each call, outside its time: a barrier where several ranks run.
+    """
+    names = list(arms)
+    series: Series = {name: [] for name in names}
+    number = first
+    for round_ in range(warm_ups + repeats):
+        turn = round_ % len(names)
+        for name in names[turn:] + names[:turn]:
+            settle()
+            number += 1
+            measured = arms[name](number)
+            if round_ >= warm_ups:
+                series[name].append(measured)
+    return series
+
+
+def timed(action: Callable[[], object], name: str = "seconds") -> Measured:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    action()
+    return {name: time.perf_counter() - began}
+
+
+def slowest(per_rank: Sequence[Series]) -> Series:
+    """The job's series: in each round, of each quantity, what the slowest rank had."""
+    first = per_rank[0]
+    return {
+        name: [
+            {
+                quantity: max(series[name][i].get(quantity, 0.0) for series in per_rank)
+                for quantity in measured
+            }
+            for i, measured in enumerate(rounds)
+        ]
+        for name, rounds in first.items()
+    }
+
+
+def values_of(series: Series, arm: str, quantity: str = "seconds") -> list[float]:
+    """All rounds of one quantity of one arm."""
+    return [measured[quantity] for measured in series[arm]]
+
+
+def median_of(series: Series, arm: str, quantity: str = "seconds") -> float:
+    """Median over the rounds."""
+    return statistics.median(values_of(series, arm, quantity))
+
+
+def medians(series: Series, arm: str) -> Measured:
+    """Medians of all quantities of an arm."""
+    return {name: median_of(series, arm, name) for name in series[arm][0]}
