@@ -24,6 +24,7 @@ VERBS = {
     "diff": "compare two checkpoints, whatever their layouts",
     "export": "write tensors as safetensors or npy files",
     "prune": "remove old checkpoints by a policy",
+    "repair": "finish or remove what saves have left behind",
     "tag": "name steps, list and remove names",
 }
 """Each verb and what it is for."""

@@ -132,6 +132,8 @@ def decode_plan(data: bytes, *, where: str) -> CommitPlan:
         for name in _PlanWire.__struct_fields__
         if name not in ("columns", "widths")
     }
+    if wire.block_nbytes < 1:
+        raise CorruptionError(f"{where}: {wire.block_nbytes} bytes per digest cannot be")
     try:
         for name in _COLUMNS:
             column = np.frombuffer(wire.columns[name], dtype=np.int64)

@@ -1,0 +1,85 @@
+"""Small states with a version inside, and what must hold under a root whatever happened to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from holdfast import Checkpointer, PosixStorage, Sharded, Stored
+from holdfast.format.names import LATEST, list_steps, step_dir
+from holdfast.format.reading import READING_DIR
+from holdfast.format.verify import verify_snapshot
+from holdfast.writer.repair import repair
+
+ROWS = 600
+
+
+def whole(version: int) -> dict[str, torch.Tensor]:
+    """The tensors of a version: every byte of two versions differs somewhere in each page."""
+    a = torch.arange(ROWS * 8, dtype=torch.float64).reshape(ROWS, 8) + version * 0.37
+    return {"a": a, "b": torch.full((17,), version, dtype=torch.int32), "c": torch.tensor(version)}
+
+
+def state_of(version: int, *, index: int = 0, size: int = 1) -> dict[str, object]:
+    """What the rank at `index` of `size` data-parallel ranks holds of a version."""
+    tensors = whole(version)
+    held: dict[str, object] = dict(tensors)
+    if size > 1:
+        rows = ROWS // size
+        local = tensors["a"].narrow(0, rows * index, rows).clone()
+        held["a"] = Sharded(local, (ROWS, 8), dims={0: "dp"})
+    return {"t": held, "v": {"version": version, "list": [1, 2.5, None]}}
+
+
+def version_of(root: Path, step: int) -> int:
+    """Load a step and prove that it is one version, bitwise, and that nothing in it is damaged."""
+    loaded = Checkpointer(root, settle_s=0.0).load({"t": Stored(), "v": Stored()}, step=step)
+    values, tensors = loaded.values["v"], loaded.values["t"]
+    assert isinstance(values, dict)
+    assert isinstance(tensors, dict)
+    version = values["version"]
+    truth = whole(version)
+    assert sorted(tensors) == sorted(truth)
+    for name, tensor in truth.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor), f"step {step}: {name} is not of {version}"
+    damages = verify_snapshot(PosixStorage(root), step_dir(step))
+    assert damages == [], damages
+    return version
+
+
+def versions(root: Path) -> dict[int, int]:
+    """Step -> version of everything committed; each is whole."""
+    if not root.is_dir():
+        return {}
+    return {step: version_of(root, step) for step in list_steps(PosixStorage(root))}
+
+
+def leftovers(root: Path) -> list[str]:
+    """Names under the root that are neither checkpoints nor the pointer nor marks of readers."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    return sorted(
+        n
+        for n in names
+        if n not in (LATEST, READING_DIR, "lost+found") and not n.startswith("iter_")
+    )
+
+
+def assert_recovers(root: Path, *, step: int, version: int) -> None:
+    """The next save works, the pointer names it, and a repair leaves nothing behind."""
+    before = versions(root)
+    with Checkpointer(root, settle_s=0.0) as checkpointer:
+        checkpointer.save(step, state_of(version), overwrite=True)
+        assert checkpointer.latest() == max([*before, step])
+    fates = repair(PosixStorage(root), alive_s=0.0)
+    assert not [leftover for leftover in fates if leftover.fate == "kept"], fates
+    assert leftovers(root) == []
+    # A repair may finish a save that was to replace an older one, never one that has been replaced
+    # since: versions grow with time.
+    after = versions(root)
+    assert after[step] == version
+    for old, was in before.items():
+        assert after[old] >= was
+    pointer = (root / LATEST).read_text()
+    assert pointer == f"{max(after)}\n"
