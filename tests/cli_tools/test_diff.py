@@ -226,7 +226,9 @@ def test_tolerance_is_that_of_numpy(
     with Snapshot.open(a, "iter_0000007") as left, Snapshot.open(b, "iter_0000007") as right:
         tolerance = Tolerance(rtol=rtol, atol=atol)
         found = TensorComparer(left, right, tolerance=tolerance, advance=int).compare("w")
-    expected = int((~np.isclose(one, two, rtol=rtol, atol=atol, equal_nan=True)).sum())
+    # Both sides in double precision: the bound itself must not be rounded to the tensor's type.
+    exact = [values.astype(np.result_type(kind, np.float64)) for values in (one, two)]
+    expected = int((~np.isclose(*exact, rtol=rtol, atol=atol, equal_nan=True)).sum())
     assert (0 if found is None else found.num_differing) == expected
 
 
