@@ -113,7 +113,20 @@ def make_plan(
     )
 
 
-def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """All ranks' tensors under one numbering; `maps`: a table's names -> its tensors' numbers."""
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[LayoutInfo, ...]
+    homes: tuple[int, ...]
+    maps: dict[bytes, Ints]
+
+
+def _number_tensors(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Tensors:
+    """One number, dtype, shape and layout per key; PlanError naming the ranks that disagree."""
     numbers: dict[str, int] = {}
     said: list[tuple[str, tuple[int, ...], int, int]] = []
     layouts: list[LayoutInfo] = []
@@ -151,6 +164,18 @@ def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
         raise PlanError(
             "one key must have one dtype, shape and layout on all ranks: " + _some(problems)
         )
+    return _Tensors(
+        keys=tuple(numbers),
+        dtypes=tuple(entry[0] for entry in said),
+        shapes=tuple(entry[1] for entry in said),
+        layouts=tuple(layouts),
+        homes=tuple(entry[2] for entry in said),
+        maps=maps,
+    )
+
+
+def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
+    tensors = _number_tensors(tables, ranks)
     num_dims = max((table.offset.shape[1] for table in tables), default=0)
     domains: dict[Domain, int] = {}
     columns: list[tuple[Ints, ...]] = []
@@ -164,7 +189,7 @@ def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
             (
                 np.full(num_rows, position, dtype=np.int64),
                 np.arange(num_rows, dtype=np.int64),
-                maps[table.names][table.tensor],
+                tensors.maps[table.names][table.tensor],
                 _widen(table.offset, num_dims, 0),
                 _widen(table.extent, num_dims, 1),
                 own[table.domain],
@@ -172,11 +197,11 @@ def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
         )
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
     return _Claims(
-        keys=tuple(numbers),
-        dtypes=tuple(entry[0] for entry in said),
-        shapes=tuple(entry[1] for entry in said),
-        layouts=tuple(layouts),
-        homes=tuple(entry[2] for entry in said),
+        keys=tensors.keys,
+        dtypes=tensors.dtypes,
+        shapes=tensors.shapes,
+        layouts=tensors.layouts,
+        homes=tensors.homes,
         domains=tuple(domains),
         position=joined[0],
         local=joined[1],

@@ -39,10 +39,10 @@ from holdfast.state.flatten import LeafCache
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.commit import Committed, commit_save, discard_save
-from holdfast.writer.job import Heartbeat, SaveOutcome, WriteJob, prepare_directory, publish_failure
+from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory, publish_failure
 from holdfast.writer.records import SaveHeader, column
 from holdfast.writer.repair import repair
-from holdfast.writer.write import write_share
+from holdfast.writer.write import WriteJob, write_share
 
 WhenBusy = Literal["wait", "skip"]
 _MAX_TOLD = 200

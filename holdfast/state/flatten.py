@@ -14,7 +14,7 @@ from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import On, PerRank, Replicated, Sharded, Stored, Transient
 from holdfast.state.parts import part_of
-from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
+from holdfast.state.placement import Domains, tensor_leaf
 
 
 class LeafCache:
@@ -187,6 +187,3 @@ def _array_tensor(path: str, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(contiguous)
     except TypeError as error:
         raise PlacementError(f"{path}: NumPy dtype {array.dtype} has no torch dtype") from error
-
-
-__all__ = ["check_part_name", "coordinate_label", "flatten_state", "is_tensor_like"]

@@ -7,7 +7,6 @@ done-records are on storage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +50,6 @@ def commit_save(
     plan: CommitPlan,
     plan_digest: str,
     header: SaveHeader,
-    on_phase: Callable[[str], None] | None = None,
 ) -> Committed:
     """Check that every planned byte is accounted for, then give the checkpoint its name.
 
@@ -61,8 +59,6 @@ def commit_save(
     the previous checkpoint is untouched in each case.
     Cost: O(rows) vector work, two small files.
     """
-    tell = on_phase or (lambda phase: None)
-    tell("collect")
     try:
         index_bytes, manifest = _assemble(storage, directory, plan, plan_digest, header)
     except HoldfastError:
@@ -73,7 +69,6 @@ def commit_save(
             f"{error!r}; save again"
         ) from error
     _check_sizes(storage, directory, manifest)
-    tell("publish")
     storage.write_file(f"{directory}/{INDEX}", index_bytes)
     storage.write_file(f"{directory}/{MANIFEST}", encode_manifest(manifest))
     unnamed = [name for name in storage.list(directory) if name.startswith(".tmp-")]

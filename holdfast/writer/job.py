@@ -24,7 +24,6 @@ from holdfast.writer.records import (
     PLAN_FILE,
     CommitPlan,
     Failure,
-    SaveHeader,
     done_file,
     failed_file,
     seal,
@@ -46,8 +45,6 @@ class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
     error_type: str = ""
     message: str = ""
     nbytes: int = 0
-    total_nbytes: int = 0
-    num_tensors: int = 0
     write_s: float = 0.0
     commit_s: float = 0.0
 
@@ -106,8 +103,6 @@ def run_job(
         save_id=job.header.save_id,
         directory=made.directory,
         nbytes=image.nbytes,
-        total_nbytes=made.nbytes,
-        num_tensors=made.num_tensors,
         write_s=written - began,
         commit_s=time.monotonic() - written,
     )
@@ -246,14 +241,3 @@ def _read_failure(storage: Storage, path: str) -> HoldfastError:
     failure = unseal(storage.read(path), Failure, where=storage.describe(path))
     kind = getattr(errors, failure.error_type, HoldfastError)
     return kind(failure.message)
-
-
-__all__ = [
-    "SaveHeader",
-    "SaveOutcome",
-    "WriteJob",
-    "committed_save_id",
-    "prepare_directory",
-    "publish_failure",
-    "run_job",
-]
