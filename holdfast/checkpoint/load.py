@@ -96,6 +96,7 @@ class Loader:
         snapshot: Snapshot | None = None
         matcher: Matcher | None = None
         requests: list[_Request] = []
+        paths: list[tuple[str, str]] = []
         error: Exception | None = None
         try:
             snapshot = Snapshot.from_records(
@@ -105,11 +106,11 @@ class Loader:
                 proven=not self._groups.control.is_coordinator,
             )
             matcher, requests = self._match(snapshot, state, options)
+            paths = _stored_paths(snapshot)
             _raise_mismatch(matcher.result, snapshot)
         except Exception as caught:
             error = caught
         payload = b""
-        paths = _stored_paths(snapshot) if snapshot is not None else []
         if snapshot is not None and matcher is not None:
             payload = _asked(paths, requests, matcher.result.touched)
         gathered = self._groups.control.agree(error, phase="load: match", payload=payload)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.errors import CorruptionError
 from holdfast.format.values import Codecs, decode_tree
 from holdfast.parallel.layout import Layout
 from holdfast.state.flatten import coordinate_label
@@ -50,15 +51,22 @@ def entries(node: Any) -> Mapping[Any, Any] | None:
         return node
     if tag not in ("dict", "odict"):
         return None
-    pairs: Any = node["v"]
-    return {decode_tree(name): child for name, child in pairs}
+    try:
+        return {decode_tree(name): child for name, child in node["v"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"the checkpoint holds a malformed {tag}: {error!r}") from error
 
 
 def items(node: Any) -> list[Any] | None:
     """The children of a stored list or tuple, or None for anything else."""
     if isinstance(node, list):
         return node
-    return node["v"] if _tag(node) == "tuple" else None
+    if _tag(node) != "tuple":
+        return None
+    if not isinstance(node.get("v"), list):
+        raise CorruptionError("the checkpoint holds a malformed tuple")
+    children: list[Any] = node["v"]
+    return children
 
 
 def leaf_paths(node: Any, path: str) -> Iterator[str]:
