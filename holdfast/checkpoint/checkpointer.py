@@ -14,7 +14,8 @@ from holdfast.checkpoint.load import Loader, LoadOptions
 from holdfast.checkpoint.opening import SaveAsk
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import LoadReport, SaveReport
-from holdfast.checkpoint.save import Saver, SaverOptions, WhenBusy
+from holdfast.checkpoint.save import Saver, WhenBusy
+from holdfast.checkpoint.send import SaverOptions
 from holdfast.errors import ConfigError, GroupError, HoldfastError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.names import list_steps

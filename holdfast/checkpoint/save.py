@@ -5,13 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
-import numpy as np
-import torch
 
 import holdfast
 from holdfast.checkpoint.budget import check_budget
@@ -27,36 +23,23 @@ from holdfast.checkpoint.opening import (
 )
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import SaveReport
+from holdfast.checkpoint.send import SaverOptions, Sender, save_header
 from holdfast.checkpoint.shares import RankPlan, plan_together
-from holdfast.checkpoint.stage import Arena, Staging, content_digest, prepare_staging, stage
+from holdfast.checkpoint.stage import Arena
 from holdfast.errors import HoldfastError, PlanError, StorageError
-from holdfast.format.names import data_file, saving_dir, step_dir
-from holdfast.format.policies import Policy
+from holdfast.format.names import saving_dir, step_dir
 from holdfast.format.retention import apply_retention, plan_retention
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache
 from holdfast.storage import Storage
-from holdfast.writer.client import Ticket, Writer, start_writer
-from holdfast.writer.commit import Committed, commit_save, discard_save
-from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory, publish_failure
-from holdfast.writer.records import SaveHeader, column
+from holdfast.writer.client import Writer, start_writer
+from holdfast.writer.commit import discard_save
+from holdfast.writer.job import SaveOutcome
 from holdfast.writer.repair import repair
-from holdfast.writer.write import WriteJob, write_share
 
 WhenBusy = Literal["wait", "skip"]
 _MAX_TOLD = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaverOptions:
-    """How a `Checkpointer` saves; see there."""
-
-    block_nbytes: int
-    num_arenas: int
-    deadline_s: float
-    retention: Policy | None
-    fingerprints: bool
 
 
 class Saver:
@@ -70,6 +53,7 @@ class Saver:
         self._codecs = codecs
         self._options = options
         self._slots = [Slot(Arena()) for _ in range(options.num_arenas)]
+        self._sender = Sender(storage, groups, options=options, slots=self._slots)
         self._plans: dict[bool, RankPlan] = {}
         self._writer: Writer | None = None
         self._unreported: list[PendingSave] = []
@@ -112,11 +96,11 @@ class Saver:
             begun = self._begin(ask, state, "wait", clock, in_flight=0)
             local, plan = begun.local, begun.plan_or_raise()
             directory = saving_dir(ask.step, begun.save_id)
-            header = _header(ask, begun.save_id)
+            header = save_header(ask, begun.save_id)
             try:
-                self._write(plan, local, directory, header, clock)
+                self._sender.write(plan, local, directory, header, clock)
                 with clock.phase("commit"):
-                    committed = self._commit(plan, directory, header)
+                    committed = self._sender.commit(plan, directory, header)
             except BaseException:
                 self._plans = {}
                 if self._groups.control.is_coordinator:
@@ -146,7 +130,11 @@ class Saver:
             if begun.skipped:
                 return PendingSave(step=ask.step, ticket=None, skipped=True)
             slot = next(slot for slot in self._slots if slot.is_free())
-            pending = self._hand_over(writer, slot, begun, ask, clock)
+            pending = self._sender.hand_over(
+                writer, slot, begun, ask, clock, after=self._retain_after
+            )
+        if pending.failure is not None:
+            self._plans = {}
         pending.planned = begun.planned
         pending.seconds = dict(clock.seconds)
         slot.pending = pending
@@ -160,7 +148,7 @@ class Saver:
         begun = self._begin(ask, state, "wait", clock, in_flight=0, dry=True)
         plan = begun.plan_or_raise()
         for slot in self._slots:
-            self._stage(slot, plan, begun.local, clock)
+            self._sender.stage(slot, plan, begun.local, clock)
 
     def _begin(
         self,
@@ -343,147 +331,6 @@ class Saver:
                 slot.given = 0
         return self._writer
 
-    def _stage(
-        self, slot: Slot, plan: RankPlan, local: LocalState, clock: Clock
-    ) -> tuple[Staging, list[int]]:
-        """Copy this rank's rows into the slot; digests of the boxes it must vouch for."""
-        sources = [local.sources[row] for row in plan.rows]
-        staging = slot.staging
-        if staging is None or slot.plan_digest != plan.plan_digest:
-            slot.staging = staging = None
-            with clock.phase("lay out"):
-                staging = prepare_staging(slot.arena, plan.image, sources)
-            slot.staging, slot.plan_digest = staging, plan.plan_digest
-        with clock.phase("stage"):
-            stage(staging, sources, plan.names)
-        with clock.phase("compare"):
-            checks = [content_digest(local.sources[row]) for row in plan.checks]
-        return staging, checks
-
-    def _hand_over(
-        self,
-        writer: Writer,
-        slot: Slot,
-        begun: Begun,
-        ask: SaveAsk,
-        clock: Clock,
-    ) -> PendingSave:
-        """Stage and submit. A failure here fails the save on all ranks, through storage."""
-        local, plan = begun.local, begun.plan_or_raise()
-        directory = saving_dir(ask.step, begun.save_id)
-        header = _header(ask, begun.save_id)
-        pending = PendingSave(
-            step=header.step,
-            ticket=None,
-            total_nbytes=plan.total_nbytes,
-            num_tensors=plan.num_tensors,
-            storage=self._storage,
-        )
-        commits = plan.commit is not None
-        job = self._job(plan, local, directory, header, [])
-        try:
-            staging, checks = self._stage(slot, plan, local, clock)
-            job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
-            with clock.phase("submit"):
-                if slot.given != slot.arena.num_allocations:
-                    number = self._slots.index(slot)
-                    writer.give_arena(number, slot.arena.fd, slot.arena.nbytes)
-                    slot.given = slot.arena.num_allocations
-                if plan.commit is not None:
-                    writer.give_plan(plan.plan_digest, plan.commit[1])
-                pending.ticket = writer.submit(
-                    job,
-                    slot=self._slots.index(slot),
-                    nbytes=staging.view.nbytes,
-                    commits=commits,
-                    after=self._retain_after if commits else None,
-                )
-        except Exception as error:
-            publish_failure(self._storage, job, error, committer=commits)
-            self._plans = {}
-            failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
-            pending.failure = failure
-            pending.ticket = Ticket.failed(job, failure, commits=commits)
-        return pending
-
-    def _job(
-        self,
-        plan: RankPlan,
-        local: LocalState,
-        directory: str,
-        header: SaveHeader,
-        checks: Sequence[int],
-    ) -> WriteJob:
-        control = self._groups.control
-        writes = plan.file >= 0
-        return WriteJob(
-            directory=directory,
-            position=control.index,
-            rank=control.rank,
-            header=header,
-            plan_digest=plan.plan_digest,
-            block_nbytes=self._options.block_nbytes,
-            file=data_file(plan.file) if writes else None,
-            header_nbytes=len(plan.image.header) if writes else 0,
-            starts=column(plan.image.starts),
-            row_nbytes=column(plan.row_nbytes),
-            checks=column(np.array(checks, dtype=np.uint64)),
-            values=local.values,
-            places=plan.places if self._options.fingerprints else (),
-            deadline_s=self._options.deadline_s,
-        )
-
-    def _write(
-        self,
-        plan: RankPlan,
-        local: LocalState,
-        directory: str,
-        header: SaveHeader,
-        clock: Clock,
-    ) -> None:
-        """Stage and write this rank's share here; all ranks raise if one cannot."""
-        error: Exception | None = None
-        try:
-            staging, checks = self._stage(self._slots[0], plan, local, clock)
-            with clock.phase("write"):
-                job = self._job(plan, local, directory, header, checks)
-                prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
-                beat = Heartbeat(self._storage, job) if plan.commit is not None else None
-                write_share(self._storage, job, staging.view, on_progress=beat)
-        except Exception as caught:
-            error = caught
-        self._groups.control.agree(error, phase="save: written")
-
-    def _commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> Committed:
-        """Commit on the coordinator; every rank learns the outcome."""
-        error: Exception | None = None
-        payload = b""
-        if plan.commit is not None:
-            try:
-                made = commit_save(
-                    self._storage,
-                    directory,
-                    plan=plan.commit[0],
-                    plan_digest=plan.plan_digest,
-                    header=header,
-                )
-                payload = msgspec.msgpack.encode(made)
-            except Exception as caught:
-                error = caught
-        outcomes = self._groups.control.agree(error, phase="save: committed", payload=payload)
-        return msgspec.msgpack.decode(outcomes[0], type=Committed)
-
 
 def _save_id(pending: PendingSave) -> str:
     return pending.ticket.job.header.save_id if pending.ticket is not None else ""
-
-
-def _header(ask: SaveAsk, save_id: str) -> SaveHeader:
-    return SaveHeader(
-        step=ask.step,
-        save_id=save_id,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        holdfast=holdfast.__version__,
-        torch=str(torch.__version__),
-        overwrite=ask.overwrite,
-    )

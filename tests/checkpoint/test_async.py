@@ -268,7 +268,7 @@ def test_repair_finishes_what_is_complete_and_removes_the_rest(tmp_path: Path) -
     assert not leftover.exists()
 
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.save.commit_save", stop)
+        monkey.setattr("holdfast.checkpoint.send.commit_save", stop)
         monkey.setattr("holdfast.checkpoint.save.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="Stop"):
             Checkpointer(tmp_path).save(3, _filled(3.0))

@@ -1,0 +1,202 @@
+"""One rank's share of a save on its way to storage: staged, then written here or handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgspec
+import numpy as np
+import torch
+
+import holdfast
+from holdfast.checkpoint.local import LocalState
+from holdfast.checkpoint.opening import Begun, Clock, SaveAsk, Slot
+from holdfast.checkpoint.pending import PendingSave
+from holdfast.checkpoint.shares import RankPlan
+from holdfast.checkpoint.stage import Staging, content_digest, prepare_staging, stage
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.format.names import data_file, saving_dir
+from holdfast.format.policies import Policy
+from holdfast.parallel import ProcessGroups
+from holdfast.storage import Storage
+from holdfast.writer.client import Ticket, Writer
+from holdfast.writer.commit import Committed, commit_save
+from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory, publish_failure
+from holdfast.writer.records import SaveHeader, column
+from holdfast.writer.write import WriteJob, write_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverOptions:
+    """How a `Checkpointer` saves; see there."""
+
+    block_nbytes: int
+    num_arenas: int
+    deadline_s: float
+    retention: Policy | None
+    fingerprints: bool
+
+
+class Sender:
+    """Stages this rank's share of a save and brings it to storage."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        groups: ProcessGroups,
+        *,
+        options: SaverOptions,
+        slots: Sequence[Slot],
+    ) -> None:
+        self._storage = storage
+        self._groups = groups
+        self._options = options
+        self._slots = slots
+
+    def stage(
+        self, slot: Slot, plan: RankPlan, local: LocalState, clock: Clock
+    ) -> tuple[Staging, list[int]]:
+        """Copy this rank's rows into the slot; digests of the boxes it must vouch for."""
+        sources = [local.sources[row] for row in plan.rows]
+        staging = slot.staging
+        if staging is None or slot.plan_digest != plan.plan_digest:
+            slot.staging = staging = None
+            with clock.phase("lay out"):
+                staging = prepare_staging(slot.arena, plan.image, sources)
+            slot.staging, slot.plan_digest = staging, plan.plan_digest
+        with clock.phase("stage"):
+            stage(staging, sources, plan.names)
+        with clock.phase("compare"):
+            checks = [content_digest(local.sources[row]) for row in plan.checks]
+        return staging, checks
+
+    def hand_over(
+        self,
+        writer: Writer,
+        slot: Slot,
+        begun: Begun,
+        ask: SaveAsk,
+        clock: Clock,
+        *,
+        after: Callable[[SaveOutcome], None],
+    ) -> PendingSave:
+        """Stage and submit; the coordinator's writer calls `after` when it has committed.
+
+        A failure here is in the result, and fails the save on all ranks, through storage.
+        """
+        local, plan = begun.local, begun.plan_or_raise()
+        directory = saving_dir(ask.step, begun.save_id)
+        header = save_header(ask, begun.save_id)
+        pending = PendingSave(
+            step=header.step,
+            ticket=None,
+            total_nbytes=plan.total_nbytes,
+            num_tensors=plan.num_tensors,
+            storage=self._storage,
+        )
+        commits = plan.commit is not None
+        job = self._job(plan, local, directory, header, [])
+        try:
+            staging, checks = self.stage(slot, plan, local, clock)
+            job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
+            with clock.phase("submit"):
+                if slot.given != slot.arena.num_allocations:
+                    number = self._slots.index(slot)
+                    writer.give_arena(number, slot.arena.fd, slot.arena.nbytes)
+                    slot.given = slot.arena.num_allocations
+                if plan.commit is not None:
+                    writer.give_plan(plan.plan_digest, plan.commit[1])
+                pending.ticket = writer.submit(
+                    job,
+                    slot=self._slots.index(slot),
+                    nbytes=staging.view.nbytes,
+                    commits=commits,
+                    after=after if commits else None,
+                )
+        except Exception as error:
+            publish_failure(self._storage, job, error, committer=commits)
+            failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
+            pending.failure = failure
+            pending.ticket = Ticket.failed(job, failure, commits=commits)
+        return pending
+
+    def _job(
+        self,
+        plan: RankPlan,
+        local: LocalState,
+        directory: str,
+        header: SaveHeader,
+        checks: Sequence[int],
+    ) -> WriteJob:
+        control = self._groups.control
+        writes = plan.file >= 0
+        return WriteJob(
+            directory=directory,
+            position=control.index,
+            rank=control.rank,
+            header=header,
+            plan_digest=plan.plan_digest,
+            block_nbytes=self._options.block_nbytes,
+            file=data_file(plan.file) if writes else None,
+            header_nbytes=len(plan.image.header) if writes else 0,
+            starts=column(plan.image.starts),
+            row_nbytes=column(plan.row_nbytes),
+            checks=column(np.array(checks, dtype=np.uint64)),
+            values=local.values,
+            places=plan.places if self._options.fingerprints else (),
+            deadline_s=self._options.deadline_s,
+        )
+
+    def write(
+        self,
+        plan: RankPlan,
+        local: LocalState,
+        directory: str,
+        header: SaveHeader,
+        clock: Clock,
+    ) -> None:
+        """Stage and write this rank's share here; all ranks raise if one cannot."""
+        error: Exception | None = None
+        try:
+            staging, checks = self.stage(self._slots[0], plan, local, clock)
+            with clock.phase("write"):
+                job = self._job(plan, local, directory, header, checks)
+                prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
+                beat = Heartbeat(self._storage, job) if plan.commit is not None else None
+                write_share(self._storage, job, staging.view, on_progress=beat)
+        except Exception as caught:
+            error = caught
+        self._groups.control.agree(error, phase="save: written")
+
+    def commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> Committed:
+        """Commit on the coordinator; every rank learns the outcome."""
+        error: Exception | None = None
+        payload = b""
+        if plan.commit is not None:
+            try:
+                made = commit_save(
+                    self._storage,
+                    directory,
+                    plan=plan.commit[0],
+                    plan_digest=plan.plan_digest,
+                    header=header,
+                )
+                payload = msgspec.msgpack.encode(made)
+            except Exception as caught:
+                error = caught
+        outcomes = self._groups.control.agree(error, phase="save: committed", payload=payload)
+        return msgspec.msgpack.decode(outcomes[0], type=Committed)
+
+
+def save_header(ask: SaveAsk, save_id: str) -> SaveHeader:
+    """What a save says of itself in every record."""
+    return SaveHeader(
+        step=ask.step,
+        save_id=save_id,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        holdfast=holdfast.__version__,
+        torch=str(torch.__version__),
+        overwrite=ask.overwrite,
+    )
