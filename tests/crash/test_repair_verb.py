@@ -26,7 +26,7 @@ def _leave_behind(root: Path, step: int) -> Path:
         raise _Stop
 
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.save.commit_save", stop)
+        monkey.setattr("holdfast.checkpoint.send.commit_save", stop)
         monkey.setattr("holdfast.checkpoint.save.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="_Stop"):
             Checkpointer(root).save(step, state_of(step))
