@@ -34,6 +34,28 @@ class GPTConfig:
     """Base of the rotary position frequencies."""
     dropout: float = 0.0
     """Probability of dropping an element of the embedding and of each block's two outputs."""
+    mixers: str = "a"
+    """What mixes positions in each layer: a for attention, s for state space; repeated to fit."""
+    feeds: str = "d"
+    """What follows in each layer: d for a dense MLP, e for experts; repeated to fit."""
+    num_experts: int = 8
+    """Experts of each layer that has them; the expert axis must divide it."""
+    top_k: int = 2
+    """Experts that each token goes to."""
+    expert_dim: int = 0
+    """Inner width of one expert; 0 means that of a dense MLP."""
+    load_balance: float = 0.01
+    """Weight of the loss that keeps experts evenly used; 0 means none."""
+    state_dim: int = 16
+    """State space: numbers kept for each channel."""
+    state_heads: int = 0
+    """State space: heads, each with one decay; 0 means num_heads. The tensor axis divides it."""
+    state_groups: int = 0
+    """State space: groups of heads that share input and output maps; 0 means state_heads."""
+    state_expand: int = 2
+    """State space: inner width as a multiple of model_dim."""
+    conv_width: int = 4
+    """State space: positions that the causal convolution before the scan sees."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):
@@ -51,6 +73,85 @@ class GPTConfig:
             raise ConfigError(f"--mlp-dim is {self.mlp_dim}; set a positive width, or 0 for usual")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"--dropout is {self.dropout}; set a probability in [0, 1)")
+        self._check_patterns()
+        self._check_experts()
+        self._check_state_space()
+
+    def _check_patterns(self) -> None:
+        for name, letters in (("mixers", "as"), ("feeds", "de")):
+            pattern = getattr(self, name)
+            if not pattern or set(pattern) - set(letters):
+                raise ConfigError(
+                    f"{_flag(name)} {pattern!r}: it is a pattern of the letters "
+                    f"{letters[0]} and {letters[1]}, one for each layer, repeated to fit"
+                )
+
+    def _check_experts(self) -> None:
+        if "e" not in self.feeds:
+            return
+        for name in ("num_experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; set it to 1 or more")
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"--top-k {self.top_k} of --num-experts {self.num_experts}: a token cannot go to "
+                f"more experts than there are; lower --top-k"
+            )
+        if self.expert_dim < 0 or self.load_balance < 0:
+            raise ConfigError("--expert-dim and --load-balance are 0 or positive")
+
+    def _check_state_space(self) -> None:
+        if "s" not in self.mixers:
+            return
+        for name in ("state_dim", "state_expand", "conv_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; set it to 1 or more")
+        heads, groups = self.num_state_heads, self.num_state_groups
+        if heads < 1 or self.state_inner_dim % heads:
+            raise ConfigError(
+                f"--state-heads {heads} does not divide the inner width {self.state_inner_dim} "
+                f"(--state-expand x --model-dim)"
+            )
+        if groups < 1 or heads % groups:
+            raise ConfigError(f"--state-groups {groups} does not divide --state-heads {heads}")
+
+    def mixer(self, layer: int) -> str:
+        """`a` or `s`: what mixes positions in one layer."""
+        return self.mixers[layer % len(self.mixers)]
+
+    def feed(self, layer: int) -> str:
+        """`d` or `e`: what follows the mixer in one layer."""
+        return self.feeds[layer % len(self.feeds)]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(self.feed(layer) == "e" for layer in range(self.num_layers))
+
+    @property
+    def has_state_space(self) -> bool:
+        """Whether any layer mixes by a state space."""
+        return any(self.mixer(layer) == "s" for layer in range(self.num_layers))
+
+    @property
+    def expert_inner_dim(self) -> int:
+        """Inner width of one expert that is really used."""
+        return self.expert_dim or self.inner_dim
+
+    @property
+    def state_inner_dim(self) -> int:
+        """Width of the state space's inner stream."""
+        return self.state_expand * self.model_dim
+
+    @property
+    def num_state_heads(self) -> int:
+        """Heads of the state space that are really used."""
+        return self.state_heads or self.num_heads
+
+    @property
+    def num_state_groups(self) -> int:
+        """Groups of state-space heads that are really used."""
+        return self.state_groups or self.num_state_heads
 
     @property
     def head_dim(self) -> int:
