@@ -42,7 +42,7 @@ def write_page(results: Results, *, picture: Path, out: Path) -> Path:
 <h1>Killed and resumed</h1>
 <p>A model of {results.num_parameters:,} parameters is trained on 4 processes. In a second run
 rank {KILL_RANK} gets SIGKILL; all start again from the newest committed checkpoint, step
-{RESUME_STEP}, as {KILLED.layout} and under two other layouts. {verdict}</p>
+{RESUME_STEP}, as {KILLED.layout} and under three other layouts. {verdict}</p>
 <img alt="Loss curves, their differences, and which rank wrote what"
  src="data:image/png;base64,{image}">
 <h2>Checks</h2>

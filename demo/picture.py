@@ -33,6 +33,7 @@ COLOURS = {
     KILLED.name: "#0b6fb8",
     RESHARDED[0].name: "#e08e0b",
     RESHARDED[1].name: "#0a8f6a",
+    RESHARDED[2].name: "#7b4fb5",
 }
 KIND_COLOURS = dict(zip(KINDS, ("#0b6fb8", "#7fb5dd", "#c3dcef", "#d9d9d9"), strict=True))
 STYLE: Any = {
@@ -61,7 +62,7 @@ def draw(results: Results, *, out: Path) -> Path:
         _draw_differences(figure.add_subplot(grid[1, 0]), results)
         _draw_writers(figure.add_subplot(grid[1, 1]), results)
         figure.suptitle(
-            "One worker killed, the run resumed under the same and under two other layouts",
+            "One worker killed, the run resumed under the same and under three other layouts",
             x=0.012,
             ha="left",
             fontsize=15,
@@ -91,7 +92,9 @@ def _draw_losses(axes: Axes, results: Results) -> None:
         linewidth=2.6,
         label=f"{KILLED.layout}, {KILLED.title}",
     )
-    for scenario, dashes in zip(RESHARDED, ((0, (1, 2.2)), (0, (4, 3))), strict=True):
+    for scenario, dashes in zip(
+        RESHARDED, ((0, (1, 2.2)), (0, (4, 3)), (0, (2, 1.4))), strict=True
+    ):
         losses = results.curves[scenario.name].losses
         axes.plot(
             list(losses),
@@ -141,7 +144,7 @@ def _mark_events(axes: Axes, results: Results) -> None:
     at = results.curves[REFERENCE.name].losses[RESUME_STEP]
     axes.plot(RESUME_STEP, at, "^", color=COLOURS[KILLED.name], markersize=12, zorder=6)
     axes.annotate(
-        f"resumed from step {RESUME_STEP}\nunder three layouts",
+        f"resumed from step {RESUME_STEP}\nunder four layouts",
         (RESUME_STEP, at),
         xytext=(-24, -50),
         textcoords="offset points",
@@ -205,7 +208,7 @@ def _draw_writers(axes: Axes, results: Results) -> None:
                     place, width, left=left, height=0.78, color=KIND_COLOURS[kind], label=kind
                 )
                 left += width
-            where = "  ".join(f"{axis}{writer.coordinate[axis]}" for axis in ("tp", "dp"))
+            where = "  ".join(f"{axis}{writer.coordinate[axis]}" for axis in scenario.axes)
             labels.append(f"rank {writer.rank}  ({where})")
             places.append(place)
         place += 1.35

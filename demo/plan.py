@@ -47,22 +47,31 @@ class Scenario:
     """Directory under the runs."""
     title: str
     """For people."""
-    tp: int
-    """Tensor ranks; the rest are data ranks."""
+    tp: int = 1
+    """Tensor ranks; what these and `pp` leave are data ranks."""
+    pp: int = 1
+    """Pipeline stages."""
     is_resumed: bool = False
     """Whether it begins with the killed run's checkpoint, in a directory of its own."""
 
     @property
     def layout(self) -> str:
-        """`TP2 x DP2`."""
-        return f"TP{self.tp}\N{MULTIPLICATION SIGN}DP{NUM_RANKS // self.tp}"
+        """`TP2 x DP2`, for people."""
+        first = f"PP{self.pp}" if self.pp > 1 else f"TP{self.tp}"
+        dp = NUM_RANKS // (self.tp * self.pp)
+        return f"{first}\N{MULTIPLICATION SIGN}DP{dp}"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that tell this scenario's ranks apart."""
+        return ("pp", "dp") if self.pp > 1 else ("tp", "dp")
 
     def flags(self, runs: Path) -> list[str]:
         """The command line of this scenario's trainer."""
         directory = runs / self.name
         return [
             *TRAIN_FLAGS,
-            *("--tp", str(self.tp)),
+            *("--tp", str(self.tp), "--pp", str(self.pp)),
             *("--save", str(directory / "checkpoints")),
             *("--jsonl", str(directory / "events.jsonl")),
         ]
@@ -73,5 +82,6 @@ KILLED = Scenario(name="killed", title="killed and resumed", tp=2)
 RESHARDED = (
     Scenario(name="resumed-tp1-dp4", title="resumed", tp=1, is_resumed=True),
     Scenario(name="resumed-tp4-dp1", title="resumed", tp=4, is_resumed=True),
+    Scenario(name="resumed-pp2-dp2", title="resumed", pp=2, is_resumed=True),
 )
 SCENARIOS = (REFERENCE, KILLED, *RESHARDED)

@@ -91,7 +91,7 @@ def run_all(runs: Path, *, console: Console) -> Ended:
     for number, scenario in enumerate(RESHARDED):
         say(
             console,
-            f"4/5  Reshard {'ab'[number]}",
+            f"4/5  Reshard {'abc'[number]}",
             f"step {RESUME_STEP} of the killed run, loaded as {scenario.layout}: every rank reads "
             f"the byte ranges of its new shards",
         )

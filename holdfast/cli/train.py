@@ -1,4 +1,4 @@
-"""`holdfast train [CONFIG.toml] [--flags]`: train the reference model."""
+"""`holdfast train [PRESET | CONFIG.toml] [--flags]`: train the reference model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from holdfast.errors import ConfigError, HoldfastError, LayoutError
 from holdfast.train.config import TrainConfig, read_toml
 from holdfast.train.data import check_paths
 from holdfast.train.place import Place, record_failure
+from holdfast.train.presets import PRESETS
 from holdfast.train.resume import decide
 
 _ABOUT = (
-    "Train the reference model: holdfast train [CONFIG.toml] [--flags]. Flags win over the file. "
-    "Start it under torchrun, or with --nproc N by itself, or alone as one process."
+    "Train the reference model: holdfast train [dense | moe | hybrid | CONFIG.toml] [--flags]. "
+    "Flags win over preset and file. Start it under torchrun, or with --nproc N by itself, or "
+    "alone as one process."
 )
 
 
@@ -78,7 +80,7 @@ def _check_foreign(config: TrainConfig, *, place: Place) -> None:
 
 
 def parse(words: Sequence[str]) -> TrainConfig:
-    """The run that a command line describes: a TOML file's values, if it is named first, and flags.
+    """The run that a command line describes: a preset or a TOML file, if named first, and flags.
 
     Raises:
         ConfigError: a mistake in either.
@@ -86,5 +88,6 @@ def parse(words: Sequence[str]) -> TrainConfig:
     rest = list(words)
     default = None
     if rest and not rest[0].startswith("-"):
-        default = read_toml(Path(rest.pop(0)))
+        first = rest.pop(0)
+        default = PRESETS[first] if first in PRESETS else read_toml(Path(first))
     return parse_flags(TrainConfig, rest, prog="holdfast train", about=_ABOUT, default=default)

@@ -174,22 +174,12 @@ def _flag(name: str) -> str:
 
 def check_layout(config: GPTConfig, *, layout: Layout) -> None:
     """Refuse, naming the flag and the fix, a layout that this model is not written for."""
-    refused = {
-        "pp": "split over pipeline stages",
-        "cp": "split over the positions of a sequence",
-        "ep": "made of experts",
-    }
-    for axis, what in refused.items():
-        if layout.size(axis) != 1:
-            raise ConfigError(
-                f"--{axis} {layout.size(axis)}: the reference model is not {what} "
-                f"in this version: set --{axis} 1"
-            )
-    tp = layout.size("tp")
-    if layout.size("expt_tp") != tp:
+    tp = layout.tp
+    _check_expert_axes(config, layout=layout)
+    if config.has_state_space and config.num_state_groups % (tp * layout.cp):
         raise ConfigError(
-            f"--expt-tp {layout.size('expt_tp')}: the reference model is not made of experts "
-            f"in this version: leave --expt-tp out"
+            f"--tp {tp} x --cp {layout.cp} does not divide the {config.num_state_groups} groups "
+            f"of the state space: set --state-groups to a multiple of {tp * layout.cp}"
         )
     if config.num_heads % tp:
         raise ConfigError(
@@ -200,4 +190,25 @@ def check_layout(config: GPTConfig, *, layout: Layout) -> None:
         raise ConfigError(
             f"--tp {tp} does not divide the MLP's inner width {config.inner_dim}: "
             f"set --mlp-dim to a multiple of {tp}, or another --tp"
+        )
+
+
+def _check_expert_axes(config: GPTConfig, *, layout: Layout) -> None:
+    ep, expt_tp = layout.ep, layout.expt_tp
+    if not config.has_experts:
+        if ep != 1 or expt_tp != layout.tp:
+            raise ConfigError(
+                f"--ep {ep}, --expt-tp {expt_tp}: the model has no experts; give it some with "
+                f"--feeds e, or leave --ep and --expt-tp out"
+            )
+        return
+    if config.num_experts % ep:
+        raise ConfigError(
+            f"--ep {ep} does not divide --num-experts {config.num_experts}: "
+            f"set --num-experts to a multiple of {ep}, or another --ep"
+        )
+    if config.expert_inner_dim % expt_tp:
+        raise ConfigError(
+            f"--expt-tp {expt_tp} does not divide the experts' inner width "
+            f"{config.expert_inner_dim}: set --expert-dim to a multiple of {expt_tp}"
         )

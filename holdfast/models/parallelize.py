@@ -1,24 +1,28 @@
-"""A GPT split over the tensor axis and repeated over the data axis of given groups.
+"""A GPT on the groups of a layout: every axis at once.
 
-The tensor axis is torch's own: `parallelize_module` with column- and row-wise styles and a
-vocabulary-parallel embedding and head. The data axis is explicit: gradients are averaged over the
-`dp_cp` communicator after backward, in flat buckets, by `ParallelGPT.reduce_gradients`.
+The tensor axis of the dense layers is torch's own: `parallelize_module` with column- and row-wise
+styles and a vocabulary-parallel embedding and head. Experts, state space and attention over a
+context axis have their groups as constructor arguments. The pipeline is
+`torch.distributed.pipelining` on the `pp` communicator. The data axis is explicit: see
+`reduce_gradients`.
 
-Every parameter is a DTensor on the mesh (`dp_cp`, `tp`): it says itself that it is repeated over
-data ranks, and how it lies on the tensor axis. The computation needs the tensor axis only, so
-`ParallelGPT.forward` hands the modules a view of each parameter on the `tp` mesh alone.
+Every parameter is a DTensor that says how it lies on the ranks that have it: dense ones on the mesh
+(`dp_cp`, `tp`), experts on (`expt_dp`, `ep`, `expt_tp`), and an embedding that the first and the
+last stage share on (`embd`, `dp_cp`, `tp`). The computation wants less than that, so modules are
+handed a view of each parameter: on the `tp` mesh alone, or its plain local part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -30,20 +34,40 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.func import functional_call
 
+from holdfast.models.collectives import Axis
 from holdfast.models.config import GPTConfig, check_layout
+from holdfast.models.context import take_positions
 from holdfast.models.gpt import GPT, initial_parameter
+from holdfast.models.gradients import reduce_gradients
+from holdfast.models.pipeline import PipelineRunner
+from holdfast.models.stages import Pipeline, Stage, Variant
 from holdfast.parallel import ProcessGroups
 
-BUCKET_NBYTES = 32 * 2**20
-"""Bytes of gradient that go into one all-reduce; more saves calls, less saves memory."""
+DENSE_MESH = ("dp_cp", "tp")
+TIED_MESH = ("embd", "dp_cp", "tp")
+EXPERT_MESH = ("expt_dp", "ep", "expt_tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLosses:
+    """What one pass over a data rank's rows gave, in the order of the rows; float64, no gradient.
+
+    Under a context axis they are means over this rank's positions. On stages other than the last
+    they are empty.
+    """
+
+    loss: Tensor
+    """(rows,) mean cross entropy of each row."""
+    balance: Tensor
+    """(rows,) balance loss of each row; 0 in a model without experts."""
 
 
 class ParallelGPT:
-    """A GPT on the groups of a layout: forward, the loss's context, and gradient averaging.
+    """A GPT on the groups of a layout.
 
-    `module` is the `nn.Module` to optimise and to checkpoint; its parameter names are those of the
-    model in one process. On a layout of one rank its parameters are plain tensors, otherwise
-    DTensors on `groups.mesh("dp_cp", "tp")`.
+    `module` is the `nn.Module` to optimise and to checkpoint: the layers this rank has, under their
+    names in the whole model. On a layout of one rank its parameters are plain tensors, otherwise
+    DTensors.
     """
 
     def __init__(
@@ -53,14 +77,21 @@ class ParallelGPT:
         groups: ProcessGroups,
         seed: int = 0,
         device: torch.device | None = None,
+        pipeline: Pipeline | None = None,
+        variant: Variant = "gather",
+        autocast: torch.dtype | None = None,
     ) -> None:
         """Build and initialise the local part; no collective.
 
         Args:
-            config: sizes of the model; heads and MLP width must divide by the tensor axis.
-            groups: needs `tp` and `dp_cp` where they are larger than 1.
+            config: sizes of the model.
+            groups: needs a communicator for every axis larger than 1 (`dp_cp` for the data axis).
             seed: parameters are a function of (seed, name) and nothing else.
             device: where parameters live; default the CPU.
+            pipeline: how the model is cut over `pp`; default: one even stage per rank, 1F1B.
+            variant: how attention works over a context axis: keys and values gathered, or sent
+                round a ring.
+            autocast: dtype of matrix products; absent: that of the parameters.
 
         Raises:
             ConfigError: the model cannot be split over this layout.
@@ -69,28 +100,86 @@ class ParallelGPT:
         Memory: this rank's parameters, and one full parameter at a time on the CPU.
         """
         check_layout(config, layout=groups.layout)
+        self.config = config
         self.groups = groups
         self.device = device or torch.device("cpu")
+        self.autocast = autocast
+        self.pipeline = pipeline or Pipeline()
+        pp, tp = groups.size("pp"), groups.size("tp")
+        self._all_stages = self.pipeline.stages(num_layers=config.num_layers, pp=pp)
+        self.stages: tuple[Stage, ...] = tuple(
+            stage
+            for stage in self._all_stages
+            if self.pipeline.owner(stage.index, pp=pp) == groups.index("pp")
+        )
         self._is_split = groups.layout.world_size > 1
-        self._vocab_is_split = groups.size("tp") > 1 and config.vocab_size % groups.size("tp") == 0
+        self._vocab_is_split = tp > 1 and config.vocab_size % tp == 0
+        self._context = Axis.of(groups, "cp")
         with torch.device("meta"):
-            self.module = GPT(config)
+            self.module = GPT(config, groups=groups, stages=self.stages, variant=variant)
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         if self._is_split:
-            groups.require("tp", "dp_cp")
-            self._mesh = groups.mesh("dp_cp", "tp")
-            self._tp_mesh = groups.mesh("tp")
-            if groups.size("tp") > 1:
-                plan = _tensor_plan(config, vocab_is_split=self._vocab_is_split)
-                parallelize_module(self.module, self._tp_mesh, plan, src_data_rank=None)
-        self._initialise(config, seed=seed)
+            groups.require("tp", "dp_cp", "pp")
+            if tp > 1:
+                plan = _tensor_plan(self.module, vocab_is_split=self._vocab_is_split)
+                parallelize_module(self.module, self._mesh("tp"), plan, src_data_rank=None)
+        self._initialise(seed=seed)
+        self._runner: PipelineRunner | None = None
+
+    @property
+    def ties_stages(self) -> bool:
+        """Whether the first and the last rank of a pipeline each have the embedding."""
+        return (
+            self.groups.size("pp") > 1 and self.config.tied_head and not self.pipeline.is_v_shaped
+        )
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return any(stage.is_last for stage in self.stages)
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Loss per token, (rows, positions) float32, of this data rank's rows, as a plain tensor.
+        """Loss per token of this data rank's rows, as a plain tensor; without a pipeline.
 
-        Cost: two all-reduces over `tp` per block, and three small ones for the loss.
+        Args:
+            tokens: (rows, positions) of whole rows; positions divide by 2 x cp.
+            targets: the same shape.
+
+        Returns:
+            (rows, positions / cp) float32; its gradient has the balance loss in it.
+
+        Cost: two all-reduces over `tp` per layer, and three small ones for the loss.
         """
-        losses = functional_call(self.module, self._views(), (tokens, targets))
-        return _local(losses)
+        losses, balance = self._run_whole(tokens, targets)
+        return losses + (balance - balance.detach())[:, None]
+
+    def forward_backward(
+        self, tokens: Tensor, targets: Tensor, *, num_microbatches: int = 1
+    ) -> RowLosses:
+        """Add the gradient of the mean loss of these rows to every parameter.
+
+        Args:
+            tokens: (rows, positions) of whole rows, equal on all ranks of one data share.
+            targets: the same shape.
+            num_microbatches: equal parts that the rows are cut into; a pipeline runs them in its
+                schedule's order and takes the same sizes in every call.
+
+        Returns:
+            The losses of each row; empty where the last stage is not on this rank.
+        """
+        if self.groups.size("pp") > 1:
+            return self._forward_backward_pipeline(tokens, targets, num_microbatches)
+        losses, balances = [], []
+        for part, wanted in zip(
+            tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True
+        ):
+            with self.loss_context():
+                each, balance = self._run_whole(part, wanted)
+                total = (each.mean(dim=1) + balance).sum() / len(tokens)
+                total.backward()  # type: ignore[no-untyped-call]
+            losses.append(each.detach().double().mean(dim=1))
+            balances.append(balance.detach().double())
+        return RowLosses(loss=torch.cat(losses), balance=torch.cat(balances))
 
     def loss_context(self) -> AbstractContextManager[None]:
         """What forward *and backward* must run in, so that split logits are never gathered."""
@@ -101,99 +190,169 @@ class ParallelGPT:
             else nullcontext()
         )
 
-    @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Average every parameter's gradient over `dp_cp`, in place.
+        """Make every gradient that of the mean loss over all data ranks; see there. Collective."""
+        reduce_gradients(self.module.parameters(), groups=self.groups)
 
-        A parameter that got no gradient on this rank counts as zero, so that all ranks take part
-        in the same collectives. Cost: one all-reduce and one copy in and out per 32 MiB of local
-        gradient, in float32 or wider.
-        """
-        num_copies = self.groups.size("dp_cp")
-        if num_copies == 1:
-            return
-        group = self.groups.group("dp_cp")
-        for parameter in self.module.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [_local(cast("Tensor", p.grad)) for p in self.module.parameters()]
-        wide = torch.promote_types(torch.float32, gradients[0].dtype)
-        for bucket in _buckets(gradients, limit_nbytes=BUCKET_NBYTES):
-            flat = torch.cat([gradient.reshape(-1).to(wide) for gradient in bucket])
-            dist.all_reduce(flat, group=group)
-            flat.div_(num_copies)
-            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+    def run_stage(
+        self, stage: Stage, x: Tensor, balance: Tensor | None, targets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One stage on this rank's own parameters; see `GPT.run`."""
+        wrapped = {f"model.{name}": view for name, view in self._views().items()}
+        with self._autocast():
+            out, balance = functional_call(
+                _Run(self.module), wrapped, (x, balance), {"stage": stage, "targets": targets}
+            )
+        return _local(out), _local(balance)
 
-    def _initialise(self, config: GPTConfig, *, seed: int) -> None:
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+    def _run_whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self.run_stage(
+            self._all_stages[0],
+            take_positions(tokens, axis=self._context, dim=1),
+            None,
+            take_positions(targets, axis=self._context, dim=1),
+        )
+
+    def _forward_backward_pipeline(
+        self, tokens: Tensor, targets: Tensor, num_microbatches: int
+    ) -> RowLosses:
+        sizes = (*tokens.shape, num_microbatches)
+        if self._runner is None or self._runner.sizes != sizes:
+            self._runner = PipelineRunner(self, sizes=sizes)
+        with self.loss_context():
+            losses, balance = self._runner.step(
+                take_positions(tokens, axis=self._context, dim=1),
+                take_positions(targets, axis=self._context, dim=1),
+            )
+        return RowLosses(loss=losses.double().mean(dim=1), balance=balance.double())
+
+    def _mesh(self, *names: str) -> DeviceMesh:
+        if names not in self._meshes:
+            self._meshes[names] = self.groups.mesh(*names)
+        return self._meshes[names]
+
+    def _initialise(self, *, seed: int) -> None:
         """Replace each meta parameter by its real local part, declared on the whole mesh."""
         for module_name, module in self.module.named_modules():
+            splits: Mapping[str, Mapping[int, str]] = getattr(module, "SPLITS", {})
             for name, parameter in list(module.named_parameters(recurse=False)):
                 key = f"{module_name}.{name}" if module_name else name
                 full = initial_parameter(
-                    key, shape=tuple(parameter.shape), config=config, seed=seed
+                    key, shape=tuple(parameter.shape), config=self.config, seed=seed
                 )
-                value = self._declare(full, placement=_tp_placement(parameter))
+                axes = _axes_of(parameter, splits.get(name, {}))
+                value = self._declare(key, full, axes)
                 module.register_parameter(name, nn.Parameter(value))
 
-    def _declare(self, full: Tensor, *, placement: Placement) -> Tensor:
+    def _declare(self, key: str, full: Tensor, axes: Mapping[int, str]) -> Tensor:
+        """This rank's part of a parameter whose dims are split over the axes named."""
         if not self._is_split:
             return full.to(self.device)
+        names: tuple[str, ...] = DENSE_MESH
+        if key == "embed.weight" and self.ties_stages:
+            names = TIED_MESH
+        elif not set(axes.values()) <= {"tp"}:
+            names = EXPERT_MESH
         local = full
-        if placement.is_shard():
-            # src_data_rank=None: every rank drew the same value, so nothing is sent.
-            cut = distribute_tensor(full, self._tp_mesh, [placement], src_data_rank=None)
-            local = cut.to_local().clone()
+        dims = {axis: dim for dim, axis in axes.items()}
+        placements: list[Placement] = []
+        for axis in names:
+            if axis not in dims:
+                placements.append(Replicate())
+                continue
+            dim = dims[axis]
+            size = local.shape[dim] // self.groups.size(axis)
+            local = local.narrow(dim, self.groups.index(axis) * size, size)
+            placements.append(Shard(dim))
         return DTensor.from_local(
-            local.to(self.device), self._mesh, [Replicate(), placement], run_check=False
+            local.clone().to(self.device), self._mesh(*names), placements, run_check=False
         )
 
     def _views(self) -> dict[str, Tensor]:
-        """Parameters as the computation wants them: split ones on the `tp` mesh, others plain.
+        """Parameters as the computation wants them: split dense ones on the `tp` mesh, or plain.
 
-        Autograd runs through the view, so gradients arrive at the declared parameters; over
-        `dp_cp` they are this rank's own until `reduce_gradients`.
+        Autograd runs through the view, so gradients arrive at the declared parameters; over the
+        data axes they are this rank's own until they are reduced.
         """
         if not self._is_split:
             return {}
+        own = _names_with_splits(self.module)
         views = {}
         for name, parameter in self.module.named_parameters():
             declared = cast("DTensor", parameter)
-            placement = declared.placements[1]
-            local = declared.to_local()
+            local, placement = declared.to_local(), declared.placements[-1]
             views[name] = (
-                DTensor.from_local(local, self._tp_mesh, [placement], run_check=False)
-                if placement.is_shard()
+                DTensor.from_local(local, self._mesh("tp"), [placement], run_check=False)
+                if placement.is_shard() and name not in own
                 else local
             )
         return views
 
 
-def _tensor_plan(config: GPTConfig, *, vocab_is_split: bool) -> dict[str, ParallelStyle]:
-    """Which module is split how over the tensor axis (Shoeybi et al. 2019).
+class _Run(nn.Module):
+    """`GPT.run` as a forward, which is what `functional_call` calls."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, x: Tensor, balance: Tensor | None, *, stage: Stage, targets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self.model.run(x, balance, stage=stage, targets=targets)
+
+
+def _names_with_splits(module: nn.Module) -> set[str]:
+    """Parameters of modules that split themselves; they are handed plain tensors."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, inner in module.named_modules()
+        if hasattr(inner, "SPLITS")
+        for name, _ in inner.named_parameters()
+    }
+
+
+def _axes_of(parameter: Tensor, splits: Mapping[int, str]) -> Mapping[int, str]:
+    """Dim -> axis, as the module says or as torch's tensor parallelism has cut it."""
+    if isinstance(parameter, DTensor):
+        placement = parameter.placements[0]
+        return {placement.dim: "tp"} if isinstance(placement, Shard) else {}
+    return splits
+
+
+def _tensor_plan(module: GPT, *, vocab_is_split: bool) -> dict[str, ParallelStyle]:
+    """Which dense module is split how over the tensor axis (Shoeybi et al. 2019).
 
     The residual stream stays plain and equal on all tensor ranks. Inputs of a block's half become
     DTensors once, at its door, so that the gradients of its two or three column-wise matrices are
     added before they are reduced.
     """
+    config = module.config
     plan: dict[str, ParallelStyle] = {}
-    for index in range(config.num_layers):
-        attn, mlp = f"blocks.{index}.attn", f"blocks.{index}.mlp"
-        plan[attn] = PrepareModuleInput(
-            input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
-        )
-        plan[mlp] = PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
-        )
-        for name in ("query", "key", "value"):
-            plan[f"{attn}.{name}"] = ColwiseParallel()
-        plan[f"{attn}.out"] = RowwiseParallel()
-        for name in ("gate", "up") if config.mlp == "swiglu" else ("up",):
-            plan[f"{mlp}.{name}"] = ColwiseParallel()
-        plan[f"{mlp}.down"] = RowwiseParallel()
-    if vocab_is_split:
+    for layer in module.blocks:
+        attn, mlp = f"blocks.{layer}.attn", f"blocks.{layer}.mlp"
+        if config.mixer(int(layer)) == "a":
+            plan[attn] = PrepareModuleInput(
+                input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
+            )
+            for name in ("query", "key", "value"):
+                plan[f"{attn}.{name}"] = ColwiseParallel()
+            plan[f"{attn}.out"] = RowwiseParallel()
+        if config.feed(int(layer)) == "d":
+            plan[mlp] = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+            )
+            for name in ("gate", "up") if config.mlp == "swiglu" else ("up",):
+                plan[f"{mlp}.{name}"] = ColwiseParallel()
+            plan[f"{mlp}.down"] = RowwiseParallel()
+    if vocab_is_split and hasattr(module, "embed"):
         plan["embed"] = RowwiseParallel(input_layouts=Replicate())
+    if vocab_is_split and hasattr(module, "head"):
         plan["head"] = _head_style(config)
     return plan
 
@@ -210,23 +369,5 @@ def _head_style(config: GPTConfig) -> ParallelStyle:
     )
 
 
-def _tp_placement(parameter: Tensor) -> Placement:
-    return parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _buckets(tensors: list[Tensor], *, limit_nbytes: int) -> Iterator[list[Tensor]]:
-    """Consecutive runs of tensors of at most `limit_nbytes` together, or of one larger tensor."""
-    bucket: list[Tensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        if bucket and nbytes + tensor.nbytes > limit_nbytes:
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(tensor)
-        nbytes += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch import distributed as dist
 from holdfast.errors import DeadlineError, GroupError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 
@@ -152,3 +154,36 @@ def _not_split_from_world() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
+
+
+def set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
+    """Make a mesh unequal to meshes with another mark, and its slices to theirs.
+
+    Torch compares meshes by their ranks and names, not by their communicators, and caches what an
+    operation on DTensors gives by that comparison: a result on one mesh then lies on another that
+    was there before, and its collectives run on communicators that nobody named, or that are
+    destroyed. The field set here is the one in which torch tells threads apart that stand for
+    ranks.
+    """
+    private: Any = mesh
+    private._thread_id = int.from_bytes(blake2b(mark.encode(), digest_size=7).digest(), "little")
+    private._hash = None
+    make_slice = private._create_sub_mesh
+
+    def make_marked(*args: Any, **named: Any) -> DeviceMesh:
+        return set_apart(make_slice(*args, **named), mark=mark)
+
+    private._create_sub_mesh = make_marked
+    return mesh
+
+
+def forget_meshes() -> None:
+    """Drop what torch has cached of operations on DTensors, and with it the meshes in there.
+
+    FSDP joins slices into meshes of its own, which `set_apart` does not reach.
+    """
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()

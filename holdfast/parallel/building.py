@@ -50,6 +50,8 @@ class Built:
     backend: str = ""
     prefix: str = ""
     """Unique to this meeting of this layout's ranks; starts the names of its communicators."""
+    has_meshes: bool = False
+    """Whether a device mesh was made of them."""
 
     def make(self, ranks: Sequence[int], name: str, backend: str | None = None) -> ProcessGroup:
         """A new communicator, owned here."""
@@ -74,6 +76,8 @@ class Built:
         self.alone.clear()
         self.control.close()
         self.destroy_newest(len(self.owned))
+        if self.has_meshes:
+            _torch.forget_meshes()
 
     def destroy_newest(self, count: int) -> None:
         """Destroy the last `count` communicators made here."""

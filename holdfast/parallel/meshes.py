@@ -24,9 +24,10 @@ def mesh(built: Built, names: Sequence[str], device_type: str | None) -> DeviceM
     grid = _grid(built, names, axes)
     groups = [_communicator(built, name) for name in names]
     kind = device_type or _torch.device_type(groups[0])
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], kind, grid, mesh_dim_names=tuple(names))
-    return DeviceMesh.from_group(groups, kind, grid, mesh_dim_names=tuple(names))
+    given = groups[0] if len(groups) == 1 else groups
+    made = DeviceMesh.from_group(given, kind, grid, mesh_dim_names=tuple(names))
+    built.has_meshes = True
+    return _torch.set_apart(made, mark=built.prefix)
 
 
 def _grid(built: Built, names: Sequence[str], axes: Sequence[str]) -> torch.Tensor:

@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.models.config import GPTConfig, check_layout
+from holdfast.models.stages import Pipeline, ScheduleName
 from holdfast.parallel.layout import DEFAULT_ORDER, Layout
 
 ModelConfig = GPTConfig
@@ -28,17 +29,25 @@ class LayoutConfig:
     tp: int = 1
     """Tensor axis: ranks that share each layer's matrices."""
     pp: int = 1
-    """Pipeline axis; the reference model is not split over stages in this version."""
+    """Pipeline axis: ranks that have different layers."""
     cp: int = 1
-    """Context axis; the reference model does not split sequences in this version."""
+    """Context axis: ranks that have different positions of each row."""
     ep: int = 1
-    """Expert axis; the reference model has no experts in this version."""
+    """Expert axis: ranks that have different experts."""
     expt_tp: int | None = None
     """Tensor axis of experts; absent means the same as --tp."""
     dp: int | None = None
     """Data axis: ranks that take different rows; absent means what the other sizes leave."""
     order: str = DEFAULT_ORDER
     """Axes from the one whose neighbours have neighbouring ranks to the slowest, joined with -."""
+    pp_schedule: ScheduleName = "1f1b"
+    """Order of the microbatches in a pipeline."""
+    stages_per_rank: int = 1
+    """Stages of each pipeline rank; several with interleaved, looped-bfs and zero-bubble."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage, first to last; absent: as even as they come."""
+    cp_attention: Literal["gather", "ring"] = "gather"
+    """Attention over a context axis: gather keys and values, or send them round a ring."""
 
     def layout(self, world_size: int) -> Layout:
         """The layout over `world_size` ranks; LayoutError with the arithmetic if none fits."""
@@ -53,6 +62,14 @@ class LayoutConfig:
             order=self.order,
         )
 
+    def pipeline(self) -> Pipeline:
+        """How the model is cut over the pipeline axis."""
+        return Pipeline(
+            schedule=self.pp_schedule,
+            stages_per_rank=self.stages_per_rank,
+            stage_layers=self.stage_layers,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
@@ -65,9 +82,28 @@ class DataConfig:
     global_batch_size: int = 16
     """Rows per step over all ranks; data ranks share them equally."""
     micro_batch_size: int = 0
-    """Rows per forward pass of one rank; 0 means all of its rows at once."""
+    """Rows per forward pass; 0 means all of a rank's at once, or enough parts for a pipeline."""
     allow_other_data: bool = False
     """Go on with other text than the checkpoint was trained on, from the same position."""
+
+    def num_microbatches(self, *, dp: int, num_stages: int) -> int:
+        """Equal parts that the rows of a data rank are cut into.
+
+        Raises ConfigError for a pipeline that has fewer microbatches than stages.
+        """
+        rows = self.global_batch_size // dp
+        if self.micro_batch_size:
+            count = rows // self.micro_batch_size
+        else:
+            fits = (n for n in range(num_stages, rows + 1) if rows % n == 0)
+            count = next(fits, rows) if num_stages > 1 else 1
+        if count < num_stages:
+            raise ConfigError(
+                f"{count} microbatches of the {rows} rows of a data rank cannot fill {num_stages} "
+                f"pipeline stages: raise --global-batch-size, or lower --micro-batch-size, --dp or "
+                f"--pp"
+            )
+        return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +229,9 @@ class TrainConfig:
                 raise
             raise LayoutError(f"{error} One process runs: --nproc N starts N of them.") from error
         check_layout(self.model, layout=layout)
-        _check_batch(self.data, num_data_ranks=layout.size("dp_cp"))
+        stages = self.layout.pipeline().stages(num_layers=self.model.num_layers, pp=layout.pp)
+        _check_batch(self.data, layout=layout)
+        self.data.num_microbatches(dp=layout.dp, num_stages=len(stages))
         return layout
 
 
@@ -341,8 +379,13 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         )
 
 
-def _check_batch(data: DataConfig, *, num_data_ranks: int) -> None:
-    rows = data.global_batch_size
+def _check_batch(data: DataConfig, *, layout: Layout) -> None:
+    rows, num_data_ranks = data.global_batch_size, layout.dp
+    if layout.cp > 1 and data.seq_len % (2 * layout.cp):
+        raise ConfigError(
+            f"--seq-len {data.seq_len} with --cp {layout.cp}: each rank takes two equal pieces of "
+            f"a row; set --seq-len to a multiple of {2 * layout.cp}"
+        )
     if rows % num_data_ranks:
         raise ConfigError(
             f"--global-batch-size {rows} cannot be shared by {num_data_ranks} data ranks: "

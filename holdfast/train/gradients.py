@@ -38,7 +38,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) 
     says that itself, a plain tensor is held by all. The sum runs in float64 over the whole layout.
     Non-finite values travel as a count of ranks, because gloo's MAX can lose a NaN.
 
-    Cost: one all-reduce of two numbers over each of `tp` and `dp_cp` that is larger than 1.
+    Cost: one all-reduce of two numbers over each of `tp`, `dp_cp` and `pp` that is larger than 1.
     """
     num_ranks = groups.layout.world_size
     held = [
@@ -51,7 +51,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) 
     is_finite = math.isfinite(square)
     total = torch.tensor([square if is_finite else 0.0, float(not is_finite)], dtype=torch.float64)
     # gloo reduces on the CPU, NCCL on the device
-    for name in ("tp", "dp_cp"):
+    for name in ("tp", "dp_cp", "pp"):
         if groups.size(name) > 1:
             group = groups.group(name)
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -74,33 +74,36 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: GradientNorm, li
             parameter.grad.mul_(factor)
 
 
-def mean_over_rows(row_losses: Tensor, *, groups: ProcessGroups) -> float:
+def mean_over_rows(row_losses: Tensor, *, num_rows: int, groups: ProcessGroups) -> float:
     """The mean over the rows of all data ranks, added in the order of the rows.
 
+    `row_losses`: of this data rank's `num_rows` rows, means over this rank's positions; empty on
+    ranks without the last pipeline stage.
+
     The rows travel, not their sums: each lands in its own place of a vector of zeros, so that the
-    sum over ranks is exact and the addition does not depend on the layout. Cost: one all-reduce
-    over `dp_cp` of 8 bytes per row of the global batch.
+    sum over data ranks is exact and the addition does not depend on the layout. Cost: one
+    all-reduce over each of `dp_cp` and `pp` of 8 bytes per row of the global batch.
     """
-    shares, index = groups.size("dp_cp"), groups.index("dp_cp")
-    if shares > 1:
-        everyone = torch.zeros(
-            shares, len(row_losses), dtype=torch.float64, device=row_losses.device
-        )
-        everyone[index] = row_losses
-        dist.all_reduce(everyone, group=groups.group("dp_cp"))
-        row_losses = everyone.flatten()
-    return float(np.sum(row_losses.cpu().numpy()) / len(row_losses))
+    everyone = torch.zeros(
+        groups.size("dp"), num_rows, dtype=torch.float64, device=row_losses.device
+    )
+    if len(row_losses):
+        everyone[groups.index("dp")] = row_losses.double() / groups.size("cp")
+    for name in ("dp_cp", "pp"):
+        if groups.size(name) > 1:
+            dist.all_reduce(everyone, group=groups.group(name))
+    return float(np.sum(everyone.cpu().numpy()) / everyone.numel())
 
 
 def _held(gradient: Tensor, *, num_ranks: int) -> tuple[Tensor, int]:
-    """What this rank holds of a gradient, and how many ranks hold the same."""
+    """What this rank holds of a gradient, and how many ranks hold the same.
+
+    The mesh of a DTensor has all ranks that hold a part of it; other pipeline stages do not.
+    """
     if not isinstance(gradient, DTensor):
         return gradient, num_ranks
     num_copies = 1
-    on_mesh = 1
     for dim, placement in enumerate(gradient.placements):
-        size = gradient.device_mesh.size(dim)
-        on_mesh *= size
         if placement.is_replicate():
-            num_copies *= size
-    return gradient.to_local(), num_copies * (num_ranks // on_mesh)
+            num_copies *= gradient.device_mesh.size(dim)
+    return gradient.to_local(), num_copies

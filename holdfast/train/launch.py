@@ -75,9 +75,7 @@ def open_groups(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timeout=timedelta(seconds=timeout_s)
     )
     try:
-        with ProcessGroups.create(
-            layout, names=("tp", "dp_cp"), backend=backend, timeout_s=timeout_s
-        ) as groups:
+        with ProcessGroups.create(layout, backend=backend, timeout_s=timeout_s) as groups:
             yield groups
     finally:
         dist.destroy_process_group()

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
 from holdfast.errors import ConfigError, FaultDetected
@@ -50,7 +48,7 @@ class Trainer:
 
         Args:
             config: checked by `TrainConfig.check`.
-            groups: needs `tp` and `dp_cp` where they are larger than 1.
+            groups: needs a communicator for every axis larger than 1 (`dp_cp` for data).
             corpus: the same text on every rank.
             reporter: where this rank reports; absent on all ranks but one.
             device: where to compute; default the CPU.
@@ -61,7 +59,20 @@ class Trainer:
         self.groups = groups
         self.reporter = reporter
         self.device = device or torch.device("cpu")
-        self.model = ParallelGPT(config.model, groups=groups, seed=config.seed, device=self.device)
+        pipeline = config.layout.pipeline()
+        self.model = ParallelGPT(
+            config.model,
+            groups=groups,
+            seed=config.seed,
+            device=self.device,
+            pipeline=pipeline,
+            variant=config.layout.cp_attention,
+            autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        )
+        stages = pipeline.stages(num_layers=config.model.num_layers, pp=groups.size("pp"))
+        self.num_microbatches = config.data.num_microbatches(
+            dp=groups.size("dp"), num_stages=len(stages)
+        )
         self.optimizer = make_optimizer(self.model.module, optim=config.optim)
         self.schedule = Schedule(
             self.optimizer,
@@ -82,7 +93,9 @@ class Trainer:
             else Checkpointer(save, groups=groups, retention=_retention(config.checkpoint))
         )
         self._pending: tuple[PendingSave, float] | None = None
-        _seed_generators(config.seed, data_index=groups.index("dp_cp"))
+        _seed_generators(
+            config.seed, data_index=groups.index("dp_cp"), stage_index=groups.index("pp")
+        )
 
     def __enter__(self) -> Trainer:
         """Itself; leaving gives back the staging memory."""
@@ -137,10 +150,12 @@ class Trainer:
             FaultDetected: on every rank, before the update, if loss or gradient is not finite.
         """
         started = time.perf_counter()
-        shares = self.groups.size("dp_cp")
-        rows = self.sampler.rows(index=self.groups.index("dp_cp"), num_shares=shares)
-        row_losses = self._forward_backward(torch.from_numpy(rows).to(self.device))
-        loss = mean_over_rows(row_losses, groups=self.groups)
+        rows = self.sampler.rows(index=self.groups.index("dp"), num_shares=self.groups.size("dp"))
+        batch = torch.from_numpy(rows).to(self.device)
+        losses = self.model.forward_backward(
+            batch[:, :-1], batch[:, 1:], num_microbatches=self.num_microbatches
+        )
+        loss = mean_over_rows(losses.loss, num_rows=len(rows), groups=self.groups)
 
         self.model.reduce_gradients()
         parameters = list(self.model.module.parameters())
@@ -263,23 +278,6 @@ class Trainer:
             f"{readable_nbytes(nbytes_read)} read by all ranks in {seconds:.2f} s"
         )
 
-    def _forward_backward(self, rows: Tensor) -> Tensor:
-        """Gradients of this rank's mean loss, and each row's loss in float64."""
-        size = self.config.data.micro_batch_size or len(rows)
-        row_losses = []
-        for micro in torch.split(rows, size):
-            with self.model.loss_context():
-                with self._autocast():
-                    losses = self.model(micro[:, :-1], micro[:, 1:])
-                (losses.mean() * (len(micro) / len(rows))).backward()  # type: ignore[no-untyped-call]
-            row_losses.append(losses.detach().double().mean(dim=1))
-        return torch.cat(row_losses)
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.config.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
     def _note(self, text: str) -> None:
         if self.reporter is not None:
             self.reporter.note(text, style="yellow")
@@ -336,12 +334,13 @@ def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSetting
     )
 
 
-def _seed_generators(seed: int, *, data_index: int) -> None:
-    """Seed Python's, NumPy's and torch's streams: equal on tensor ranks, different on data ranks.
+def _seed_generators(seed: int, *, data_index: int, stage_index: int) -> None:
+    """Seed Python's, NumPy's and torch's streams: equal on tensor ranks, different elsewhere.
 
     Tensor ranks hold the same residual stream, so dropout must draw the same mask on them.
     """
-    digest = hashlib.blake2b(f"{seed}:{data_index}".encode(), digest_size=8).digest()
+    text = f"{seed}:{data_index}" + (f":{stage_index}" if stage_index else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     value = int.from_bytes(digest, "little") >> 1
     random.seed(value)
     np.random.seed(value % 2**32)

@@ -88,15 +88,28 @@ def test_an_untrained_model_is_undecided_and_learns(mlp: str, norm: str) -> None
     ("layout", "flag"),
     [
         (Layout(tp=3, dp=1), "--num-heads"),
-        (Layout(pp=2), "--pp 1"),
-        (Layout(cp=2), "--cp 1"),
-        (Layout(ep=2, dp=2), "--ep 1"),
+        (Layout(ep=2, dp=2), "--feeds e"),
         (Layout(tp=2, dp=2, expt_tp=1), "--expt-tp"),
     ],
 )
-def test_a_layout_it_is_not_written_for_is_refused_by_name(layout: Layout, flag: str) -> None:
+def test_a_layout_that_does_not_fit_is_refused_by_name(layout: Layout, flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         check_layout(CONFIG, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "flag"),
+    [
+        ({"feeds": "e", "num_experts": 6}, Layout(ep=4, dp=4), "--num-experts"),
+        ({"feeds": "e", "expert_dim": 6}, Layout(tp=4, dp=1), "--expert-dim"),
+        ({"mixers": "s", "state_groups": 2}, Layout(tp=2, cp=2), "--state-groups"),
+    ],
+)
+def test_what_the_axes_cannot_share_is_refused_by_flag(
+    sizes: dict[str, object], layout: Layout, flag: str
+) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        check_layout(GPTConfig(num_layers=2, model_dim=32, num_heads=4, **sizes), layout=layout)
 
 
 def test_an_mlp_that_the_tensor_axis_does_not_divide_is_refused() -> None:
@@ -113,6 +126,11 @@ def test_an_mlp_that_the_tensor_axis_does_not_divide_is_refused() -> None:
         ({"num_layers": 0}, "--num-layers"),
         ({"dropout": 1.0}, "--dropout"),
         ({"mlp_dim": -1}, "--mlp-dim"),
+        ({"mixers": "ax"}, "--mixers"),
+        ({"feeds": ""}, "--feeds"),
+        ({"feeds": "e", "num_experts": 2, "top_k": 3}, "--top-k"),
+        ({"mixers": "s", "state_heads": 3}, "--state-heads"),
+        ({"mixers": "s", "state_groups": 3}, "--state-groups"),
     ],
 )
 def test_impossible_sizes_are_refused_by_flag(sizes: dict[str, object], flag: str) -> None:

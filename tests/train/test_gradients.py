@@ -59,7 +59,7 @@ def measure(rank: RankContext) -> dict[str, object]:
             clip_gradients(parameters, norm=gradient_norm(parameters, groups=groups), limit=limit)
             seen[f"clipped {limit:g}"] = gradient_norm(parameters, groups=groups).value
         share = torch.tensor(ROWS, dtype=torch.float64).view(2, -1)[groups.index("dp_cp")]
-        seen["mean"] = mean_over_rows(share, groups=groups)
+        seen["mean"] = mean_over_rows(share, num_rows=len(share), groups=groups)
         bad = parameters[0].grad
         assert isinstance(bad, DTensor)
         for name, value in (("nan", math.nan), ("inf", math.inf)):
@@ -77,7 +77,9 @@ def test_the_norm_is_exact_whatever_the_placements() -> None:
         assert norm.value == pytest.approx(expected(), rel=1e-12)
         assert norm.is_finite
         alone = mean_over_rows(
-            torch.tensor(ROWS, dtype=torch.float64), groups=ProcessGroups.single()
+            torch.tensor(ROWS, dtype=torch.float64),
+            num_rows=len(ROWS),
+            groups=ProcessGroups.single(),
         )
         assert seen["mean"] == alone
         assert seen["clipped 0"] == norm.value
