@@ -48,7 +48,7 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train --nproc 4 --tp 3", "4 ranks cannot be divided by"),
         ("train --nproc 4 --tp 2 --dp 4", "there are 4"),
         ("train --nproc 4 --order tp-xx-dp", "xx"),
-        ("train --nproc 4 --pp 2", "--pp 1"),
+        ("train --nproc 4 --pp 4 --num-layers 3", "--pp"),
         ("train --nproc 2 --data nothing", "--data nothing: no such file or directory"),
         ("train --nproc 2 --load nothing", "--load nothing: no such directory"),
         ("train --load .", "not a checkpoint directory"),

@@ -14,7 +14,7 @@ from holdfast.cli.train import parse
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.parallel import ProcessGroups
+from holdfast.parallel import Layout, ProcessGroups
 from holdfast.storage import PosixStorage
 from holdfast.train.config import TrainConfig
 from holdfast.train.data import read_corpus
@@ -61,7 +61,9 @@ def loads(
     for number, (num_ranks, words) in enumerate(layouts):
         if rank.rank < num_ranks:
             config = config_of(words)
-            groups = ProcessGroups.create(config.check(world_size=num_ranks))
+            layout = config.check(world_size=num_ranks).to_dict()
+            # Ranks meet by name, and not all of them take part in every layout.
+            groups = ProcessGroups.create(Layout.from_dict({**layout, "name": f"{number}"}))
             trainers[number] = groups, config
             with Trainer(config, groups=groups, corpus=corpus) as trainer:
                 for _ in range(SAVED_AT):
