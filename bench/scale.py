@@ -27,7 +27,14 @@ from bench.results import Found, Target
 from bench.timing import Measured, Series, interleave, median_of, values_of
 from holdfast import Codecs, Layout, Sharded
 from holdfast.checkpoint.plan import make_plan
-from holdfast.checkpoint.table import ChunkTable, chunk_table, decode_table, encode_table
+from holdfast.checkpoint.table import (
+    ChunkTable,
+    chunk_table,
+    decode_table,
+    encode_table,
+    read_messages,
+    table_message,
+)
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index, validate_index
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
@@ -87,6 +94,10 @@ def _report(
         case, "index, a row", counted["row nbytes"], unit="B", dcp=counted.get("dcp row nbytes"),
         target=target(80.0),
     )  # fmt: skip
+    found.state(
+        case, "received by the coordinator, a row", counted["received nbytes a row"], unit="B",
+        target=target(64.0),
+    )  # fmt: skip
     if bound:
         for name in ("decode tables", "encode", "prove"):
             found.compare(
@@ -100,7 +111,7 @@ def _simulate(
 ) -> RankFound:
     del context
     layout = simulated_layout(num_ranks)
-    encoded = [encode_table(table) for table in simulated_tables(layout, tensors_a_rank)]
+    encoded = _messages(simulated_tables(layout, tensors_a_rank))
     counted: dict[str, float] = {}
 
     def holdfast(_: int) -> Measured:
@@ -116,6 +127,17 @@ def _simulate(
         arms["dcp"] = dcp
     series = interleave(arms, repeats=repeats, settle=lambda: None)
     return RankFound(series=series, counted=counted)
+
+
+def _messages(tables: list[ChunkTable]) -> list[bytes]:
+    """What the ranks send to the coordinator: each distinct set of names once."""
+    sent: set[bytes] = set()
+    messages = []
+    for table in tables:
+        names = None if table.names in sent else table.names
+        sent.add(table.names)
+        messages.append(table_message(encode_table(table), names))
+    return messages
 
 
 def simulated_layout(num_ranks: int) -> Layout:
@@ -165,7 +187,8 @@ def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) 
         marks.append(time.perf_counter())
         return marks[-1] - marks[-2]
 
-    tables = [decode_table(data, rank=rank) for rank, data in enumerate(encoded)]
+    received, names = read_messages(encoded, layout.ranks)
+    tables = [decode_table(data, rank=rank, names=names) for rank, data in enumerate(received)]
     measured = {"decode tables": mark()}
     plan, _ = make_plan(
         tables, ranks=layout.ranks,
@@ -184,7 +207,8 @@ def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) 
     validate_index(opened, manifest)
     measured["prove"] = mark()
     counted["row nbytes"] = len(data) / index.num_rows
-    counted["table nbytes"] = float(sum(map(len, encoded)))
+    num_rows = len(plan.row_tensor)
+    counted["received nbytes a row"] = sum(map(len, encoded)) / num_rows
     return measured
 
 

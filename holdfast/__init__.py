@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     )
     from holdfast.format.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
     from holdfast.format.values import Codec, Codecs
+    from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
     from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
     from holdfast.state import (
         RNG,
+        FlatShard,
         On,
         OptimizerState,
         PerRank,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RNG",
+    "ChainedOptimizer",
     "Checkpointer",
     "Codec",
     "Codecs",
@@ -50,6 +53,7 @@ __all__ = [
     "CorruptionError",
     "DeadlineError",
     "FaultDetected",
+    "FlatShard",
     "GroupError",
     "HoldfastError",
     "KeepBest",
@@ -60,6 +64,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LoadReport",
+    "LossScaler",
     "MismatchError",
     "On",
     "OptimizerState",
@@ -72,6 +77,7 @@ __all__ = [
     "Replicated",
     "SaveReport",
     "Sharded",
+    "ShardedOptimizer",
     "Storage",
     "StorageError",
     "Stored",
@@ -91,9 +97,11 @@ _ROOMS = {
         "KeepWithin",
     ),
     "holdfast.format.values": ("Codec", "Codecs"),
+    "holdfast.optim": ("ChainedOptimizer", "LossScaler", "ShardedOptimizer"),
     "holdfast.parallel": ("Control", "Layout", "ProcessGroups", "current_groups"),
     "holdfast.state": (
         "RNG",
+        "FlatShard",
         "On",
         "OptimizerState",
         "PerRank",

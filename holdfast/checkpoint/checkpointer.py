@@ -41,7 +41,8 @@ class Checkpointer:
     KeepEvery(1000)`); the newest sound one and one being read always stay. `fingerprints`: store a
     digest of each logical tensor that does not depend on its sharding, so that `holdfast diff`
     compares checkpoints of any layouts without reading them (about 1.5 GB/s a core, in the writer).
-    `block_nbytes`: bytes per digest.
+    `check_replicas_every`: every so many saves, compare what several ranks hold as
+    `save(check_replicas=True)` does (0: never). `block_nbytes`: bytes per digest.
 
     A context manager: leaving it waits for what is under way and raises what failed.
 
@@ -59,12 +60,17 @@ class Checkpointer:
         settle_s: float = 60.0,
         retention: Policy | None = None,
         fingerprints: bool = False,
+        check_replicas_every: int = 0,
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
     ) -> None:
         if num_arenas not in (1, 2):
             raise ConfigError(f"num_arenas={num_arenas} is not 1 or 2")
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s={deadline_s} must be more than 0 seconds")
+        if isinstance(check_replicas_every, bool) or check_replicas_every < 0:
+            raise ConfigError(
+                f"check_replicas_every={check_replicas_every} is not a number of saves; 0 for never"
+            )
         if block_nbytes < 4096:
             raise ConfigError(
                 f"block_nbytes={block_nbytes} is below 4096: digests would outweigh data"
@@ -80,6 +86,7 @@ class Checkpointer:
             deadline_s=deadline_s,
             retention=retention,
             fingerprints=fingerprints,
+            check_replicas_every=check_replicas_every,
         )
         self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
         self._loader = Loader(self._storage, self._groups, codecs=codecs, settle_s=settle_s)
@@ -177,6 +184,8 @@ class Checkpointer:
         allow_missing: Sequence[str] = (),
         cast: bool = False,
         verify: bool = True,
+        exchange: bool = True,
+        fallback: bool | int = False,
     ) -> LoadReport:
         """Load checkpoint `step` (the newest committed one by default) into the state.
 
@@ -186,13 +195,34 @@ class Checkpointer:
         `cast`: convert dtypes). Parts that the state leaves out are not loaded and are named in the
         report. The layout may be any other than the one saved under.
 
-        Tensors are read in place, each rank only the byte ranges of its own boxes; `verify` checks
-        the digest of every block read. On damage every rank raises CorruptionError, which says
-        which targets were written to before it was met; values (hyperparameters, schedulers, RNG)
-        are restored only after every tensor on every rank was good.
+        Tensors are read in place. With `exchange`, bytes that several ranks ask for are read from
+        storage once: dealt out to those ranks by digest blocks and in equal shares, each rank's own
+        file first, and sent on over the control communicator. Without it each rank reads the byte
+        ranges of its own boxes and nothing is sent, which is quicker where the storage gives every
+        rank its bytes faster than the network does (a page cache, a local disk with all the files).
+        `verify` checks the digest of every block read. On damage every rank raises CorruptionError,
+        which says which targets were written to before it was met; values (hyperparameters,
+        schedulers, RNG) are restored only after every tensor on every rank was good.
 
-        Cost: five small collectives and a broadcast of manifest and index.
+        `fallback`: where the newest checkpoint is damaged or incomplete (CorruptionError,
+        StorageError), go on to the next older one; True for as many as there are, a number for at
+        most so many. All ranks take the same one; a warning (logger `holdfast`) and
+        `LoadReport.fell_back` say what was given up and why. What the damaged one had written to
+        targets is overwritten by the good one; one that would leave such a target is not taken.
+        MismatchError is never a reason to fall back. If none is good the error lists them all.
+
+        Raises ConfigError for `fallback` together with `step`, or a negative one.
+        Cost: seven small collectives, of which one carries the requests of all ranks (some bytes a
+        box) and one is a broadcast of manifest and index; with boxes that several ranks ask for,
+        one more and one message between each two of them for every 64 MiB that they share, and as
+        much memory. `fallback`: one more collective.
         """
+        if isinstance(fallback, int) and fallback < 0:
+            raise ConfigError(f"fallback={fallback} is not a number of older checkpoints to try")
+        if fallback and step is not None:
+            raise ConfigError(
+                f"fallback={fallback} with step={step}: a step asked for by number is loaded or not"
+            )
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
             allow_missing=(allow_missing,)
@@ -200,6 +230,8 @@ class Checkpointer:
             else tuple(allow_missing),
             cast=cast,
             verify=verify,
+            exchange=exchange,
+            max_fallbacks=None if fallback is True else int(fallback),
         )
         return self._loader.load(state, step=step, options=options)
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import socket
+import struct
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
-from holdfast.checkpoint.report import LoadReport
-from holdfast.checkpoint.stage import tensor_bytes
-from holdfast.errors import HoldfastError, MismatchError, StorageError
+from holdfast.checkpoint.filling import Asked, Filler
+from holdfast.checkpoint.opening import collector_paused
+from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
+from holdfast.checkpoint.requests import asked_boxes, decode_boxes, encode_boxes, tensor_shapes
+from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Records, Snapshot, read_records
 from holdfast.format.reading import mark_reading
 from holdfast.format.values import Codecs, Node
-from holdfast.geometry import Box
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.state.flatten import check_part_name
-from holdfast.state.leaves import TensorLeaf
 from holdfast.state.markers import On
 from holdfast.state.match import Matcher, MatchResult, leaf_paths
 from holdfast.state.parts import Part, TreePart, is_closed, part_of
 from holdfast.state.stored import StoredPart
-from holdfast.state.torch_dtypes import torch_dtype
 from holdfast.storage import Storage
 from holdfast.writer.repair import settle
 
@@ -44,13 +46,24 @@ class LoadOptions:
     allow_missing: tuple[str, ...] = ()
     cast: bool = False
     verify: bool = True
+    exchange: bool = True
+    max_fallbacks: int | None = 0
+    """How many older checkpoints may be tried; None for all there are."""
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank asks for, for all to know."""
+    """What one rank asks for, for all to know.
 
-    closed: tuple[str, ...]
-    touched: bytes
+    `used`: part -> a bit for each stored entry, 1 where the rank asks for it; None for a part of
+    which it takes everything. `boxes`: see `encode_boxes`. `host`: the machine it is on.
+    """
+
+    used: dict[str, bytes | None]
+    boxes: bytes
+    host: str
+
+
+_COUNTERS = struct.Struct("<4Q")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +92,57 @@ class Loader:
         self, state: Mapping[str, object], *, step: int | None, options: LoadOptions
     ) -> LoadReport:
         """One load; see `Checkpointer.load`."""
-        with ExitStack() as marks:
-            return self._load(state, step, options, marks)
+        with collector_paused():
+            if options.max_fallbacks == 0:
+                with ExitStack() as marks:
+                    return self._load(state, step, options, marks, Written())
+            return self._load_good(state, options)
+
+    def _load_good(self, state: Mapping[str, object], options: LoadOptions) -> LoadReport:
+        """Load the newest checkpoint that is good; all ranks try the same ones in the same order.
+
+        What a damaged one wrote to targets is overwritten by the good one; a good one that would
+        leave such a target as it is counts as damaged.
+        """
+        written = Written()
+        failed: list[FellBack] = []
+        first: HoldfastError | None = None
+        for step in self._candidates(options.max_fallbacks):
+            try:
+                with ExitStack() as marks:
+                    report = self._load(state, step, options, marks, written)
+            except (CorruptionError, StorageError) as error:
+                first = first or error
+                failed.append(FellBack(step=step, why=str(error)))
+                continue
+            except MismatchError as error:
+                if not failed:
+                    raise
+                raise MismatchError(f"{error} ({_given_up(failed)})") from error
+            if failed and self._groups.control.is_coordinator:
+                logging.getLogger("holdfast").warning(
+                    "loaded step %s instead of a newer one: %s", step, _given_up(failed)
+                )
+            return replace(report, fell_back=tuple(failed))
+        kind = type(first) if first is not None else StorageError
+        raise kind(f"no checkpoint could be loaded: {_given_up(failed)}") from first
+
+    def _candidates(self, max_fallbacks: int | None) -> list[int]:
+        """The steps to try, newest first, as the coordinator sees them; one or two collectives."""
+        error: Exception | None = None
+        found: list[int] = []
+        control = self._groups.control
+        if control.is_coordinator:
+            try:
+                newest = self._choose(None)
+                steps = [step for step in list_steps(self._storage) if step <= newest]
+                most = len(steps) if max_fallbacks is None else max_fallbacks + 1
+                found = steps[::-1][:most]
+            except Exception as caught:
+                error = caught
+        payload = msgspec.msgpack.encode(found)
+        answers = control.agree(error, phase="load: candidates", payload=payload)
+        return msgspec.msgpack.decode(answers[0], type=list[int])
 
     def _load(
         self,
@@ -88,6 +150,7 @@ class Loader:
         step: int | None,
         options: LoadOptions,
         marks: ExitStack,
+        written: Written,
     ) -> LoadReport:
         """The load itself; `marks` keeps retention away from the checkpoint until it is over."""
         began = time.perf_counter()
@@ -96,7 +159,7 @@ class Loader:
         snapshot: Snapshot | None = None
         matcher: Matcher | None = None
         requests: list[_Request] = []
-        paths: list[tuple[str, str]] = []
+        payload = b""
         error: Exception | None = None
         try:
             snapshot = Snapshot.from_records(
@@ -106,34 +169,30 @@ class Loader:
                 proven=not self._groups.control.is_coordinator,
             )
             matcher, requests = self._match(snapshot, state, options)
-            paths = _stored_paths(snapshot)
             _raise_mismatch(matcher.result, snapshot)
+            written.refuse_left_over(matcher.result, chosen)
+            payload = _asked(snapshot, requests, matcher.result)
         except Exception as caught:
             error = caught
-        payload = b""
-        if snapshot is not None and matcher is not None:
-            payload = _asked(paths, requests, matcher.result.touched)
         gathered = self._groups.control.agree(error, phase="load: match", payload=payload)
         if snapshot is None or matcher is None:
             raise MismatchError(f"{directory}: nothing could be matched")
         with snapshot:
-            unexpected = self._unexpected(paths, gathered, options)
-            self._read_all(snapshot, matcher.result, options)
-            values = self._restore(matcher, requests)
-            result = matcher.result
-            return LoadReport(
+            said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
+            unexpected = self._unexpected(snapshot, said, options)
+            filler = self._fill(snapshot, said, matcher.result, options, written)
+            values, job = self._restore(matcher, requests, filler, snapshot)
+            return _report(
+                snapshot,
+                matcher.result,
                 step=chosen,
                 path=self._storage.describe(directory),
-                loaded=tuple(leaf.key for leaves in result.targets.values() for leaf in leaves),
-                missing=tuple(sorted(set(result.missing) | set(result.allowed))),
                 unexpected=tuple(unexpected),
-                cast=tuple(result.cast),
-                kept=tuple(result.kept),
                 not_requested=tuple(sorted(set(snapshot.manifest.parts) - set(state))),
                 values=values,
-                nbytes_needed=snapshot.stats.nbytes_needed,
-                nbytes_read=snapshot.stats.nbytes_read,
-                num_opens=snapshot.stats.opens,
+                nbytes_needed=filler.nbytes_needed,
+                nbytes_received=filler.nbytes_received,
+                job=job,
                 seconds=time.perf_counter() - began,
             )
 
@@ -141,6 +200,7 @@ class Loader:
         """The coordinator reads manifest and index once; all ranks get the same bytes."""
         error: Exception | None = None
         payload = b""
+        found: Records | None = None
         if self._groups.control.is_coordinator:
             try:
                 self._groups.require_complete()
@@ -158,7 +218,7 @@ class Loader:
         self._groups.control.agree(error, phase="load: find")
         data = self._groups.control.broadcast(payload or None, phase="load: records")
         chosen, manifest, index = msgspec.msgpack.decode(data, type=tuple[int, bytes, bytes])
-        return chosen, Records(manifest=manifest, index=index)
+        return chosen, found or Records(manifest=manifest, index=index)
 
     def _choose(self, step: int | None) -> int:
         where = self._storage.describe("")
@@ -215,27 +275,24 @@ class Loader:
         return matcher, requests
 
     def _unexpected(
-        self,
-        paths: Sequence[tuple[str, str]],
-        gathered: Sequence[bytes],
-        options: LoadOptions,
+        self, snapshot: Snapshot, said: Sequence[_Asked], options: LoadOptions
     ) -> list[str]:
         """Stored entries of closed parts that no rank asked for; an error unless allowed.
 
         Ranks may ask for different parts (modules on their own layouts) and different entries
         (pipeline stages): what counts is what all of them ask for together.
         """
-        said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
-        closed = {name for asked in said for name in asked.closed}
-        touched = np.zeros(len(paths), dtype=np.uint8)
-        for asked in said:
-            bits = np.frombuffer(zlib.decompress(asked.touched), dtype=np.uint8)
-            touched |= np.unpackbits(bits, count=len(paths))
-        found = [
-            path
-            for (part, path), bit in zip(paths, touched.tolist(), strict=True)
-            if not bit and part in closed
-        ]
+        found = []
+        for part, node in snapshot.manifest.parts.items():
+            used = [asked.used[part] for asked in said if part in asked.used]
+            if not used or any(bits is None for bits in used):
+                continue
+            paths = leaf_paths(node, part)
+            touched = np.zeros(len(paths), dtype=np.uint8)
+            for bits in {bits for bits in used if bits is not None}:
+                packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
+                touched |= np.unpackbits(packed, count=len(paths))
+            found += [paths[i] for i in np.flatnonzero(touched == 0).tolist()]
         if found and not options.ignore_unexpected:
             raise MismatchError(
                 f"the checkpoint holds {len(found)} entries that the state does not ask for: "
@@ -243,25 +300,61 @@ class Loader:
             )
         return found
 
-    def _read_all(self, snapshot: Snapshot, result: MatchResult, options: LoadOptions) -> None:
+    def _fill(
+        self,
+        snapshot: Snapshot,
+        said: Sequence[_Asked],
+        result: MatchResult,
+        options: LoadOptions,
+        written: Written,
+    ) -> Filler:
         """Fill every target; if one rank meets damage, all ranks raise."""
+        control = self._groups.control
+        filler: Filler | None = None
         error: Exception | None = None
-        touched: list[str] = []
-        own = {
-            number
-            for number, info in enumerate(snapshot.manifest.files)
-            if info.writer == self._groups.rank
-        }
         try:
-            for key, leaves in result.targets.items():
-                for leaf in leaves:
-                    touched.append(leaf.key)
-                    _read_leaf(snapshot, key, leaf, verify=options.verify, prefer=own)
+            tables = {data: decode_boxes(data) for data in {asked.boxes for asked in said}}
+            filler = Filler(
+                snapshot,
+                control,
+                Asked(
+                    boxes=[tables[asked.boxes] for asked in said],
+                    hosts=[asked.host for asked in said],
+                ),
+                result.wanted,
+                verify=options.verify,
+                exchange=options.exchange,
+            )
         except Exception as caught:
-            error = _with_touched(caught, touched)
-        self._groups.control.agree(error, phase="load: read")
+            error = caught
+        control.agree(error, phase="load: plan")
+        if filler is None:
+            raise CorruptionError("the load could not be planned")
+        try:
+            filler.run()
+        except HoldfastError as caught:
+            touched = filler.touched()
+            written.add(result, touched)
+            raise type(caught)(
+                f"{caught}. Targets already written on this rank: {_some(touched) or 'none'}; load "
+                f"again from a good checkpoint before using them"
+            ) from caught
+        if snapshot.stats.fallbacks:
+            logging.getLogger("holdfast").warning(
+                "rank %s: %s damaged or missing copies were replaced by good ones: %s",
+                self._groups.rank,
+                len(snapshot.stats.fallbacks),
+                "; ".join(snapshot.stats.fallbacks[:_MAX_NAMED]),
+            )
+        return filler
 
-    def _restore(self, matcher: Matcher, requests: Sequence[_Request]) -> dict[str, object]:
+    def _restore(
+        self,
+        matcher: Matcher,
+        requests: Sequence[_Request],
+        filler: Filler,
+        snapshot: Snapshot,
+    ) -> tuple[dict[str, object], JobReading]:
         """Hand the loaded trees to their parts, after every byte on every rank was good."""
         values: dict[str, object] = {}
         error: Exception | None = None
@@ -276,8 +369,60 @@ class Loader:
                     values[request.name] = tree
         except Exception as caught:
             error = caught
-        self._groups.control.agree(error, phase="load: restore")
-        return values
+        stats = snapshot.stats
+        counted = (filler.nbytes_needed, stats.nbytes_read, filler.nbytes_received, stats.opens)
+        told = self._groups.control.agree(
+            error, phase="load: restore", payload=_COUNTERS.pack(*counted)
+        )
+        needed, read, received, opens = zip(*(_COUNTERS.unpack(data) for data in told), strict=True)
+        job = JobReading(
+            nbytes_unique=filler.nbytes_unique,
+            nbytes_needed=sum(needed),
+            nbytes_read=sum(read),
+            nbytes_received=sum(received),
+            num_opens=sum(opens),
+            max_nbytes_read=max(read),
+        )
+        return values, job
+
+
+class Written:
+    """Paths of the caller's targets that a damaged checkpoint wrote to, on this rank."""
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+
+    def add(self, result: MatchResult, touched: Sequence[str]) -> None:
+        """Remember them; memory made for that load alone does not count."""
+        self._paths |= set(touched) - {entry.path for entry in result.wanted if entry.is_fresh}
+
+    def refuse_left_over(self, result: MatchResult, step: int) -> None:
+        """CorruptionError if a load of this step would leave one of them as it is."""
+        left = sorted(self._paths - {entry.path for entry in result.wanted})
+        if left:
+            raise CorruptionError(
+                f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
+                f"already written to: {_some(left)}; load step {step} into a fresh state"
+            )
+
+
+def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
+    """What was loaded, with what the caller has to tell."""
+    return LoadReport(
+        loaded=tuple(entry.path for entry in result.wanted),
+        missing=tuple(sorted(set(result.missing) | set(result.allowed))),
+        cast=tuple(result.cast),
+        kept=tuple(result.kept),
+        nbytes_read=snapshot.stats.nbytes_read,
+        num_opens=snapshot.stats.opens,
+        replaced=tuple(snapshot.stats.fallbacks),
+        **told,
+    )
+
+
+def _given_up(failed: Sequence[FellBack]) -> str:
+    """In words: which checkpoints were given up, and why."""
+    return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
 
 
 def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
@@ -293,57 +438,19 @@ def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
         raise MismatchError(f"step {snapshot.manifest.step}: " + "; ".join(sentences))
 
 
-def _stored_paths(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """(part, path) of every stored entry, the same on all ranks."""
-    return [
-        (name, path)
-        for name, node in snapshot.manifest.parts.items()
-        for path in leaf_paths(node, name)
-    ]
-
-
-def _asked(
-    paths: Sequence[tuple[str, str]], requests: Sequence[_Request], touched: set[str]
-) -> bytes:
-    """What this rank asks for: a bit per stored entry, and the parts it wants nothing left of."""
-    bits = np.array([path in touched for _, path in paths], dtype=np.bool_)
-    return msgspec.msgpack.encode(
-        _Asked(
-            closed=tuple(r.name for r in requests if is_closed(r.part)),
-            touched=zlib.compress(np.packbits(bits).tobytes(), 1),
-        )
-    )
-
-
-@torch.no_grad()
-def _read_leaf(
-    snapshot: Snapshot, key: str, leaf: TensorLeaf, *, verify: bool, prefer: set[int]
-) -> None:
-    """Read one target's boxes: straight into contiguous host memory, else through a copy."""
-    stored = torch_dtype(snapshot.tensor(key).dtype)
-    for box, target in zip(leaf.boxes, leaf.locals, strict=True):
-        if target.numel() == 0:
-            continue
-        direct = (
-            target.device.type == "cpu" and target.is_contiguous() and target.dtype == stored
-            and not target.is_conj() and not target.is_neg()
-        )  # fmt: skip
-        host = target if direct else torch.empty(box.shape, dtype=stored)
-        snapshot.read_box(
-            key, Box(box.offset, box.shape), tensor_bytes(host), verify=verify, prefer_files=prefer
-        )
-        if not direct:
-            target.copy_(host)
-
-
-def _with_touched(error: Exception, touched: Sequence[str]) -> Exception:
-    """The same error, saying which targets were already written to."""
-    if not isinstance(error, HoldfastError):
-        return error
-    return type(error)(
-        f"{error}. Targets already written on this rank: {_some(touched)}; load again from a good "
-        f"checkpoint before using them"
-    )
+def _asked(snapshot: Snapshot, requests: Sequence[_Request], result: MatchResult) -> bytes:
+    """What this rank asks for: a bit per entry of the parts it wants nothing left of, and boxes."""
+    used: dict[str, bytes | None] = {}
+    for request in requests:
+        if is_closed(request.part):
+            paths = leaf_paths(request.node, request.name)
+            touched = map(result.touched.__contains__, paths)
+            bits = np.fromiter(touched, dtype=np.bool_, count=len(paths))
+            used[request.name] = zlib.compress(np.packbits(bits).tobytes(), 1)
+        else:
+            used[request.name] = None
+    boxes = asked_boxes(result.wanted, tensor_shapes(snapshot.manifest))
+    return msgspec.msgpack.encode(_Asked(used, encode_boxes(boxes), socket.gethostname()))
 
 
 def _some(names: Sequence[str]) -> str:

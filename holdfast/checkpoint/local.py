@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from holdfast.checkpoint.table import ChunkTable, chunk_table, encode_table, signature
+from holdfast.format.digest import digest128
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache, flatten_state
@@ -21,8 +22,9 @@ class LocalState:
     """One rank's part of a save.
 
     `sources[i]`, `keys[i]`: tensor and key of row i of `table`. `encoded`: the table's bytes.
-    `signature`: digest of everything that decides what is stored and by whom. `values`: the encoded
-    tree as JSON, which is not planned and may change with every save.
+    `names`: digest of its names. `signature`: digest of everything that decides what is stored and
+    by whom. `values`: the encoded tree as JSON, which is not planned and may change with every
+    save.
     """
 
     flat: FlatState
@@ -30,6 +32,7 @@ class LocalState:
     sources: list[torch.Tensor]
     keys: list[str]
     encoded: bytes
+    names: str
     signature: str
     values: bytes
 
@@ -60,9 +63,15 @@ def take_apart(
         sources=sources,
         keys=[keys[number] for number in table.tensor.tolist()],
         encoded=encoded,
-        signature=signature(encoded, choices=[groups.layout.digest(), str(block_nbytes)]),
+        names=digest128(table.names),
+        signature=signature(encoded, choices=choices(groups, block_nbytes)),
         values=msgspec.json.encode(flat.nodes),
     )
+
+
+def choices(groups: ProcessGroups, block_nbytes: int) -> list[str]:
+    """What a signature covers beside the table: the layout, and bytes per digest."""
+    return [groups.layout.digest(), str(block_nbytes)]
 
 
 def _same_leaves(before: FlatState, now: FlatState) -> bool:

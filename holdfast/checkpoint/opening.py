@@ -29,13 +29,15 @@ class SaveAsk:
 class Opening(msgspec.Struct, frozen=True, array_like=True):
     """What each rank says at the beginning of a save; small enough for one collective.
 
+    `plan`: token of the plan in hand, empty for none. `names`: digest of the names of its tensors.
     `failed`: id, error class and shortened message of an earlier save that failed, if any.
     """
 
     step: int
     overwrite: bool
     check_replicas: bool
-    plan_digest: str
+    plan: str
+    names: str
     nonce: str
     busy: bool
     failed: tuple[str, str, str] | None

@@ -1,18 +1,19 @@
 """The plan: proof that the ranks' boxes make whole tensors, and who writes which box.
 
 Runs on the coordinator, on the tables of all ranks, as vector arithmetic: no Python loop over rows
-but the election among replicas.
+but the election among replicas (`elect`).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.checkpoint.elect import Awards, Holdings, elect
+from holdfast.checkpoint.packing import mix_columns
 from holdfast.checkpoint.table import UNDECLARED, ChunkTable, decode_names
 from holdfast.errors import PlanError
 from holdfast.format.dtypes import DTYPES
@@ -25,16 +26,30 @@ Ints = npt.NDArray[np.int64]
 _MAX_SENTENCES = 5
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A row of a plan that is a part of a row of the writer's table.
+
+    `place`: position in `Assignment.rows`. `offset`, `extent`: the part, as of the whole tensor.
+    """
+
+    place: int
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """One rank's share of a plan.
 
     `file`: number of its data file, -1 for none. `rows`: rows of its own table that it writes, in
-    plan order. `checks`: rows of its own table whose content it vouches for, in plan order.
+    plan order; those in `cuts` only in part. `checks`: rows of its own table whose content it
+    vouches for, in plan order.
     """
 
     file: int
     rows: Ints
+    cuts: tuple[Cut, ...]
     checks: Ints
 
 
@@ -85,14 +100,13 @@ def make_plan(
     block_nbytes: int,
     compare_all: bool = False,
 ) -> tuple[CommitPlan, list[Assignment]]:
-    """Prove ownership and elect one writer per box, balanced by true bytes.
+    """Prove ownership and elect the writers of every box, balanced by true bytes.
 
     `tables[i]` is the claim of `ranks[i]`. Proven: one dtype and shape per key; the boxes of a key
     tile its shape exactly; no box is held by ranks that declare each other to hold different ones.
     Boxes held by several ranks without a declaration (with `compare_all`, all that several hold)
-    are marked for comparison by content.
-    Raises PlanError naming key, box and ranks. Cost: O(rows) vector work plus a heap over the boxes
-    with several holders.
+    are marked for comparison by content, whole, even where their parts have different writers.
+    Raises PlanError naming key, box and ranks. Cost: O(rows) vector work, and the election.
     """
     claims = _join(tables, ranks)
     boxes = _distinct_boxes(claims)
@@ -100,11 +114,10 @@ def make_plan(
     compare = _judge_replicas(claims, boxes, ranks)
     if compare_all:
         compare = np.diff(boxes.first) > 1
-    winner = _elect(claims, boxes, num_ranks=len(ranks))
     return _assemble(
         claims,
         boxes,
-        winner,
+        elect(_holdings(claims, boxes, num_ranks=len(ranks))),
         compare,
         ranks=tuple(ranks),
         coordinates=tuple(coordinates),
@@ -223,7 +236,7 @@ def _widen(columns: Ints, num_dims: int, value: int) -> Ints:
 def _distinct_boxes(claims: _Claims) -> _Boxes:
     """Group rows by (tensor, offset, extent): by a hash whose collisions are undone."""
     columns = np.column_stack([claims.tensor, claims.offset, claims.extent])
-    word = _mix_columns(columns)
+    word = mix_columns(columns)
     order = np.lexsort((claims.position, word))
     if len(order) == 0:
         empty = np.zeros(0, dtype=np.int64)
@@ -238,21 +251,6 @@ def _distinct_boxes(claims: _Claims) -> _Boxes:
     head = order[first[:-1]]
     nbytes = claims.extent[head].prod(axis=1, dtype=np.int64) * itemsize[claims.tensor[head]]
     return _Boxes(order=order, first=first, nbytes=nbytes)
-
-
-def _mix_columns(columns: Ints) -> npt.NDArray[np.uint64]:
-    """One 64-bit word per row (splitmix64 steps); equal rows have equal words."""
-    word = np.zeros(len(columns), dtype=np.uint64)
-    for column in columns.T:
-        word = _mix(word ^ column.astype(np.uint64))
-    return word
-
-
-def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    word = word + np.uint64(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
 
 
 def _prove_tiling(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> None:
@@ -304,7 +302,7 @@ def _judge_replicas(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> npt
     if boxes.num_boxes == 0:
         return compare
     pairs = np.column_stack([claims.position, claims.domain])[boxes.order]
-    words = np.add.reduceat(_mix_columns(pairs), boxes.first[:-1])
+    words = np.add.reduceat(mix_columns(pairs), boxes.first[:-1])
     _, head, inverse = np.unique(words, return_index=True, return_inverse=True)
     verdicts = np.zeros(len(head), dtype=np.bool_)
     problems = []
@@ -346,43 +344,25 @@ def _judge(claims: _Claims, rows: Ints, ranks: Sequence[int]) -> tuple[str | Non
     return None, compare
 
 
-def _elect(claims: _Claims, boxes: _Boxes, *, num_ranks: int) -> Ints:
-    """One winning row per box: single holders first, then the largest boxes to the least loaded.
-
-    Deterministic: ties go to the holder that comes first.
-    """
-    counts = np.diff(boxes.first)
-    winner = boxes.order[boxes.first[:-1]].copy()
-    load = np.zeros(num_ranks, dtype=np.int64)
-    alone = np.flatnonzero(counts == 1)
-    np.add.at(load, claims.position[winner[alone]], boxes.nbytes[alone])
-    shared = np.flatnonzero(counts > 1)
-    if len(shared) == 0:
-        return winner
-    words = np.add.reduceat(_mix_columns(claims.position[boxes.order][:, None]), boxes.first[:-1])
-    _, sets = np.unique(words[shared], return_inverse=True)
-    by_set = np.lexsort((shared, -boxes.nbytes[shared], sets, counts[shared]))
-    ordered = shared[by_set]
-    ends = np.flatnonzero(np.diff(sets[by_set])) + 1
-    for group in np.split(ordered, ends):
-        rows = boxes.rows(int(group[0]))
-        positions = claims.position[rows]
-        heap = [(int(load[p]), place) for place, p in enumerate(positions.tolist())]
-        heapq.heapify(heap)
-        places = np.zeros(len(group), dtype=np.int64)
-        for i, nbytes in enumerate(boxes.nbytes[group].tolist()):
-            loaded, place = heap[0]
-            places[i] = place
-            heapq.heapreplace(heap, (loaded + nbytes, place))
-        winner[group] = boxes.order[boxes.first[group] + places]
-        np.add.at(load, positions[places], boxes.nbytes[group])
-    return winner
+def _holdings(claims: _Claims, boxes: _Boxes, *, num_ranks: int) -> Holdings:
+    holders = claims.position[boxes.order]
+    words = np.zeros(0, dtype=np.uint64)
+    if boxes.num_boxes:
+        words = np.add.reduceat(mix_columns(holders[:, None]), boxes.first[:-1])
+    return Holdings(
+        holders=holders,
+        first=boxes.first,
+        nbytes=boxes.nbytes,
+        extent=claims.extent[boxes.order[boxes.first[:-1]]],
+        words=words,
+        num_ranks=num_ranks,
+    )
 
 
 def _assemble(
     claims: _Claims,
     boxes: _Boxes,
-    winner: Ints,
+    awards: Awards,
     compare: npt.NDArray[np.bool_],
     *,
     ranks: tuple[int, ...],
@@ -390,16 +370,16 @@ def _assemble(
     signature: str,
     block_nbytes: int,
 ) -> tuple[CommitPlan, list[Assignment]]:
-    offsets = claims.offset[winner]
-    keys = (*offsets.T[::-1], claims.tensor[winner], claims.position[winner])
-    winner = winner[np.lexsort(keys)]
-    position = claims.position[winner]
+    row = boxes.order[boxes.first[awards.box] + awards.place]
+    offset = claims.offset[row] + awards.offset
+    order = np.lexsort((*offset.T[::-1], claims.tensor[row], claims.position[row]))
+    row, offset, extent = row[order], offset[order], awards.extent[order]
+    position, tensor = claims.position[row], claims.tensor[row]
     writers = np.unique(position)
     file_of = np.full(len(ranks), -1, dtype=np.int64)
     file_of[writers] = np.arange(len(writers))
     groups = np.flatnonzero(compare)
     counts = np.diff(boxes.first)[groups]
-    check_group = np.repeat(groups, counts)
     check_rows = (
         np.concatenate([boxes.rows(int(g)) for g in groups])
         if len(groups)
@@ -416,19 +396,27 @@ def _assemble(
         shapes=claims.shapes,
         tensor_layouts=claims.homes,
         writers=tuple(writers.tolist()),
-        row_tensor=claims.tensor[winner],
+        row_tensor=tensor,
         row_file=file_of[position],
-        row_offset=claims.offset[winner],
-        row_extent=claims.extent[winner],
-        row_copy=np.zeros(len(winner), dtype=np.int64),
-        check_group=check_group,
+        row_offset=offset,
+        row_extent=extent,
+        row_copy=np.zeros(len(row), dtype=np.int64),
+        check_group=np.repeat(groups, counts),
         check_position=claims.position[check_rows],
         check_tensor=claims.tensor[check_rows],
     )
-    rows = _split(claims.local[winner], position, len(ranks))
+    rows = _split(claims.local[row], position, len(ranks))
     checks = _split(claims.local[check_rows], claims.position[check_rows], len(ranks))
+    cuts: list[list[Cut]] = [[] for _ in ranks]
+    first = np.searchsorted(position, np.arange(len(ranks)))
+    for i in np.flatnonzero((extent != claims.extent[row]).any(axis=1)).tolist():
+        p, ndim = int(position[i]), len(claims.shapes[tensor[i]])
+        cut = Cut(i - int(first[p]), tuple(offset[i, :ndim].tolist()),
+                  tuple(extent[i, :ndim].tolist()))  # fmt: skip
+        cuts[p].append(cut)
     return plan, [
-        Assignment(file=int(file_of[p]), rows=rows[p], checks=checks[p]) for p in range(len(ranks))
+        Assignment(file=int(file_of[p]), rows=rows[p], cuts=tuple(cuts[p]), checks=checks[p])
+        for p in range(len(ranks))
     ]
 
 

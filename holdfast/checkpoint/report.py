@@ -28,6 +28,36 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobReading:
+    """What all ranks of a load read together; the same on each of them.
+
+    `nbytes_unique`: of the elements that at least one rank asked for, each once. `nbytes_needed`:
+    the sum over the ranks of what each asked for. `nbytes_read`: from storage, digests' blocks
+    included. `nbytes_received`: by ranks from other ranks. `max_nbytes_read`: by any one rank.
+    """
+
+    nbytes_unique: int = 0
+    nbytes_needed: int = 0
+    nbytes_read: int = 0
+    nbytes_received: int = 0
+    num_opens: int = 0
+    max_nbytes_read: int = 0
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read from storage for each byte that some rank asked for; 1.0 is the best."""
+        return self.nbytes_read / self.nbytes_unique if self.nbytes_unique else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FellBack:
+    """A newer checkpoint that could not be loaded, and why."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """One finished load, as one rank saw it.
 
@@ -35,8 +65,12 @@ class LoadReport:
     (their targets keep what they had). `unexpected`: stored, asked for by no rank, allowed.
     `cast`: converted from another dtype. `kept`: per-rank values that stay local by their policy.
     `not_requested`: stored parts that the request left out. `values`: part name -> loaded tree, for
-    parts that are plain trees. `nbytes_needed`, `nbytes_read`: of tensor data, on this rank; more
-    is read than needed where a digest covers more than the slice.
+    parts that are plain trees. `nbytes_needed`, `nbytes_read`, `nbytes_received`: of tensor data,
+    on this rank: asked for, read from storage, got from other ranks. More is read than needed where
+    a digest covers more than the slice, or for other ranks. `num_opens`: of data files, on this
+    rank. `job`: the same for all ranks together. `replaced`: each copy that was damaged or missing
+    and that another copy of the same box replaced, on this rank, in words. `fell_back`: newer
+    checkpoints that were given up for this one, newest first.
     """
 
     step: int
@@ -50,7 +84,11 @@ class LoadReport:
     values: Mapping[str, object] = field(default_factory=dict)
     nbytes_needed: int = 0
     nbytes_read: int = 0
+    nbytes_received: int = 0
     num_opens: int = 0
+    job: JobReading = field(default_factory=JobReading)
+    replaced: tuple[str, ...] = ()
+    fell_back: tuple[FellBack, ...] = ()
     seconds: float = 0.0
 
     def summary(self) -> str:
@@ -62,6 +100,8 @@ class LoadReport:
                 ("unexpected", self.unexpected),
                 ("cast", self.cast),
                 ("kept local", self.kept),
+                ("damaged copies replaced", self.replaced),
+                ("newer checkpoints given up", self.fell_back),
             )
             if names
         )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 import holdfast
 from holdfast.checkpoint.budget import check_budget
-from holdfast.checkpoint.local import LocalState, take_apart
+from holdfast.checkpoint.local import LocalState, choices, take_apart
 from holdfast.checkpoint.opening import (
     Begun,
     Clock,
@@ -23,8 +25,9 @@ from holdfast.checkpoint.opening import (
 )
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import SaveReport
+from holdfast.checkpoint.reuse import keep_plan, plan_name
 from holdfast.checkpoint.send import SaverOptions, Sender, save_header
-from holdfast.checkpoint.shares import RankPlan, plan_together
+from holdfast.checkpoint.shares import RankPlan, plan_again, plan_together
 from holdfast.checkpoint.stage import Arena
 from holdfast.errors import HoldfastError, PlanError, StorageError
 from holdfast.format.names import saving_dir, step_dir
@@ -55,6 +58,9 @@ class Saver:
         self._slots = [Slot(Arena()) for _ in range(options.num_arenas)]
         self._sender = Sender(storage, groups, options=options, slots=self._slots)
         self._plans: dict[bool, RankPlan] = {}
+        self._looked: set[bool] = set()
+        self._kept: dict[bool, str] = {}
+        self._num_saves = 0
         self._writer: Writer | None = None
         self._unreported: list[PendingSave] = []
         self._cleared = False
@@ -91,6 +97,7 @@ class Saver:
 
     def save(self, ask: SaveAsk, state: Mapping[str, object]) -> SaveReport:
         """One synchronous save, written by the calling thread; see `Checkpointer.save`."""
+        ask = self._due(ask)
         clock = Clock()
         with clock.phase("total"):
             begun = self._begin(ask, state, "wait", clock, in_flight=0)
@@ -106,9 +113,8 @@ class Saver:
                 if self._groups.control.is_coordinator:
                     discard_save(self._storage, directory)
                 raise
-        if plan.commit is not None:
-            with clock.phase("retain"):
-                self._retain()
+        with clock.phase("retain"):
+            self._after_commit(plan)
         return SaveReport(
             step=ask.step,
             path=self._storage.describe(committed.directory),
@@ -123,6 +129,7 @@ class Saver:
         self, ask: SaveAsk, state: Mapping[str, object], *, when_busy: WhenBusy
     ) -> PendingSave:
         """One asynchronous save; see `Checkpointer.save_async`."""
+        ask = self._due(ask)
         clock = Clock()
         writer = self._live_writer()
         with clock.phase("stall"):
@@ -131,7 +138,12 @@ class Saver:
                 return PendingSave(step=ask.step, ticket=None, skipped=True)
             slot = next(slot for slot in self._slots if slot.is_free())
             pending = self._sender.hand_over(
-                writer, slot, begun, ask, clock, after=self._retain_after
+                writer,
+                slot,
+                begun,
+                ask,
+                clock,
+                after=partial(self._after_outcome, plan=begun.plan_or_raise()),
             )
         if pending.failure is not None:
             self._plans = {}
@@ -140,6 +152,12 @@ class Saver:
         slot.pending = pending
         self._unreported.append(pending)
         return pending
+
+    def _due(self, ask: SaveAsk) -> SaveAsk:
+        """The same, with replicas compared where it is the turn of that."""
+        every = self._options.check_replicas_every
+        due = every > 0 and (self._num_saves + 1) % every == 0
+        return replace(ask, check_replicas=True) if due else ask
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Plan, lay out and touch the memory, start the writer: the first save is then like any."""
@@ -181,25 +199,60 @@ class Saver:
                         before=self._local,
                     )
                 self._local = local
+                self._look_back(local, ask.check_replicas)
                 self._check_room(self._plan_for(local, ask))
         except Exception as caught:
             error = caught
         with clock.phase("plan"):
-            save_id, unchanged, skipped = self._open(ask, local, error, in_flight)
+            openings = self._open(ask, local, error, in_flight)
             if local is None:
                 raise PlanError("the state could not be taken apart")
+            tokens = {opening.plan for opening in openings}
+            unchanged = len(tokens) == 1 and "" not in tokens
+            skipped = any(opening.busy for opening in openings)
             plan = self._plan_for(local, ask) if unchanged else None
             if plan is None and not skipped:
-                plan = self._plan_anew(local, ask)
+                plan = self._plan_anew(local, ask, [opening.names for opening in openings])
+        if not (skipped or dry):
+            self._num_saves += 1
         return Begun(
-            local=local, plan=plan, save_id=save_id, planned=not unchanged, skipped=skipped
+            local=local,
+            plan=plan,
+            save_id=openings[0].nonce,
+            planned=not unchanged,
+            skipped=skipped,
         )
 
-    def _plan_anew(self, local: LocalState, ask: SaveAsk) -> RankPlan:
-        self._plans = {}
+    def _look_back(self, local: LocalState, compare_all: bool) -> None:
+        """Before the first save of each kind: take the plan that an earlier run left, if it fits.
+
+        It is used if all ranks do, which the opening of the save finds out.
+        """
+        if compare_all in self._looked:
+            return
+        self._looked.add(compare_all)
+        if compare_all in self._plans:
+            return
+        found = plan_again(
+            local,
+            storage=self._storage,
+            groups=self._groups,
+            block_nbytes=self._options.block_nbytes,
+            compare_all=compare_all,
+        )
+        if found is not None:
+            self._plans[compare_all] = found
+            self._kept[compare_all] = found.plan_digest
+
+    def _plan_anew(self, local: LocalState, ask: SaveAsk, names: Sequence[str]) -> RankPlan:
+        # A plan of the other kind, with replicas compared or not, may serve on.
+        self._plans = {
+            kind: plan for kind, plan in self._plans.items() if plan.signature == local.signature
+        }
         plan = plan_together(
             local,
             groups=self._groups,
+            names=names,
             block_nbytes=self._options.block_nbytes,
             compare_all=ask.check_replicas,
         )
@@ -255,15 +308,16 @@ class Saver:
         local: LocalState | None,
         error: Exception | None,
         in_flight: int,
-    ) -> tuple[str, bool, bool]:
-        """One collective: all ranks are at one save, with one plan or none, and nothing failed."""
+    ) -> list[Opening]:
+        """One collective: what every rank says; all are at one save, and nothing failed."""
         control = self._groups.control
         held = self._plan_for(local, ask) if local is not None else None
         opening = Opening(
             step=ask.step,
             overwrite=ask.overwrite,
             check_replicas=ask.check_replicas,
-            plan_digest=held.plan_digest if held is not None else "",
+            plan=held.token if held is not None else "",
+            names=local.names if local is not None else "",
             nonce=secrets.token_hex(6),
             busy=sum(not p.done() for p in self._unreported) > in_flight,
             failed=self._first_failure(),
@@ -274,9 +328,7 @@ class Saver:
         self._raise_earlier(openings)
         for what in ("step", "overwrite", "check_replicas"):
             refuse_disagreement(what, control.ranks, [getattr(o, what) for o in openings])
-        plans = {o.plan_digest for o in openings}
-        unchanged = len(plans) == 1 and "" not in plans
-        return openings[0].nonce, unchanged, any(o.busy for o in openings)
+        return openings
 
     def _first_failure(self) -> tuple[str, str, str] | None:
         for pending in self._unreported:
@@ -305,9 +357,32 @@ class Saver:
         kind = getattr(holdfast.errors, told[0][1], HoldfastError)
         raise kind(f"an earlier save failed: {told[0][2]}")
 
-    def _retain_after(self, outcome: SaveOutcome) -> None:
+    def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
         if not outcome.error_type:
-            self._retain()
+            self._after_commit(plan)
+
+    def _after_commit(self, plan: RankPlan) -> None:
+        """What the coordinator does when a checkpoint is committed: keep its plan, clear away."""
+        if plan.commit is None:
+            return
+        self._keep(plan)
+        self._retain()
+
+    def _keep(self, plan: RankPlan) -> None:
+        """Leave the plan for a later run, once; a failure is logged, and costs that run a plan."""
+        if plan.commit is None or plan.record is None or self._known(plan):
+            return
+        name = plan_name(
+            choices(self._groups, self._options.block_nbytes), compare_all=plan.compare_all
+        )
+        try:
+            keep_plan(self._storage, name, plan.commit[1], plan.record)
+        except HoldfastError as error:
+            logging.getLogger("holdfast").warning("the plan was not kept: %s", error)
+        self._kept[plan.compare_all] = plan.plan_digest
+
+    def _known(self, plan: RankPlan) -> bool:
+        return self._kept.get(plan.compare_all) == plan.plan_digest
 
     def _retain(self) -> None:
         """Remove what the retention policy lets go of; a failure is logged, never raised."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -11,11 +12,20 @@ import numpy as np
 import torch
 
 import holdfast
+from holdfast.checkpoint.copier import Copiers, CudaPageLock, PageLock
 from holdfast.checkpoint.local import LocalState
 from holdfast.checkpoint.opening import Begun, Clock, SaveAsk, Slot
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.shares import RankPlan
-from holdfast.checkpoint.stage import Staging, content_digest, prepare_staging, stage
+from holdfast.checkpoint.stage import (
+    Staging,
+    check_sources,
+    content_digest,
+    devices_of,
+    prepare_staging,
+    stage,
+    stage_by_segments,
+)
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.names import data_file, saving_dir
 from holdfast.format.policies import Policy
@@ -25,7 +35,7 @@ from holdfast.writer.client import Ticket, Writer
 from holdfast.writer.commit import Committed, commit_save
 from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory, publish_failure
 from holdfast.writer.records import SaveHeader, column
-from holdfast.writer.write import WriteJob, write_share
+from holdfast.writer.write import Gate, Payload, WriteJob, publish_done, write_payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +47,7 @@ class SaverOptions:
     deadline_s: float
     retention: Policy | None
     fingerprints: bool
+    check_replicas_every: int
 
 
 class Sender:
@@ -54,23 +65,47 @@ class Sender:
         self._groups = groups
         self._options = options
         self._slots = slots
+        self._copiers = Copiers()
+        self._pages: PageLock = CudaPageLock()
 
     def stage(
         self, slot: Slot, plan: RankPlan, local: LocalState, clock: Clock
     ) -> tuple[Staging, list[int]]:
         """Copy this rank's rows into the slot; digests of the boxes it must vouch for."""
-        sources = [local.sources[row] for row in plan.rows]
+        sources = plan.sources(local)
+        staging = self._lay_out(slot, plan, sources, clock)
+        with clock.phase("stage"):
+            stage(staging, sources, plan.names, self._copiers)
+        return staging, self._checks(staging, plan, local, clock)
+
+    def _lay_out(
+        self, slot: Slot, plan: RankPlan, sources: Sequence[torch.Tensor], clock: Clock
+    ) -> Staging:
+        """The slot's memory as the image of this plan; page-locked where a device copies to it."""
         staging = slot.staging
         if staging is None or slot.plan_digest != plan.plan_digest:
             slot.staging = staging = None
             with clock.phase("lay out"):
                 staging = prepare_staging(slot.arena, plan.image, sources)
             slot.staging, slot.plan_digest = staging, plan.plan_digest
-        with clock.phase("stage"):
-            stage(staging, sources, plan.names)
+        if any(device.type == "cuda" for device in devices_of(sources)):
+            slot.arena.lock(self._pages)
+        return staging
+
+    @staticmethod
+    def _checks(staging: Staging, plan: RankPlan, local: LocalState, clock: Clock) -> list[int]:
+        """Digests of the boxes this rank vouches for; of the staged bytes where it writes them."""
+        if not plan.checks:
+            return []
         with clock.phase("compare"):
-            checks = [content_digest(local.sources[row]) for row in plan.checks]
-        return staging, checks
+            cut = {place for place, _ in plan.cuts}
+            staged = {row: place for place, row in enumerate(plan.rows) if place not in cut}
+            return [
+                staging.row_digest(staged[row])
+                if row in staged
+                else content_digest(local.sources[row])
+                for row in plan.checks
+            ]
 
     def hand_over(
         self,
@@ -157,18 +192,54 @@ class Sender:
         header: SaveHeader,
         clock: Clock,
     ) -> None:
-        """Stage and write this rank's share here; all ranks raise if one cannot."""
+        """Stage and write this rank's share here; all ranks raise if one cannot.
+
+        Writing and hashing follow the staging segment by segment, in threads beside it. Every shape
+        and dtype is checked against the plan before the first byte is written.
+        """
         error: Exception | None = None
         try:
-            staging, checks = self.stage(self._slots[0], plan, local, clock)
+            sources = plan.sources(local)
+            staging = self._lay_out(self._slots[0], plan, sources, clock)
+            check_sources(staging, sources, plan.names)
+            job = self._job(plan, local, directory, header, [])
             with clock.phase("write"):
-                job = self._job(plan, local, directory, header, checks)
-                prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
-                beat = Heartbeat(self._storage, job) if plan.commit is not None else None
-                write_share(self._storage, job, staging.view, on_progress=beat)
+                payload, checks = self._write_beside(job, plan, local, staging, sources, clock)
+                job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
+                publish_done(self._storage, job, payload)
         except Exception as caught:
             error = caught
         self._groups.control.agree(error, phase="save: written")
+
+    def _write_beside(
+        self,
+        job: WriteJob,
+        plan: RankPlan,
+        local: LocalState,
+        staging: Staging,
+        sources: Sequence[torch.Tensor],
+        clock: Clock,
+    ) -> tuple[Payload, list[int]]:
+        """Stage here, where the caller's device streams are current; write in a thread."""
+        gate = Gate()
+        gate.open_to(len(plan.image.header))
+
+        def write() -> Payload:
+            prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
+            beat = Heartbeat(self._storage, job) if plan.commit is not None else None
+            return write_payload(self._storage, job, staging.view, gate=gate, on_progress=beat)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-write") as pool:
+            written = pool.submit(write)
+            try:
+                with clock.phase("stage"):
+                    for end in stage_by_segments(staging, sources, self._copiers):
+                        gate.open_to(end)
+                checks = self._checks(staging, plan, local, clock)
+            except BaseException:
+                gate.break_off()
+                raise
+            return written.result(), checks
 
     def commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> Committed:
         """Commit on the coordinator; every rank learns the outcome."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from holdfast.errors import CorruptionError
+from holdfast.format.index import ChunkIndex
 from holdfast.geometry import Box, contiguous_start, cover, flat_range_boxes
 from holdfast.storage import Source
 
@@ -54,7 +55,7 @@ class BlockReader:
         and what the source raises.
         """
         if request.chunk == request.box:
-            return self._read_run(request, 0, request.nbytes, out)
+            return self.read_run(request, 0, request.nbytes, out)
         common = request.chunk.intersect(request.box)
         if common is None:
             return 0
@@ -63,11 +64,14 @@ class BlockReader:
         if stored is not None and wanted is not None:
             start, at = stored * request.itemsize, wanted * request.itemsize
             nbytes = common.numel * request.itemsize
-            return self._read_run(request, start, start + nbytes, out[at : at + nbytes])
+            return self.read_run(request, start, start + nbytes, out[at : at + nbytes])
         return self._read_scattered(request, common, out)
 
-    def _read_run(self, request: ChunkRead, start: int, stop: int, out: memoryview) -> int:
-        """Bytes [start, stop) of the chunk straight into `out`; cut blocks through scratch."""
+    def read_run(self, request: ChunkRead, start: int, stop: int, out: memoryview) -> int:
+        """Bytes [start, stop) of the chunk straight into `out`; cut blocks through scratch.
+
+        Returns the bytes read; raises as `read`.
+        """
         if request.digests is None:
             request.source.readinto(out, start=request.start + start)
             return stop - start
@@ -93,6 +97,33 @@ class BlockReader:
                 position = end
         return total
 
+    def find_damaged(
+        self,
+        index: ChunkIndex,
+        rows: Sequence[int],
+        bounds: Sequence[tuple[int, int]],
+        data: memoryview,
+    ) -> list[int]:
+        """Which pieces, laid end to end in `data`, have a block that is not what was saved.
+
+        Piece i is bytes `bounds[i]` of the payload of `rows[i]`, from the beginning of a block to
+        the end of one or of the payload.
+        """
+        block = self._block_nbytes
+        digest, damaged, at = index.digest, [], 0
+        pointers = index.digest_ptr[np.asarray(rows, dtype=np.int64)].tolist()
+        for number, ((start, stop), pointer) in enumerate(zip(bounds, pointers, strict=True)):
+            first = pointer + start // block
+            end = at + stop - start
+            for expected in digest[first : first + -(-(end - at) // block)].tolist():
+                upto = min(at + block, end)
+                if xxhash.xxh3_64_intdigest(data[at:upto]) != expected:
+                    damaged.append(number)
+                    at = end
+                    break
+                at = upto
+        return damaged
+
     def _read_block(self, request: ChunkRead, begin: int) -> memoryview:
         end = min(begin + self._block_nbytes, request.nbytes)
         data = self._scratch(end - begin).data
@@ -102,7 +133,7 @@ class BlockReader:
 
     def _read_scattered(self, request: ChunkRead, common: Box, out: memoryview) -> int:
         """Pieces of the chunk that hold wanted bytes, through scratch and from there to `out`."""
-        element, tail = _element(request.itemsize)
+        element, tail = element_of(request.itemsize)
         target = np.frombuffer(out, dtype=element).reshape(request.box.shape + tail)
         total = 0
         for lo, hi in self._pieces(request, common):
@@ -156,8 +187,11 @@ class BlockReader:
         return buffer[:nbytes]
 
 
-def _element(itemsize: int) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """An unsigned type whose copies are plain moves of bytes, and the dim for elements of 16."""
+def element_of(itemsize: int) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+    """By bytes of an element: an unsigned type whose copies are plain moves, and a dim behind.
+
+    Elements of 16 bytes are two of 8.
+    """
     return (_ELEMENTS[8], (2,)) if itemsize == 16 else (_ELEMENTS[itemsize], ())
 
 
@@ -170,7 +204,7 @@ def _scatter(
     per box, however many rows that is. Pieces never cut an element: blocks are powers of two.
     """
     size, chunk = request.itemsize, request.chunk
-    element, tail = _element(size)
+    element, tail = element_of(size)
     at = 0
     for part in flat_range_boxes(chunk.shape, start // size, (start + len(piece)) // size):
         nbytes = part.numel * size

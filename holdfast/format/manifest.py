@@ -3,6 +3,10 @@
 The file is compact JSON whose last member is `digest`. The digest covers every byte before
 `,"digest":"<32 hexadecimal digits>"}` and a newline, so that every byte of the file is covered and
 nobody needs a canonical form of JSON to check it.
+
+Version 2 differs from version 1 in two ways: an entry of `tensors` is an array, and a key that the
+place in the tree implies is left out (see `compact`). Both are read and, by `Manifest.version`,
+written.
 """
 
 from __future__ import annotations
@@ -14,13 +18,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.errors import CorruptionError, PlanError
+from holdfast.format.compact import fill_implied_keys, without_implied_keys
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import MAX_HEADER_NBYTES, MAX_NDIM
 from holdfast.format.names import is_data_file
 
 FORMAT = "holdfast"
-VERSION = 1
+VERSION = 2
+"""What is written; every version from 1 on is read."""
 MAX_MANIFEST_NBYTES = 1 << 28
 MAX_INDEX_NBYTES = 1 << 32
 
@@ -112,6 +118,36 @@ class Manifest(_Record, frozen=True, kw_only=True):
     totals: Totals
 
 
+class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `TensorInfo` as version 2 writes it: what is 0 or null at the end is left out."""
+
+    key: str
+    dtype: str
+    shape: list[int]
+    layout: int = 0
+    fingerprint: str | None = None
+
+
+class _ManifestV2(_Record, frozen=True, kw_only=True):
+    """The members of a manifest of version 2."""
+
+    format: str
+    version: int
+    step: int
+    save_id: str
+    created: str
+    holdfast: str
+    torch: str
+    layouts: list[LayoutInfo]
+    signature: str
+    block_nbytes: int
+    tensors: list[_Row]
+    parts: dict[str, Any]
+    files: list[FileInfo]
+    index: IndexInfo
+    totals: Totals
+
+
 class _Peek(msgspec.Struct):
     format: str
     version: int
@@ -128,7 +164,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if problem is not None:
         raise PlanError(f"manifest of step {manifest.step}: {problem}")
     try:
-        body = msgspec.json.encode(manifest).removesuffix(b"}")
+        table = manifest if manifest.version == 1 else _table_v2(manifest)
+        body = msgspec.json.encode(table).removesuffix(b"}")
     except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
         raise PlanError(f"manifest of step {manifest.step} cannot be written: {error}") from error
     data = body + b',"digest":"' + digest128(body).encode() + b'"}\n'
@@ -164,13 +201,47 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
     if peek is None:
         raise CorruptionError(f"{place}: it states no format and version")
     try:
-        manifest = msgspec.json.decode(text, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptionError(f"{place}: not a manifest of version {VERSION}: {error}") from None
+        manifest = _decode(text, peek.version)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptionError(
+            f"{place}: not a manifest of version {peek.version}: {error}"
+        ) from None
     problem = _problem(manifest)
     if problem is not None:
         raise CorruptionError(f"{place}: {problem}")
     return manifest
+
+
+def _table_v2(manifest: Manifest) -> dict[str, Any]:
+    table = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+    rows: list[list[Any]] = []
+    for tensor in manifest.tensors:
+        row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
+        if tensor.fingerprint is not None:
+            row += [tensor.layout, tensor.fingerprint]
+        elif tensor.layout:
+            row.append(tensor.layout)
+        rows.append(row)
+    return table | {"tensors": rows, "parts": without_implied_keys(manifest.parts)}
+
+
+def _decode(text: bytes, version: int) -> Manifest:
+    if version == 1:
+        return msgspec.json.decode(text, type=Manifest)
+    found = msgspec.json.decode(text, type=_ManifestV2)
+    fill_implied_keys(found.parts, limit=MAX_MANIFEST_NBYTES)
+    table = {name: getattr(found, name) for name in found.__struct_fields__}
+    tensors = [
+        TensorInfo(
+            key=row.key,
+            dtype=row.dtype,
+            shape=row.shape,
+            layout=row.layout,
+            fingerprint=row.fingerprint,
+        )
+        for row in found.tensors
+    ]
+    return Manifest(**table | {"tensors": tensors})
 
 
 def _unseal(data: bytes) -> _Sealed:
@@ -188,8 +259,8 @@ def _peek(text: bytes) -> _Peek | None:
 
 def _problem(m: Manifest) -> str | None:
     """The first rule of the format that a manifest breaks, in words."""
-    if m.format != FORMAT or m.version != VERSION:
-        return f"format {m.format!r} version {m.version} is not {FORMAT!r} version {VERSION}"
+    if m.format != FORMAT or not 1 <= m.version <= VERSION:
+        return f"format {m.format!r} version {m.version} is not {FORMAT!r} version 1 to {VERSION}"
     if not 0 <= m.step < 10**18:
         return f"step {m.step} is not in [0, 10**18)"
     power = m.block_nbytes.bit_count() == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -36,10 +36,14 @@ class ReadStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """The two records of a checkpoint as stored; enough to open it elsewhere without reading."""
+    """The two records of a checkpoint as stored; enough to open it elsewhere without reading.
+
+    `decoded`: the manifest's bytes decoded and proven, where that has been done.
+    """
 
     manifest: bytes
     index: bytes
+    decoded: Manifest | None = None
 
 
 def read_records(storage: Storage, directory: str) -> Records:
@@ -57,7 +61,8 @@ def read_records(storage: Storage, directory: str) -> Records:
     if storage.size(manifest_path) > MAX_MANIFEST_NBYTES:
         raise CorruptionError(f"{place}: larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
     data = storage.read(manifest_path)
-    info = decode_manifest(data, place=place).index
+    decoded = decode_manifest(data, place=place)
+    info = decoded.index
     place = storage.describe(index_path)
     if not storage.exists(index_path):
         raise CorruptionError(f"{place}: missing, though the manifest lists it")
@@ -67,7 +72,7 @@ def read_records(storage: Storage, directory: str) -> Records:
         )
     index = storage.read(index_path)
     _check_index_digest(index, info.digest, place)
-    return Records(manifest=data, index=index)
+    return Records(manifest=data, index=index, decoded=decoded)
 
 
 def _check_index_digest(index: bytes, digest: str, place: str) -> None:
@@ -100,6 +105,7 @@ class Snapshot:
         self._sources: dict[int, Source] = {}
         self._lock = threading.Lock()
         self._blocks = BlockReader(block_nbytes=manifest.block_nbytes)
+        self._copies: dict[int, tuple[int, ...]] | None = None
 
     @classmethod
     def open(cls, storage: Storage, directory: str) -> Snapshot:
@@ -118,9 +124,10 @@ class Snapshot:
         `proven` skips the proof of the table (about a second for a million rows) when the sender
         has made it; digests are checked in any case.
         """
-        manifest = decode_manifest(
-            records.manifest, place=storage.describe(_join(directory, MANIFEST))
-        )
+        manifest = records.decoded
+        if manifest is None:
+            place = storage.describe(_join(directory, MANIFEST))
+            manifest = decode_manifest(records.manifest, place=place)
         place = storage.describe(_join(directory, INDEX))
         _check_index_digest(records.index, manifest.index.digest, place)
         index = decode_index(records.index, place=place)
@@ -228,6 +235,63 @@ class Snapshot:
                 f"tensor {key!r}: {missing} elements of {box} are covered by no chunk"
             )
 
+    @property
+    def copies(self) -> Mapping[int, tuple[int, ...]]:
+        """Primary row -> all rows of its box, itself first; only boxes stored more than once."""
+        if self._copies is None:
+            self._copies = _find_copies(self.index)
+        return self._copies
+
+    def read_pieces(
+        self,
+        rows: Sequence[int],
+        bounds: Sequence[tuple[int, int]],
+        out: memoryview,
+        *,
+        verify: bool,
+    ) -> None:
+        """Fill `out` with pieces that lie one behind the other in one file, in one read.
+
+        Piece i is bytes `bounds[i]` of the payload of `rows[i]`. With `verify` it begins at a
+        digest block and ends at one or at the end of the payload, and every block is checked. A
+        piece that is damaged or cannot be read is replaced from another copy of its box, which is
+        noted in `stats.fallbacks`; CorruptionError naming tensor, file and byte when there is none
+        that is good; `out` is then undefined. Any number of threads may call.
+        """
+        first = rows[0]
+        bad: list[int] = []
+        try:
+            source = self._source(int(self.index.file[first]))
+            source.readinto(out, start=int(self.index.start[first]) + bounds[0][0])
+            self._count(read=len(out))
+            if verify:
+                bad = self._blocks.find_damaged(self.index, rows, bounds, out)
+        except (CorruptionError, StorageError):
+            bad = list(range(len(rows)))
+        at = 0
+        position = 0
+        for number in bad:
+            while position < number:
+                at += bounds[position][1] - bounds[position][0]
+                position += 1
+            start, stop = bounds[number]
+            self._read_again(rows[number], start, stop, out[at : at + stop - start], verify)
+
+    def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
+        """One piece on its own, from the row itself or any other copy of its box."""
+        box = self.index.box(row, ndim=len(self.manifest.tensors[self.index.tensor[row]].shape))
+        rows = [row, *(other for other in self._all_copies(row) if other != row)]
+
+        def read(request: ChunkRead) -> int:
+            return self._blocks.read_run(request, start, stop, out)
+
+        self._first_good(rows, box, box, read, itemsize=1, verify=verify)
+
+    def _all_copies(self, row: int) -> tuple[int, ...]:
+        if row in self.copies:
+            return self.copies[row]
+        return next((rows for rows in self.copies.values() if row in rows), (row,))
+
     def _check_request(
         self, info: TensorInfo, box: Box, out: memoryview, itemsize: int
     ) -> memoryview:
@@ -273,6 +337,22 @@ class Snapshot:
         verify: bool,
     ) -> None:
         """Read what a chunk gives to a box from the first copy that is good."""
+
+        def read(request: ChunkRead) -> int:
+            return self._blocks.read(request, target)
+
+        self._first_good(rows, chunk, box, read, itemsize=itemsize, verify=verify)
+
+    def _first_good(
+        self,
+        rows: Sequence[int],
+        chunk: Box,
+        box: Box,
+        read: Callable[[ChunkRead], int],
+        *,
+        itemsize: int,
+        verify: bool,
+    ) -> None:
         problems: list[HoldfastError] = []
         for row in rows:
             try:
@@ -285,7 +365,7 @@ class Snapshot:
                     box=box,
                     itemsize=itemsize,
                 )
-                self._count(read=self._blocks.read(request, target))
+                self._count(read=read(request))
             except (CorruptionError, StorageError) as error:
                 problems.append(self._damage(row, error))
                 continue
@@ -323,3 +403,15 @@ class Snapshot:
         with self._lock:
             self.stats.nbytes_read += read
             self.stats.nbytes_needed += needed
+
+
+def _find_copies(index: ChunkIndex) -> dict[int, tuple[int, ...]]:
+    """Primary row -> the rows of its box by number of the copy, where there are several."""
+    if not (index.copy != 0).any():
+        return {}
+    boxes = np.column_stack([index.tensor, index.offset, index.extent])
+    rows = np.lexsort((index.copy, *boxes.T[::-1]))
+    boxes = boxes[rows]
+    heads = np.flatnonzero(np.concatenate([[True], (boxes[1:] != boxes[:-1]).any(axis=1)]))
+    groups = np.split(rows, heads[1:])
+    return {int(group[0]): tuple(group.tolist()) for group in groups if len(group) > 1}

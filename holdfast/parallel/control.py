@@ -18,6 +18,8 @@ from holdfast.parallel.outcome import Outcome, raise_failures
 from holdfast.parallel.record import INLINE_NBYTES, RECORD_NBYTES, Record
 
 if TYPE_CHECKING:
+    import torch
+
     from holdfast.parallel.link import Link
 
 _WINDOW = 16
@@ -180,6 +182,30 @@ class Control:
         ]
         raise_failures(outcomes, ranks=self.ranks, phase=phase, cause=error)
         return [answer[1:] for answer in answers]
+
+    def exchange(
+        self,
+        outgoing: Sequence[tuple[int, torch.Tensor]],
+        incoming: Sequence[tuple[int, torch.Tensor]],
+        *,
+        phase: str,
+        error: BaseException | None = None,
+    ) -> None:
+        """Agree that no rank has an `error`, then move bytes between single ranks.
+
+        `outgoing` and `incoming`: (position in the layout, contiguous host tensor of bytes), in an
+        order that both sides know; sizes are known on both sides, too. Nothing is sent unless every
+        rank came without an error; otherwise all raise as by `agree`. What is sent and received has
+        `timeout_s` of its own. For data of some MiB that no training communicator may carry.
+        Cost: one collective, and one message of the exact size for each entry; no copies.
+        """
+        self.agree(error, phase=phase)
+        if self._link is None:
+            if outgoing or incoming:
+                raise GroupError(f"Phase {phase!r}: one rank has nobody to exchange with.")
+            return
+        self._link.renew(time.monotonic() + self.timeout_s)
+        self._link.swap(outgoing, incoming)
 
     def barrier(self, *, phase: str) -> None:
         """Return when every rank has come. Cost: one collective."""

@@ -127,6 +127,11 @@ class ProcessGroups:
         self._is_known(name, or_raise=True)
         return False
 
+    def held(self) -> tuple[str, ...]:
+        """The names of all communicators that this rank holds, clones included."""
+        self._check_open()
+        return tuple(self._built.held)
+
     def size(self, name: str) -> int:
         """Number of ranks in the group, whether or not it has a communicator."""
         held = self._built.held.get(name)

@@ -117,6 +117,32 @@ class Link:
             self._wait([self._live().recv([buffer], index, 0) for index, buffer in expected])
         return [_bytes(buffer) for buffer in buffers]
 
+    def renew(self, deadline: float) -> None:
+        """Move the deadline of the call under way."""
+        self._deadline = deadline
+
+    def swap(
+        self,
+        outgoing: Sequence[tuple[int, torch.Tensor]],
+        incoming: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send and receive each (index, bytes), all in flight at once, without a copy.
+
+        Messages of one sender arrive in the order in which they were sent; empty ones are left out
+        on both sides.
+        """
+        with self._naming_the_missing():
+            works: list[Work] = []
+            for index, tensor in incoming:
+                if tensor.numel():
+                    self._count(0)
+                    works.append(self._live().recv([tensor], index, 0))
+            for index, tensor in outgoing:
+                if tensor.numel():
+                    self._count(tensor.numel())
+                    works.append(self._live().send([tensor], index, 0))
+            self._wait(works)
+
     def _wait(self, works: list[Work]) -> None:
         try:
             while works:

@@ -1,8 +1,9 @@
 """What a training state is made of: parts, placements, markers, random streams."""
 
 from holdfast.state.flatten import flatten_state
+from holdfast.state.holding import HeldParameter, PartitionedOptimizer
 from holdfast.state.leaves import Domain, FlatState, TensorLeaf
-from holdfast.state.markers import On, PerRank, Replicated, Sharded, Stored, Transient
+from holdfast.state.markers import FlatShard, On, PerRank, Replicated, Sharded, Stored, Transient
 from holdfast.state.optimizer import OptimizerState
 from holdfast.state.parts import Part, Stateful
 from holdfast.state.rng import RNG
@@ -11,10 +12,13 @@ from holdfast.state.stored import StoredPart, StoredTensor
 __all__ = [
     "RNG",
     "Domain",
+    "FlatShard",
     "FlatState",
+    "HeldParameter",
     "On",
     "OptimizerState",
     "Part",
+    "PartitionedOptimizer",
     "PerRank",
     "Replicated",
     "Sharded",

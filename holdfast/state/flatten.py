@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
@@ -12,20 +15,53 @@ from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.format.values import Codecs, Node, encode_tree
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import FlatState, TensorLeaf
-from holdfast.state.markers import On, PerRank, Replicated, Sharded, Stored, Transient
+from holdfast.state.markers import (
+    FlatShard,
+    Marked,
+    On,
+    PerRank,
+    Replicated,
+    Sharded,
+    Stored,
+    Transient,
+)
 from holdfast.state.parts import part_of
 from holdfast.state.placement import Domains, tensor_leaf
+
+Entry = tuple[object, object, TensorLeaf]
+"""A tensor or marker, everything of it that may change (`_made_from`), and the leaf of that."""
+
+_TENSORS = (torch.Tensor, *get_args(Marked))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shelf:
+    """A dict of nothing but tensors as it was met: what is in it, and what it was made into.
+
+    `made_from[i]`: of `values[i]`. `entries`, `leaves`, `first_keys`: what it added to a pass.
+    """
+
+    keys: list[object]
+    values: list[object]
+    made_from: list[object]
+    layout: Layout
+    entries: dict[str, Entry]
+    leaves: dict[str, TensorLeaf]
+    first_keys: dict[int, str]
+    node: Node
 
 
 class LeafCache:
     """Leaves of the last state taken apart, so that unchanged tensors cost almost nothing.
 
     A leaf is used again only for the same tensor object with the same memory, shape, strides,
-    dtype, and for a DTensor the same mesh and placements: all that a leaf is made from.
+    dtype, and for a DTensor the same mesh and placements: all that a leaf is made from. Dicts of
+    tensors alone are compared and used again as a whole.
     """
 
     def __init__(self) -> None:
-        self.entries: dict[str, tuple[object, object, TensorLeaf]] = {}
+        self.entries: dict[str, Entry] = {}
+        self.shelves: dict[str, _Shelf] = {}
 
 
 def flatten_state(
@@ -44,8 +80,7 @@ def flatten_state(
     `cache`: of an earlier call with the same layout and rank; brought up to date.
     Cost: no collectives, no tensor bytes copied.
     """
-    before = cache.entries if cache is not None else {}
-    flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=before)
+    flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache or LeafCache())
     nodes: dict[str, object] = {}
     for name, value in state.items():
         check_part_name(name)
@@ -62,7 +97,7 @@ def flatten_state(
             raise type(error)(f"state part '{name}': {error}") from error
         nodes[name] = flattener.encode(tree, path=name)
     if cache is not None:
-        cache.entries = flattener.entries
+        cache.entries, cache.shelves = flattener.entries, flattener.shelves
     return FlatState(leaves=flattener.leaves, nodes=nodes)
 
 
@@ -95,11 +130,12 @@ class _Flattener:
         layout: Layout,
         rank: int,
         codecs: Codecs,
-        before: Mapping[str, tuple[object, object, TensorLeaf]],
+        before: LeafCache,
     ) -> None:
         self._before = before
         self._domains: Domains = {}
-        self.entries: dict[str, tuple[object, object, TensorLeaf]] = {}
+        self.entries: dict[str, Entry] = {}
+        self.shelves: dict[str, _Shelf] = {}
         self._layout = layout
         self._rank = rank
         self._codecs = codecs
@@ -114,8 +150,10 @@ class _Flattener:
         return encode_tree(tree, path=path, codecs=self._codecs, on_leaf=self._on_leaf)
 
     def _on_leaf(self, path: str, obj: object) -> Node | None:
-        if isinstance(obj, torch.Tensor | Sharded | Replicated):
+        if isinstance(obj, _TENSORS):
             return {"$": "tensor", "k": self._add_tensor(path, obj)}
+        if type(obj) is dict:
+            return self._add_shelf(path, obj)
         if isinstance(obj, np.ndarray):
             return {"$": "array", "k": self._add_tensor(path, _array_tensor(path, obj))}
         if isinstance(obj, PerRank):
@@ -130,7 +168,55 @@ class _Flattener:
             raise PlacementError(f"{path}: Stored() asks a load for what is there; nothing to save")
         return None
 
-    def _add_tensor(self, path: str, obj: torch.Tensor | Sharded | Replicated) -> str:
+    def _add_shelf(self, path: str, obj: dict[object, object]) -> Node | None:
+        """The node of a dict of nothing but tensors; None for any other."""
+        held = self._before.shelves.get(path)
+        if held is None or not self._is_same(held, obj):
+            return self._fill_shelf(path, obj)
+        self.entries.update(held.entries)
+        self.leaves.update(held.leaves)
+        self._first_key.update(held.first_keys)
+        self.shelves[path] = held
+        return held.node
+
+    def _is_same(self, held: _Shelf, obj: dict[object, object]) -> bool:
+        """Whether nothing that a shelf was made from has changed, and no tensor was met before."""
+        return (
+            len(obj) == len(held.keys)
+            and all(map(operator.is_, obj.values(), held.values))
+            and list(obj) == held.keys
+            and held.layout is self._layout
+            and self._first_key.keys().isdisjoint(held.first_keys)
+            and self.leaves.keys().isdisjoint(held.leaves)
+            and [_made_from(value) for value in obj.values()] == held.made_from
+        )
+
+    def _fill_shelf(self, path: str, obj: dict[object, object]) -> Node | None:
+        values = list(obj.values())
+        if not values or not all(isinstance(value, _TENSORS) for value in values):
+            return None
+        before = len(self.leaves)
+        node = encode_tree(obj, path=path, codecs=self._codecs, on_leaf=self._on_shelf)
+        added = [*self.leaves][before:]
+        if len(added) == len(values):
+            # Else one was met before: its key is another's, which may not be there next time.
+            entries = {key: self.entries[key] for key in added}
+            self.shelves[path] = _Shelf(
+                keys=list(obj),
+                values=values,
+                made_from=[entry[1] for entry in entries.values()],
+                layout=self._layout,
+                entries=entries,
+                leaves={key: self.leaves[key] for key in added},
+                first_keys={id(value): key for value, key in zip(values, added, strict=True)},
+                node=node,
+            )
+        return node
+
+    def _on_shelf(self, path: str, obj: object) -> Node | None:
+        return None if type(obj) is dict else self._on_leaf(path, obj)
+
+    def _add_tensor(self, path: str, obj: torch.Tensor | Marked) -> str:
         known = self._first_key.get(id(obj))
         if known is not None:
             return known
@@ -142,7 +228,7 @@ class _Flattener:
                 f"number and the same number as text?); rename one"
             )
         made_from = _made_from(obj)
-        held = self._before.get(path)
+        held = self._before.entries.get(path)
         if (
             held is None
             or held[0] is not obj
@@ -159,16 +245,33 @@ class _Flattener:
         return path
 
 
-def _made_from(obj: torch.Tensor | Sharded | Replicated) -> object:
-    """Everything of a tensor that its leaf depends on and that may change on the same object."""
+def _made_from(obj: object) -> object:
+    """Everything of a tensor that its leaf depends on and that may change on the same object.
+
+    The objects named are kept, so that none is mistaken for another one at its address; the leaf
+    keeps the memory, so that no other tensor can be where it was.
+    """
     if isinstance(obj, DTensor):
-        local = obj._local_tensor
-        return (local.data_ptr(), local.shape, local.stride(), local.dtype, local.device,
-                obj.shape, obj.placements, id(obj.device_mesh), local.is_meta)  # fmt: skip
-    tensor = obj if isinstance(obj, torch.Tensor) else obj.local
+        local, spec = obj._local_tensor, obj._spec
+        return (*_memory(local), spec.placements, spec.mesh, spec.tensor_meta, obj.shape, obj.dtype)
+    if isinstance(obj, torch.Tensor):
+        return _memory(obj)
+    if isinstance(obj, Sharded):
+        dims = None if obj.dims is None else tuple(obj.dims.items())
+        return _memory(obj.local), obj.local, obj.shape, dims, obj.offset, obj.over
+    if isinstance(obj, FlatShard):
+        return _memory(obj.local), _made_from(obj.like), obj.start, obj.over
+    return _memory(obj.local) if isinstance(obj, Replicated) else None
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor's elements are, and how they are read."""
     if tensor.layout is not torch.strided:
-        return None
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return (tensor.layout,)
+    return (
+        tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
 
 
 def _array_tensor(path: str, array: np.ndarray) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import PlacementError
 from holdfast.parallel import ProcessGroups
@@ -102,6 +103,41 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FlatShard:
+    """A run of elements of a parameter-shaped tensor, as a sharded optimizer holds it.
+
+    The whole is a tensor of the shape and placement of `like`; this rank holds the elements
+    [start, start + len(local)) of the row-major *local* tensor that `like` has here. Ranks that
+    differ along `over` hold other runs; ranks that are replicas of `like` and equal along `over`
+    hold the same run. It is stored in the coordinates of the parameter, as at most
+    max(1, 2 * ndim - 1) boxes, so that it loads under any other sharding.
+
+    `local`: contiguous, 1-d, any dtype and device. `like`: a DTensor, which says who its replicas
+    are, or a plain tensor, which says nothing: boxes that several ranks hold are then compared.
+    Raises PlacementError for a run that leaves the local tensor.
+    """
+
+    local: torch.Tensor
+    start: int
+    like: torch.Tensor
+    over: str
+
+    def __post_init__(self) -> None:
+        """Check that the run is one of the local tensor."""
+        size = self.like.to_local().numel() if isinstance(self.like, DTensor) else self.like.numel()
+        if self.local.ndim != 1 or not self.local.is_contiguous():
+            raise PlacementError(
+                f"FlatShard: the run must be a contiguous 1-d tensor, got shape "
+                f"{list(self.local.shape)}"
+            )
+        if self.start < 0 or self.start + self.local.numel() > size:
+            raise PlacementError(
+                f"FlatShard: elements {self.start}..{self.start + self.local.numel()} lie outside "
+                f"the {size} elements that this rank holds of the parameter"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
     """A tensor that every rank of its pipeline stage holds whole: declared, so not compared."""
 
@@ -162,3 +198,7 @@ class On:
 @dataclass(frozen=True, slots=True)
 class Stored:
     """In a load request: whatever the checkpoint holds here, as a new tree."""
+
+
+Marked = Sharded | FlatShard | Replicated
+"""Markers that wrap the local tensor of one global tensor."""

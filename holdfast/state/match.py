@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CorruptionError
 from holdfast.format.values import Codecs, decode_tree
+from holdfast.geometry import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.flatten import coordinate_label
-from holdfast.state.leaves import TensorLeaf
-from holdfast.state.markers import PerRank, Replicated, Sharded, Stored, Transient
+from holdfast.state.markers import Marked, PerRank, Stored, Transient
 from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
-from holdfast.state.torch_dtypes import torch_dtype
+from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Held = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
+"""Dtype name, global shape, boxes (None: the whole), and what is filled."""
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class Wanted(NamedTuple):
+    """One tensor of a request and what fills it on this rank.
+
+    `path`: in the state. `tensor`: position of the stored one in the checkpoint's table. `locals`:
+    what is filled, one for each of `boxes`; a single one for the whole where `boxes` is None.
+    `is_fresh`: memory made for this load, which nobody else knows.
+    """
+
+    path: str
+    tensor: int
+    boxes: tuple[Box, ...] | None
+    locals: tuple[torch.Tensor, ...]
+    is_fresh: bool = False
 
 
 @dataclass(slots=True)
 class MatchResult:
     """What a request and a checkpoint have to do with each other, on one rank.
 
-    `targets`: stored key -> the leaves to fill from it. `missing`: paths asked for and not stored.
-    `mismatched`: one sentence for each difference in shape, dtype or kind. `cast`: keys that are
-    converted. `kept`: per-rank paths whose local value stays by their policy. `allowed`: paths
-    absent by the caller's leave. `touched`: stored leaf paths that
-    the request uses.
+    `wanted`: the tensors to fill, in the order of the request; one met again has nothing to fill.
+    `missing`: paths asked for and not stored. `mismatched`: one sentence for each difference in
+    shape, dtype or kind. `cast`: keys that are converted. `kept`: per-rank paths whose local value
+    stays by their policy. `allowed`: paths absent by the caller's leave. `touched`: stored leaf
+    paths that the request uses.
     """
 
-    targets: dict[str, list[TensorLeaf]] = field(default_factory=dict)
+    wanted: list[Wanted] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
@@ -69,26 +88,39 @@ def items(node: Any) -> list[Any] | None:
     return children
 
 
-def leaf_paths(node: Any, path: str) -> Iterator[str]:
+def leaf_paths(node: Any, path: str) -> list[str]:
     """The paths of everything under a node, dict keys and list positions joined by dots."""
-    if _tag(node) == "per_rank":
+    found: list[str] = []
+    _add_leaf_paths(node, path, found)
+    return found
+
+
+def _add_leaf_paths(node: Any, path: str, found: list[str]) -> None:
+    if not isinstance(node, dict | list):
+        found.append(path)
+        return
+    if isinstance(node, dict) and node.get("$") == "per_rank":
         for label, child in node["v"].items():
-            yield from leaf_paths(child, f"{path}[{label}]")
+            _add_leaf_paths(child, f"{path}[{label}]", found)
         return
     named = entries(node)
     if named is None:
         named = dict(enumerate(items(node) or ()))
     if not named:
-        yield path
+        found.append(path)
     for name, child in named.items():
-        yield from leaf_paths(child, f"{path}.{name}")
+        if isinstance(child, dict) and child.get("$") == "tensor":
+            found.append(f"{path}.{name}")
+        else:
+            _add_leaf_paths(child, f"{path}.{name}", found)
 
 
 class Matcher:
     """Matches templates against stored nodes on one rank, then builds the loaded trees.
 
-    `tensors`: key -> (dtype name, global shape) of the checkpoint. `allow_missing`: patterns
-    (`fnmatch`) of paths that may be absent. `cast`: whether another stored dtype is accepted.
+    `tensors`: key -> (dtype name, global shape) of the checkpoint, in the order of its table.
+    `allow_missing`: patterns (`fnmatch`) of paths that may be absent. `cast`: whether another
+    stored dtype is accepted.
     """
 
     def __init__(
@@ -102,6 +134,7 @@ class Matcher:
         cast: bool = False,
     ) -> None:
         self._tensors = tensors
+        self._positions = {key: i for i, key in enumerate(tensors)}
         self._layout = layout
         self._rank = rank
         self._codecs = codecs
@@ -110,6 +143,7 @@ class Matcher:
         self._fresh: dict[str, torch.Tensor] = {}
         self._domains: Domains = {}
         self._sources: dict[int, str] = {}
+        self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self.result = MatchResult()
 
     def move_to(self, layout: Layout) -> None:
@@ -128,7 +162,7 @@ class Matcher:
             self.result.touched.update(leaf_paths(node, path))
         elif isinstance(template, PerRank):
             self._match_per_rank(template, node, path)
-        elif isinstance(template, torch.Tensor | Sharded | Replicated):
+        elif is_tensor_like(template):
             self._match_tensor(template, node, path)
         elif isinstance(template, Mapping):
             self._match_mapping(template, node, path)
@@ -152,12 +186,14 @@ class Matcher:
             return self.build(template.tree, inner, f"{path}[{label}]", closed=closed)
         if isinstance(template, torch.Tensor):
             return template
-        if isinstance(template, Sharded | Replicated):
+        if isinstance(template, Marked):
             return template.local
         named = entries(node)
         if isinstance(template, Mapping) and named is not None:
             found = {
-                name: self.build(template[name], child, f"{path}.{name}", closed=closed)
+                name: template[name]
+                if name in template and type(template[name]) in _PLAIN
+                else self.build(template[name], child, f"{path}.{name}", closed=closed)
                 if name in template
                 else self._decode(child, f"{path}.{name}")
                 for name, child in named.items()
@@ -187,7 +223,10 @@ class Matcher:
         for name, child in template.items():
             here = f"{path}.{name}"
             if name in named:
-                self.match(child, named[name], here)
+                if type(child) in _PLAIN and isinstance(child, torch.Tensor):
+                    self._match_tensor(child, named[name], here)
+                else:
+                    self.match(child, named[name], here)
             elif not isinstance(child, Transient):
                 self._miss(here, child)
 
@@ -197,6 +236,8 @@ class Matcher:
         if isinstance(template, Mapping) and named is not None:
             for name, child in named.items():
                 if name in template:
+                    if type(template[name]) in _PLAIN:
+                        continue
                     self.match_rest(template[name], child, f"{path}.{name}")
                 else:
                     self._want_all(child, f"{path}.{name}")
@@ -238,12 +279,8 @@ class Matcher:
         else:
             self.result.missing.append(here)
 
-    def _match_tensor(
-        self, template: torch.Tensor | Sharded | Replicated, node: Any, path: str
-    ) -> None:
-        leaf = tensor_leaf(
-            template, key=path, layout=self._layout, rank=self._rank, domains=self._domains
-        )
+    def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
+        held_dtype, held_shape, boxes, locals_ = self._held(template, path)
         if _tag(node) not in ("tensor", "array"):
             self.result.mismatched.append(
                 f"{path}: the state has a tensor here, the checkpoint {_kind(node)}"
@@ -252,6 +289,7 @@ class Matcher:
         key = node["k"]
         dtype, shape = self._tensors[key]
         self.result.touched.add(path)
+        is_new = id(template) not in self._sources
         source = self._sources.setdefault(id(template), key)
         if source != key:
             self.result.mismatched.append(
@@ -259,19 +297,47 @@ class Matcher:
                 f"holds them as two"
             )
             return
-        if shape != leaf.shape:
+        if shape != held_shape:
             self.result.mismatched.append(
-                f"{path}: the state's shape is {list(leaf.shape)}, the checkpoint's {list(shape)}"
+                f"{path}: the state's shape is {list(held_shape)}, the checkpoint's {list(shape)}"
             )
-        elif dtype != leaf.dtype and not self._cast:
+        elif dtype != held_dtype and not self._cast:
             self.result.mismatched.append(
-                f"{path}: the state's dtype is {leaf.dtype}, the checkpoint's {dtype}; "
+                f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; "
                 f"pass cast=True to convert"
             )
         else:
-            if dtype != leaf.dtype:
+            if dtype != held_dtype:
                 self.result.cast.append(path)
-            self.result.targets.setdefault(key, []).append(leaf)
+            position = self._positions[key]
+            if not is_new:
+                boxes, locals_ = (), ()
+            self.result.wanted.append(Wanted(path, position, boxes, locals_))
+
+    def _held(self, template: torch.Tensor | Marked, path: str) -> _Held:
+        """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
+
+        Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
+        has the boxes of that one.
+        """
+        if type(template) in _PLAIN and isinstance(template, torch.Tensor):
+            dtype = TORCH_TO_NAME.get(template.dtype)
+            if dtype is not None and _is_readable(template):
+                return dtype, tuple(template.shape), None, (template,)
+        like: tuple[object, ...] | None = None
+        if type(template) is DTensor:
+            local = template._local_tensor
+            like = (id(template.device_mesh), template.placements, template.shape, local.shape)
+            boxes = self._boxes.get(like)
+            dtype = TORCH_TO_NAME.get(local.dtype)
+            if boxes is not None and dtype is not None and _is_readable(local):
+                return dtype, tuple(template.shape), boxes, (local,)
+        leaf = tensor_leaf(
+            template, key=path, layout=self._layout, rank=self._rank, domains=self._domains
+        )
+        if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
+            self._boxes[like] = leaf.boxes
+        return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
 
     def _miss(self, path: str, template: object) -> None:
         if self.may_miss(path):
@@ -303,8 +369,7 @@ class Matcher:
         dtype, shape = self._tensors[key]
         target = torch.zeros(shape, dtype=torch_dtype(dtype))
         self._fresh[key] = target
-        leaf = tensor_leaf(target, key=path, layout=self._layout, rank=self._rank)
-        self.result.targets.setdefault(key, []).append(leaf)
+        self.result.wanted.append(Wanted(path, self._positions[key], None, (target,), True))
 
     def _decode(self, node: Any, path: str) -> Any:
         def value(where: str, inner: dict[str, Any]) -> object:
@@ -323,6 +388,16 @@ class Matcher:
 
     def _label(self, template: PerRank, path: str) -> str:
         return coordinate_label(self._layout, self._rank, tuple(template.axes), path=path)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether `tensor_leaf` has nothing to say against a plain tensor."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and type(tensor) in _PLAIN
+    )
 
 
 def _tag(node: Any) -> str | None:

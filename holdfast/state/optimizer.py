@@ -1,17 +1,21 @@
-"""A `torch.optim` optimizer as a part of the state: everything by parameter name."""
+"""An optimizer as a part of the state: everything by parameter name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from holdfast.errors import ConfigError, MismatchError
-from holdfast.state.markers import Stored
+from holdfast.state.holding import HeldParameter, PartitionedOptimizer, WholeOptimizer
+from holdfast.state.markers import Stored, Transient
 from holdfast.state.names import parameter_names
-from holdfast.state.stored import StoredPart, StoredTensor
+from holdfast.state.stored import StoredPart
+
+_RECORD = "param_state_sharding_type"
+_COUNTS = "num_groups"
 
 
 class OptimizerState:
@@ -23,101 +27,162 @@ class OptimizerState:
     each group by its members. State is allocated by shape, never by stepping: step counters,
     parameters and hyperparameters do not change before the load.
 
+    `optimizer`: a `torch.optim.Optimizer`, or one that holds runs of elements (`ShardedOptimizer`,
+    `ChainedOptimizer`: a `PartitionedOptimizer`). Their state is stored in the parameters'
+    coordinates under the same keys, so each loads what the other saved. Main parameters, wider
+    copies of low-precision ones, are stored as `main.<parameter name>`; where the optimizer that
+    loads them keeps none, they go into parameters of their dtype, and are left out for narrower
+    ones, which the module's own part restores.
+
     Raises ConfigError for a parameter of the optimizer that the module does not have.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | PartitionedOptimizer, module: nn.Module
+    ) -> None:
+        self._holder: PartitionedOptimizer = (
+            WholeOptimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        )
         self._module = module
 
     def tree(self) -> dict[str, object]:
-        """The state by name, group hyperparameters, and membership."""
-        named = self._named_groups()
+        """The state by name, group hyperparameters, membership, and main parameters if any."""
+        self._holder.synchronize()
         state: dict[str, object] = {}
-        for names, group in zip(named, self._optimizer.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                if parameter in self._optimizer.state:
-                    state[name] = dict(self._optimizer.state[parameter])
-        return {
+        main: dict[str, object] = {}
+        membership: dict[str, int] = {}
+        for name, held in self._named():
+            membership[name] = held.group
+            if held.updated is None:
+                continue
+            if held.updated in held.optimizer.state:
+                entries = held.optimizer.state[held.updated]
+                state[name] = {
+                    entry: held.stored_form(entry, value) for entry, value in entries.items()
+                }
+            if held.is_main:
+                main[name] = held.stored_form("main", held.updated)
+        tree: dict[str, object] = {
             "state": state,
-            "groups": [_hyperparameters(group) for group in self._optimizer.param_groups],
-            "membership": {name: i for i, names in enumerate(named) for name in names},
+            "groups": [_hyperparameters(group) for group in self._holder.param_groups],
+            "membership": membership,
         }
+        if main:
+            tree["main"] = main
+        records = self._holder.sharding_records()
+        if records:
+            tree[_COUNTS] = self._holder.num_groups()
+            tree[_RECORD] = records
+        return tree
 
     def template(self, stored: StoredPart) -> dict[str, object]:
-        """Targets shaped like the parameters for the state the checkpoint has, nothing stepped."""
+        """Targets placed like what is held for the state the checkpoint has, nothing stepped."""
+        self._check_counts(stored)
+        self._holder.synchronize()
+        self._holder.begin_load(with_main=stored.has("main"))
         state: dict[str, object] = {}
-        for names, group in zip(self._named_groups(), self._optimizer.param_groups, strict=True):
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            for name, parameter in zip(names, group["params"], strict=True):
-                have = dict(self._optimizer.state.get(parameter, {}))
-                entries: dict[str, object] = {
-                    entry: have.get(entry)
-                    if isinstance(have.get(entry), torch.Tensor)
-                    else Stored()
-                    for entry in have
-                }
-                for entry, info in stored.tensors_under("state", name).items():
-                    if not isinstance(entries.get(entry), torch.Tensor):
-                        entries[entry] = _allocate(entry, info, parameter, on_device)
-                for entry in stored.keys_under("state", name):
-                    entries.setdefault(entry, Stored())
-                if entries or stored.has("state", name):
-                    state[name] = entries
-        return {"state": state, "groups": Stored(), "membership": Stored()}
+        main: dict[str, object] = {}
+        for name, held in self._named():
+            if held.updated is None:
+                continue
+            entries = self._targets(name, held, stored)
+            if entries or stored.has("state", name):
+                state[name] = entries
+            if stored.has("main", name):
+                main[name] = _main_target(held, stored.tensors_under("main")[name].dtype)
+        template: dict[str, object] = {
+            "state": state,
+            "groups": Stored(),
+            "membership": Stored(),
+        }
+        if stored.has("main"):
+            template["main"] = main
+        return template | {name: Transient() for name in (_COUNTS, _RECORD) if stored.has(name)}
 
     def restore(self, tree: object) -> None:
         """Set state and hyperparameters; MismatchError where a group cannot be identified."""
         if not isinstance(tree, Mapping):
             raise MismatchError("the stored optimizer part is no mapping; was it saved from one?")
         chosen = self._match_groups(tree["groups"], tree["membership"])
-        for names, group in zip(self._named_groups(), self._optimizer.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                if name in tree["state"]:
-                    self._optimizer.state[parameter] = dict(tree["state"][name])
-        for group, values in zip(self._optimizer.param_groups, chosen, strict=True):
+        main = tree.get("main")
+        for name, held in self._named():
+            if held.updated is None:
+                continue
+            if name in tree["state"]:
+                held.optimizer.state[held.updated] = dict(tree["state"][name])
+            value = None if main is None else main.get(name)
+            if isinstance(value, torch.Tensor) and value is not held.updated:
+                with torch.no_grad():
+                    held.updated.copy_(value)
+                held.markers.pop("main", None)
+        for group, values in zip(self._holder.param_groups, chosen, strict=True):
             group.update(values)
+        self._holder.finish_load(with_main=main is not None)
 
-    def _named_groups(self) -> list[list[str]]:
-        """Per group, the logical names of its parameters in order."""
+    def _targets(self, name: str, held: HeldParameter, stored: StoredPart) -> dict[str, object]:
+        """By entry, what to load one parameter's state into."""
+        group = self._holder.param_groups[held.group]
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        state = held.optimizer.state
+        have = {} if held.updated is None else dict(state.get(held.updated, {}))
+        entries: dict[str, object] = {
+            entry: held.stored_form(entry, value) if isinstance(value, torch.Tensor) else Stored()
+            for entry, value in have.items()
+        }
+        for entry, info in stored.tensors_under("state", name).items():
+            if not isinstance(have.get(entry), torch.Tensor):
+                entries[entry] = held.target(entry, info, on_device=on_device)
+        for entry in stored.keys_under("state", name):
+            entries.setdefault(entry, Stored())
+        return entries
+
+    def _named(self) -> Iterator[tuple[str, HeldParameter]]:
+        """Each held parameter with its logical name."""
         names = parameter_names(self._module)
-        result = []
-        for position, group in enumerate(self._optimizer.param_groups):
-            here = []
-            for i, parameter in enumerate(group["params"]):
-                if parameter not in names:
-                    raise ConfigError(
-                        f"OptimizerState: parameter {i} of group {position} (shape "
-                        f"{list(parameter.shape)}) is not a parameter of "
-                        f"{type(self._module).__name__}; pass the module that owns it"
-                    )
-                here.append(names[parameter])
-            result.append(here)
-        return result
+        for held in self._holder.held_parameters():
+            if held.parameter not in names:
+                raise ConfigError(
+                    f"OptimizerState: a parameter of group {held.group} (shape "
+                    f"{list(held.parameter.shape)}) is not a parameter of "
+                    f"{type(self._module).__name__}; pass the module that owns it"
+                )
+            yield names[held.parameter], held
+
+    def _check_counts(self, stored: StoredPart) -> None:
+        """MismatchError where an optimizer of the same name had another number of groups."""
+        for name, count in self._holder.num_groups().items():
+            saved = stored.value(_COUNTS, name)
+            if isinstance(saved, int) and saved != count:
+                raise MismatchError(
+                    f"optimizer '{name}' has {count} parameter groups, the checkpoint's has "
+                    f"{saved}; build the same parameter groups as the saved run"
+                )
 
     def _match_groups(
         self, groups: list[dict[str, Any]], membership: Mapping[str, int]
     ) -> list[dict[str, Any]]:
         """The stored hyperparameters of each local group, found by its members."""
-        chosen = []
-        for position, names in enumerate(self._named_groups()):
-            homes = {membership[name] for name in names if name in membership}
-            if len(homes) > 1:
+        members: list[list[str]] = [[] for _ in self._holder.param_groups]
+        for name, held in self._named():
+            members[held.group].append(name)
+        chosen: list[dict[str, Any]] = []
+        for position, names in enumerate(members):
+            homes = sorted({membership[name] for name in names if name in membership})
+            if len(homes) > 1 and any(groups[home] != groups[homes[0]] for home in homes):
                 raise MismatchError(
                     f"optimizer group {position} holds parameters that the checkpoint has in "
-                    f"groups {sorted(homes)}; build the same parameter groups as the saved run"
+                    f"groups {homes}, whose settings differ; build the same parameter groups as "
+                    f"the saved run"
                 )
             if not homes and names:
                 raise MismatchError(
                     f"optimizer group {position}: the checkpoint knows none of its parameters "
                     f"({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
                 )
-            index = homes.pop() if homes else position
-            if index >= len(groups):
-                raise MismatchError(
-                    f"optimizer group {position}: the checkpoint has {len(groups)} groups"
-                )
-            chosen.append(groups[index])
+            if not homes and position >= len(groups):
+                chosen.append({})  # nobody here, nothing stored for it: it stays as it was built
+                continue
+            chosen.append(groups[homes[0] if homes else position])
         return chosen
 
 
@@ -125,17 +190,18 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _allocate(
-    entry: str, stored: StoredTensor, parameter: torch.Tensor, on_device: bool
-) -> torch.Tensor:
-    """A target for one state tensor: placed like the parameter where it has its shape.
+def _main_target(held: HeldParameter, dtype: torch.dtype) -> object:
+    """What to load a stored main parameter into: the main parameter, or memory to copy from.
 
-    Step counters stay whole on the host (on the parameter's device for fused and capturable
-    optimizers), as torch keeps them.
+    A parameter that is its own main one takes the value only if it can hold it.
     """
-    if entry != "step" and stored.shape == tuple(parameter.shape):
-        return torch.zeros_like(
-            parameter.detach(), dtype=stored.dtype, memory_format=torch.preserve_format
-        )
-    device = parameter.device if on_device or entry != "step" else torch.device("cpu")
-    return torch.zeros(stored.shape, dtype=stored.dtype, device=device)
+    updated = held.updated
+    if updated is None or (not held.is_main and held.parameter.dtype != dtype):
+        return Transient()
+    if held.is_main and updated.dtype == dtype:
+        return held.marker("main", updated) if held.over is not None else updated
+    return (
+        torch.zeros_like(updated.detach(), dtype=dtype)
+        if held.over is None
+        else held.marker("main", torch.zeros_like(updated.detach(), dtype=dtype))
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.state.holding import PartitionedOptimizer
 from holdfast.state.markers import PerRank, Stored
 from holdfast.state.module import ModulePart
 from holdfast.state.stored import StoredPart
@@ -94,7 +95,7 @@ def part_of(name: str, value: object) -> Part:
     """The part for a state's entry; ConfigError where torch's own form would lose names."""
     if isinstance(value, nn.Module):
         return ModulePart(value)
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, torch.optim.Optimizer | PartitionedOptimizer):
         raise ConfigError(
             f"state part '{name}' is a bare optimizer, whose state is numbered, not named; pass "
             f"OptimizerState(optimizer, model)"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from holdfast.errors import LayoutError, PlacementError
-from holdfast.geometry import Box
+from holdfast.geometry import Box, flat_range_boxes
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import Domain, TensorLeaf
-from holdfast.state.markers import Replicated, Sharded
+from holdfast.state.markers import FlatShard, Marked, Replicated, Sharded
 from holdfast.state.torch_dtypes import dtype_name
 
 Intervals = tuple[tuple[int, int], ...]
@@ -22,9 +24,9 @@ _DENSE = ("tp", "cp", "dp", "pp")
 _EXPERT = ("expt_tp", "ep", "expt_dp", "pp")
 
 
-def is_tensor_like(obj: object) -> bool:
+def is_tensor_like(obj: object) -> TypeGuard[torch.Tensor | Marked]:
     """Whether `tensor_leaf` takes this object."""
-    return isinstance(obj, torch.Tensor | Sharded | Replicated)
+    return isinstance(obj, torch.Tensor | Marked)
 
 
 Domains = dict[tuple[int, tuple[object, ...]], Domain]
@@ -32,7 +34,7 @@ Domains = dict[tuple[int, tuple[object, ...]], Domain]
 
 
 def tensor_leaf(
-    obj: torch.Tensor | Sharded | Replicated,
+    obj: torch.Tensor | Marked,
     *,
     key: str,
     layout: Layout,
@@ -50,6 +52,9 @@ def tensor_leaf(
     if isinstance(obj, Sharded):
         _refuse_unreadable(obj.local, key)
         return _sharded_leaf(obj, key=key, layout=layout, rank=rank)
+    if isinstance(obj, FlatShard):
+        _refuse_unreadable(obj.local, key)
+        return _flat_leaf(obj, key=key, layout=layout, rank=rank, domains=domains)
     if isinstance(obj, Replicated):
         if isinstance(obj.local, DTensor):
             raise PlacementError(
@@ -203,6 +208,60 @@ def _sharded_leaf(obj: Sharded, *, key: str, layout: Layout, rank: int) -> Tenso
     )
 
 
+def _flat_leaf(
+    obj: FlatShard, *, key: str, layout: Layout, rank: int, domains: Domains | None
+) -> TensorLeaf:
+    """The boxes of a run of a local tensor: local boxes first, then each where it lies globally."""
+    like = obj.like
+    dims: tuple[Intervals, ...] = tuple(((0, size),) for size in like.shape)
+    domain: Domain | None = None
+    local_shape = tuple(like.shape)
+    if isinstance(like, DTensor):
+        if like.device_mesh.get_coordinate() is None:
+            raise PlacementError(f"{key}: rank {rank} is not on the mesh of the parameter")
+        dims = _dtensor_dims(like, key=key)
+        local_shape = tuple(like.to_local().shape)
+        name = (id(like.device_mesh), (*like.placements, obj.over, rank))
+        domain = domains.get(name) if domains is not None else None
+        if domain is None:
+            domain = _flat_domain(like, over=obj.over, key=key, layout=layout, rank=rank)
+        if domains is not None:
+            domains[name] = domain
+    flat = obj.local.detach()
+    boxes: list[Box] = []
+    locals_: list[torch.Tensor] = []
+    if 0 in like.shape:
+        boxes, locals_ = [Box((0,) * like.ndim, tuple(like.shape))], [flat.view(like.shape)]
+    position = 0
+    for box in flat_range_boxes(local_shape, obj.start, obj.start + flat.numel()):
+        block = flat[position : position + box.numel].view(box.shape)
+        position += box.numel
+        ends = zip(dims, box.offset, box.stop, strict=True)
+        for place, where in boxes_of(tuple(_cut(dim, first, last) for dim, first, last in ends)):
+            boxes.append(place)
+            locals_.append(block[where])
+    return TensorLeaf(
+        key=key,
+        dtype=dtype_name(flat.dtype, key=key),
+        shape=tuple(like.shape),
+        boxes=tuple(boxes),
+        locals=tuple(locals_),
+        domain=domain,
+        layout=layout,
+    )
+
+
+def _flat_domain(like: DTensor, *, over: str, key: str, layout: Layout, rank: int) -> Domain:
+    """Replicas of a run: those of the parameter that have this rank's index along `over`."""
+    whole = _mesh_domain(like)
+    try:
+        index = layout.group(over, rank).index(rank)
+        same = tuple(r for r in whole.replicas if layout.group(over, r).index(r) == index)
+    except LayoutError as error:
+        raise PlacementError(f"{key}: {error}") from error
+    return Domain(replicas=same, span=whole.span)
+
+
 def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else axes
 
@@ -260,6 +319,31 @@ def _dtensor_leaf(
             domain=Domain(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist()))),
             layout=layout,
         )
+    dims = _dtensor_dims(tensor, key=key)
+    placed = boxes_of(dims)
+    like = (id(mesh), tensor.placements)
+    domain = domains.get(like) if domains is not None else None
+    if domain is None:
+        domain = _mesh_domain(tensor)
+        if domains is not None:
+            domains[like] = domain
+    return TensorLeaf(
+        key=key,
+        dtype=dtype_name(tensor.dtype, key=key),
+        shape=shape,
+        boxes=tuple(box for box, _ in placed),
+        locals=tuple(local[where_] for _, where_ in placed),
+        domain=domain,
+        layout=layout,
+    )
+
+
+def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
+    """Which global indices the local tensor holds, per dim; on a rank of the mesh only."""
+    mesh = tensor.device_mesh
+    coordinate: Sequence[int] = mesh.get_coordinate() or ()
+    shape = tuple(tensor.shape)
+    local = tensor.to_local()
     dims: list[Intervals] = [((0, size),) for size in shape]
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
@@ -285,22 +369,7 @@ def _dtensor_leaf(
             f"placements {tensor.placements} give on mesh coordinate {coordinate}; a DTensor made "
             f"from uneven pieces does not say where they lie: use Sharded(local, shape, offset=...)"
         )
-    placed = boxes_of(tuple(dims))
-    like = (id(mesh), tensor.placements)
-    domain = domains.get(like) if domains is not None else None
-    if domain is None:
-        domain = _mesh_domain(tensor)
-        if domains is not None:
-            domains[like] = domain
-    return TensorLeaf(
-        key=key,
-        dtype=dtype_name(tensor.dtype, key=key),
-        shape=shape,
-        boxes=tuple(box for box, _ in placed),
-        locals=tuple(local[where_] for _, where_ in placed),
-        domain=domain,
-        layout=layout,
-    )
+    return tuple(dims)
 
 
 def _mesh_domain(tensor: DTensor) -> Domain:

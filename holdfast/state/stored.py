@@ -52,6 +52,11 @@ class StoredPart:
                 found[name] = StoredTensor(key=key, shape=shape, dtype=torch_dtype(dtype))
         return found
 
+    def value(self, *path: str) -> object:
+        """The plain number, text, truth value or null at a path of dict keys; None for others."""
+        node = self._at(path)
+        return node if isinstance(node, int | float | str) else None
+
     def _at(self, path: tuple[str, ...]) -> object:
         node = self.node
         for name in path:

@@ -74,17 +74,24 @@ class Storage(Protocol):
     def list(self, path: str) -> list[str]:
         """Names in a directory, sorted; temporary names (`.tmp-…`) included."""
 
-    def write_file(self, path: str, data: bytes) -> None:
-        """Write a small file whole and durably: no reader ever sees a part of it."""
+    def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """Write a small file whole: no reader ever sees a part of it.
 
-    def replace_file(self, path: str, data: bytes) -> None:
-        """Replace a small file atomically and durably: readers see the old or the new one."""
+        It is durable when this returns, unless `durable` is False: then its bytes and its name may
+        be lost, or its bytes be wrong, when the machine stops.
+        """
+
+    def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """Replace a small file atomically: readers see the old or the new one; see `write_file`."""
 
     def create(self, path: str, *, nbytes: int) -> AbstractContextManager[Sink]:
         """Create a file of `nbytes` to be filled through a Sink; it must not exist yet."""
 
-    def make_dir(self, path: str) -> None:
-        """Make a directory and its parents; one that is there already is fine."""
+    def make_dir(self, path: str, *, durable: bool = True) -> None:
+        """Make a directory and its parents; one that is there already is fine.
+
+        New names are durable when this returns, unless `durable` is False.
+        """
 
     def sync_dir(self, path: str) -> None:
         """Make the names in a directory durable."""
@@ -99,8 +106,12 @@ class Storage(Protocol):
         not at its name if the machine stops just then.
         """
 
-    def remove_tree(self, path: str) -> None:
-        """Remove a file or a directory with all in it; links are removed, never followed."""
+    def remove_tree(self, path: str, *, durable: bool = True) -> None:
+        """Remove a file or a directory with all in it; links are removed, never followed.
+
+        A directory loses its name first, in one step. Unless `durable` is False that is durable
+        before anything in it goes, so that it never comes back with a part of its content.
+        """
 
     def free_nbytes(self) -> int:
         """Bytes this process may still write."""

@@ -110,22 +110,22 @@ class PosixStorage:
         with self._guard("list", path), self._dir(split_path(path)) as fd:
             return sorted(os.listdir(fd))
 
-    def write_file(self, path: str, data: bytes) -> None:
+    def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """See `Storage.write_file`: temporary name, file sync, rename, directory sync."""
         self._observe("write", path, 0, len(data))
-        self._put(path, data)
+        self._put(path, data, durable=durable)
 
-    def replace_file(self, path: str, data: bytes) -> None:
+    def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """See `Storage.replace_file`: temporary name, file sync, rename, directory sync."""
         self._observe("replace", path, 0, len(data))
-        self._put(path, data)
+        self._put(path, data, durable=durable)
 
     def create(self, path: str, *, nbytes: int) -> AbstractContextManager[Sink]:
         """See `Storage.create`; blocks are reserved at once where the file system can."""
         return self._create(path, nbytes)
 
-    def make_dir(self, path: str) -> None:
-        """See `Storage.make_dir`; makes the root, too. New names are made durable."""
+    def make_dir(self, path: str, *, durable: bool = True) -> None:
+        """See `Storage.make_dir`; makes the root, too."""
         self._observe("make_dir", path, 0, 0)
         names = split_path(path)
         with self._guard("make the directory", path):
@@ -133,7 +133,8 @@ class PosixStorage:
             for depth in range(len(names)):
                 with self._dir(names[:depth]) as fd, suppress(FileExistsError):
                     os.mkdir(names[depth], dir_fd=fd)
-                    _sync_dir_fd(fd)
+                    if durable:
+                        _sync_dir_fd(fd)
             with self._dir(names):
                 return
 
@@ -155,8 +156,7 @@ class PosixStorage:
                 if self._mode(dst) is not None:
                     raise FileExistsError(errno.EEXIST, "destination exists")
                 os.rename(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd)
-            _sync_dir_fd(dst_fd)
-            _sync_dir_fd(src_fd)
+            _sync_dir_fds(dst_fd, src_fd)
 
     def exchange_dir(self, first: str, second: str) -> None:
         """See `Storage.exchange_dir`; both parent directories are synced before it returns."""
@@ -172,10 +172,9 @@ class PosixStorage:
                 os.rename(two, aside, src_dir_fd=second_fd, dst_dir_fd=second_fd)
                 os.rename(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd)
                 os.rename(aside, one, src_dir_fd=second_fd, dst_dir_fd=first_fd)
-            _sync_dir_fd(second_fd)
-            _sync_dir_fd(first_fd)
+            _sync_dir_fds(second_fd, first_fd)
 
-    def remove_tree(self, path: str) -> None:
+    def remove_tree(self, path: str, *, durable: bool = True) -> None:
         """See `Storage.remove_tree`; a directory first gets a `.trash-…` name, in one step."""
         self._observe("remove", path, 0, 0)
         with self._guard("remove", path), self._parent(path) as (fd, name):
@@ -186,7 +185,8 @@ class PosixStorage:
             if not name.startswith(".trash-"):
                 trash = f".trash-{name[:200]}-{secrets.token_hex(4)}"
                 os.rename(name, trash, src_dir_fd=fd, dst_dir_fd=fd)
-                _sync_dir_fd(fd)
+                if durable:
+                    _sync_dir_fd(fd)
             shutil.rmtree(trash, dir_fd=fd)  # works on descriptors and never follows a link
 
     def free_nbytes(self) -> int:
@@ -276,14 +276,15 @@ class PosixStorage:
             finally:
                 os.close(fd)
 
-    def _put(self, path: str, data: bytes) -> None:
+    def _put(self, path: str, data: bytes, *, durable: bool) -> None:
         with self._guard("write", path), self._parent(path) as (parent, name):
             temporary = f".tmp-{name[:200]}-{secrets.token_hex(4)}"
             fd = os.open(temporary, _NEW_FLAGS, 0o666, dir_fd=parent)
             try:
                 try:
                     write_full(fd, memoryview(data), 0)
-                    os.fsync(fd)
+                    if durable:
+                        os.fsync(fd)
                 finally:
                     os.close(fd)
                 os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -291,7 +292,8 @@ class PosixStorage:
                 with suppress(OSError):
                     os.unlink(temporary, dir_fd=parent)
                 raise
-            _sync_dir_fd(parent)
+            if durable:
+                _sync_dir_fd(parent)
 
     @contextmanager
     def _create(self, path: str, nbytes: int) -> Iterator[Sink]:
@@ -319,6 +321,13 @@ class PosixStorage:
             with suppress(OSError), self._parent(path) as (parent, name):
                 os.unlink(name, dir_fd=parent)
             raise
+
+
+def _sync_dir_fds(one: int, other: int) -> None:
+    """Sync two open directories; once where both are the same."""
+    _sync_dir_fd(one)
+    if not os.path.sameopenfile(one, other):
+        _sync_dir_fd(other)
 
 
 def _sync_dir_fd(fd: int) -> None:

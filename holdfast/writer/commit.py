@@ -6,6 +6,7 @@ done-records are on storage.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +28,22 @@ from holdfast.format.manifest import (
     Totals,
     encode_manifest,
 )
-from holdfast.format.names import INDEX, LATEST, MANIFEST, data_file, latest_step, step_dir
+from holdfast.format.names import (
+    INDEX,
+    LATEST,
+    MANIFEST,
+    data_file,
+    latest_step,
+    parse_saving_dir,
+    step_dir,
+)
 from holdfast.format.values import Node, merge_nodes
 from holdfast.storage import Storage
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader, done_file, unseal
+
+_LOG = logging.getLogger("holdfast")
+_NUM_LOOKS = 3
+_PEEK_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +69,11 @@ def commit_save(
     Order: records checked, index and manifest written and synced, directories synced, one rename,
     parent synced, pointer replaced. Raises PlanError (values or replicas that differ between
     ranks, naming key and ranks), CorruptionError (a record that is not this save's), StorageError;
-    the previous checkpoint is untouched in each case.
-    Cost: O(rows) vector work, two small files.
+    the previous checkpoint is untouched in each case but one, which the error names: the rename was
+    made, could not be made durable and could not be taken back. What fails after the commit (the
+    pointer, removing what was replaced) is logged as a warning, and set right by the next save or
+    repair.
+    Cost: O(rows) vector work, two small files, five syncs and two for the pointer.
     """
     try:
         index_bytes, manifest = _assemble(storage, directory, plan, plan_digest, header)
@@ -69,18 +85,26 @@ def commit_save(
             f"{error!r}; save again"
         ) from error
     _check_sizes(storage, directory, manifest)
-    storage.write_file(f"{directory}/{INDEX}", index_bytes)
-    storage.write_file(f"{directory}/{MANIFEST}", encode_manifest(manifest))
-    unnamed = [name for name in storage.list(directory) if name.startswith(".tmp-")]
+    _write_synced(storage, f"{directory}/{INDEX}", index_bytes)
+    _write_synced(storage, f"{directory}/{MANIFEST}", encode_manifest(manifest))
+    unnamed = [name for name in storage.list(directory) if name.startswith((".tmp-", ".trash-"))]
     for name in ("plan", "done", *unnamed):  # the latter are of an earlier, killed commit
-        storage.remove_tree(f"{directory}/{name}")
+        storage.remove_tree(f"{directory}/{name}", durable=False)
     if plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
     final = step_dir(header.step)
-    _publish(storage, directory, final, overwrite=header.overwrite)
-    newest = latest_step(storage)
-    storage.replace_file(LATEST, f"{newest if newest is not None else header.step}\n".encode())
+    _publish(storage, directory, final, header)
+    try:
+        point_to_newest(storage)
+    except HoldfastError as error:
+        _LOG.warning(
+            "step %d is committed, but %s could not be replaced; the next save or `holdfast "
+            "repair` does that: %s",
+            header.step,
+            storage.describe(LATEST),
+            error,
+        )
     return Committed(
         directory=final,
         num_tensors=len(plan.keys),
@@ -106,25 +130,98 @@ def _assemble(
     return index_bytes, manifest
 
 
-def _publish(storage: Storage, directory: str, final: str, *, overwrite: bool) -> None:
+def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
+    """Let the pointer file name the newest committed step; that step if it named another.
+
+    Looks again after writing, since a save may commit meanwhile. Nothing where nothing is
+    committed. `dry_run`: only look.
+    """
+    changed: int | None = None
+    for _ in range(_NUM_LOOKS):
+        newest = latest_step(storage)
+        if newest is None:
+            return changed
+        word = f"{newest}\n".encode()
+        if storage.exists(LATEST) and storage.read(LATEST) == word:
+            return changed
+        changed = newest
+        if dry_run:
+            return changed
+        storage.replace_file(LATEST, word)
+    return changed
+
+
+def _write_synced(storage: Storage, path: str, data: bytes) -> None:
+    """Write a file whose name nobody looks for yet: its bytes are durable, its name is not."""
+    if storage.exists(path):  # of an earlier, killed commit
+        storage.remove_tree(path, durable=False)
+    with storage.create(path, nbytes=len(data)) as sink:
+        sink.write_at(0, memoryview(data))
+        sink.sync()
+
+
+def _publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
     """The rename that commits. An old checkpoint of the step lives until then."""
-    if overwrite and storage.exists(final):
-        storage.exchange_dir(directory, final)
-        storage.remove_tree(directory)
+    if header.overwrite and storage.exists(final):
+        try:
+            storage.exchange_dir(directory, final)
+        except StorageError as error:
+            _take_back(storage, directory, final, header, error)
+            raise
+        try:
+            storage.remove_tree(directory)
+        except StorageError as error:
+            _LOG.warning(
+                "step %d is committed, but what it replaced could not be removed; `holdfast "
+                "repair` does that: %s",
+                header.step,
+                error,
+            )
         return
     try:
         storage.rename_dir(directory, final)
     except StorageError as error:
-        if not storage.exists(directory):
-            # Renamed, but the name could not be made durable: taken back, as nothing is promised.
-            with suppress(StorageError):
-                storage.rename_dir(final, directory)
-            raise
+        _take_back(storage, directory, final, header, error)
         if storage.exists(final):
             raise StorageError(
                 f"{storage.describe(final)} exists already; to replace it save with overwrite=True"
             ) from error
         raise
+
+
+def _take_back(
+    storage: Storage, directory: str, final: str, header: SaveHeader, cause: StorageError
+) -> None:
+    """Undo a rename that was made but not made durable; StorageError if it cannot be undone.
+
+    Returns where the new version is not at its final name, be it that it never was.
+    """
+    if committed_save_id(storage, final) != header.save_id:
+        return
+    with suppress(StorageError):
+        if storage.exists(directory):
+            storage.exchange_dir(directory, final)
+        else:
+            storage.rename_dir(final, directory)
+    if committed_save_id(storage, final) == header.save_id:
+        raise StorageError(
+            f"{storage.describe(final)}: the new version is in place and complete, but whether it "
+            f"stays there if the machine stops is unproven: {cause}. It can be loaded; look at the "
+            f"storage, then save again"
+        ) from cause
+
+
+def committed_save_id(storage: Storage, directory: str) -> str | None:
+    """The save id at the beginning of a committed manifest, or None; reads half a kilobyte."""
+    path = f"{directory}/{MANIFEST}"
+    try:
+        if not storage.exists(path):
+            return None
+        head = storage.read(path, nbytes=min(storage.size(path), _PEEK_NBYTES))
+    except StorageError:
+        return None
+    _, found, after = head.partition(b'"save_id":"')
+    return after.partition(b'"')[0].decode(errors="replace") if found else None
 
 
 def _read_done(
@@ -375,8 +472,15 @@ def _check_sizes(storage: Storage, directory: str, manifest: Manifest) -> None:
 
 
 def discard_save(storage: Storage, directory: str) -> None:
-    """Remove what an abandoned save left; a failure to do so is not an error of the save."""
+    """Remove what an abandoned save left; a failure to do so is not an error of the save.
+
+    What such a directory holds is kept where the save is at its final name: then it is the version
+    that was replaced, and may be needed if the replacement turns out not to be durable.
+    """
     try:
+        parsed = parse_saving_dir(directory)
+        if parsed is not None and committed_save_id(storage, step_dir(parsed[0])) == parsed[1]:
+            return
         if storage.exists(directory):
             storage.remove_tree(directory)
     except HoldfastError:

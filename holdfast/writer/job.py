@@ -13,9 +13,9 @@ import msgspec
 
 from holdfast import errors
 from holdfast.errors import DeadlineError, HoldfastError, StorageError
-from holdfast.format.names import MANIFEST, step_dir
+from holdfast.format.names import step_dir
 from holdfast.storage import Storage
-from holdfast.writer.commit import Committed, commit_save
+from holdfast.writer.commit import Committed, commit_save, committed_save_id
 from holdfast.writer.records import (
     ALIVE_FILE,
     DONE_DIR,
@@ -33,8 +33,8 @@ from holdfast.writer.write import WriteJob, write_share
 
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
+_LONGER = 1.25
 _HEARTBEAT_S = 2.0
-_PEEK_NBYTES = 512
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,12 +108,18 @@ def run_job(
     )
 
 
+def give_sign(storage: Storage, job: WriteJob) -> None:
+    """The committer's sign of life: a file that holds its clock's time and has the storage's."""
+    word = f"{time.time():.3f}".encode()
+    storage.replace_file(f"{job.directory}/{ALIVE_FILE}", word, durable=False)
+
+
 class Heartbeat:
-    """The committer's sign of life: a small file of the save, renewed every two seconds."""
+    """Gives the committer's sign of life every two seconds while bytes move."""
 
     def __init__(self, storage: Storage, job: WriteJob) -> None:
         self._storage = storage
-        self._path = f"{job.directory}/{ALIVE_FILE}"
+        self._job = job
         self._last = time.monotonic()
 
     def __call__(self, nbytes: int) -> None:
@@ -121,20 +127,24 @@ class Heartbeat:
         del nbytes
         if time.monotonic() - self._last > _HEARTBEAT_S:
             self._last = time.monotonic()
-            self._storage.replace_file(self._path, f"{time.time():.3f}".encode())
+            give_sign(self._storage, self._job)
 
 
 def prepare_directory(
     storage: Storage, job: WriteJob, plan: CommitPlan | None, encoded_plan: bytes
 ) -> None:
-    """Make the save's directories; the committer leaves plan and header for a repair."""
+    """Make the save's directories; the committer leaves plan and header for a repair.
+
+    Nothing here is synced: what a checkpoint keeps of it is made durable by the commit, and without
+    the rest, after the machine stopped, the save is abandoned.
+    """
     for name in ("plan", DONE_DIR, "data"):
-        storage.make_dir(f"{job.directory}/{name}")
+        storage.make_dir(f"{job.directory}/{name}", durable=False)
     if plan is not None:
-        storage.write_file(f"{job.directory}/{PLAN_FILE}", encoded_plan)
-        storage.write_file(
-            f"{job.directory}/{HEADER_FILE}", seal(msgspec.msgpack.encode(job.header))
-        )
+        give_sign(storage, job)
+        storage.write_file(f"{job.directory}/{PLAN_FILE}", encoded_plan, durable=False)
+        header = seal(msgspec.msgpack.encode(job.header))
+        storage.write_file(f"{job.directory}/{HEADER_FILE}", header, durable=False)
 
 
 def publish_failure(storage: Storage, job: WriteJob, error: Exception, *, committer: bool) -> None:
@@ -151,9 +161,11 @@ def publish_failure(storage: Storage, job: WriteJob, error: Exception, *, commit
         storage.make_dir(f"{job.directory}/{DONE_DIR}")
         storage.write_file(path, word)
     except HoldfastError:
-        # The data of a failed save is of no use, and may be what filled the disk.
+        # The data of a failed save is of no use, and may be what filled the disk. But where its
+        # replacement of a step could not be taken back, this is what was replaced.
         with suppress(HoldfastError):
-            if job.file is not None:
+            in_place = committed_save_id(storage, step_dir(job.header.step)) == job.header.save_id
+            if job.file is not None and not in_place:
                 storage.remove_tree(f"{job.directory}/{job.file}")
             storage.write_file(path, word)
 
@@ -184,7 +196,7 @@ def _commit_when_complete(
             )
         beat(0)
         time.sleep(min(pause, max(deadline - now, 0.0)))
-        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        pause = min(pause * _LONGER, _LONGEST_PAUSE_S)
 
 
 def _learn_outcome(storage: Storage, job: WriteJob, deadline: float) -> Committed:
@@ -211,21 +223,7 @@ def _learn_outcome(storage: Storage, job: WriteJob, deadline: float) -> Committe
                 f"commit); the committing rank's writer may be gone"
             )
         time.sleep(min(pause, max(deadline - now, 0.0)))
-        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
-
-
-def committed_save_id(storage: Storage, directory: str) -> str | None:
-    """The save id at the beginning of a committed manifest, or None; reads half a kilobyte."""
-    path = f"{directory}/{MANIFEST}"
-    try:
-        if not storage.exists(path):
-            return None
-        head = storage.read(path, nbytes=min(storage.size(path), _PEEK_NBYTES))
-    except StorageError:
-        return None
-    before, found, after = head.partition(b'"save_id":"')
-    del before
-    return after.partition(b'"')[0].decode(errors="replace") if found else None
+        pause = min(pause * _LONGER, _LONGEST_PAUSE_S)
 
 
 def _told_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:

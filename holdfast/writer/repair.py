@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir
+from holdfast.format.names import LATEST, MANIFEST, parse_saving_dir, step_dir
 from holdfast.storage import Storage
-from holdfast.writer.commit import commit_save, discard_save
-from holdfast.writer.job import committed_save_id
+from holdfast.writer.commit import (
+    commit_save,
+    committed_save_id,
+    discard_save,
+    point_to_newest,
+)
 from holdfast.writer.records import (
     ALIVE_FILE,
     DONE_DIR,
@@ -47,7 +52,8 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
     A save with all its done-records is committed now; one whose committer gave a sign of life
     within `alive_s` is left alone; any other is removed, as are half-removed directories and files
     that were never given their name. A committed checkpoint is not touched, unless a complete save
-    that began after it was to replace it. Safe to run beside a training job, and at any time again.
+    that began after it was to replace it. A pointer file that does not name the newest committed
+    step is replaced. Safe to run beside a training job, and at any time again.
     """
     found = []
     for name in storage.list(""):
@@ -60,7 +66,7 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
         parsed = parse_saving_dir(name)
         if parsed is not None and storage.is_dir(name):
             found.append(_treat(storage, name, *parsed, alive_s=alive_s, dry_run=dry_run))
-    return found
+    return [*found, *_treat_pointer(storage, dry_run=dry_run)]
 
 
 def settle(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
@@ -71,7 +77,8 @@ def settle(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        fates = {each.fate for each in repair(storage, alive_s=alive_s, dry_run=True)}
+        found = repair(storage, alive_s=alive_s, dry_run=True)
+        fates = {each.fate for each in found if each.name != LATEST}
         if "alive" not in fates:
             break
         if time.monotonic() > deadline:
@@ -85,10 +92,12 @@ def _treat(
     storage: Storage, name: str, step: int, save_id: str, *, alive_s: float, dry_run: bool
 ) -> Leftover:
     try:
+        if committed_save_id(storage, step_dir(step)) == save_id:
+            if not dry_run:
+                storage.sync_dir("")  # this may be all there is if the replacement is not durable
+            return _remove(storage, name, step, "its save is committed", dry_run)
         if storage.exists(f"{name}/{FAILED_FILE}"):
             return _remove(storage, name, step, "its save failed", dry_run)
-        if committed_save_id(storage, step_dir(step)) == save_id:
-            return _remove(storage, name, step, "its save is committed", dry_run)
         quiet_s = _quiet_s(storage, name)
         why = _why_not(storage, name, step)
         if quiet_s < alive_s:
@@ -103,6 +112,17 @@ def _treat(
         if not storage.exists(name):
             return Leftover(name=name, step=step, fate="finished", why="another process did it")
         return Leftover(name=name, step=step, fate="kept", why=str(error))
+
+
+def _treat_pointer(storage: Storage, *, dry_run: bool) -> list[Leftover]:
+    """The pointer of a save that could not replace it, or of checkpoints removed by hand."""
+    try:
+        step = point_to_newest(storage, dry_run=dry_run)
+    except StorageError as error:
+        return [Leftover(name=LATEST, step=None, fate="kept", why=str(error))]
+    if step is None:
+        return []
+    return [Leftover(name=LATEST, step=step, fate="finished", why="it named another step")]
 
 
 def _treat_file(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list[Leftover]:
@@ -172,9 +192,18 @@ def _why_incomplete(storage: Storage, name: str) -> str:
 
 
 def _quiet_s(storage: Storage, name: str) -> float:
-    """Seconds since the committer's last sign of life, or since the directory was made."""
+    """Seconds since the committer's last sign of life, or since the directory was made.
+
+    By the storage's clock or by the committer's, whichever says less: the clock of a file server
+    may be minutes off, and may count in seconds.
+    """
     path = f"{name}/{ALIVE_FILE}"
-    return storage.age_s(path if storage.exists(path) else name)
+    if not storage.exists(path):
+        return storage.age_s(name)
+    quiet_s = storage.age_s(path)
+    with suppress(ValueError, StorageError):
+        quiet_s = min(quiet_s, max(time.time() - float(storage.read(path)), 0.0))
+    return quiet_s
 
 
 def _remove(storage: Storage, name: str, step: int | None, why: str, dry_run: bool) -> Leftover:

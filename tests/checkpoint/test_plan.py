@@ -24,6 +24,7 @@ from holdfast.checkpoint.table import (
     encode_table,
     layout_info,
 )
+from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.state import flatten_state
 from holdfast.state.leaves import Domain
@@ -52,7 +53,9 @@ def tables_of(layout: Layout, axes: dict[str, dict[int, str]]) -> list[ChunkTabl
     for rank in layout.ranks:
         state = virtual_state(layout, rank, axes)
         flat = flatten_state(state, layout=layout, rank=rank, codecs=Codecs())
-        tables.append(decode_table(encode_table(chunk_table(flat)[0]), rank=rank))
+        table = chunk_table(flat)[0]
+        names = {digest128(table.names): table.names}
+        tables.append(decode_table(encode_table(table), rank=rank, names=names))
     return tables
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
+from holdfast.checkpoint.reuse import PLANS_DIR
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.reading import READING_DIR
 from holdfast.format.verify import verify_snapshot
@@ -57,12 +58,12 @@ def versions(root: Path) -> dict[int, int]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Names under the root that are neither checkpoints nor the pointer nor marks of readers."""
+    """Names under the root that are no checkpoints, nor the pointer, plans or marks of readers."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return sorted(
         n
         for n in names
-        if n not in (LATEST, READING_DIR, "lost+found") and not n.startswith("iter_")
+        if n not in (LATEST, READING_DIR, PLANS_DIR, "lost+found") and not n.startswith("iter_")
     )
 
 

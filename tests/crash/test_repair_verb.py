@@ -9,6 +9,7 @@ import pytest
 
 from holdfast import Checkpointer
 from holdfast.errors import HoldfastError
+from holdfast.writer.records import ALIVE_FILE
 from tests.cli_inspect.conftest import Holdfast, holdfast
 from tests.crash.common import state_of, versions
 
@@ -34,7 +35,9 @@ def _leave_behind(root: Path, step: int) -> Path:
 
 
 def _age(path: Path) -> None:
-    """Make a leftover look abandoned."""
+    """Make a leftover look abandoned: by its files' times, and by the time in its sign of life."""
+    if (path / ALIVE_FILE).exists():
+        (path / ALIVE_FILE).write_text("1")
     for place in (path, *path.rglob("*")):
         os.utime(place, (1, 1))
 

@@ -1,7 +1,7 @@
-"""A checkpoint of format version 1 as it was written once: readable for ever, byte for byte.
+"""A checkpoint of each format version as it was written once: readable for ever, byte for byte.
 
-`python -m tests.format.test_golden DIRECTORY` writes it anew; that is only right before a release
-of a new format version, into a directory of its own.
+`python -m tests.format.test_golden VERSION DIRECTORY` writes one anew; that is only right before a
+release of a new format version, into a directory of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import math
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from holdfast.format.manifest import LayoutInfo
 from holdfast.format.names import list_steps
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, decode_tree, encode_tree
@@ -21,8 +23,14 @@ from holdfast.geometry import Box
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, Made, Tensor, make, write
 
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+VERSIONS = (1, 2)
 STEP = 42
+
+
+def golden_dir(version: int) -> Path:
+    """The root of the golden files of a format version."""
+    return Path(__file__).parent / "golden" / f"v{version}"
+
 
 TREE = {
     "step": 42,
@@ -46,8 +54,11 @@ def weight() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return np.arange(60, dtype=np.float32).reshape(6, 10) / 4
 
 
-def golden() -> Made:
-    """What the golden files hold; two files, a split tensor, a replicated one, odd types."""
+def golden(version: int) -> Made:
+    """What the golden files hold; two files, a split tensor, a replicated one, odd types.
+
+    Those of version 2 have a second layout, a fingerprint, and keys that their places do not imply.
+    """
     quarters = [
         Chunk(file=0, box=Box((0, 0), (6, 3))),
         Chunk(file=1, box=Box((0, 3), (2, 7))),
@@ -78,12 +89,43 @@ def golden() -> Made:
         "model": {"weight": {"$": "tensor", "k": "model.weight"}},
         "progress": encode_tree(TREE),
     }
-    return make(tensors, step=STEP, block_nbytes=64, parts=parts)
+    made = make(tensors, step=STEP, block_nbytes=64, parts=parts)
+    if version == 1:
+        made.manifest = msgspec.structs.replace(made.manifest, version=1)
+        return made
+    weight_info, bias, step, *others = made.manifest.tensors
+    made.manifest = msgspec.structs.replace(
+        made.manifest,
+        layouts=[*made.manifest.layouts, LayoutInfo(name="vision", axes={}, order="", ranks=[0])],
+        tensors=[
+            msgspec.structs.replace(weight_info, fingerprint="0123456789abcdef" * 2),
+            bias,
+            msgspec.structs.replace(step, layout=1),
+            *others,
+        ],
+        parts={
+            **parts,
+            "model": {
+                "weight": {"$": "tensor", "k": "model.weight"},
+                "head": {"$": "tensor", "k": "model.weight"},
+                "bias": {"$": "tensor", "k": "model.bias"},
+            },
+            "optimizer": {"step": {"$": "array", "k": "optimizer.step"}},
+        },
+    )
+    return made
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> int:
+    found = request.param
+    assert isinstance(found, int)
+    return found
 
 
 @pytest.fixture
-def snapshot() -> Snapshot:
-    store = PosixStorage(GOLDEN)
+def snapshot(version: int) -> Snapshot:
+    store = PosixStorage(golden_dir(version))
     assert list_steps(store) == [STEP]
     return Snapshot.open(store, "iter_0000042")
 
@@ -94,8 +136,17 @@ def read(snapshot: Snapshot, key: str, box: Box, nbytes: int) -> bytes:
     return bytes(out)
 
 
-def test_the_golden_checkpoint_is_whole() -> None:
-    assert verify_snapshot(PosixStorage(GOLDEN), "iter_0000042") == []
+def test_the_golden_checkpoint_is_whole(version: int) -> None:
+    assert verify_snapshot(PosixStorage(golden_dir(version)), "iter_0000042") == []
+
+
+def test_its_manifest_is_read(snapshot: Snapshot, version: int) -> None:
+    assert snapshot.manifest.version == version
+    expected = golden(version).manifest
+    assert snapshot.manifest.tensors == expected.tensors
+    assert snapshot.manifest.parts == expected.parts
+    assert snapshot.manifest.layouts == expected.layouts
+    snapshot.close()
 
 
 def test_its_tensors_are_read(snapshot: Snapshot) -> None:
@@ -120,13 +171,14 @@ def test_its_values_are_read(snapshot: Snapshot) -> None:
     assert type(tree["shape"]) is tuple
 
 
-def test_the_same_state_is_written_with_the_same_bytes(tmp_path: Path) -> None:
-    write(PosixStorage(tmp_path), golden())
-    files = [p.relative_to(GOLDEN) for p in sorted(GOLDEN.rglob("*")) if p.is_file()]
+def test_the_same_state_is_written_with_the_same_bytes(tmp_path: Path, version: int) -> None:
+    write(PosixStorage(tmp_path), golden(version))
+    place = golden_dir(version)
+    files = [p.relative_to(place) for p in sorted(place.rglob("*")) if p.is_file()]
     assert len(files) == 4
     for name in files:
-        assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (place / name).read_bytes(), name
 
 
 if __name__ == "__main__":
-    write(PosixStorage(sys.argv[1]), golden())
+    write(PosixStorage(sys.argv[2]), golden(int(sys.argv[1])))

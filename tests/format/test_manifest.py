@@ -25,14 +25,34 @@ from holdfast.format.names import (
     saving_dir,
     step_dir,
 )
+from holdfast.format.values import Node
 from holdfast.storage import PosixStorage
 from tests.format.making import make, sample_tensors, write
 
+PARTS: dict[str, Node] = {
+    "progress": {"step": 3, "loss": 1.5},
+    "model": {
+        "weight": {"$": "tensor", "k": "model.weight"},
+        "tied": {"$": "tensor", "k": "model.weight"},
+        "pair": {"$": "tuple", "v": [{"$": "tensor", "k": "model.pair.0"}]},
+        "list": [{"$": "array", "k": "model.list.0"}, [{"$": "tensor", "k": "model.list.1.0"}]],
+        "a.b": {"$": "tensor", "k": "model.a.b"},
+        "a": {"b": {"$": "tensor", "k": "model.a.b"}},
+    },
+    "whole": {"$": "tensor", "k": "whole"},
+}
 
-def sample() -> Manifest:
-    manifest = make(sample_tensors(), parts={"progress": {"step": 3, "loss": 1.5}}).manifest
+
+def sample(version: int = 2) -> Manifest:
+    manifest = make(sample_tensors(), parts=PARTS).manifest
     return msgspec.structs.replace(
-        manifest, index=msgspec.structs.replace(manifest.index, nbytes=5000)
+        manifest,
+        version=version,
+        index=msgspec.structs.replace(manifest.index, nbytes=5000),
+        tensors=[
+            msgspec.structs.replace(manifest.tensors[0], fingerprint="00ff"),
+            *manifest.tensors[1:],
+        ],
     )
 
 
@@ -48,15 +68,56 @@ def as_table(manifest: Manifest) -> dict[str, object]:
     return table
 
 
-def test_manifests_come_back_and_are_plain_json() -> None:
-    manifest = sample()
+@pytest.mark.parametrize("version", [1, 2])
+def test_manifests_come_back_and_are_plain_json(version: int) -> None:
+    manifest = sample(version)
     data = encode_manifest(manifest)
     assert decode_manifest(data) == manifest
     table = json.loads(data)
     assert table["format"] == "holdfast"
-    assert table["version"] == 1
+    assert table["version"] == version
     assert list(table)[-1] == "digest"
     assert encode_manifest(decode_manifest(data)) == data
+
+
+def test_what_is_0_null_or_implied_is_left_out() -> None:
+    """Version 2: of a tiny tensor, its name, type and shape are all that is written."""
+    manifest = sample()
+    layouts = [*manifest.layouts, *manifest.layouts]
+    second = msgspec.structs.replace(manifest.tensors[1], layout=1)
+    manifest = msgspec.structs.replace(
+        manifest, layouts=layouts, tensors=[manifest.tensors[0], second, *manifest.tensors[2:]]
+    )
+    data = encode_manifest(manifest)
+    table = json.loads(data)
+    assert table["tensors"][:3] == [
+        ["model.weight", "F32", [5, 7], 0, "00ff"],
+        ["model.norm", "BF16", [9], 1],
+        ["model.scale", "F64", []],
+    ]
+    assert table["parts"]["model"] == {
+        "weight": {"$": "tensor"},
+        "tied": {"$": "tensor", "k": "model.weight"},
+        "pair": PARTS["model"]["pair"],  # type: ignore[index, call-overload]
+        "list": [{"$": "array"}, [{"$": "tensor"}]],
+        "a.b": {"$": "tensor"},
+        "a": {"b": {"$": "tensor"}},
+    }
+    assert table["parts"]["whole"] == {"$": "tensor"}
+    assert decode_manifest(data) == manifest
+    assert manifest.parts == PARTS
+    body = data[: -len(b',"digest":""}\n') - 32]
+    more = body.replace(b'["model.norm","BF16",[9],1]', b'["model.norm","BF16",[9],1,null]')
+    assert decode_manifest(more + b',"digest":"' + digest128(more).encode() + b'"}\n') == manifest
+
+
+def test_implied_keys_take_no_more_memory_than_a_manifest_may() -> None:
+    """A long name above many tensors would be copied into the key of each."""
+    name = "x" * 2_000_000
+    parts: dict[str, Node] = {"p": {name: [{"$": "tensor"} for _ in range(1000)]}}
+    manifest = msgspec.structs.replace(sample(), parts=parts)
+    with pytest.raises(CorruptionError, match="implies"):
+        decode_manifest(encode_manifest(manifest))
 
 
 def test_the_digest_is_over_the_bytes_before_it() -> None:
@@ -86,12 +147,12 @@ def test_any_changed_byte_is_found() -> None:
 
 
 def test_a_newer_version_is_refused_by_name() -> None:
-    table = as_table(sample()) | {"version": 2, "novelty": {"a": 1}, "tensors": "elsewhere"}
-    match = r"written by a newer Holdfast: format version 2, this is 1; update"
+    table = as_table(sample()) | {"version": 3, "novelty": {"a": 1}, "tensors": "elsewhere"}
+    match = r"written by a newer Holdfast: format version 3, this is 2; update"
     with pytest.raises(CorruptionError, match=match):
         decode_manifest(reseal(table))
     # Its way of sealing may be new as well: the version is looked at all the same.
-    with pytest.raises(CorruptionError, match=r"format version 2, this is 1 \(or damaged"):
+    with pytest.raises(CorruptionError, match=r"format version 3, this is 2 \(or damaged"):
         decode_manifest(json.dumps(table).encode())
 
 
@@ -127,9 +188,26 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+NAMES = {"key": "0", "dtype": "1", "shape": "2", "layout": "3", "extra": "5"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("path", "value"), HOSTILE, ids=lambda v: str(v)[:40])
-def test_hostile_content_is_refused_even_with_a_right_digest(path: str, value: object) -> None:
-    table = as_table(sample())
+def test_hostile_content_is_refused_even_with_a_right_digest(
+    path: str, value: object, version: int
+) -> None:
+    table = as_table(sample(version))
+    if version == 2:
+        rows = table["tensors"]
+        assert isinstance(rows, list)
+        table["tensors"] = [[*row, *[0, None, None][len(row) - 3 : 2]] for row in rows]
+        if path.endswith("extra"):
+            rows = table["tensors"]
+            assert isinstance(rows, list)
+            rows[0].append(None)
+        if path.startswith("tensors."):
+            head, _, last = path.rpartition(".")
+            path = f"{head}.{NAMES[last]}"
     change(path, value)(table)
     with pytest.raises(CorruptionError, match="here: "):
         decode_manifest(reseal(table), place="here")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import xxhash
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tests.format.test_golden import GOLDEN, golden, weight
+from tests.format.test_golden import VERSIONS, golden, golden_dir, weight
 
-PLACE = GOLDEN / "iter_0000042"
 NUMPY = {"F32": "<f4", "I64": "<i8", "BF16": "<u2", "C128": "<c16", "F16": "<f2"}
 
 
@@ -25,8 +25,29 @@ def read_manifest(place: Path) -> dict[str, Any]:
     body, _, tail = data.rpartition(b',"digest":"')
     assert tail == xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
     manifest: dict[str, Any] = json.loads(data)
-    assert (manifest["format"], manifest["version"]) == ("holdfast", 1)
+    assert manifest["format"] == "holdfast"
+    if manifest["version"] == 2:
+        members = ("key", "dtype", "shape", "layout", "fingerprint")
+        manifest["tensors"] = [
+            dict(zip(members, [*row, *[0, None][len(row) - 3 :]], strict=True))
+            for row in manifest["tensors"]
+        ]
+        for name, node in manifest["parts"].items():
+            fill_in(node, name)
+    else:
+        assert manifest["version"] == 1
     return manifest
+
+
+def fill_in(node: Any, path: str) -> None:
+    if isinstance(node, list):
+        for i, item in enumerate(node):
+            fill_in(item, f"{path}.{i}")
+    elif isinstance(node, dict) and "$" not in node:
+        for name, item in node.items():
+            fill_in(item, f"{path}.{name}")
+    elif isinstance(node, dict) and node["$"] in ("tensor", "array"):
+        node.setdefault("k", path)
 
 
 def read_all(place: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -65,21 +86,33 @@ def read_all(place: Path) -> dict[str, np.ndarray[Any, Any]]:
     return tensors
 
 
-def test_a_reader_written_from_the_page_reads_the_golden_checkpoint() -> None:
-    found = read_all(PLACE)
+def place(version: int) -> Path:
+    return golden_dir(version) / "iter_0000042"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_reader_written_from_the_page_reads_the_golden_checkpoint(version: int) -> None:
+    found = read_all(place(version))
     assert (found["model.weight"] == weight()).all()
     assert found["optimizer.step"] == 42
     assert found["model.phase"].tolist() == [1 + 2j, -0.5j]
     assert found["model.bias"].tolist() == [0x3F80 + i for i in range(5)]
-    assert set(found) == {tensor.key for tensor in golden().manifest.tensors}
+    assert set(found) == {tensor.key for tensor in golden(version).manifest.tensors}
+    parts = read_manifest(place(version))["parts"]
+    assert parts["model"]["weight"]["k"] == "model.weight"
+    if version == 2:
+        assert parts["model"]["head"]["k"] == "model.weight"
+        assert parts["model"]["bias"]["k"] == "model.bias"
+        assert parts["optimizer"]["step"]["k"] == "optimizer.step"
 
 
-def test_the_names_of_entries_are_those_of_the_page() -> None:
-    with safe_open(PLACE / "data/00000.safetensors", framework="np") as file:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_names_of_entries_are_those_of_the_page(version: int) -> None:
+    with safe_open(place(version) / "data/00000.safetensors", framework="np") as file:
         assert set(file.keys()) == {"model.weight@0,0", "model.bias", "model.phase"}
         assert file.get_tensor("model.weight@0,0").tolist() == weight()[:, :3].tolist()
         assert file.get_slice("model.phase").get_shape() == [2, 2]
-    with safe_open(PLACE / "data/00001.safetensors", framework="np") as file:
+    with safe_open(place(version) / "data/00001.safetensors", framework="np") as file:
         assert set(file.keys()) == {
             "model.weight@0,3", "model.weight@2,3", "model.bias", "optimizer.step",
         }  # fmt: skip

@@ -157,7 +157,7 @@ def _hostile_sizes(context: RankContext, root: str) -> list[float]:
         trees.append((f"files.{name}", seal_manifest(spoilt)))
     for shape in ([huge], [huge, huge], [2**20, 2**20], [0, huge], [1] * 100_000):
         spoilt = msgspec.json.decode(msgspec.json.encode(tree))
-        spoilt["tensors"][0]["shape"] = shape
+        spoilt["tensors"][0][2] = shape
         trees.append((f"shape {shape[:2]}", seal_manifest(spoilt)))
     spoilt = msgspec.json.decode(msgspec.json.encode(tree))
     node: Any = []

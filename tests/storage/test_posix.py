@@ -271,6 +271,40 @@ def test_only_one_of_many_renames_to_one_name_wins(store: PosixStorage) -> None:
     assert sorted(outcomes) == [False] * 7 + [True]
 
 
+def test_what_need_not_be_durable_is_not_synced(
+    store: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what must be is, each directory once; content and names are the same in both cases."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def watched(fd: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    for durable in (False, True):
+        store.make_dir("a/b", durable=durable)
+        store.write_file("a/b/f", b"1", durable=durable)
+        store.replace_file("a/b/f", b"22", durable=durable)
+        assert store.read("a/b/f") == b"22"
+        store.remove_tree("a", durable=durable)
+        assert store.list("") == []
+        if not durable:
+            assert synced == []
+    names = ["f" if name.startswith(".tmp-f-") else name for name in synced]
+    assert names == ["root", "a", "f", "b", "f", "b", "root"]
+    synced.clear()
+    for name in ("src", "dst", "in/src"):
+        store.make_dir(name, durable=False)
+    store.exchange_dir("src", "dst")
+    assert synced == ["root"]
+    store.exchange_dir("in/src", "dst")
+    assert synced == ["root", "root", "in"]
+    store.rename_dir("src", "new")
+    assert synced == ["root", "root", "in", "root"]
+
+
 def test_no_descriptor_is_left_open(store: PosixStorage) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,162 @@
+"""How an optimizer holds parameters: whole, or as flat runs of their elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import MismatchError, PlacementError
+from holdfast.state.markers import FlatShard
+from holdfast.state.stored import StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldParameter:
+    """One parameter as an optimizer holds it on this rank."""
+
+    parameter: nn.Parameter
+    """The model's parameter, which gives the name."""
+    group: int
+    """Position in the optimizer's `param_groups`."""
+    optimizer: torch.optim.Optimizer
+    """The torch optimizer that keeps the state, under the tensor `updated`."""
+    updated: torch.Tensor | None
+    """The parameter itself, or this rank's run of its elements; None where it has none."""
+    start: int = 0
+    """First element of the run in the row-major local tensor of the parameter."""
+    over: str | None = None
+    """The group along which ranks hold other runs; None: the parameter is held whole."""
+    is_main: bool = False
+    """Whether `updated` is a copy in a wider dtype than the parameter's, which is stored too."""
+    markers: dict[str, FlatShard] = field(default_factory=dict)
+    """Markers of earlier saves by entry: the same objects as long as the tensors are the same."""
+
+    def stored_form(self, entry: str, value: object) -> object:
+        """What is saved for an entry of the state; PlacementError for one that is not elementwise.
+
+        Tensors of the run's shape are stored in the parameter's coordinates, 0-d ones as they are.
+        """
+        if self.over is None or self.updated is None or not isinstance(value, torch.Tensor):
+            return value
+        if value.ndim == 0:
+            return value
+        if value.shape != self.updated.shape:
+            raise PlacementError(
+                f"optimizer entry '{entry}' has shape {list(value.shape)}, not that of the run it "
+                f"belongs to ({list(self.updated.shape)}); only elementwise optimizers can be "
+                f"sharded by elements"
+            )
+        return self.marker(entry, value)
+
+    def marker(self, entry: str, run: torch.Tensor) -> FlatShard:
+        """The marker of a run of this parameter; the same object for the same tensor."""
+        held = self.markers.get(entry)
+        if held is None or held.local is not run:
+            held = FlatShard(run, self.start, self.parameter.detach(), self.over or "")
+            self.markers[entry] = held
+        return held
+
+    def target(self, entry: str, stored: StoredTensor, *, on_device: bool) -> object:
+        """Memory for a stored entry: placed like what is held, where it has the parameter's shape.
+
+        Step counters stay whole on the host (on the parameter's device for fused and capturable
+        optimizers), as torch keeps them.
+        """
+        parameter = self.parameter
+        device = local_of(parameter).device
+        if entry != "step" and stored.shape == tuple(parameter.shape):
+            if self.over is None:
+                return torch.zeros_like(
+                    parameter.detach(), dtype=stored.dtype, memory_format=torch.preserve_format
+                )
+            numel = 0 if self.updated is None else self.updated.numel()
+            return self.marker(entry, torch.zeros(numel, dtype=stored.dtype, device=device))
+        if self.over is not None and stored.shape != ():
+            raise MismatchError(
+                f"{stored.key} has shape {list(stored.shape)}, the parameter "
+                f"{list(parameter.shape)}: a sharded optimizer takes elementwise state only"
+            )
+        where = device if on_device or entry != "step" else torch.device("cpu")
+        return torch.zeros(stored.shape, dtype=stored.dtype, device=where)
+
+
+@runtime_checkable
+class PartitionedOptimizer(Protocol):
+    """What `OptimizerState` asks of an optimizer that is no `torch.optim.Optimizer`."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters of all groups, in a fixed order; setting an entry changes the group."""
+        ...
+
+    def held_parameters(self) -> Sequence[HeldParameter]:
+        """Every parameter, also those of which this rank holds nothing; the same objects always."""
+        ...
+
+    def num_groups(self) -> dict[str, int]:
+        """How many of the groups belong to which optimizer, by its name."""
+        ...
+
+    def sharding_records(self) -> dict[str, dict[str, object]]:
+        """How each optimizer is sharded, for people: stored, never needed to load."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything under way that writes to parameters."""
+        ...
+
+    def begin_load(self, *, with_main: bool) -> None:
+        """A load of the state begins; `with_main`: it brings main parameters."""
+        ...
+
+    def finish_load(self, *, with_main: bool) -> None:
+        """State, and main parameters if any, are in place; the same call on every rank."""
+        ...
+
+
+class WholeOptimizer:
+    """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups."""
+        return self._optimizer.param_groups
+
+    def held_parameters(self) -> Sequence[HeldParameter]:
+        """Each parameter, held whole."""
+        return [
+            HeldParameter(parameter=p, group=i, optimizer=self._optimizer, updated=p)
+            for i, group in enumerate(self._optimizer.param_groups)
+            for p in group["params"]
+        ]
+
+    def num_groups(self) -> dict[str, int]:
+        """Nothing: groups are found by their members."""
+        return {}
+
+    def sharding_records(self) -> dict[str, dict[str, object]]:
+        """Nothing is sharded."""
+        return {}
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def begin_load(self, *, with_main: bool) -> None:
+        """Nothing to prepare."""
+
+    def finish_load(self, *, with_main: bool) -> None:
+        """Nothing to follow up."""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, without a gradient."""
+    found = tensor.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
