@@ -1,0 +1,17 @@
+"""Optimizers whose state is sharded over data parallelism, and what a step of them needs."""
+
+from holdfast.optim.chained import ChainedOptimizer
+from holdfast.optim.norms import GradientNorm, clip_gradients, gradient_norm
+from holdfast.optim.scaler import LossScaler
+from holdfast.optim.sharded import ShardedOptimizer
+from holdfast.optim.stepping import StepOutcome
+
+__all__ = [
+    "ChainedOptimizer",
+    "GradientNorm",
+    "LossScaler",
+    "ShardedOptimizer",
+    "StepOutcome",
+    "clip_gradients",
+    "gradient_norm",
+]

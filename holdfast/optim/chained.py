@@ -1,0 +1,123 @@
+"""Several sharded optimizers that step as one: dense and expert, or one per kind of parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from holdfast.errors import ConfigError
+from holdfast.optim.scaler import LossScaler
+from holdfast.optim.sharded import ShardedOptimizer, microbatch_of
+from holdfast.optim.stepping import StepOutcome, take_step
+from holdfast.state.holding import HeldParameter
+
+
+class ChainedOptimizer:
+    """Optimizers of one model, by name: one norm, one decision, one state.
+
+    Its groups are those of all optimizers, in their order. Raises ConfigError for no optimizers,
+    optimizers under another name than their own, on different groups, or with a parameter in
+    common.
+    """
+
+    def __init__(self, optimizers: Mapping[str, ShardedOptimizer]) -> None:
+        self._optimizers = dict(optimizers)
+        if not self._optimizers:
+            raise ConfigError("a ChainedOptimizer needs at least one optimizer")
+        first = next(iter(self._optimizers.values()))
+        seen: dict[nn.Parameter, str] = {}
+        self._held: list[HeldParameter] = []
+        num_groups = 0
+        for name, optimizer in self._optimizers.items():
+            if optimizer.name != name:
+                raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
+            if optimizer.groups is not first.groups:
+                raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
+            for held in optimizer.held_parameters():
+                if held.parameter in seen:
+                    raise ConfigError(
+                        f"a parameter of shape {list(held.parameter.shape)} is in optimizers "
+                        f"'{seen[held.parameter]}' and '{name}'"
+                    )
+                seen[held.parameter] = name
+                self._held.append(replace(held, group=held.group + num_groups))
+            num_groups += len(optimizer.param_groups)
+        self._groups = first.groups
+
+    def __getitem__(self, name: str) -> ShardedOptimizer:
+        """One of the optimizers."""
+        return self._optimizers[name]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers; setting an entry changes the optimizer's group."""
+        return [group for o in self._optimizers.values() for group in o.param_groups]
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """As `ShardedOptimizer.microbatch`, for all."""
+        return microbatch_of(self._optimizers.values(), is_last=is_last)
+
+    def finish_gradients(self) -> None:
+        """As `ShardedOptimizer.finish_gradients`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.finish_gradients()
+
+    def step(
+        self,
+        *,
+        max_norm: float = 0.0,
+        scaler: LossScaler | None = None,
+        count_zeros: bool = False,
+    ) -> StepOutcome:
+        """One step of all optimizers together; see `take_step`."""
+        return take_step(
+            self._optimizers,
+            groups=self._groups,
+            max_norm=max_norm,
+            scaler=scaler,
+            count_zeros=count_zeros,
+        )
+
+    def drop_gradients(self) -> None:
+        """As `ShardedOptimizer.drop_gradients`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.drop_gradients()
+
+    def synchronize(self) -> None:
+        """As `ShardedOptimizer.synchronize`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.synchronize()
+
+    def close(self) -> None:
+        """As `ShardedOptimizer.close`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.close()
+
+    def held_parameters(self) -> Sequence[HeldParameter]:
+        """Every parameter of every optimizer."""
+        return self._held
+
+    def num_groups(self) -> dict[str, int]:
+        """How many groups each optimizer has, by its name."""
+        return {
+            name: count for o in self._optimizers.values() for name, count in o.num_groups().items()
+        }
+
+    def sharding_records(self) -> dict[str, dict[str, object]]:
+        """How each optimizer is sharded, by its name."""
+        records = [o.sharding_records() for o in self._optimizers.values()]
+        return {name: record for found in records for name, record in found.items()}
+
+    def begin_load(self, *, with_main: bool) -> None:
+        """As `ShardedOptimizer.begin_load`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.begin_load(with_main=with_main)
+
+    def finish_load(self, *, with_main: bool) -> None:
+        """As `ShardedOptimizer.finish_load`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.finish_load(with_main=with_main)

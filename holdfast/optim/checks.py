@@ -1,0 +1,115 @@
+"""What a sharded optimizer refuses before it touches anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import ConfigError
+from holdfast.optim.wires import Wires
+from holdfast.parallel import ProcessGroups
+
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+def read_groups(
+    parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Parameter groups as torch takes them; ConfigError for a parameter given twice."""
+    given: Sequence[Any] = list(parameters)
+    mappings = [dict(item) for item in given if isinstance(item, Mapping)]
+    if mappings and len(mappings) != len(given):
+        raise ConfigError("parameters and parameter groups cannot be mixed in one list")
+    groups = mappings or [{"params": given}]
+    seen: set[nn.Parameter] = set()
+    for group in groups:
+        members = group["params"]
+        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+        for parameter in group["params"]:
+            if not isinstance(parameter, nn.Parameter):
+                raise ConfigError(f"a {type(parameter).__name__} is no parameter of a module")
+            if parameter in seen:
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} is in the groups twice"
+                )
+            seen.add(parameter)
+    return groups
+
+
+def check_divisor(divisor: int, *, stage: int, groups: ProcessGroups, name: str) -> None:
+    """ConfigError for a divisor that is no whole number from 1 on, or an unknown stage."""
+    if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
+        raise ConfigError(
+            f"optimizer '{name}': divisor={divisor!r} is not a whole number of at least 1; it is "
+            f"the number of ranks whose losses are averaged, {groups.size('dp_cp')} here"
+        )
+    if stage not in (1, 2):
+        raise ConfigError(f"optimizer '{name}': stage={stage!r} is not 1 or 2")
+
+
+def check_inner(inner: torch.optim.Optimizer, *, num_groups: int, name: str) -> None:
+    """ConfigError for an optimizer that does not update elements one by one."""
+    kind = type(inner).__name__
+    if not isinstance(inner, torch.optim.Optimizer) or len(inner.param_groups) != num_groups:
+        raise ConfigError(
+            f"optimizer '{name}': make gave a {kind}; it has to be a torch optimizer of the "
+            f"{num_groups} groups it is called with"
+        )
+    if kind in _NOT_ELEMENTWISE:
+        raise ConfigError(
+            f"optimizer '{name}': {kind} does not update elements one by one, so runs of elements "
+            f"would be updated otherwise than whole tensors"
+        )
+
+
+def check_parameter(
+    parameter: nn.Parameter,
+    *,
+    names: Mapping[nn.Parameter, str],
+    joined: Wires,
+    groups: ProcessGroups,
+) -> None:
+    """ConfigError for a parameter that is not repeated over exactly the ranks that reduce it."""
+    if parameter not in names:
+        raise ConfigError(
+            f"a parameter of shape {list(parameter.shape)} is not one of the module's"
+        )
+    name = names[parameter]
+    layout = groups.layout
+    is_expert = joined.over.startswith("expt_dp")
+    if not isinstance(parameter, DTensor):
+        if is_expert and layout.ep * layout.expt_tp > 1:
+            raise ConfigError(
+                f"{name}: an expert parameter that is a plain tensor does not say that ranks hold "
+                f"different experts; make it a DTensor on groups.mesh('expt_dp', 'ep', 'expt_tp')"
+            )
+        return
+    local = parameter._local_tensor
+    if not local.is_contiguous():
+        raise ConfigError(
+            f"{name}: the local tensor of a DTensor has to be contiguous, its strides are "
+            f"{list(local.stride())}; make it with .contiguous()"
+        )
+    mesh = parameter.device_mesh
+    reduced = joined.data_ranks
+    for dim, placement in enumerate(parameter.placements):
+        line = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
+        shared = (line & reduced) - {groups.rank}
+        dim_name = (mesh.mesh_dim_names or ())[dim : dim + 1]
+        if placement.is_replicate() and (not shared or line <= reduced):
+            is_data = bool(dim_name) and dim_name[0].startswith(("dp", "expt_dp"))
+            if len(line) == 1 or shared or not is_data:
+                continue
+        elif not placement.is_replicate() and not shared:
+            continue
+        hint = "dense parameters" if is_expert else "experts"
+        other = "dp_cp" if is_expert else "expt_dp"
+        raise ConfigError(
+            f"{name}: along mesh dim {dim} {dim_name} (ranks {sorted(line)}) it is {placement}, "
+            f"which does not fit a reduction over {joined.over!r} (ranks {sorted(reduced)}); "
+            f"{hint} take over={other!r}"
+        )

@@ -1,0 +1,182 @@
+"""Norm, clipping and zeros of the whole gradient, each element counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import ConfigError
+from holdfast.parallel import ProcessGroups
+
+_CHUNK = 1 << 20
+"""Elements that are widened at a time, which bounds the extra memory to 8 MiB."""
+_WORD = 1 << 32
+_WORLD = ("tp", "dp_cp", "pp")
+"""Groups that one after the other reach every rank of a layout exactly once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPart:
+    """What this rank holds of some gradients, and on how many ranks the same elements are."""
+
+    local: Tensor
+    """Any shape, no padding but zeros that `num_padding` counts."""
+    num_copies: int
+    num_padding: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNorm:
+    """The 2-norm of all gradients together; the same value on every rank."""
+
+    value: float
+    """The norm; NaN if a rank holds an infinity or a NaN."""
+    bad_ranks: tuple[int, ...]
+    """Global ranks that hold an infinity or a NaN, ascending."""
+    num_zeros: int | None = None
+    """Elements that are exactly zero, each counted once; None if not asked for."""
+
+    @property
+    def num_bad_ranks(self) -> int:
+        """How many ranks hold an infinity or a NaN."""
+        return len(self.bad_ranks)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element on every rank is finite."""
+        return not self.bad_ranks
+
+
+def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
+    """On how many ranks of the layout each element of a parameter is.
+
+    A DTensor says so itself, and is taken to be repeated over the ranks of its pipeline stages that
+    its mesh leaves out; a plain tensor is taken to be on every rank of its stage.
+    """
+    layout = groups.layout
+    stage = layout.size("tp-cp-dp")
+    if not isinstance(parameter, DTensor):
+        return stage
+    mesh = parameter.device_mesh
+    here = set(layout.group("tp-cp-dp", groups.rank))
+    on_stage = len(here.intersection(mesh.mesh.flatten().tolist()))
+    copies = stage // on_stage
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_partial():
+            raise ConfigError(
+                f"a gradient of shape {list(parameter.shape)} is a sum not yet reduced "
+                f"({parameter.placements}); redistribute it before its norm is taken"
+            )
+        if placement.is_replicate():
+            copies *= mesh.size(dim)
+    return copies
+
+
+def gradient_parts(
+    parameters: Iterable[nn.Parameter], *, groups: ProcessGroups
+) -> list[GradientPart]:
+    """The parts of gradients that lie in `.grad`, reduced already; those without count for nothing.
+
+    Raises ConfigError for a DTensor gradient that is a sum not yet reduced.
+    """
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            copies = num_copies(gradient, groups=groups)
+            parts.append(GradientPart(local=local, num_copies=copies))
+    return parts
+
+
+@torch.no_grad()
+def measure(
+    parts: Iterable[GradientPart],
+    *,
+    groups: ProcessGroups,
+    count_zeros: bool = False,
+    scale: float = 1.0,
+) -> GradientNorm:
+    """The exact norm of the whole gradient, and the ranks on which it is not finite.
+
+    Each rank adds the squares of what it holds, divided by the number of copies; the sum runs in
+    float64 over the whole layout. Non-finite values travel as one flag per rank, because a maximum
+    on gloo can lose a NaN and a sum cannot say where it came from. Zeros are counted as integers.
+    `scale`: of the loss that the gradients come from; the norm is that of unscaled ones.
+
+    Raises ConfigError for a number of copies that cannot be. Collective over the layout.
+    Cost: one all-reduce of 3 + world size float64 over each of `tp`, `dp_cp` and `pp` that has
+    several ranks; at most 16 MiB of extra memory.
+    """
+    layout = groups.layout
+    names = [name for name in _WORLD if groups.size(name) > 1]
+    groups.require(*names)
+    unit = 2 * layout.world_size
+    square, zeros = 0.0, 0
+    for part in parts:
+        if part.num_copies < 1 or unit % part.num_copies:
+            raise ConfigError(f"{part.num_copies} copies do not divide the ranks of {layout}")
+        square += _square(part.local) / part.num_copies
+        if count_zeros:
+            found = part.local.numel() - int(torch.count_nonzero(part.local)) - part.num_padding
+            zeros += found * (unit // part.num_copies)
+    total = torch.zeros(3 + layout.world_size, dtype=torch.float64)
+    if math.isfinite(square):
+        total[0] = square
+    else:
+        total[3 + layout.ranks.index(groups.rank)] = 1.0
+    # A float64 holds integers up to 2**53: two words keep the sum exact for any model.
+    total[1], total[2] = divmod(zeros, _WORD)
+    for name in names:
+        group = groups.group(name)
+        # gloo reduces on the CPU, NCCL on the device
+        total = total.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        dist.all_reduce(total, group=group)
+    sums: list[float] = total.tolist()
+    bad = tuple(sorted(r for r, flag in zip(layout.ranks, sums[3:], strict=True) if flag))
+    counted = (int(sums[1]) * _WORD + int(sums[2])) // unit
+    return GradientNorm(
+        value=math.nan if bad else math.sqrt(sums[0]) / scale,
+        bad_ranks=bad,
+        num_zeros=counted if count_zeros else None,
+    )
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) -> GradientNorm:
+    """`measure` of the gradients in `.grad`."""
+    return measure(gradient_parts(parameters, groups=groups), groups=groups)
+
+
+def clip_factor(norm: GradientNorm, *, limit: float) -> float:
+    """What to multiply gradients by so that their norm is at most `limit`; 0 means no limit."""
+    if limit <= 0 or not norm.value > limit:
+        return 1.0
+    return limit / norm.value
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: GradientNorm, limit: float) -> None:
+    """Scale the gradients in `.grad`, in place, so that their norm is at most `limit`.
+
+    The factor is computed from a number that all ranks share, so copies stay equal.
+    """
+    factor = clip_factor(norm, limit=limit)
+    if factor == 1.0:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def _square(local: Tensor) -> float:
+    if local.numel() == 0:
+        return 0.0
+    chunks: Sequence[Tensor] = torch.split(local.reshape(-1), _CHUNK)
+    sums = [wide.dot(wide) for wide in (chunk.double() for chunk in chunks)]
+    return float(torch.stack(sums).sum())

@@ -1,0 +1,234 @@
+"""Gradients on their way: from autograd into buckets, and from buckets to shares."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, KeysView, Sequence
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from holdfast.errors import ConfigError
+from holdfast.optim import wires
+from holdfast.optim.buckets import Bucket
+from holdfast.optim.wires import Wires
+
+Stage = Literal[1, 2]
+_MAX_IN_FLIGHT = 2
+"""Whole gradient buckets under reduction at a time in stage 2, which bounds its memory."""
+
+
+class GradientReducer:
+    """Takes the gradient of each parameter as backward makes it, and reduces full buckets.
+
+    Buckets are launched in their order, never out of it, so that all ranks make the same
+    collectives whatever order their gradients come in. One *round* reduces every bucket once.
+    Stage 1 makes one round a step, stage 2 one a microbatch.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        joined: Wires,
+        stage: Stage,
+        divisor: int,
+        names: dict[nn.Parameter, str],
+    ) -> None:
+        self._buckets = buckets
+        self._wires = joined
+        self._stage = stage
+        self._divisor = divisor
+        self._names = names
+        self._home = {
+            parameter: (position, number)
+            for position, bucket in enumerate(buckets)
+            for number, parameter in enumerate(bucket.parameters)
+        }
+        self._used: set[nn.Parameter] = set()
+        self._next = 0
+        self._fresh: list[set[nn.Parameter]] = [set() for _ in buckets]
+        self._is_eager = False
+        self._is_reduced = False
+        self._is_finished = False
+        self._handles: list[RemovableHandle] = [
+            cast("Any", parameter).register_post_accumulate_grad_hook(self._arrive)
+            for parameter in self._home
+        ]
+
+    @property
+    def parameters(self) -> KeysView[nn.Parameter]:
+        """All parameters whose gradients are taken."""
+        return self._home.keys()
+
+    @property
+    def used(self) -> frozenset[nn.Parameter]:
+        """After `finish`: the parameters that got a gradient on any rank that shares them."""
+        return frozenset(self._used)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Around the backward of one microbatch, see `ShardedOptimizer.microbatch`."""
+        if self._is_reduced:
+            raise ConfigError(
+                "a microbatch after the last one of this step: its gradients would be lost; call "
+                "step() or drop_gradients() first"
+            )
+        self._is_eager = is_last or self._stage == 2
+        self._fresh = [set() for _ in self._buckets]
+        try:
+            yield
+            if self._is_eager:
+                with torch.no_grad():
+                    self._finish_round()
+                self._is_reduced = is_last
+        finally:
+            self._is_eager = False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce what is not reduced yet and wait: shares hold the averaged gradients then.
+
+        Nothing happens the second time in a step. Every rank makes the same calls.
+        """
+        if self._is_finished:
+            return
+        if not self._is_reduced:
+            self._finish_round()
+        self._is_reduced = True
+        for parameter in self._home:
+            if parameter.grad is not None:
+                self._take(parameter)  # raises: it comes too late
+        for bucket in self._buckets:
+            bucket.finish_reduction()
+        self._agree_on_used()
+        self._sum_between()
+        if self._divisor != 1:
+            for bucket in self._buckets:
+                bucket.gradient.div_(self._divisor)
+        self._is_finished = True
+
+    def drop(self) -> None:
+        """Forget all gradients: the next step begins."""
+        for bucket in self._buckets:
+            bucket.drop_gradients()
+        for parameter in self._home:
+            parameter.grad = None
+        self._used.clear()
+        self._next = 0
+        self._is_reduced = self._is_finished = False
+
+    @torch.no_grad()
+    def _arrive(self, parameter: Tensor) -> None:
+        """Autograd's hook: the gradient goes into the bucket and is given up."""
+        if not isinstance(parameter, nn.Parameter) or parameter.grad is None:
+            return
+        position = self._take(parameter)
+        if self._is_eager:
+            self._fresh[position].add(parameter)
+            while self._next < len(self._buckets) and self._is_full(self._next):
+                self._launch_next()
+
+    def _is_full(self, position: int) -> bool:
+        """Whether every parameter of a bucket has got its gradient of this microbatch."""
+        return len(self._fresh[position]) == len(self._buckets[position].parameters)
+
+    def _take(self, parameter: nn.Parameter) -> int:
+        """Move a gradient into its bucket; the bucket's position."""
+        position, number = self._home[parameter]
+        if self._is_reduced or position < self._next:
+            raise ConfigError(
+                f"{self._names[parameter]}: a gradient came after its bucket was reduced, and "
+                f"would be lost. Make one backward call in each microbatch(...), mark only the "
+                f"last one is_last=True, and step() before the next"
+            )
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._used.add(parameter)
+            self._buckets[position].add_gradient(number, self._local(parameter, gradient))
+        return position
+
+    def _local(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """This rank's own gradient, placed like the parameter but for what the reduction adds up.
+
+        Autograd may hand over another placement than the parameter's (a sum not yet reduced over
+        tensor ranks, or a whole where the parameter is split): that is set right here.
+        """
+        if not isinstance(gradient, DTensor):
+            return gradient
+        if not isinstance(parameter, DTensor):
+            return gradient.full_tensor()
+        mesh = parameter.device_mesh
+        wanted = [
+            given if self._adds_up(mesh, dim) else placed
+            for dim, (given, placed) in enumerate(
+                zip(gradient.placements, parameter.placements, strict=True)
+            )
+        ]
+        if wanted != list(gradient.placements):
+            gradient = gradient.redistribute(placements=wanted)
+        return gradient.to_local()
+
+    def _adds_up(self, mesh: DeviceMesh, dim: int) -> bool:
+        """Whether the reduction, not autograd, adds gradients up along a dim of a mesh."""
+        names = mesh.mesh_dim_names or ()
+        if names and names[dim] in ("embd", self._wires.over):
+            return True
+        along = mesh.get_group(dim)
+        return set(dist.get_process_group_ranks(along)) <= self._wires.data_ranks
+
+    def _finish_round(self) -> None:
+        """Launch every bucket not launched yet, with what lies in `.grad`, in order."""
+        for parameter in self._home:
+            if parameter.grad is not None:
+                self._take(parameter)
+        while self._next < len(self._buckets):
+            self._launch_next()
+        self._next = 0
+
+    def _launch_next(self) -> None:
+        if self._stage == 2 and self._next >= _MAX_IN_FLIGHT:
+            self._buckets[self._next - _MAX_IN_FLIGHT].finish_reduction()
+        self._buckets[self._next].launch_reduction()
+        self._next += 1
+
+    def _sum_between(self) -> None:
+        """Add shares up over the groups that hold the same ones: hybrid slices, tied stages."""
+        filled = [bucket for bucket in self._buckets if bucket.gradient.numel()]
+        tied = [bucket for bucket in filled if bucket.is_tied]
+        for group, buckets, what in (
+            (self._wires.between, filled, "between hybrid slices"),
+            (self._wires.tied, tied, "of a tied embedding"),
+        ):
+            if group is not None:
+                works = [wires.all_reduce(bucket.gradient, group) for bucket in buckets]
+                for work in works:
+                    wires.wait(work, f"the reduction of gradients {what}")
+
+    def _agree_on_used(self) -> None:
+        """Find the parameters that got a gradient on any rank; the others are left alone."""
+        flags = torch.tensor([float(p in self._used) for p in self._home])
+        is_tied = [self._buckets[position].is_tied for position, _ in self._home.values()]
+        for group in (self._wires.reduce, self._wires.between):
+            if group is not None and len(flags):
+                flags = flags.to(wires.flag_device(group))
+                wires.wait(wires.all_reduce(flags, group), "the exchange of used parameters")
+        if self._wires.tied is not None and any(is_tied):
+            chosen = torch.tensor(is_tied)
+            tied = flags[chosen].to(wires.flag_device(self._wires.tied))
+            wires.wait(wires.all_reduce(tied, self._wires.tied), "the exchange of tied parameters")
+            flags = flags.cpu()
+            flags[chosen] = tied.cpu()
+        pairs = zip(self._home, flags.tolist(), strict=True)
+        self._used = {parameter for parameter, flag in pairs if flag > 0}

@@ -1,0 +1,218 @@
+"""Dense and expert optimizers step as one: one norm, one decision, one failure for all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast import ConfigError, GroupError, Layout, ProcessGroups
+from holdfast.errors import HoldfastError
+from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
+from tests.harness import RankContext, run_ranks
+from tests.optim.common import OPTIMIZERS, sgd
+from tests.optim.experts import build_sparse, chain, difference, rows_of, sparse_truth
+
+STEPS = 4
+LAYOUTS = [
+    {"dp": 4, "ep": 2},
+    {"dp": 4, "ep": 4},
+    {"dp": 2, "cp": 2, "ep": 2},
+    {"dp": 4, "ep": 2, "order": "tp-cp-dp-ep-pp"},
+]
+
+
+def one_step(
+    net: nn.Module, optimizer: Any, groups: ProcessGroups, step: int, **options: Any
+) -> Any:
+    scaler = options.get("scaler")
+    with optimizer.microbatch(is_last=True):
+        loss = net(rows_of(step, groups)).mean()
+        (loss if scaler is None else scaler.scale_loss(loss)).backward()
+    return optimizer.step(**options)
+
+
+def every_layout(context: RankContext) -> list[float]:
+    worst = []
+    for sizes in LAYOUTS:
+        for name, make in OPTIMIZERS.items():
+            truth, norms = sparse_truth(make, steps=STEPS, max_norm=0.5)
+            for stage in (1, 2):
+                with ProcessGroups.create(Layout(**sizes)) as groups:  # type: ignore[arg-type]
+                    net = build_sparse(groups)
+                    optimizer = chain(net, make, groups, stage=stage)
+                    done = [
+                        one_step(net, optimizer, groups, step, max_norm=0.5)
+                        for step in range(STEPS)
+                    ]
+                    for outcome, norm in zip(done, norms, strict=True):
+                        assert outcome.norm == pytest.approx(norm, rel=1e-6), (sizes, name)
+                        assert outcome.clipped == (norm > 0.5)
+                        assert not outcome.skipped
+                    optimizer.synchronize()
+                    worst.append(difference(net, truth))
+    return worst
+
+
+def test_norm_clipping_and_experts_equal_one_process() -> None:
+    """SGD shows a wrong divisor of the experts, which AdamW would hide."""
+    for worst in run_ranks(4, every_layout).results:
+        assert max(worst) < 1e-6
+
+
+def trouble(context: RankContext) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    with ProcessGroups.create(Layout(dp=4, ep=2)) as groups:
+        net = build_sparse(groups)
+        optimizer = chain(net, OPTIMIZERS["momentum"], groups)
+        scaler = LossScaler(initial=1024.0, growth_interval=2)
+        poisoned(said, net, optimizer, groups, scaler)
+        said["zeros"] = zeros(net, optimizer, groups)
+        failing(said, net, optimizer, groups)
+        refusals(said, net, groups)
+    return said
+
+
+def poisoned(
+    said: dict[str, Any],
+    net: nn.Module,
+    optimizer: ChainedOptimizer,
+    groups: ProcessGroups,
+    scaler: LossScaler,
+) -> None:
+    """A value that is not finite, on any one rank and in either module, is seen by all."""
+    before = [p.to_local().detach().clone() for p in net.parameters()]  # type: ignore[attr-defined]
+    outcomes = []
+    for culprit, name, value in [
+        (2, "dense", math.nan),
+        (1, "mixers", math.inf),
+        (3, "bias", -math.inf),
+    ]:
+        handle = None
+        if groups.rank == culprit:
+            parameter = net.get_parameter(name)
+            handle = parameter.register_hook(lambda g, v=value: g + v)
+        outcomes.append(one_step(net, optimizer, groups, 0, scaler=scaler))
+        if handle is not None:
+            handle.remove()
+    for outcome in outcomes:
+        assert outcome.skipped
+        assert math.isnan(outcome.norm)
+        assert outcome.bad_ranks
+    optimizer.synchronize()
+    for old, parameter in zip(before, net.parameters(), strict=True):
+        assert torch.equal(old, parameter.to_local())  # type: ignore[attr-defined]
+    said["bad"] = [outcome.bad_ranks for outcome in outcomes]
+    said["scale"] = scaler.scale
+    good = one_step(net, optimizer, groups, 0, scaler=scaler)
+    assert not good.skipped
+    assert good.loss_scale == 128.0
+    one_step(net, optimizer, groups, 0, scaler=scaler)
+    said["grown"] = scaler.scale
+    said["norm"] = good.norm
+
+
+def zeros(net: nn.Module, optimizer: ChainedOptimizer, groups: ProcessGroups) -> int:
+    """Zeros of the gradient: the expert that no row goes through, whole."""
+    with optimizer.microbatch(is_last=True):
+        rows = rows_of(0, groups)
+        (net(rows) * (rows % 4 != 3)).mean().backward()
+    outcome = optimizer.step(count_zeros=True)
+    return int(outcome.num_zeros)
+
+
+def failing(
+    said: dict[str, Any], net: nn.Module, optimizer: ChainedOptimizer, groups: ProcessGroups
+) -> None:
+    """One rank's update raises: all ranks do, and the next step works."""
+    inner = optimizer["expert"].inner
+    if groups.rank == 1:
+        handle = inner.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(OSError("boom")))
+    with pytest.raises(HoldfastError) as caught:
+        one_step(net, optimizer, groups, 1)
+    said["failure"] = str(caught.value)
+    if groups.rank == 1:
+        handle.remove()
+    assert not one_step(net, optimizer, groups, 2).skipped
+    optimizer.synchronize()
+    dense = net.get_parameter("dense")
+    assert isinstance(dense, DTensor)
+    said["weights"] = dense.to_local().detach().clone()
+
+
+def refusals(said: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
+    """What cannot be right is refused before anything is touched."""
+    common: dict[str, Any] = {"make": sgd, "groups": groups, "divisor": 4}
+    with pytest.raises(TypeError, match="divisor"):
+        ShardedOptimizer(net, [net.mixers], make=sgd, groups=groups, over="expt_dp")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"mixers.*experts take over='expt_dp'"):
+        ShardedOptimizer(net, [net.mixers], over="dp_cp", **common)
+    with pytest.raises(ConfigError, match=r"dense.*dense parameters take over='dp_cp'"):
+        ShardedOptimizer(net, [net.dense], over="expt_dp", **common)
+    with pytest.raises(ConfigError, match="over='tp'"):
+        ShardedOptimizer(net, [net.dense], over="tp", **common)
+    with pytest.raises(GroupError, match=r"communicator 'dp_cp' itself"):
+        ShardedOptimizer(net, [net.dense], over="dp_cp", gather="dp_cp", **common)
+    with pytest.raises(GroupError, match="cut by position"):
+        ShardedOptimizer(net, [net.dense], over="dp_cp", gather="expt_dp", **common)
+    stranger = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="not one of the module's"):
+        ShardedOptimizer(net, stranger.parameters(), over="dp_cp", **common)
+    plain = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="plain tensor does not say"):
+        ShardedOptimizer(plain, plain.parameters(), over="expt_dp", **common)
+    mixed = dict(common, make=lambda g: torch.optim.Adafactor(g))
+    with pytest.raises(ConfigError, match="Adafactor does not update"):
+        ShardedOptimizer(plain, plain.parameters(), over="dp_cp", **mixed)
+    sizes = nn.Linear(3, 3 + (groups.rank == 2))
+    with pytest.raises(ConfigError, match=r"ranks \[2\] have other parameters"):
+        ShardedOptimizer(sizes, sizes.parameters(), over="dp_cp", **common)
+    first = ShardedOptimizer(plain, plain.parameters(), over="dp_cp", name="a", **common)
+    with pytest.raises(ConfigError, match="chained under name 'b'"):
+        ChainedOptimizer({"b": first})
+    again = ShardedOptimizer(plain, plain.parameters(), over="dp_cp", name="c", **common)
+    with pytest.raises(ConfigError, match="'a' and 'c'"):
+        ChainedOptimizer({"a": first, "c": again})
+    first.close()
+    with again.microbatch(is_last=True):
+        plain(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ConfigError, match="would be lost"), again.microbatch(is_last=False):
+        pass
+    plain.weight.data = plain.weight.data.clone()
+    with pytest.raises(ConfigError, match="memory was replaced"):
+        again.step()
+
+
+def test_trouble_is_shared_by_all_ranks() -> None:
+    results = run_ranks(4, trouble).results
+    for said in results[1:]:
+        assert said["bad"] == results[0]["bad"]
+        assert said["failure"] == results[0]["failure"]
+        assert said["norm"] == results[0]["norm"]
+        assert torch.equal(said["weights"], results[0]["weights"])
+    said = results[0]
+    assert "1 of 4 ranks failed (optimizer: update)" in said["failure"]
+    assert "rank 1" in said["failure"]
+    assert "boom" in said["failure"]
+    assert (said["scale"], said["grown"]) == (128.0, 256.0)
+    assert said["zeros"] == 25
+
+
+def test_a_scaler_is_saved_and_bounded() -> None:
+    scaler = LossScaler(initial=4.0, growth_interval=2)
+    scaler.update(overflowed=False)
+    fresh = LossScaler(growth_interval=2)
+    fresh.load_state_dict(scaler.state_dict())
+    fresh.update(overflowed=False)
+    assert fresh.scale == 8.0
+    for _ in range(9):
+        fresh.update(overflowed=True)
+    assert fresh.scale == 1.0
+    with pytest.raises(HoldfastError, match="not a LossScaler"):
+        fresh.load_state_dict({"scale": 1})
+    with pytest.raises(ConfigError, match="backoff"):
+        LossScaler(backoff=2.0)
