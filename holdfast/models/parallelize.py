@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,14 @@ from holdfast.parallel import ProcessGroups
 DENSE_MESH = ("dp_cp", "tp")
 TIED_MESH = ("embd", "dp_cp", "tp")
 EXPERT_MESH = ("expt_dp", "ep", "expt_tp")
+
+
+class AroundMicrobatch(Protocol):
+    """Gives a context for the forward and backward of one microbatch."""
+
+    def __call__(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """The context; `is_last`: no other microbatch follows in this step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +162,13 @@ class ParallelGPT:
         return losses + (balance - balance.detach())[:, None]
 
     def forward_backward(
-        self, tokens: Tensor, targets: Tensor, *, num_microbatches: int = 1
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        num_microbatches: int = 1,
+        loss_scale: float = 1.0,
+        around: AroundMicrobatch | None = None,
     ) -> RowLosses:
         """Add the gradient of the mean loss of these rows to every parameter.
 
@@ -163,19 +177,24 @@ class ParallelGPT:
             targets: the same shape.
             num_microbatches: equal parts that the rows are cut into; a pipeline runs them in its
                 schedule's order and takes the same sizes in every call.
+            loss_scale: what gradients are multiplied by, for float16; losses are not.
+            around: entered around forward and backward of each microbatch, with whether it is the
+                last; not under a pipeline, whose schedule mixes them.
 
         Returns:
             The losses of each row; empty where the last stage is not on this rank.
         """
         if self.groups.size("pp") > 1:
-            return self._forward_backward_pipeline(tokens, targets, num_microbatches)
+            return self._forward_backward_pipeline(tokens, targets, num_microbatches, loss_scale)
         losses, balances = [], []
-        for part, wanted in zip(
-            tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True
-        ):
-            with self.loss_context():
+        parts = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
+        for number, (part, wanted) in enumerate(parts, start=1):
+            entered = (
+                nullcontext() if around is None else around(is_last=number == num_microbatches)
+            )
+            with entered, self.loss_context():
                 each, balance = self._run_whole(part, wanted)
-                total = (each.mean(dim=1) + balance).sum() / len(tokens)
+                total = (each.mean(dim=1) + balance).sum() * (loss_scale / len(tokens))
                 total.backward()  # type: ignore[no-untyped-call]
             losses.append(each.detach().double().mean(dim=1))
             balances.append(balance.detach().double())
@@ -219,7 +238,7 @@ class ParallelGPT:
         )
 
     def _forward_backward_pipeline(
-        self, tokens: Tensor, targets: Tensor, num_microbatches: int
+        self, tokens: Tensor, targets: Tensor, num_microbatches: int, loss_scale: float
     ) -> RowLosses:
         sizes = (*tokens.shape, num_microbatches)
         if self._runner is None or self._runner.sizes != sizes:
@@ -228,6 +247,7 @@ class ParallelGPT:
             losses, balance = self._runner.step(
                 take_positions(tokens, axis=self._context, dim=1),
                 take_positions(targets, axis=self._context, dim=1),
+                loss_scale=loss_scale,
             )
         return RowLosses(loss=losses.double().mean(dim=1), balance=balance.double())
 

@@ -25,6 +25,7 @@ class PipelineRunner:
     def __init__(self, owner: ParallelGPT, *, sizes: tuple[int, ...]) -> None:
         """Make the stages and their schedule; no collective."""
         self.sizes = sizes
+        self._factor = 1.0 / sizes[0]
         rows, num_positions, num_microbatches = sizes
         groups = owner.groups
         self._has_first = any(stage.is_first for stage in owner.stages)
@@ -48,17 +49,20 @@ class PipelineRunner:
         self._schedule = kind(
             stages[0] if one else stages,
             n_microbatches=num_microbatches,
-            loss_fn=lambda output, target: (output[0].mean(dim=1) + output[1]).sum() / rows,
+            loss_fn=self._loss,
             scale_grads=False,
         )
 
-    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Forward and backward of all microbatches.
+    def step(
+        self, tokens: Tensor, targets: Tensor, *, loss_scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward of all microbatches; gradients are multiplied by `loss_scale`.
 
         Returns:
             (rows, local positions) losses per token and (rows,) balance losses, without gradient;
             empty where the last stage is not.
         """
+        self._factor = loss_scale / self.sizes[0]
         entering = (tokens,) if self._has_first else ()
         leaving = {"target": targets, "targets": targets} if self._has_last else {}
         output = self._schedule.step(*entering, **leaving)
@@ -68,6 +72,12 @@ class PipelineRunner:
             )
         losses, balance = output
         return losses.detach(), balance.detach()
+
+    def _loss(self, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        """What backward starts from, of one microbatch; the losses were made with the targets."""
+        del target
+        losses, balance = output
+        return (losses.mean(dim=1) + balance).sum() * self._factor
 
 
 class _StageModule(nn.Module):

@@ -152,11 +152,18 @@ class Bucket:
             self._whole = None
 
     def launch_gather(self) -> None:
-        """Round the main parameters into this rank's share, and start gathering all shares."""
+        """Round the main parameters into this rank's share, and start gathering all shares.
+
+        The memory is written beside the next forward, which may have taken views of parameters
+        already and reads them later: autograd is not to see that as a change under its feet.
+        """
         if self.has_main:
             self.share.copy_(self.main)
         if self._wires.gather is not None and self.packing.share > 0:
-            self._gathering = wires.all_gather(self.values, self.share, self._wires.gather)
+            # `.data` has a version counter of its own
+            self._gathering = wires.all_gather(
+                self.values.data, self.share.data, self._wires.gather
+            )
 
     def finish_gather(self) -> None:
         """Wait for the parameters to be whole; nothing happens the second time."""

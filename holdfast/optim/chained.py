@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.optim.norms import GradientPart
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.sharded import ShardedOptimizer, microbatch_of
 from holdfast.optim.stepping import StepOutcome, take_step
@@ -65,6 +66,10 @@ class ChainedOptimizer:
         """As `ShardedOptimizer.finish_gradients`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.finish_gradients()
+
+    def gradient_parts(self) -> list[GradientPart]:
+        """As `ShardedOptimizer.gradient_parts`, of all."""
+        return [part for o in self._optimizers.values() for part in o.gradient_parts()]
 
     def step(
         self,

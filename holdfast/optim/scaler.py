@@ -47,6 +47,11 @@ class LossScaler:
         """What the loss of the next step is multiplied by."""
         return self._scale
 
+    @property
+    def minimum(self) -> float:
+        """What the scale never falls below: an overflow there is a fault, not a large scale."""
+        return self._minimum
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on."""
         return loss * self._scale

@@ -134,6 +134,10 @@ class OptimConfig:
     """SGD: momentum; 0 keeps no state."""
     clip_grad: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0 means no limit."""
+    zero: Literal[0, 1, 2] = 0
+    """Optimizer state: 0 whole on every data rank, 1 in shards, 2 gradients in shards, too."""
+    bucket_nbytes: int = 32 * 2**20
+    """With --zero: bytes of gradient that travel at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +196,9 @@ class TrainConfig:
     """Optimizer steps in all, those before a resume included."""
     seed: int = 1
     """Seed of parameters, order of the data, and random number generators."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of matrix products; parameters, gradients and optimizer state are always fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of matrix products; parameters, gradients and optimizer state are always fp32.
+    With fp16 the loss is scaled, and a step whose gradients overflow is left out."""
     deterministic: bool = False
     """Refuse operations without a deterministic implementation; slower on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -304,6 +309,7 @@ def _check_counts(config: TrainConfig) -> None:
         "--global-batch-size": config.data.global_batch_size,
         "--log-interval": config.log.log_interval,
         "--save-interval": config.checkpoint.save_interval,
+        "--bucket-nbytes": config.optim.bucket_nbytes,
     }
     for flag, value in positive.items():
         if value <= 0:

@@ -18,14 +18,18 @@ from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveRepor
 from holdfast.errors import ConfigError, FaultDetected
 from holdfast.format.policies import KeepEvery, KeepLast, Policy
 from holdfast.models import ParallelGPT
+from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.state import RNG, OptimizerState
 from holdfast.train.config import CheckpointConfig, OptimConfig, TrainConfig
 from holdfast.train.data import BatchSampler, Corpus
-from holdfast.train.gradients import clip_gradients, gradient_norm, mean_over_rows
+from holdfast.train.losses import mean_over_rows
 from holdfast.train.metrics import Reporter, StepMetrics, readable_nbytes
 from holdfast.train.resume import find_checkpoint
 from holdfast.train.schedule import Schedule, ScheduleSettings
+from holdfast.train.update import make_update
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -67,15 +71,16 @@ class Trainer:
             device=self.device,
             pipeline=pipeline,
             variant=config.layout.cp_attention,
-            autocast=torch.bfloat16 if config.precision == "bf16" else None,
+            autocast=_AUTOCAST[config.precision],
         )
         stages = pipeline.stages(num_layers=config.model.num_layers, pp=groups.size("pp"))
         self.num_microbatches = config.data.num_microbatches(
             dp=groups.size("dp"), num_stages=len(stages)
         )
-        self.optimizer = make_optimizer(self.model.module, optim=config.optim)
+        self.scaler = LossScaler() if config.precision == "fp16" else None
+        self.update = make_update(self.model, optim=config.optim, scaler=self.scaler)
         self.schedule = Schedule(
-            self.optimizer,
+            self.update.optimizer,
             settings=_schedule_settings(config.optim, num_steps=config.steps),
             on_override=self._note,
         )
@@ -98,7 +103,7 @@ class Trainer:
         )
 
     def __enter__(self) -> Trainer:
-        """Itself; leaving gives back the staging memory."""
+        """Itself; leaving gives back the staging memory and the hooks on the model."""
         return self
 
     def __exit__(
@@ -107,19 +112,22 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give back the staging memory; groups and reporter are the caller's."""
+        """Give back the staging memory and the hooks; groups and reporter are the caller's."""
+        if error is None:
+            self.update.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
 
     def state(self) -> dict[str, object]:
         """The whole training state by part; what `Checkpointer` saves and loads into."""
-        return {
+        state: dict[str, object] = {
             "model": self.model.module,
-            "optimizer": OptimizerState(self.optimizer, self.model.module),
+            "optimizer": OptimizerState(self.update.optimizer, self.model.module),
             "scheduler": self.schedule,
             "rng": RNG(),
             "progress": self.progress,
         }
+        return state if self.scaler is None else state | {"scaler": self.scaler}
 
     def run(self) -> None:
         """Resume if asked to, then train to the last step; see `resume` and `train`."""
@@ -147,41 +155,55 @@ class Trainer:
         """One optimizer step on the next global batch.
 
         Raises:
-            FaultDetected: on every rank, before the update, if loss or gradient is not finite.
+            FaultDetected: on every rank, before the update, if loss or gradient is not finite; with
+                a loss scale, only when that cannot be lowered any more.
         """
         started = time.perf_counter()
         rows = self.sampler.rows(index=self.groups.index("dp"), num_shares=self.groups.size("dp"))
         batch = torch.from_numpy(rows).to(self.device)
         losses = self.model.forward_backward(
-            batch[:, :-1], batch[:, 1:], num_microbatches=self.num_microbatches
+            batch[:, :-1],
+            batch[:, 1:],
+            num_microbatches=self.num_microbatches,
+            loss_scale=1.0 if self.scaler is None else self.scaler.scale,
+            around=self.update.microbatch,
         )
         loss = mean_over_rows(losses.loss, num_rows=len(rows), groups=self.groups)
-
-        self.model.reduce_gradients()
-        parameters = list(self.model.module.parameters())
-        norm = gradient_norm(parameters, groups=self.groups)
-        if not (norm.is_finite and np.isfinite(loss)):
-            raise FaultDetected(
-                f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
-                f"finite on {norm.num_bad_ranks} of {self.groups.layout.world_size} ranks; no "
-                f"update was made. Resume from the last checkpoint with a lower --lr"
-            )
-        clip_gradients(parameters, norm=norm, limit=self.config.optim.clip_grad)
+        outcome = self._update(loss)
 
         lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
+        if not outcome.skipped:
+            self.schedule.step()
         self.progress.advance()
         return StepMetrics(
             step=self.progress.step,
             loss=loss,
             lr=lr,
             weight_decay=weight_decay,
-            grad_norm=norm.value,
+            grad_norm=outcome.norm,
             num_tokens=self.sampler.global_batch_size * self.sampler.seq_len,
             seconds=time.perf_counter() - started,
+            loss_scale=None if self.scaler is None else outcome.loss_scale,
+            skipped=outcome.skipped,
         )
+
+    def _update(self, loss: float) -> StepOutcome:
+        """Update the parameters, if loss and gradient are finite on all ranks; collective.
+
+        Otherwise FaultDetected, or with a loss scale that can be lowered, a step left out.
+        """
+        if np.isfinite(loss):
+            outcome = self.update.step(max_norm=self.config.optim.clip_grad)
+        else:
+            outcome = self.update.leave_out()
+        if outcome.skipped and (self.scaler is None or outcome.loss_scale <= self.scaler.minimum):
+            raise FaultDetected(
+                f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
+                f"finite on {len(outcome.bad_ranks)} of {self.groups.layout.world_size} ranks "
+                f"{list(outcome.bad_ranks)}; no update was made. Resume from the last checkpoint "
+                f"with a lower --lr"
+            )
+        return outcome
 
     def save(self) -> None:
         """Save the state at the current step; collective.
@@ -244,11 +266,15 @@ class Trainer:
             wanted += ["scheduler"] if checkpoint.load_scheduler else []
             wanted += ["rng"] if checkpoint.load_rng else []
             wanted += ["progress"]
+            wanted += ["scaler"] if self.scaler is not None else []
         started = time.perf_counter()
         report = Checkpointer(checkpoint.load, groups=self.groups).load(
             {name: state[name] for name in wanted},
             step=step,
+            allow_missing=("scaler",),
         )
+        if report.missing:
+            self._note("the checkpoint was trained without a loss scale: it starts afresh")
         seconds = time.perf_counter() - started
         # The optimizer's part brings the stored lr: the schedule in force has the last word.
         self.schedule.apply()
@@ -306,20 +332,6 @@ class Progress:
         step, data = state["step"], state["data"]
         self._sampler.load_state_dict(data, allow_other=self._allow_other_data)  # type: ignore[arg-type]
         self.step = int(step)  # type: ignore[call-overload]
-
-
-def make_optimizer(module: torch.nn.Module, *, optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer over two groups: matrices, with weight decay, and vectors, without."""
-    parameters = list(module.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    if optim.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-    return torch.optim.AdamW(
-        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=True
-    )
 
 
 def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -33,11 +34,15 @@ class StepMetrics:
     weight_decay: float
     """Weight decay of the update."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping; NaN for a step that was left out."""
     num_tokens: int
     """Tokens of the global batch."""
     seconds: float
     """Wall time of the step on this rank."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None without scaling."""
+    skipped: bool = False
+    """Whether nothing was updated because a scaled gradient overflowed."""
 
 
 class Reporter:
@@ -91,19 +96,21 @@ class Reporter:
     def step(self, metrics: StepMetrics) -> None:
         """Report a finished step; on the terminal only every `log_interval` and the last."""
         rate = metrics.num_tokens / metrics.seconds if metrics.seconds > 0 else 0.0
-        values = {
+        values: dict[str, float | None] = {
             "step": metrics.step,
-            "loss": metrics.loss,
+            "loss": metrics.loss if math.isfinite(metrics.loss) else None,
             "lr": metrics.lr,
             "weight_decay": metrics.weight_decay,
-            "grad_norm": metrics.grad_norm,
+            "grad_norm": metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
             "tokens_per_s": round(rate, 1),
             "seconds": round(metrics.seconds, 4),
         }
+        if metrics.loss_scale is not None:
+            values |= {"loss_scale": metrics.loss_scale, "skipped": metrics.skipped}
         self.event("step", values)
         if self._tensorboard is not None:
             for name, value in values.items():
-                if name != "step":
+                if name != "step" and value is not None:
                     self._tensorboard.add_scalar(f"train/{name}", value, metrics.step)
         if metrics.step % self._log_interval and metrics.step != self._num_steps:
             return
@@ -118,6 +125,10 @@ class Reporter:
         ):
             line.append(f"  {name} ", style="dim")
             line.append(shown)
+        if metrics.skipped:
+            line.append(
+                f"  left out: overflow at loss scale {metrics.loss_scale:g}", style="yellow"
+            )
         self._console.print(line)
 
     def event(self, name: str, values: Mapping[str, object]) -> None:

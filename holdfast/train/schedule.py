@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-
-import torch
+from typing import Any, Protocol
 
 from holdfast.errors import MismatchError
 
@@ -42,6 +41,15 @@ class ScheduleSettings:
         return _cosine(self.weight_decay, self.end_weight_decay, done=done)
 
 
+class HasParamGroups(Protocol):
+    """An optimizer, of torch or in shards."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters by group; setting an entry changes the group."""
+        ...
+
+
 class Schedule:
     """Sets lr and weight decay of an optimizer's groups; used like a torch scheduler.
 
@@ -52,7 +60,7 @@ class Schedule:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: HasParamGroups,
         *,
         settings: ScheduleSettings,
         on_override: Callable[[str], None] | None = None,

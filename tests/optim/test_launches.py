@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast import Layout, ProcessGroups
 from holdfast.optim import ShardedOptimizer
@@ -173,3 +175,25 @@ def without_gather(context: RankContext) -> None:
             sharded(net, adamw, groups)
         groups.clone("dp_cp", purpose="mine")
         train(net, sharded(net, adamw, groups, gather="mine"), groups, steps=range(1))
+
+
+def local_versions(net: nn.Module) -> list[int]:
+    """Changes that autograd has counted; views of these tensors share the count."""
+    return [p._local_tensor._version for p in net.parameters() if isinstance(p, DTensor)]
+
+
+def versions(context: RankContext) -> tuple[list[int], list[int]]:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        net = build(groups)
+        optimizer = sharded(net, adamw, groups, over="dp_cp", divisor=2)
+        train(net, optimizer, groups, steps=range(1))
+        before = local_versions(net)
+        optimizer.publish()
+        optimizer.synchronize()
+        return before, local_versions(net)
+
+
+def test_gathering_changes_no_view_that_a_forward_has_taken() -> None:
+    """A model may take views of parameters first and call its modules, which wait, later."""
+    for before, after in run_ranks(2, versions).results:
+        assert after == before

@@ -10,14 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from holdfast.errors import FaultDetected
+from holdfast.optim import GradientNorm, clip_gradients, gradient_norm
 from holdfast.parallel import Layout, ProcessGroups
-from holdfast.train.gradients import (
-    GradientNorm,
-    clip_gradients,
-    gradient_norm,
-    mean_over_rows,
-)
 from holdfast.train.loop import Trainer
+from holdfast.train.losses import mean_over_rows
 from tests.harness import RankContext, run_ranks
 from tests.train.test_resume import config_of, text, workplace
 
@@ -89,7 +85,8 @@ def test_the_norm_is_exact_whatever_the_placements() -> None:
             bad = seen[name]
             assert isinstance(bad, GradientNorm)
             assert not bad.is_finite
-            assert bad.num_bad_ranks == 1
+            assert bad.bad_ranks == (3,)
+            assert math.isnan(bad.value)
         assert seen["norm"] == results[0]["norm"]
 
 

@@ -35,8 +35,10 @@ LAYOUTS = (
     (4, "--cp 2 --ep 2 --expt-tp 1"),
     (4, "--pp 2 --ep 2 --pp-schedule interleaved --stages-per-rank 2"),
     (4, "--pp 2 --tp 2 --stage-layers 3 1"),
-    (8, "--tp 2 --cp 2 --pp 2 --ep 2"),
-    (8, "--ep 4 --order dp-ep-tp-cp-pp"),
+    (8, "--tp 2 --cp 2 --pp 2 --ep 2 --zero 1 --bucket-nbytes 20000"),
+    (8, "--ep 4 --order dp-ep-tp-cp-pp --zero 2 --bucket-nbytes 3000"),
+    (4, "--pp 2 --ep 2 --zero 1 --bucket-nbytes 5000"),
+    (2, "--zero 1"),
 )
 LOSS_BOUND = 1e-5
 """Rounding of two float32 steps, the experts' discrete choices included."""
@@ -128,10 +130,10 @@ def check(tmp_path: Path, layouts: tuple[tuple[int, str], ...], *, timeout_s: fl
             assert max(values) - min(values) < LOSS_BOUND * max(values)
 
 
-def test_a_pipeline_of_tensor_ranks_loads_what_experts_over_data_ranks_saved(
+def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_saved(
     tmp_path: Path,
 ) -> None:
-    check(tmp_path, (LAYOUTS[3], LAYOUTS[6], LAYOUTS[0]), timeout_s=200)
+    check(tmp_path, (LAYOUTS[3], LAYOUTS[9], LAYOUTS[0]), timeout_s=200)
 
 
 @pytest.mark.slow

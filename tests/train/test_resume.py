@@ -71,9 +71,22 @@ def tensors(trainer: Trainer, take: Any) -> dict[str, Tensor]:
     found = {}
     for name, parameter in trainer.model.module.named_parameters():
         found[name] = take(parameter)
-        for entry, value in trainer.optimizer.state.get(parameter, {}).items():
-            found[f"{name}.{entry}"] = take(value)
+    for name, state in moments(trainer).items():
+        found |= {f"{name}.{entry}": take(value) for entry, value in state.items()}
     return found
+
+
+def moments(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's entries by parameter: whole, or this rank's runs."""
+    names = {p: name for name, p in trainer.model.module.named_parameters()}
+    optimizer = trainer.update.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {names[p]: dict(state) for p, state in optimizer.state.items()}
+    return {
+        names[held.parameter]: dict(held.optimizer.state[held.updated])
+        for held in optimizer.held_parameters()
+        if held.updated is not None and held.updated in held.optimizer.state
+    }
 
 
 def watch(trainer: Trainer, *, num_steps: int) -> Seen:
@@ -89,9 +102,11 @@ def watch(trainer: Trainer, *, num_steps: int) -> Seen:
     )
 
 
-def uninterrupted(rank: RankContext, directory: str, dropout: str) -> Seen:
+def uninterrupted(
+    rank: RankContext, directory: str, dropout: str, words: tuple[str, ...] = ()
+) -> Seen:
     """Train, save on the way, and go on."""
-    config = config_of("--tp", "2", "--save", f"{directory}/ck", "--dropout", dropout)
+    config = config_of("--tp", "2", "--save", f"{directory}/ck", "--dropout", dropout, *words)
     with (
         ProcessGroups.create(config.check(world_size=4)) as groups,
         Trainer(config, groups=groups, corpus=text(directory)) as trainer,
@@ -109,11 +124,13 @@ def resumed(
     tps: tuple[int, ...],
     num_steps: int,
     micro: int,
+    words: tuple[str, ...] = (),
 ) -> list[Seen]:
     """Load under each tensor size and go on."""
     found = []
     for tp in tps:
-        config = config_of("--tp", str(tp), "--load", f"{directory}/ck", "--dropout", dropout)
+        load = ("--load", f"{directory}/ck", "--dropout", dropout, *words)
+        config = config_of("--tp", str(tp), *load)
         config = replace(config, data=replace(config.data, micro_batch_size=micro))
         with (
             ProcessGroups.create(config.check(world_size=4)) as groups,
@@ -124,9 +141,14 @@ def resumed(
     return found
 
 
-def test_the_same_layout_resumes_bitwise(workplace: Path) -> None:
-    first = run_ranks(4, uninterrupted, str(workplace), "0.1").results
-    second = run_ranks(4, resumed, str(workplace), "0.1", (2,), NUM_MORE, 0).results
+@pytest.mark.parametrize(
+    "words", ["", "--zero 1 --bucket-nbytes 9000", "--zero 2 --precision fp16 --micro-batch-size 2"]
+)
+def test_the_same_layout_resumes_bitwise(workplace: Path, words: str) -> None:
+    given = tuple(words.split())
+    micro = 2 if "micro" in words else 0
+    first = run_ranks(4, uninterrupted, str(workplace), "0.1", given).results
+    second = run_ranks(4, resumed, str(workplace), "0.1", (2,), NUM_MORE, micro, given).results
     for rank, (ours, (theirs,)) in enumerate(zip(first, second, strict=True)):
         assert theirs.losses == ours.losses, rank
         assert theirs.norms == ours.norms
@@ -177,9 +199,9 @@ def choices(rank: RankContext, directory: str) -> dict[str, Any]:
         trainer.resume()
         seen[flag] = {
             "weight": local(trainer.model.module.norm.weight),
-            "has_moments": bool(trainer.optimizer.state),
+            "has_moments": bool(moments(trainer)),
             "lr": trainer.schedule.lr,
-            "group_lr": trainer.optimizer.param_groups[0]["lr"],
+            "group_lr": trainer.update.optimizer.param_groups[0]["lr"],
             "step": trainer.progress.step,
             "samples": trainer.sampler.num_samples,
             "drew_stored": random.random() == draw,
