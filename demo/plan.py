@@ -33,6 +33,7 @@ TRAIN_FLAGS = (
     *("--min-lr", "3e-4"),
     *("--warmup-steps", "6"),
     *("--end-weight-decay", "0.2"),
+    *("--bucket-nbytes", "500000"),
     *("--device", "cpu"),
     "--deterministic",
 )
@@ -51,6 +52,8 @@ class Scenario:
     """Tensor ranks; what these and `pp` leave are data ranks."""
     pp: int = 1
     """Pipeline stages."""
+    zero: int = 0
+    """ZeRO stage of the optimizer; 0 for state whole on every data rank."""
     is_resumed: bool = False
     """Whether it begins with the killed run's checkpoint, in a directory of its own."""
 
@@ -59,7 +62,8 @@ class Scenario:
         """`TP2 x DP2`, for people."""
         first = f"PP{self.pp}" if self.pp > 1 else f"TP{self.tp}"
         dp = NUM_RANKS // (self.tp * self.pp)
-        return f"{first}\N{MULTIPLICATION SIGN}DP{dp}"
+        sharding = f" ZeRO-{self.zero}" if self.zero else ""
+        return f"{first}\N{MULTIPLICATION SIGN}DP{dp}{sharding}"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -71,7 +75,7 @@ class Scenario:
         directory = runs / self.name
         return [
             *TRAIN_FLAGS,
-            *("--tp", str(self.tp), "--pp", str(self.pp)),
+            *("--tp", str(self.tp), "--pp", str(self.pp), "--zero", str(self.zero)),
             *("--save", str(directory / "checkpoints")),
             *("--jsonl", str(directory / "events.jsonl")),
         ]
@@ -82,6 +86,6 @@ KILLED = Scenario(name="killed", title="killed and resumed", tp=2)
 RESHARDED = (
     Scenario(name="resumed-tp1-dp4", title="resumed", tp=1, is_resumed=True),
     Scenario(name="resumed-tp4-dp1", title="resumed", tp=4, is_resumed=True),
-    Scenario(name="resumed-pp2-dp2", title="resumed", pp=2, is_resumed=True),
+    Scenario(name="resumed-pp2-dp2", title="resumed", pp=2, zero=1, is_resumed=True),
 )
 SCENARIOS = (REFERENCE, KILLED, *RESHARDED)
