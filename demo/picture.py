@@ -107,7 +107,7 @@ def _draw_losses(axes: Axes, results: Results) -> None:
     _mark_events(axes, results)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, NUM_STEPS + 1))
     axes.set_ylim(bottom=min(reference.values()) - 0.75)
-    axes.set_title("Loss: the four runs lie on each other")
+    axes.set_title("Loss: the runs lie on each other")
     axes.xaxis.set_major_locator(MultipleLocator(10))
     axes.grid(axis="y", color="#e8ecef", linewidth=0.8)
     axes.set_axisbelow(True)
