@@ -128,24 +128,10 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     fingerprint: str | None = None
 
 
-class _ManifestV2(_Record, frozen=True, kw_only=True):
-    """The members of a manifest of version 2."""
+class _ManifestV2(Manifest, frozen=True, kw_only=True):
+    """A manifest as version 2 writes it."""
 
-    format: str
-    version: int
-    step: int
-    save_id: str
-    created: str
-    holdfast: str
-    torch: str
-    layouts: list[LayoutInfo]
-    signature: str
-    block_nbytes: int
-    tensors: list[_Row]
-    parts: dict[str, Any]
-    files: list[FileInfo]
-    index: IndexInfo
-    totals: Totals
+    tensors: list[_Row]  # type: ignore[assignment]
 
 
 class _Peek(msgspec.Struct):
