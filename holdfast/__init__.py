@@ -34,11 +34,13 @@ if TYPE_CHECKING:
         FlatShard,
         On,
         OptimizerState,
+        Padded,
         PerRank,
         Replicated,
         Sharded,
         Stored,
         Transient,
+        declare_padding,
     )
     from holdfast.storage import PosixStorage, Storage
 
@@ -68,6 +70,7 @@ __all__ = [
     "MismatchError",
     "On",
     "OptimizerState",
+    "Padded",
     "PendingSave",
     "PerRank",
     "PlacementError",
@@ -84,6 +87,7 @@ __all__ = [
     "Transient",
     "__version__",
     "current_groups",
+    "declare_padding",
 ]
 
 _ROOMS = {
@@ -104,11 +108,13 @@ _ROOMS = {
         "FlatShard",
         "On",
         "OptimizerState",
+        "Padded",
         "PerRank",
         "Replicated",
         "Sharded",
         "Stored",
         "Transient",
+        "declare_padding",
     ),
     "holdfast.storage": ("PosixStorage", "Storage"),
 }

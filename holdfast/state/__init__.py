@@ -3,8 +3,18 @@
 from holdfast.state.flatten import flatten_state
 from holdfast.state.holding import HeldParameter, PartitionedOptimizer
 from holdfast.state.leaves import Domain, FlatState, TensorLeaf
-from holdfast.state.markers import FlatShard, On, PerRank, Replicated, Sharded, Stored, Transient
+from holdfast.state.markers import (
+    FlatShard,
+    On,
+    Padded,
+    PerRank,
+    Replicated,
+    Sharded,
+    Stored,
+    Transient,
+)
 from holdfast.state.optimizer import OptimizerState
+from holdfast.state.padding import declare_padding
 from holdfast.state.parts import Part, Stateful
 from holdfast.state.rng import RNG
 from holdfast.state.stored import StoredPart, StoredTensor
@@ -17,6 +27,7 @@ __all__ = [
     "HeldParameter",
     "On",
     "OptimizerState",
+    "Padded",
     "Part",
     "PartitionedOptimizer",
     "PerRank",
@@ -28,5 +39,6 @@ __all__ = [
     "StoredTensor",
     "TensorLeaf",
     "Transient",
+    "declare_padding",
     "flatten_state",
 ]

@@ -19,6 +19,7 @@ from holdfast.state.markers import (
     FlatShard,
     Marked,
     On,
+    Padded,
     PerRank,
     Replicated,
     Sharded,
@@ -261,6 +262,8 @@ def _made_from(obj: object) -> object:
         return _memory(obj.local), obj.local, obj.shape, dims, obj.offset, obj.over
     if isinstance(obj, FlatShard):
         return _memory(obj.local), _made_from(obj.like), obj.start, obj.over
+    if isinstance(obj, Padded):
+        return _made_from(obj.value), obj.shape
     return _memory(obj.local) if isinstance(obj, Replicated) else None
 
 

@@ -61,15 +61,23 @@ class HeldParameter:
             self.markers[entry] = held
         return held
 
-    def target(self, entry: str, stored: StoredTensor, *, on_device: bool) -> object:
+    def target(
+        self,
+        entry: str,
+        stored: StoredTensor,
+        *,
+        on_device: bool,
+        real_shape: tuple[int, ...] | None = None,
+    ) -> object:
         """Memory for a stored entry: placed like what is held, where it has the parameter's shape.
 
+        `real_shape`: the parameter's without padding, where that is declared.
         Step counters stay whole on the host (on the parameter's device for fused and capturable
         optimizers), as torch keeps them.
         """
         parameter = self.parameter
         device = local_of(parameter).device
-        if entry != "step" and stored.shape == tuple(parameter.shape):
+        if entry != "step" and self._is_elementwise(stored.shape, real_shape):
             if self.over is None:
                 return torch.zeros_like(
                     parameter.detach(), dtype=stored.dtype, memory_format=torch.preserve_format
@@ -79,10 +87,25 @@ class HeldParameter:
         if self.over is not None and stored.shape != ():
             raise MismatchError(
                 f"{stored.key} has shape {list(stored.shape)}, the parameter "
-                f"{list(parameter.shape)}: a sharded optimizer takes elementwise state only"
+                f"{list(parameter.shape)}: a sharded optimizer takes elementwise state only; if "
+                f"they differ by padding alone, declare it: declare_padding(module, name, shape)"
             )
         where = device if on_device or entry != "step" else torch.device("cpu")
         return torch.zeros(stored.shape, dtype=stored.dtype, device=where)
+
+    def _is_elementwise(self, shape: tuple[int, ...], real_shape: tuple[int, ...] | None) -> bool:
+        """Whether a stored entry of this shape has one element for each of the parameter's.
+
+        Where padding is declared, an entry of another size counts, so that it is refused as one of
+        another real shape; one of a factored state has a dim of 1 where the parameter has more.
+        """
+        whole = tuple(self.parameter.shape)
+        if real_shape is None:
+            return shape == whole
+        return shape == real_shape or (
+            len(shape) == len(whole)
+            and all(n > 1 or most <= 1 for n, most in zip(shape, whole, strict=True))
+        )
 
 
 @runtime_checkable

@@ -144,6 +144,60 @@ class Replicated:
     local: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Padded:
+    """A tensor of which only the elements inside `shape` are real; the rest is padding.
+
+    Padding is at the end of each dim. It is never stored: the stored tensor has the real shape, and
+    a load fills the real elements of its target and sets the padding to zero. So a checkpoint loads
+    under any other padding of the same real shape, and under none. For modules and optimizers see
+    `declare_padding`.
+
+    `value`: a tensor, DTensor, `Sharded`, `FlatShard` or `Replicated` of the padded shape.
+    `shape`: the real global shape. Raises PlacementError for one that does not fit.
+    """
+
+    value: torch.Tensor | Sharded | FlatShard | Replicated
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the real part is a part."""
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if isinstance(self.value, Padded) or not isinstance(
+            self.value, torch.Tensor | Sharded | FlatShard | Replicated
+        ):
+            raise PlacementError(
+                f"Padded: a {type(self.value).__name__} cannot be padded; it takes a tensor, "
+                f"Sharded, FlatShard or Replicated"
+            )
+        check_real_shape(self.shape, self.padded_shape, where="Padded")
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The global shape with padding."""
+        if isinstance(self.value, Sharded):
+            return self.value.shape
+        if isinstance(self.value, FlatShard):
+            return tuple(self.value.like.shape)
+        return tuple(self.local.shape)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The tensor itself, padding included."""
+        return self.value if isinstance(self.value, torch.Tensor) else self.value.local
+
+
+def check_real_shape(shape: tuple[int, ...], padded: tuple[int, ...], *, where: str) -> None:
+    """PlacementError, beginning with `where`, unless `shape` is a part of the padded shape."""
+    if len(shape) != len(padded) or any(
+        not 0 <= real <= whole for real, whole in zip(shape, padded, strict=True)
+    ):
+        raise PlacementError(
+            f"{where}: a real shape of {list(shape)} is not a part of the tensor's {list(padded)}; "
+            f"it has as many dims, none of them larger"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PerRank:
     """A tree of which each coordinate of the given axes has its own.
@@ -200,5 +254,5 @@ class Stored:
     """In a load request: whatever the checkpoint holds here, as a new tree."""
 
 
-Marked = Sharded | FlatShard | Replicated
+Marked = Sharded | FlatShard | Replicated | Padded
 """Markers that wrap the local tensor of one global tensor."""

@@ -16,7 +16,8 @@ from holdfast.format.values import Codecs, decode_tree
 from holdfast.geometry import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.flatten import coordinate_label
-from holdfast.state.markers import Marked, PerRank, Stored, Transient
+from holdfast.state.markers import Marked, Padded, PerRank, Stored, Transient
+from holdfast.state.padding import clip_leaf, padding_views
 from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
 from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
 
@@ -144,6 +145,7 @@ class Matcher:
         self._domains: Domains = {}
         self._sources: dict[int, str] = {}
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
+        self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
         self.result = MatchResult()
 
     def move_to(self, layout: Layout) -> None:
@@ -172,7 +174,7 @@ class Matcher:
             self._match_value(template, node, path)
 
     def build(self, template: object, node: Any, path: str, *, closed: bool) -> Any:
-        """The loaded tree for a template whose targets have been filled.
+        """The loaded tree for a template whose targets have been filled; sets padding to zero.
 
         `closed`: stored entries that the template does not name are left out.
         """
@@ -187,6 +189,8 @@ class Matcher:
         if isinstance(template, torch.Tensor):
             return template
         if isinstance(template, Marked):
+            for view in self._paddings.get(id(template), ()):
+                view.zero_()
             return template.local
         named = entries(node)
         if isinstance(template, Mapping) and named is not None:
@@ -199,7 +203,7 @@ class Matcher:
                 for name, child in named.items()
                 if name in template or not closed
             }
-            return found | {name: template[name] for name in template if name not in found}
+            return found | {n: _unmarked(template[n]) for n in template if n not in found}
         if isinstance(template, list | tuple) and _holds_tensors(template):
             built = [
                 self.build(t, child, f"{path}.{i}", closed=closed)
@@ -298,9 +302,7 @@ class Matcher:
             )
             return
         if shape != held_shape:
-            self.result.mismatched.append(
-                f"{path}: the state's shape is {list(held_shape)}, the checkpoint's {list(shape)}"
-            )
+            self.result.mismatched.append(_other_shape(template, path, held_shape, shape))
         elif dtype != held_dtype and not self._cast:
             self.result.mismatched.append(
                 f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; "
@@ -333,8 +335,15 @@ class Matcher:
             if boxes is not None and dtype is not None and _is_readable(local):
                 return dtype, tuple(template.shape), boxes, (local,)
         leaf = tensor_leaf(
-            template, key=path, layout=self._layout, rank=self._rank, domains=self._domains
+            template.value if isinstance(template, Padded) else template,
+            key=path,
+            layout=self._layout,
+            rank=self._rank,
+            domains=self._domains,
         )
+        if isinstance(template, Padded):
+            self._paddings[id(template)] = padding_views(leaf, template.shape)
+            leaf = clip_leaf(leaf, template.shape)
         if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
             self._boxes[like] = leaf.boxes
         return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
@@ -398,6 +407,30 @@ def _is_readable(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and type(tensor) in _PLAIN
     )
+
+
+def _unmarked(template: object) -> object:
+    """What stays of a template for which nothing is stored: the tensors as they are."""
+    if isinstance(template, Marked):
+        return template.local
+    if type(template) is dict:
+        return {name: _unmarked(child) for name, child in template.items()}
+    return template
+
+
+def _other_shape(
+    template: torch.Tensor | Marked, path: str, held: tuple[int, ...], stored: tuple[int, ...]
+) -> str:
+    """In words: the state and the checkpoint differ in shape, and whether padding may be why."""
+    said = f"{path}: the state's shape is {list(held)}, the checkpoint's {list(stored)}"
+    if isinstance(template, Padded):
+        return f"{said}; the state's is declared as the real one of {list(template.padded_shape)}"
+    if len(held) == len(stored):
+        said += (
+            "; if they differ by padding alone, declare the real shape where it is saved and where "
+            "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
+        )
+    return said
 
 
 def _tag(node: Any) -> str | None:

@@ -8,38 +8,43 @@ import torch
 from torch import nn
 
 from holdfast.errors import PlacementError
-from holdfast.state.markers import Stored
+from holdfast.state.markers import Padded, Stored
 from holdfast.state.names import logical_names, walk, without_wrappers
+from holdfast.state.padding import declarations
 
 
 class ModulePart:
     """Saves and restores a module under the names of its logical tree.
 
     Tensors come from `state_dict(keep_vars=True)`, so that hooks of the module (FSDP2 reshards in
-    one) run; a load writes into the module's own parameters and buffers, in place.
+    one) run; a load writes into the module's own parameters and buffers, in place. Those whose
+    padding is declared (`declare_padding`) are stored without it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def tree(self) -> dict[str, object]:
-        """Logical name -> tensor or extra state."""
+        """Logical name -> tensor, marked where padding is declared, or extra state."""
         names = logical_names(self._module)
         found: dict[str, object] = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():
+        state = self._module.state_dict(keep_vars=True)
+        padded = declarations(self._module)  # after the hooks, which may replace parameters
+        for name, value in state.items():
             logical = names.get(without_wrappers(name)) or self._hook_name(name)
             if logical in found:
                 raise PlacementError(
                     f"two tensors of {type(self._module).__name__} are both named '{logical}'"
                 )
-            found[logical] = value
+            declared = padded.find(value, logical) if isinstance(value, torch.Tensor) else None
+            found[logical] = value if declared is None else declared.mark(value)
         return found
 
     def template(self, stored: object) -> dict[str, object]:
         """The module's own tensors as targets; extra state as whatever the checkpoint holds."""
         del stored
         return {
-            name: value if isinstance(value, torch.Tensor) else Stored()
+            name: value if isinstance(value, torch.Tensor | Padded) else Stored()
             for name, value in self.tree().items()
         }
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.state.holding import HeldParameter, PartitionedOptimizer, WholeOptimizer
-from holdfast.state.markers import Stored, Transient
+from holdfast.state.markers import FlatShard, Stored, Transient
 from holdfast.state.names import parameter_names
+from holdfast.state.padding import Declaration, declarations
 from holdfast.state.stored import StoredPart
 
 _RECORD = "param_state_sharding_type"
@@ -32,7 +33,8 @@ class OptimizerState:
     coordinates under the same keys, so each loads what the other saved. Main parameters, wider
     copies of low-precision ones, are stored as `main.<parameter name>`; where the optimizer that
     loads them keeps none, they go into parameters of their dtype, and are left out for narrower
-    ones, which the module's own part restores.
+    ones, which the module's own part restores. Of a parameter whose padding is declared
+    (`declare_padding`), moments and main parameter are stored without it, too.
 
     Raises ConfigError for a parameter of the optimizer that the module does not have.
     """
@@ -51,17 +53,20 @@ class OptimizerState:
         state: dict[str, object] = {}
         main: dict[str, object] = {}
         membership: dict[str, int] = {}
+        padded = declarations(self._module).by_tensor
         for name, held in self._named():
+            padding = padded.get(id(held.parameter))
             membership[name] = held.group
             if held.updated is None:
                 continue
             if held.updated in held.optimizer.state:
                 entries = held.optimizer.state[held.updated]
                 state[name] = {
-                    entry: held.stored_form(entry, value) for entry, value in entries.items()
+                    entry: _marked(held.stored_form(entry, value), held, padding)
+                    for entry, value in entries.items()
                 }
             if held.is_main:
-                main[name] = held.stored_form("main", held.updated)
+                main[name] = _marked(held.stored_form("main", held.updated), held, padding)
         tree: dict[str, object] = {
             "state": state,
             "groups": [_hyperparameters(group) for group in self._holder.param_groups],
@@ -82,14 +87,17 @@ class OptimizerState:
         self._holder.begin_load(with_main=stored.has("main"))
         state: dict[str, object] = {}
         main: dict[str, object] = {}
+        padded = declarations(self._module).by_tensor
         for name, held in self._named():
             if held.updated is None:
                 continue
-            entries = self._targets(name, held, stored)
+            padding = padded.get(id(held.parameter))
+            entries = self._targets(name, held, stored, padding)
             if entries or stored.has("state", name):
                 state[name] = entries
             if stored.has("main", name):
-                main[name] = _main_target(held, stored.tensors_under("main")[name].dtype)
+                target = _main_target(held, stored.tensors_under("main")[name].dtype)
+                main[name] = _marked(target, held, padding)
         template: dict[str, object] = {
             "state": state,
             "groups": Stored(),
@@ -119,19 +127,25 @@ class OptimizerState:
             group.update(values)
         self._holder.finish_load(with_main=main is not None)
 
-    def _targets(self, name: str, held: HeldParameter, stored: StoredPart) -> dict[str, object]:
+    def _targets(
+        self, name: str, held: HeldParameter, stored: StoredPart, padding: Declaration | None
+    ) -> dict[str, object]:
         """By entry, what to load one parameter's state into."""
         group = self._holder.param_groups[held.group]
         on_device = bool(group.get("capturable") or group.get("fused"))
         state = held.optimizer.state
         have = {} if held.updated is None else dict(state.get(held.updated, {}))
         entries: dict[str, object] = {
-            entry: held.stored_form(entry, value) if isinstance(value, torch.Tensor) else Stored()
+            entry: _marked(held.stored_form(entry, value), held, padding)
+            if isinstance(value, torch.Tensor)
+            else Stored()
             for entry, value in have.items()
         }
+        real_shape = None if padding is None else padding.shape
         for entry, info in stored.tensors_under("state", name).items():
             if not isinstance(have.get(entry), torch.Tensor):
-                entries[entry] = held.target(entry, info, on_device=on_device)
+                target = held.target(entry, info, on_device=on_device, real_shape=real_shape)
+                entries[entry] = _marked(target, held, padding)
         for entry in stored.keys_under("state", name):
             entries.setdefault(entry, Stored())
         return entries
@@ -188,6 +202,17 @@ class OptimizerState:
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _marked(value: object, held: HeldParameter, padding: Declaration | None) -> object:
+    """What is elementwise of a parameter whose padding is declared, as declared; the rest as is."""
+    if padding is None:
+        return value
+    if isinstance(value, FlatShard):
+        return padding.mark(value)
+    if isinstance(value, torch.Tensor) and value.shape == held.parameter.shape:
+        return padding.mark(value)
+    return value
 
 
 def _main_target(held: HeldParameter, dtype: torch.dtype) -> object:

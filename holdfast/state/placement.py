@@ -14,7 +14,8 @@ from holdfast.errors import LayoutError, PlacementError
 from holdfast.geometry import Box, flat_range_boxes
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import Domain, TensorLeaf
-from holdfast.state.markers import FlatShard, Marked, Replicated, Sharded
+from holdfast.state.markers import FlatShard, Marked, Padded, Replicated, Sharded
+from holdfast.state.padding import clip_leaf
 from holdfast.state.torch_dtypes import dtype_name
 
 Intervals = tuple[tuple[int, int], ...]
@@ -49,6 +50,9 @@ def tensor_leaf(
     meta and unknown wrapper tensors, a DTensor whose local shape is not what its placements say).
     Cost: no collectives, no copies: the leaf's tensors are views.
     """
+    if isinstance(obj, Padded):
+        whole = tensor_leaf(obj.value, key=key, layout=layout, rank=rank, domains=domains)
+        return clip_leaf(whole, obj.shape)
     if isinstance(obj, Sharded):
         _refuse_unreadable(obj.local, key)
         return _sharded_leaf(obj, key=key, layout=layout, rank=rank)
