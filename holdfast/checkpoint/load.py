@@ -182,6 +182,7 @@ class Loader:
             unexpected = self._unexpected(snapshot, said, options)
             filler = self._fill(snapshot, said, matcher.result, options, written)
             values, job = self._restore(matcher, requests, filler, snapshot)
+            _warn_of_kept(matcher.result, self._groups.rank)
             return _report(
                 snapshot,
                 matcher.result,
@@ -418,6 +419,17 @@ def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
         replaced=tuple(snapshot.stats.fallbacks),
         **told,
     )
+
+
+def _warn_of_kept(result: MatchResult, rank: int) -> None:
+    """Say once that values of this rank's coordinates are not stored and stay as they are."""
+    if result.kept:
+        logging.getLogger("holdfast").warning(
+            "rank %s: the checkpoint has nothing for this rank's coordinates in %s; what the rank "
+            "has stays",
+            rank,
+            _some(sorted(result.kept)),
+        )
 
 
 def _given_up(failed: Sequence[FellBack]) -> str:

@@ -311,10 +311,15 @@ def _judge_replicas(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> npt
         problem, verdicts[number] = _judge(claims, rows, ranks)
         if problem is not None and boxes.nbytes[box] > 0:
             example = int(rows[0])
-            key = claims.keys[int(claims.tensor[example])]
+            tensor = int(claims.tensor[example])
+            num_dims = len(claims.shapes[tensor])
+            where = Box(
+                tuple(claims.offset[example, :num_dims].tolist()),
+                tuple(claims.extent[example, :num_dims].tolist()),
+            )
             count = int((inverse == number).sum())
             also = f" and {count - 1} other boxes" if count > 1 else ""
-            problems.append(f"{key}{also}: {problem}")
+            problems.append(f"{claims.keys[tensor]} {_box_text(where)}{also}: {problem}")
     if problems:
         raise PlanError("two ranks claim to own one box: " + _some(problems))
     compare[:] = verdicts[inverse]

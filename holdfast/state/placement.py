@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -357,6 +358,7 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
                 f"{key}: placement {placement} holds no element's value (a sum not yet reduced); "
                 f"redistribute the tensor before saving"
             )
+        _refuse_reordered(tensor, mesh_dim, key=key)
         where = {"num_chunks": mesh.size(mesh_dim), "index": coordinate[mesh_dim]}
         dim = placement.dim % len(shape)
         split_factor = getattr(placement, "split_factor", None)
@@ -374,6 +376,25 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
             f"from uneven pieces does not say where they lie: use Sharded(local, shape, offset=...)"
         )
     return tuple(dims)
+
+
+def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
+    """PlacementError for a mesh whose communicator has its ranks in another order than the mesh.
+
+    torch sorts the ranks of the groups it makes. On such a mesh some operations place shards by the
+    mesh's coordinate and some by the group's, so nobody knows which rows this rank holds.
+    """
+    mesh = tensor.device_mesh
+    line: list[int | slice] = list(mesh.get_coordinate() or ())
+    line[mesh_dim] = slice(None)
+    in_mesh = mesh.mesh[tuple(line)].tolist()
+    in_group = dist.get_process_group_ranks(mesh.get_group(mesh_dim))
+    if in_mesh != in_group:
+        raise PlacementError(
+            f"{key}: along mesh dim {mesh_dim} the mesh has ranks {in_mesh}, its communicator "
+            f"{in_group}; torch then cuts by one order and gathers by the other. Make the mesh "
+            f"with ProcessGroups.mesh(...), or list its ranks in ascending order"
+        )
 
 
 def _mesh_domain(tensor: DTensor) -> Domain:
