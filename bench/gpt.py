@@ -157,14 +157,14 @@ class Holdfast:
         durable = timed(act, "durable")
         return measured | durable | {f"phase {name}": value for name, value in done.items()}
 
-    def load(self, step: int) -> Measured:
+    def load(self, step: int, *, exchange: bool = True) -> Measured:
         """`load` into the state; also the bytes needed and read."""
         began = probes.nbytes_read()
         report = None
 
         def act() -> None:
             nonlocal report
-            report = self._checkpointer.load(self._state, step=step)
+            report = self._checkpointer.load(self._state, step=step, exchange=exchange)
 
         measured = timed(act)
         if report is None:
@@ -240,6 +240,7 @@ def _loads(
         arms: dict[str, Callable[[int], Measured]] = {
             "read and hash": lambda _: timed(lambda: memory.read_and_hash(path)),
             "holdfast load": lambda _: ours.load(KEPT),
+            "holdfast load alone": lambda _: ours.load(KEPT, exchange=False),
             "dcp.load": load_dcp,
         }
         series = interleave(arms, repeats=repeats, settle=_barrier)
@@ -338,12 +339,13 @@ def _tree_nbytes(directory: Path) -> int:
 
 def _report_load(found: Found, case: str, loaded: list[RankFound], target: Target | None) -> None:
     series = slowest([each.series for each in loaded])
-    found.compare(
-        case, "warm page cache", unit="ms", scale=1e3,
-        holdfast=values_of(series, "holdfast load"),
-        floors={"read and hash": values_of(series, "read and hash")},
-        dcp={"dcp.load": values_of(series, "dcp.load")}, target=target,
-    )  # fmt: skip
+    for arm, what in (("holdfast load alone", "no exchange"), ("holdfast load", "exchange")):
+        found.compare(
+            case, f"warm page cache, {what}", unit="ms", scale=1e3,
+            holdfast=values_of(series, arm),
+            floors={"read and hash": values_of(series, "read and hash")},
+            dcp={"dcp.load": values_of(series, "dcp.load")}, target=target,
+        )  # fmt: skip
     needed = sum(each.counted["needed by load"] for each in loaded)
     total: dict[str, Any] = {
         arm: sum(median_of(each.series, arm, "read") for each in loaded)
