@@ -68,9 +68,9 @@ class ProcessGroups:
         `names` are the groups to make (default: every named group of more than one rank; the
         `_intra` and `_inter` slices only if the layout has replicas). `backend` is that of the
         default group unless given. `store` is where ranks meet first: the default group's unless
-        given. `timeout_s` bounds every stage here and every later call of `control`. Ranks find each
-        other by the layout's name and how often they met under it: layouts of different ranks in
-        one program need different names.
+        given. `timeout_s` bounds every stage here and every later call of `control`. Ranks meet
+        under the layout's name and a count of their meetings under it: layouts of different ranks
+        in one program need different names.
 
         Before anything is made all ranks compare layouts. Raises on all ranks of the layout:
         LayoutError naming the ranks that differ, DeadlineError naming those that did not come,
