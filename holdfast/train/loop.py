@@ -149,10 +149,14 @@ class Trainer:
             is_due = metrics.step % checkpoint.save_interval == 0
             if checkpoint.save is not None and (is_due or metrics.step == self.config.steps):
                 self.save()
+        self.update.synchronize()
         self._finish_save()
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch.
+
+        With sharded optimizers updated parameters may still be on their way when it returns; the
+        next step and `save` wait for them, anything else calls `update.synchronize()`.
 
         Raises:
             FaultDetected: on every rank, before the update, if loss or gradient is not finite; with

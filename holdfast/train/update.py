@@ -69,6 +69,9 @@ class WholeUpdate:
         """Measure the gradients, and forget them; collective."""
         return self._left_out(*self._measure())
 
+    def synchronize(self) -> None:
+        """Parameters are whole after every step."""
+
     def close(self) -> None:
         """Nothing is attached to the model."""
 
@@ -119,6 +122,10 @@ class ShardedUpdate:
         norm = measure(self.optimizer.gradient_parts(), groups=self._model.groups, scale=scale)
         self.optimizer.drop_gradients()
         return _left_out(norm, scale=scale, scaler=self._scaler)
+
+    def synchronize(self) -> None:
+        """Wait for parameters on their way; needed by whatever reads them outside of forward."""
+        self.optimizer.synchronize()
 
     def close(self) -> None:
         """Take the hooks off the model."""

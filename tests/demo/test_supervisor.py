@@ -98,6 +98,8 @@ def test_a_load_takes_back_the_steps_after_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_every_scenario_is_a_valid_run(scenario: Any, tmp_path: Path) -> None:
-    layout = parse(scenario.flags(tmp_path)).check(world_size=4)
+    config = parse(scenario.flags(tmp_path))
+    layout = config.check(world_size=4)
     cut = f"PP{layout.pp}" if layout.pp > 1 else f"TP{layout.tp}"
-    assert scenario.layout == f"{cut}\N{MULTIPLICATION SIGN}DP{layout.dp}"
+    zero = f" ZeRO-{config.optim.zero}" if config.optim.zero else ""
+    assert scenario.layout == f"{cut}\N{MULTIPLICATION SIGN}DP{layout.dp}{zero}"

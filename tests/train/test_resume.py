@@ -69,6 +69,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def tensors(trainer: Trainer, take: Any) -> dict[str, Tensor]:
     found = {}
+    trainer.update.synchronize()
     for name, parameter in trainer.model.module.named_parameters():
         found[name] = take(parameter)
     for name, state in moments(trainer).items():
