@@ -127,7 +127,7 @@ class Reporter:
             line.append(shown)
         if metrics.skipped:
             line.append(
-                f"  left out: overflow at loss scale {metrics.loss_scale:g}", style="yellow"
+                f"  left out: overflow at loss scale {metrics.loss_scale:,.0f}", style="yellow"
             )
         self._console.print(line)
 

@@ -114,3 +114,50 @@ def test_a_fault_of_one_rank_stops_all_before_the_update(workplace: object) -> N
     for said in run_ranks(4, poison, str(workplace)).results:
         assert said.startswith("1: step 2: the loss is nan")
         assert "of 4 ranks" in said
+
+
+def overflow(rank: RankContext, directory: str) -> list[dict[str, object]]:
+    """A loss scale that no float16 holds, with whole and with sharded optimizer state."""
+    found = []
+    for zero in ("0", "1", "2"):
+        config = config_of("--precision", "fp16", "--zero", zero)
+        with (
+            ProcessGroups.create(config.check(world_size=2)) as groups,
+            Trainer(config, groups=groups, corpus=text(directory)) as trainer,
+        ):
+            scaler = trainer.scaler
+            assert scaler is not None
+            scaler.load_state_dict({"scale": 2.0**24, "num_good_steps": 5})
+            names = dict(trainer.model.module.named_parameters())
+            before = {name: p.detach().clone() for name, p in names.items()}
+            lr = trainer.schedule.lr
+            first = trainer.train_step()
+            trainer.update.synchronize()
+            kept = all(torch.equal(before[name], p.detach()) for name, p in names.items())
+            left_out = 1
+            while trainer.train_step().skipped:
+                left_out += 1
+            trainer.update.synchronize()
+            moved = not torch.equal(
+                before["norm.weight"], trainer.model.module.get_parameter("norm.weight").detach()
+            )
+            found.append({
+                "first": (first.skipped, first.loss_scale, math.isnan(first.grad_norm)),
+                "kept": kept, "moved": moved, "scale": scaler.scale * 2.0**left_out,
+                "steps": (trainer.progress.step - left_out, trainer.schedule.num_steps),
+                "lr": trainer.schedule.settings.lr_at(0) == lr,
+            })  # fmt: skip
+    return found
+
+
+def test_a_step_that_overflows_is_left_out_on_all_ranks(workplace: object) -> None:
+    for found in run_ranks(2, overflow, str(workplace)).results:
+        for said in found:
+            assert said == {
+                "first": (True, 2.0**24, True),
+                "kept": True,
+                "moved": True,
+                "scale": 2.0**24,
+                "steps": (1, 1),
+                "lr": True,
+            }
