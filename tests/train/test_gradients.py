@@ -90,14 +90,15 @@ def test_the_norm_is_exact_whatever_the_placements() -> None:
         assert seen["norm"] == results[0]["norm"]
 
 
-def poison(rank: RankContext, directory: str) -> str:
+def poison(rank: RankContext, directory: str, zero: str) -> str:
     """One rank's weight goes bad; every rank has to hear of it, before any update."""
-    config = config_of("--tp", "2")
+    config = config_of("--tp", "2", "--zero", zero)
     with (
         ProcessGroups.create(config.check(world_size=4)) as groups,
         Trainer(config, groups=groups, corpus=text(directory)) as trainer,
     ):
         trainer.train_step()
+        trainer.update.synchronize()
         if rank.rank == 1:
             with torch.no_grad():
                 weight = trainer.model.module.get_parameter("blocks.0.mlp.up.weight")
@@ -110,8 +111,9 @@ def poison(rank: RankContext, directory: str) -> str:
     return "nothing"
 
 
-def test_a_fault_of_one_rank_stops_all_before_the_update(workplace: object) -> None:
-    for said in run_ranks(4, poison, str(workplace)).results:
+@pytest.mark.parametrize("zero", ["0", "1", "2"])
+def test_a_fault_of_one_rank_stops_all_before_the_update(workplace: object, zero: str) -> None:
+    for said in run_ranks(4, poison, str(workplace), zero).results:
         assert said.startswith("1: step 2: the loss is nan")
         assert "of 4 ranks" in said
 
