@@ -108,11 +108,7 @@ def split_dim(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
         return x
     dim = dim % x.dim()
     sizes = split_sizes(x.shape[dim], num_parts=axis.size)
-    return _apply(
-        x,
-        forward=partial(_cut, axis=axis, dim=dim, sizes=sizes),
-        backward=partial(_gather, axis=axis, dim=dim, sizes=sizes),
-    )
+    return _along(_cut, _gather, x, axis=axis, dim=dim, sizes=sizes)
 
 
 def gather_dim(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -123,13 +119,7 @@ def gather_dim(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tens
     """
     dim = dim % x.dim()
     _check_own(x, axis=axis, dim=dim, sizes=sizes)
-    if axis.size == 1:
-        return x
-    return _apply(
-        x,
-        forward=partial(_gather, axis=axis, dim=dim, sizes=sizes),
-        backward=partial(_cut, axis=axis, dim=dim, sizes=sizes),
-    )
+    return _along(_gather, _cut, x, axis=axis, dim=dim, sizes=sizes)
 
 
 def gather_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -140,13 +130,7 @@ def gather_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tens
     """
     dim = dim % x.dim()
     _check_own(x, axis=axis, dim=dim, sizes=sizes)
-    if axis.size == 1:
-        return x
-    return _apply(
-        x,
-        forward=partial(_gather, axis=axis, dim=dim, sizes=sizes),
-        backward=partial(_scatter, axis=axis, dim=dim, sizes=sizes),
-    )
+    return _along(_gather, _scatter, x, axis=axis, dim=dim, sizes=sizes)
 
 
 def scatter_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -157,13 +141,7 @@ def scatter_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
     """
     dim = dim % x.dim()
     _check_sizes(x, axis=axis, dim=dim, sizes=sizes)
-    if axis.size == 1:
-        return x
-    return _apply(
-        x,
-        forward=partial(_scatter, axis=axis, dim=dim, sizes=sizes),
-        backward=partial(_gather, axis=axis, dim=dim, sizes=sizes),
-    )
+    return _along(_scatter, _gather, x, axis=axis, dim=dim, sizes=sizes)
 
 
 def all_to_all(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -206,6 +184,25 @@ class _Pair(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise GroupError("A collective of a model can be differentiated once, not twice.")
         return ctx.step(gradient), None, None
+
+
+def _along(
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Tensor],
+    x: Tensor,
+    *,
+    axis: Axis,
+    dim: int,
+    sizes: Sequence[int],
+) -> Tensor:
+    """Two of `_cut`, `_gather` and `_scatter` along one dim, one each way; nothing on one rank."""
+    if axis.size == 1:
+        return x
+    return _apply(
+        x,
+        forward=partial(forward, axis=axis, dim=dim, sizes=sizes),
+        backward=partial(backward, axis=axis, dim=dim, sizes=sizes),
+    )
 
 
 def _apply(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
+from holdfast.optim.wires import flag_device
 from holdfast.parallel import ProcessGroups
 
 _CHUNK = 1 << 20
@@ -135,8 +136,7 @@ def measure(
     total[1], total[2] = divmod(zeros, _WORD)
     for name in names:
         group = groups.group(name)
-        # gloo reduces on the CPU, NCCL on the device
-        total = total.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        total = total.to(flag_device(group))
         dist.all_reduce(total, group=group)
     sums: list[float] = total.tolist()
     bad = tuple(sorted(r for r, flag in zip(layout.ranks, sums[3:], strict=True) if flag))

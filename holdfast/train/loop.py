@@ -91,12 +91,7 @@ class Trainer:
             global_batch_size=config.data.global_batch_size,
         )
         self.progress = Progress(self.sampler, allow_other_data=config.data.allow_other_data)
-        save = config.checkpoint.save
-        self._checkpointer = (
-            None
-            if save is None
-            else Checkpointer(save, groups=groups, retention=_retention(config.checkpoint))
-        )
+        self._checkpointer = _checkpointer(config.checkpoint, groups=groups)
         self._pending: tuple[PendingSave, float] | None = None
         _seed_generators(
             config.seed, data_index=groups.index("dp_cp"), stage_index=groups.index("pp")
@@ -286,9 +281,6 @@ class Trainer:
         return report
 
     def _report_load(self, report: LoadReport, *, seconds: float) -> None:
-        payload = f"{report.nbytes_read} {report.nbytes_needed}".encode()
-        shares = self.groups.control.all_gather(payload, phase="report load")
-        nbytes_read, nbytes_needed = (sum(int(s.split()[i]) for s in shares) for i in (0, 1))
         if self.reporter is None:
             return
         self.reporter.event(
@@ -297,15 +289,15 @@ class Trainer:
                 "step": report.step,
                 "path": str(self.config.checkpoint.load),
                 "begins_at": self.progress.step,
-                "nbytes_read": nbytes_read,
-                "nbytes_needed": nbytes_needed,
+                "nbytes_read": report.job.nbytes_read,
+                "nbytes_needed": report.job.nbytes_needed,
                 "seconds": round(seconds, 4),
             },
         )
         what = "weights of step" if self.config.checkpoint.finetune else "step"
         self._note(
             f"loaded {what} {report.step} from {self.config.checkpoint.load}: "
-            f"{readable_nbytes(nbytes_read)} read by all ranks in {seconds:.2f} s"
+            f"{readable_nbytes(report.job.nbytes_read)} read by all ranks in {seconds:.2f} s"
         )
 
     def _note(self, text: str) -> None:
@@ -361,6 +353,13 @@ def _seed_generators(seed: int, *, data_index: int, stage_index: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
+
+
+def _checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
+    """What saves are made with; None for a run that makes none."""
+    if config.save is None:
+        return None
+    return Checkpointer(config.save, groups=groups, retention=_retention(config))
 
 
 def _retention(config: CheckpointConfig) -> Policy | None:
