@@ -166,7 +166,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: GradientNorm, li
 
     The factor is computed from a number that all ranks share, so copies stay equal.
     """
-    factor = clip_factor(norm, limit=limit)
+    scale_gradients(parameters, clip_factor(norm, limit=limit))
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients in `.grad`, in place."""
     if factor == 1.0:
         return
     for parameter in parameters:

@@ -19,7 +19,7 @@ from holdfast.optim import (
     ShardedOptimizer,
     StepOutcome,
 )
-from holdfast.optim.norms import clip_factor, gradient_parts, measure
+from holdfast.optim.norms import clip_factor, gradient_parts, measure, scale_gradients
 from holdfast.parallel import ProcessGroups
 from holdfast.train.config import OptimConfig
 
@@ -48,10 +48,7 @@ class WholeUpdate:
         if not norm.is_finite:
             return self._left_out(norm, scale)
         factor = clip_factor(norm, limit=max_norm)
-        if factor / scale != 1.0:
-            for parameter in self._model.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor / scale)
+        scale_gradients(self._model.module.parameters(), factor / scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._scaler is not None:
