@@ -9,13 +9,15 @@ payloads costs exactly one collective.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.errors import GroupError, HoldfastError
+from holdfast.parallel.guard import Guard, Over
 from holdfast.parallel.layout import shorten_ranks
 from holdfast.parallel.outcome import Outcome, raise_failures
-from holdfast.parallel.record import INLINE_NBYTES, RECORD_NBYTES, Record
+from holdfast.parallel.record import FAILED, INLINE_NBYTES, RECORD_NBYTES, Record
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,8 @@ class Control:
 
     With one rank nothing is sent and torch.distributed is not needed. `num_collectives` and
     `nbytes_sent` count what this rank has launched (collectives and messages) and contributed.
+    `running`: the guard that calls are made under; `shared`: the last error that left a guard on
+    all ranks. Both are kept by `Guard`.
     """
 
     def __init__(
@@ -59,6 +63,9 @@ class Control:
         self.name = name
         self._link = link
         self._sequence = 0
+        self._is_midway = False
+        self.running: Guard | None = None
+        self.shared: BaseException | None = None
 
     @classmethod
     def single(cls, *, rank: int = 0, name: str = "model") -> Control:
@@ -81,6 +88,11 @@ class Control:
         return self.index == 0
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the communicator failed earlier, so that nothing can be sent any more."""
+        return self._link is not None and self._link.is_broken
+
+    @property
     def num_collectives(self) -> int:
         """Collectives and single messages that this rank has taken part in."""
         return 0 if self._link is None else self._link.num_collectives
@@ -95,13 +107,21 @@ class Control:
         if self._link is not None:
             self._link.close()
 
+    def guard(self, operation: str, *, is_over: Over | None = None) -> Guard:
+        """A guard for one operation over these ranks, for `Guard.run`.
+
+        `is_over`: for an operation that does not end with a call of all ranks; see `Guard`.
+        """
+        return Guard(self, operation, is_over=is_over)
+
     def all_gather(self, payload: bytes, *, phase: str) -> list[bytes]:
         """Every rank's payload, in the layout's order of ranks.
 
         Cost: one collective; a second one, padded to the longest payload (so memory is ranks *
         longest), if any payload is longer than `INLINE_NBYTES`.
         """
-        return self._all_gather("all_gather", payload, phase)
+        with self._calling(phase):
+            return self._all_gather("all_gather", payload, phase)
 
     def gather(self, payload: bytes, *, phase: str) -> list[bytes] | None:
         """Every rank's payload at the coordinator, in the layout's order of ranks; None elsewhere.
@@ -109,21 +129,22 @@ class Control:
         Cost: one collective, and one message of the exact size for each payload longer than
         `INLINE_NBYTES`.
         """
-        records = self._open("gather", phase, payload)
-        payloads = [record.inline for record in records]
-        payloads[0] = payload
-        if self._link is None:
+        with self._calling(phase):
+            records = self._open("gather", phase, payload)
+            payloads = [record.inline for record in records]
+            payloads[0] = payload
+            if self._link is None:
+                return payloads
+            if not self.is_coordinator:
+                if len(payload) > INLINE_NBYTES:
+                    self._link.send([(0, payload)])
+                return None
+            sizes = [(i, r.length) for i, r in enumerate(records) if i and r.length > INLINE_NBYTES]
+            for start in range(0, len(sizes), _WINDOW):
+                window = sizes[start : start + _WINDOW]
+                for (i, _), data in zip(window, self._link.receive(window), strict=True):
+                    payloads[i] = data
             return payloads
-        if not self.is_coordinator:
-            if len(payload) > INLINE_NBYTES:
-                self._link.send([(0, payload)])
-            return None
-        sizes = [(i, r.length) for i, r in enumerate(records) if i and r.length > INLINE_NBYTES]
-        for start in range(0, len(sizes), _WINDOW):
-            window = sizes[start : start + _WINDOW]
-            for (i, _), data in zip(window, self._link.receive(window), strict=True):
-                payloads[i] = data
-        return payloads
 
     def scatter(self, payloads: Sequence[bytes] | None, *, phase: str) -> bytes:
         """The coordinator's `payloads[index]` at each rank; the others pass None.
@@ -136,15 +157,16 @@ class Control:
         elif payloads is None or len(payloads) != self.size:
             count = "none" if payloads is None else str(len(payloads))
             fault = f"scatter needs {self.size} payloads at the coordinator, got {count}"
-        self._open("scatter", phase, b"", fault=fault)
-        if payloads is not None:
-            for start in range(1, self.size, _WINDOW):
-                self._send_sized(payloads, range(start, min(start + _WINDOW, self.size)))
-            return payloads[0]
-        if self._link is None:
-            raise GroupError(f"Phase {phase!r}: nobody to scatter from.")
-        (length,) = self._link.receive([(0, 8)])
-        return self._link.receive([(0, int.from_bytes(length, "little"))])[0]
+        with self._calling(phase):
+            self._open("scatter", phase, b"", fault=fault)
+            if payloads is not None:
+                for start in range(1, self.size, _WINDOW):
+                    self._send_sized(payloads, range(start, min(start + _WINDOW, self.size)))
+                return payloads[0]
+            if self._link is None:
+                raise GroupError(f"Phase {phase!r}: nobody to scatter from.")
+            (length,) = self._link.receive([(0, 8)])
+            return self._link.receive([(0, int.from_bytes(length, "little"))])[0]
 
     def broadcast(self, payload: bytes | None, *, phase: str) -> bytes:
         """The coordinator's payload at every rank; the others pass None.
@@ -155,12 +177,13 @@ class Control:
         fault = None
         if self.is_coordinator != (payload is not None):
             fault = "broadcast takes a payload at the coordinator, and None elsewhere"
-        source = self._open("broadcast", phase, payload or b"", fault=fault)[0]
-        if payload is None and source.length <= INLINE_NBYTES:
-            return source.inline
-        if self._link is not None and source.length > INLINE_NBYTES:
-            return self._link.broadcast(payload, source.length)
-        return payload or b""
+        with self._calling(phase):
+            source = self._open("broadcast", phase, payload or b"", fault=fault)[0]
+            if payload is None and source.length <= INLINE_NBYTES:
+                return source.inline
+            if self._link is not None and source.length > INLINE_NBYTES:
+                return self._link.broadcast(payload, source.length)
+            return payload or b""
 
     def agree(
         self, error: BaseException | None, *, phase: str, payload: bytes = b""
@@ -170,18 +193,30 @@ class Control:
         What is raised is of the class of the first failing rank (HoldfastError for an error from
         outside the hierarchy), and its text lists every failing rank and its message. The rank's
         own error is the ``__cause__``. A single process raises its own HoldfastError unchanged.
-        Cost: as `all_gather`; one collective if no payload is longer than `INLINE_NBYTES` - 1.
+        Cost: as `all_gather`; one collective if no payload is longer than `INLINE_NBYTES`.
         """
-        if self._link is None and isinstance(error, HoldfastError):
-            raise error
-        report = Outcome.of(error)
-        message = b"\1" + report.to_json().encode() if error is not None else b"\0" + payload
-        answers = self._all_gather("agree", message, phase)
-        outcomes = [
-            Outcome.from_json(answer[1:].decode() if answer[0] else "") for answer in answers
-        ]
-        raise_failures(outcomes, ranks=self.ranks, phase=phase, cause=error)
-        return [answer[1:] for answer in answers]
+        if error is not None:
+            self.fail(error, phase=phase)
+        with self._calling(phase):
+            answers = self._all_gather("agree", payload, phase)
+            if self.running is not None:
+                self.running.answers[phase] = answers
+            return answers
+
+    def fail(self, error: BaseException, *, phase: str) -> NoReturn:
+        """Come to whatever call the other ranks make next, and raise on all of them with it.
+
+        What is raised is as `agree` says. `phase`: where this rank is; the text names the place
+        where the others waited, if any did. Cost: one collective; a second one for long messages.
+        """
+        if self._link is None:
+            if isinstance(error, HoldfastError):
+                raise error
+            raise_failures([Outcome.of(error)], ranks=self.ranks, phase=phase, cause=error)
+        message = Outcome.of(error, is_shared=error is self.shared).to_json().encode()
+        with self._calling(phase):
+            self._open(FAILED, phase, message, error=error)
+        raise GroupError(f"Phase {phase!r}: a failure was not heard.") from error
 
     def exchange(
         self,
@@ -199,17 +234,21 @@ class Control:
         `timeout_s` of its own. For data of some MiB that no training communicator may carry.
         Cost: one collective, and one message of the exact size for each entry; no copies.
         """
-        self.agree(error, phase=phase)
-        if self._link is None:
-            if outgoing or incoming:
-                raise GroupError(f"Phase {phase!r}: one rank has nobody to exchange with.")
-            return
-        self._link.renew(time.monotonic() + self.timeout_s)
-        self._link.swap(outgoing, incoming)
+        if error is not None:
+            self.fail(error, phase=phase)
+        with self._calling(phase):
+            self._open("agree", phase, b"")
+            if self._link is None:
+                if outgoing or incoming:
+                    raise GroupError(f"Phase {phase!r}: one rank has nobody to exchange with.")
+                return
+            self._link.renew(time.monotonic() + self.timeout_s)
+            self._link.swap(outgoing, incoming)
 
     def barrier(self, *, phase: str) -> None:
         """Return when every rank has come. Cost: one collective."""
-        self._open("barrier", phase, b"")
+        with self._calling(phase):
+            self._open("barrier", phase, b"")
 
     def _all_gather(self, operation: str, payload: bytes, phase: str) -> list[bytes]:
         records = self._open(operation, phase, payload)
@@ -221,22 +260,85 @@ class Control:
         rows = self._link.all_gather(payload, longest)
         return [row[: record.length] for row, record in zip(rows, records, strict=True)]
 
+    @contextmanager
+    def _calling(self, phase: str) -> Iterator[None]:
+        """One call. A rank that leaves it midway, whatever the reason, breaks the communicator.
+
+        The others wait for bytes then that will not come. Before its record is out, or when all
+        have raised, nobody waits.
+        """
+        self._is_midway = False
+        if self.running is not None:
+            self.running.is_told = False
+        try:
+            yield
+        except BaseException as error:
+            if self._is_midway and self._link is not None:
+                self._link.abandon(f"Phase {phase!r}: this rank left in the middle ({error!r}).")
+            raise
+        finally:
+            self._is_midway = False
+
     def _open(
-        self, operation: str, phase: str, payload: bytes, *, fault: str | None = None
+        self,
+        operation: str,
+        phase: str,
+        payload: bytes,
+        *,
+        fault: str | None = None,
+        error: BaseException | None = None,
     ) -> list[Record]:
         """Exchange records, and check that all ranks make the same call and no call is faulty."""
-        self._sequence += 1
-        mine = Record.make(self._sequence, operation, phase, payload, fault)
-        records = [mine]
-        if self._link is not None:
-            self._link.enter(self._sequence, phase, time.monotonic() + self.timeout_s)
-            rows = self._link.all_gather(mine.encode(), RECORD_NBYTES)
+        mine = Record.make(self._sequence + 1, operation, phase, payload, fault)
+        if self._link is None:
+            records = [mine]
+            self._sequence += 1
+        else:
+            self._link.enter(mine.sequence, phase, time.monotonic() + self.timeout_s)
+            data = mine.encode()
+            self._is_midway = True
+            self._sequence += 1
+            rows = self._link.all_gather(data, RECORD_NBYTES)
             records = [Record.decode(row) for row in rows]
-        self._check_together(records)
-        said = [f"rank {self.ranks[i]}: {r.fault}" for i, r in enumerate(records) if r.fault]
-        if said:
-            raise GroupError(f"Wrong call in {mine}: {'; '.join(said)}.")
+        if any(record.operation == FAILED for record in records):
+            self._raise_failed(records, payload, error)
+        try:
+            self._check_together(records)
+            told = [f"rank {self.ranks[i]}: {r.fault}" for i, r in enumerate(records) if r.fault]
+            if told:
+                raise GroupError(f"Wrong call in {mine}: {'; '.join(told)}.")
+        except GroupError:
+            self._all_know()
+            raise
         return records
+
+    def _raise_failed(
+        self, records: Sequence[Record], payload: bytes, error: BaseException | None
+    ) -> NoReturn:
+        """Some rank came with a failure: hear all failures in full, and raise them."""
+        messages = [record.inline for record in records]
+        longest = max(record.length for record in records if record.operation == FAILED)
+        if longest > INLINE_NBYTES and self._link is not None:
+            mine = payload if error is not None else b""
+            rows = self._link.all_gather(mine, longest)
+            messages = [row[: r.length] for row, r in zip(rows, records, strict=True)]
+        outcomes = [
+            Outcome.from_json(message.decode()) if record.operation == FAILED else Outcome()
+            for message, record in zip(messages, records, strict=True)
+        ]
+        waiting = [record.phase for record in records if record.operation != FAILED]
+        places = waiting or [record.phase for record in records]
+        self._all_know()
+        if error is not None and all(outcome.is_shared for outcome in outcomes):
+            raise error
+        raise_failures(outcomes, ranks=self.ranks, phase=places[0], cause=error)
+        raise GroupError("a failure came without its reason") from error
+
+    def _all_know(self) -> None:
+        """What is raised now is raised by every rank, and nobody waits for anybody."""
+        self._is_midway = False
+        if self.running is not None:
+            self.running.is_told = True
 
     def _check_together(self, records: Sequence[Record]) -> None:
         places: dict[tuple[int, str, bytes], list[int]] = {}

@@ -58,6 +58,11 @@ class Link:
         self._broken = ""
         self._mark("created")
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it failed, or was abandoned or closed."""
+        return bool(self._broken) or self._group is None
+
     def enter(self, sequence: int, phase: str, deadline: float) -> None:
         """Leave the mark of the next call; GroupError if the link broke in an earlier one."""
         if self._broken:
@@ -73,6 +78,12 @@ class Link:
         group, self._group = self._group, None
         if group is not None:
             _torch.destroy(group)
+
+    def abandon(self, why: str) -> None:
+        """Break the link on purpose; the others' waits end with a DeadlineError that names us."""
+        if not self._broken:
+            self._broken = why
+            self.close()
 
     def all_gather(self, data: bytes, row_nbytes: int) -> list[bytes]:
         """Every rank's `data`, padded to `row_nbytes`, by group index."""

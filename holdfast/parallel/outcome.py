@@ -14,31 +14,38 @@ _MAX_MESSAGE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Success (both fields empty), or class name and message of an error."""
+    """Success (both fields empty), or class name and message of an error.
+
+    `is_shared`: the error is one that all ranks have raised already.
+    """
 
     kind: str = ""
     message: str = ""
+    is_shared: bool = False
 
     @classmethod
-    def of(cls, error: BaseException | None) -> Outcome:
+    def of(cls, error: BaseException | None, *, is_shared: bool = False) -> Outcome:
         """The outcome of something that raised `error`, or did not."""
         if error is None:
             return cls()
-        text = str(error) or type(error).__name__
         kind = type(error).__name__
+        try:
+            text = str(error)
+        except Exception:
+            text = "(its text cannot be had)"
         if not isinstance(error, HoldfastError):
-            text = f"{kind}: {text}"
-        return cls(kind=kind, message=text[:_MAX_MESSAGE])
+            text = f"{kind}: {text}" if text else kind
+        return cls(kind=kind, message=(text or kind)[:_MAX_MESSAGE], is_shared=is_shared)
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
         """Inverse of `to_json`."""
-        kind, message = json.loads(text) if text else ("", "")
-        return cls(kind=kind, message=message)
+        kind, message, is_shared = json.loads(text) if text else ("", "", False)
+        return cls(kind=kind, message=message, is_shared=is_shared)
 
     def to_json(self) -> str:
         """Empty for success."""
-        return json.dumps([self.kind, self.message]) if self.kind else ""
+        return json.dumps([self.kind, self.message, self.is_shared]) if self.kind else ""
 
     def error_type(self) -> type[HoldfastError]:
         """The class of the closed hierarchy to raise it as; HoldfastError for foreign errors."""
@@ -62,6 +69,7 @@ def raise_failures(
     error, is kept as ``__cause__``.
     """
     failures = [(rank, o) for rank, o in zip(ranks, outcomes, strict=True) if o.kind]
+    failures = [each for each in failures if not each[1].is_shared] or failures
     if not failures:
         return
     by_message: dict[str, list[int]] = {}

@@ -11,7 +11,9 @@ INLINE_NBYTES = 512
 
 _HEADER = struct.Struct("<QQ8sBBH100s")
 RECORD_NBYTES = _HEADER.size + INLINE_NBYTES
-_OPERATIONS = ("all_gather", "gather", "scatter", "broadcast", "agree", "barrier")
+FAILED = "failed"
+"""Stands in the place of any call of a rank that cannot go on; its payload is the failure."""
+_OPERATIONS = ("all_gather", "gather", "scatter", "broadcast", "agree", "barrier", FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,8 +95,8 @@ def check_errors(control: Control) -> dict[str, Any]:
 def costs(control: Control) -> dict[str, tuple[int, int]]:
     small, large = b"x" * INLINE_NBYTES, b"x" * (INLINE_NBYTES + 1)
     return {
-        "agree small": cost(control, lambda: control.agree(None, phase="p", payload=small[1:])),
-        "agree large": cost(control, lambda: control.agree(None, phase="p", payload=small)),
+        "agree small": cost(control, lambda: control.agree(None, phase="p", payload=small)),
+        "agree large": cost(control, lambda: control.agree(None, phase="p", payload=large)),
         "all_gather small": cost(control, lambda: control.all_gather(small, phase="p")),
         "all_gather large": cost(control, lambda: control.all_gather(large, phase="p")),
         "barrier": cost(control, lambda: control.barrier(phase="p")),
