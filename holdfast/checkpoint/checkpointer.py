@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ from holdfast.format.names import list_steps
 from holdfast.format.policies import Policy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
+from holdfast.parallel.guard import Guard, guarded
 from holdfast.storage import PosixStorage, Storage
 
 
@@ -90,6 +92,12 @@ class Checkpointer:
         )
         self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
         self._loader = Loader(self._storage, self._groups, codecs=codecs, settle_s=settle_s)
+        self.guards: Mapping[str, Guard[Any]] = {
+            "save": self._saver.save_guard,
+            "save_async": self._saver.async_guard,
+            "prepare": self._saver.prepare_guard,
+            "load": Guard(self._groups.control, "load"),
+        }
 
     @property
     def storage(self) -> Storage:
@@ -116,6 +124,7 @@ class Checkpointer:
         """How often a save had to be planned anew."""
         return self._saver.num_plans
 
+    @guarded
     def save(
         self,
         step: int,
@@ -136,11 +145,13 @@ class Checkpointer:
 
         Errors are raised on all ranks: GroupError, PlacementError, PlanError, StorageError,
         DeadlineError. The previous checkpoint is untouched by any of them.
-        Cost: three small collectives (two more when the structure changed), one copy of the
+        Cost: four small collectives (three more when the structure changed), one copy of the
         assigned bytes, one write and hash of them.
         """
-        return self._saver.save(_ask(step, overwrite, check_replicas), state)
+        ask = SaveAsk(kind="save", step=step, overwrite=overwrite, check_replicas=check_replicas)
+        return self._saver.save(ask, state)
 
+    @guarded
     def save_async(
         self,
         step: int,
@@ -158,16 +169,17 @@ class Checkpointer:
         memory is free on some rank: "wait" for it, or "skip" this save on all ranks.
 
         What is wrong with the state or the structure is raised here on all ranks, as by `save`. A
-        failure after that is raised by `PendingSave.result()`, and on all ranks by the next save or
-        by `close()` at the latest.
+        failure after that is raised by `PendingSave.result()`. One that some rank has not raised
+        yet is raised on all ranks by the next save, and on that rank by `close()` at the latest.
         Cost in steady state: one small collective, one `torch._foreach_copy_` of the assigned
         bytes, no allocation; plus one hash of tensors whose replication nothing declares.
         """
-        if when_busy not in ("wait", "skip"):
-            raise ConfigError(f"when_busy={when_busy!r} is not one of 'wait', 'skip'")
-        ask = _ask(step, overwrite, check_replicas)
+        ask = SaveAsk(
+            kind="save_async", step=step, overwrite=overwrite, check_replicas=check_replicas
+        )
         return self._saver.save_async(ask, state, when_busy=when_busy)
 
+    @guarded
     def prepare(self, state: Mapping[str, object]) -> None:
         """Do what the first save does once: plan, allocate and touch memory, start the writer.
 
@@ -175,6 +187,7 @@ class Checkpointer:
         """
         self._saver.prepare(state)
 
+    @guarded
     def load(
         self,
         state: Mapping[str, object],
@@ -212,12 +225,12 @@ class Checkpointer:
         MismatchError is never a reason to fall back. If none is good the error lists them all.
 
         Raises ConfigError for `fallback` together with `step`, or a negative one.
-        Cost: seven small collectives, of which one carries the requests of all ranks (some bytes a
+        Cost: eight small collectives, of which one carries the requests of all ranks (some bytes a
         box) and one is a broadcast of manifest and index; with boxes that several ranks ask for,
         one more and one message between each two of them for every 64 MiB that they share, and as
         much memory. `fallback`: one more collective.
         """
-        if isinstance(fallback, int) and fallback < 0:
+        if not isinstance(fallback, int) or fallback < 0:
             raise ConfigError(f"fallback={fallback} is not a number of older checkpoints to try")
         if fallback and step is not None:
             raise ConfigError(
@@ -267,12 +280,6 @@ class Checkpointer:
         else:
             with suppress(HoldfastError):
                 self.close()
-
-
-def _ask(step: int, overwrite: bool, check_replicas: bool) -> SaveAsk:
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise ConfigError(f"step must be an int, got {step!r}")
-    return SaveAsk(step=step, overwrite=overwrite, check_replicas=check_replicas)
 
 
 def _groups_in_force() -> ProcessGroups:

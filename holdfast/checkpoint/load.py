@@ -10,21 +10,29 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from holdfast.checkpoint.filling import Asked, Filler
-from holdfast.checkpoint.opening import collector_paused
+from holdfast.checkpoint.opening import collector_paused, refuse_disagreement
 from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.requests import asked_boxes, decode_boxes, encode_boxes, tensor_shapes
-from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
+from holdfast.errors import (
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    MismatchError,
+    StorageError,
+)
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Records, Snapshot, read_records
 from holdfast.format.reading import mark_reading
 from holdfast.format.values import Codecs, Node
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel.guard import Guard
 from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import On
 from holdfast.state.match import Matcher, MatchResult, leaf_paths
@@ -92,6 +100,7 @@ class Loader:
         self, state: Mapping[str, object], *, step: int | None, options: LoadOptions
     ) -> LoadReport:
         """One load; see `Checkpointer.load`."""
+        _check_asked(state, step, options)
         with collector_paused():
             if options.max_fallbacks == 0:
                 with ExitStack() as marks:
@@ -107,10 +116,16 @@ class Loader:
         written = Written()
         failed: list[FellBack] = []
         first: HoldfastError | None = None
+
+        def attempt(step: int) -> LoadReport:
+            with ExitStack() as marks:
+                return self._load(state, step, options, marks, written)
+
         for step in self._candidates(options.max_fallbacks):
             try:
-                with ExitStack() as marks:
-                    report = self._load(state, step, options, marks, written)
+                # Under a guard of its own: all ranks go on to the next one, or none does.
+                guard = Guard[LoadReport](self._groups.control, f"load: step {step}")
+                report = guard.run(partial(attempt, step))
             except (CorruptionError, StorageError) as error:
                 first = first or error
                 failed.append(FellBack(step=step, why=str(error)))
@@ -154,7 +169,7 @@ class Loader:
     ) -> LoadReport:
         """The load itself; `marks` keeps retention away from the checkpoint until it is over."""
         began = time.perf_counter()
-        chosen, records = self._find(step, marks)
+        chosen, records = self._find(step, options, marks)
         directory = step_dir(chosen)
         snapshot: Snapshot | None = None
         matcher: Matcher | None = None
@@ -197,7 +212,9 @@ class Loader:
                 seconds=time.perf_counter() - began,
             )
 
-    def _find(self, step: int | None, marks: ExitStack) -> tuple[int, Records]:
+    def _find(
+        self, step: int | None, options: LoadOptions, marks: ExitStack
+    ) -> tuple[int, Records]:
         """The coordinator reads manifest and index once; all ranks get the same bytes."""
         error: Exception | None = None
         payload = b""
@@ -216,7 +233,13 @@ class Loader:
                 payload = msgspec.msgpack.encode((chosen, found.manifest, found.index))
             except Exception as caught:
                 error = caught
-        self._groups.control.agree(error, phase="load: find")
+        asked = msgspec.msgpack.encode(
+            (step, options.verify, options.exchange, options.max_fallbacks)
+        )
+        answers = self._groups.control.agree(error, phase="load: find", payload=asked)
+        told = zip(*(msgspec.msgpack.decode(answer) for answer in answers), strict=True)
+        for what, given in zip(("step", "verify", "exchange", "fallback"), told, strict=True):
+            refuse_disagreement(what, self._groups.control.ranks, given, operation="load")
         data = self._groups.control.broadcast(payload or None, phase="load: records")
         chosen, manifest, index = msgspec.msgpack.decode(data, type=tuple[int, bytes, bytes])
         return chosen, found or Records(manifest=manifest, index=index)
@@ -419,6 +442,20 @@ def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
         replaced=tuple(snapshot.stats.fallbacks),
         **told,
     )
+
+
+def _check_asked(state: object, step: object, options: LoadOptions) -> None:
+    """ConfigError for an argument of a wrong type."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise ConfigError(f"step must be an int or None, got {step!r}")
+    for name in ("ignore_unexpected", "cast", "verify", "exchange"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be True or False")
+    if any(not isinstance(pattern, str) for pattern in options.allow_missing):
+        raise ConfigError(f"allow_missing={options.allow_missing!r} must be patterns of paths")
 
 
 def _warn_of_kept(result: MatchResult, rank: int) -> None:

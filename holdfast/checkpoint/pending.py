@@ -18,15 +18,18 @@ class PendingSave:
 
     `step`: of the checkpoint. `skipped`: nothing was saved, because an earlier save was under way
     and `when_busy="skip"`. Looking at it, waiting for it and `result` are local: no collectives.
+    `was_raised`: its failure has been raised on this rank, which the next save need not do again.
     """
 
     step: int
     ticket: Ticket | None
+    save_id: str = ""
     planned: bool = False
     total_nbytes: int = 0
     num_tensors: int = 0
     skipped: bool = False
     failure: HoldfastError | None = None
+    was_raised: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     storage: Storage | None = None
 
@@ -68,7 +71,8 @@ class PendingSave:
         """Wait until the checkpoint is committed and durable, as storage says.
 
         Raises what the save failed with, on every rank alike; DeadlineError if it is not done
-        within `timeout_s` (the save itself goes on).
+        within `timeout_s` (the save itself goes on). A failure raised here is not raised again on
+        this rank by `close` or, once every rank has raised it, by the next save.
         """
         began = time.monotonic()
         if not self.wait(timeout_s):
@@ -78,6 +82,7 @@ class PendingSave:
             )
         error = self.error()
         if error is not None:
+            self.was_raised = True
             raise error
         outcome = self.ticket.outcome if self.ticket is not None else None
         if outcome is None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
 import msgspec
 
-import holdfast
+import holdfast.errors
 from holdfast.checkpoint.budget import check_budget
 from holdfast.checkpoint.local import LocalState, choices, take_apart
 from holdfast.checkpoint.opening import (
+    BEGIN,
+    BUDGET,
     Begun,
     Clock,
+    Opened,
     Opening,
     SaveAsk,
     Slot,
     collector_paused,
-    refuse_disagreement,
+    is_staging,
 )
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.report import SaveReport
@@ -29,16 +31,17 @@ from holdfast.checkpoint.reuse import keep_plan, plan_name
 from holdfast.checkpoint.send import SaverOptions, Sender, save_header
 from holdfast.checkpoint.shares import RankPlan, plan_again, plan_together
 from holdfast.checkpoint.stage import Arena
-from holdfast.errors import HoldfastError, PlanError, StorageError
-from holdfast.format.names import saving_dir, step_dir
+from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.format.names import step_dir
 from holdfast.format.retention import apply_retention, plan_retention
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.guard import Guard
 from holdfast.state.flatten import LeafCache
 from holdfast.storage import Storage
-from holdfast.writer.client import Writer, start_writer
+from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.commit import discard_save
-from holdfast.writer.job import SaveOutcome
+from holdfast.writer.job import SaveOutcome, publish_failure
 from holdfast.writer.repair import repair
 
 WhenBusy = Literal["wait", "skip"]
@@ -66,7 +69,14 @@ class Saver:
         self._cleared = False
         self._cache = LeafCache()
         self._local: LocalState | None = None
+        self._handed: PendingSave | None = None
         self.num_plans = 0
+        control = groups.control
+        self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
+        self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
+        self.async_guard: Guard[PendingSave] = Guard(
+            control, "save_async", is_over=is_staging, rescue=self._rescue
+        )
 
     @property
     def writer_pid(self) -> int | None:
@@ -80,39 +90,31 @@ class Saver:
 
     def close(self) -> None:
         """Wait for what is under way, stop the writer, give the memory back; raise a failure."""
-        failures = [pending for pending in self._unreported if self._settle(pending) is not None]
+        for pending in self._unreported:
+            pending.wait()
+        failures = self._not_raised()
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
             self._writer = None
         self._plans, self._local, self._cache = {}, None, LeafCache()
         self._unreported.clear()
         for slot in self._slots:
-            slot.staging, slot.pending, slot.given = None, None, 0
-            slot.plan_digest = ""
-            slot.arena.close()
-        for pending in failures:
-            error = pending.error()
-            if error is not None:
-                raise error
+            slot.reset()
+        _raise_all(failures)
 
     def save(self, ask: SaveAsk, state: Mapping[str, object]) -> SaveReport:
-        """One synchronous save, written by the calling thread; see `Checkpointer.save`."""
-        ask = self._due(ask)
+        """One synchronous save, written by the calling thread; see `Checkpointer.save`.
+
+        Under `save_guard`.
+        """
         clock = Clock()
         with clock.phase("total"):
             begun = self._begin(ask, state, "wait", clock, in_flight=0)
-            local, plan = begun.local, begun.plan_or_raise()
-            directory = saving_dir(ask.step, begun.save_id)
+            plan = begun.plan_or_raise()
             header = save_header(ask, begun.save_id)
-            try:
-                self._sender.write(plan, local, directory, header, clock)
-                with clock.phase("commit"):
-                    committed = self._sender.commit(plan, directory, header)
-            except BaseException:
-                self._plans = {}
-                if self._groups.control.is_coordinator:
-                    discard_save(self._storage, directory)
-                raise
+            self._sender.write(plan, begun.local, begun.directory, header, clock)
+            with clock.phase("commit"):
+                committed = self._sender.commit(plan, begun.directory, header)
         with clock.phase("retain"):
             self._after_commit(plan)
         return SaveReport(
@@ -125,45 +127,100 @@ class Saver:
             seconds=dict(clock.seconds),
         )
 
+    def _undo_save(self) -> None:
+        """A synchronous save failed on all ranks: nothing of it is left here or on storage."""
+        begun = self.save_guard.answers.get(BEGIN)
+        if begun is None:
+            return
+        self._plans = {}
+        self._undo_prepare()
+        opened = Opened(begun)
+        if self._groups.control.is_coordinator and opened.agrees():
+            discard_save(self._storage, opened.directory)
+
+    def _undo_prepare(self) -> None:
+        """What may be half done in staging memory that nobody uses is done again next time."""
+        for slot in self._slots:
+            if slot.is_free():
+                slot.reset()
+
     def save_async(
         self, ask: SaveAsk, state: Mapping[str, object], *, when_busy: WhenBusy
     ) -> PendingSave:
-        """One asynchronous save; see `Checkpointer.save_async`."""
-        ask = self._due(ask)
+        """One asynchronous save; see `Checkpointer.save_async`.
+
+        Under `async_guard`: what goes wrong after its last collective is told to the other ranks
+        through storage, see `_rescue`. The job is handed over last of all.
+        """
+        if when_busy not in ("wait", "skip"):
+            raise ConfigError(f"when_busy={when_busy!r} is not one of 'wait', 'skip'")
         clock = Clock()
-        writer = self._live_writer()
+        self._handed = None
         with clock.phase("stall"):
+            ask.check()
+            writer = self._live_writer()
             begun = self._begin(ask, state, when_busy, clock, in_flight=len(self._slots) - 1)
             if begun.skipped:
                 return PendingSave(step=ask.step, ticket=None, skipped=True)
+            plan = begun.plan_or_raise()
             slot = next(slot for slot in self._slots if slot.is_free())
-            pending = self._sender.hand_over(
-                writer,
-                slot,
-                begun,
-                ask,
-                clock,
-                after=partial(self._after_outcome, plan=begun.plan_or_raise()),
+            pending = self._handed = slot.pending = PendingSave(
+                step=ask.step,
+                ticket=None,
+                save_id=begun.save_id,
+                planned=begun.planned,
+                total_nbytes=plan.total_nbytes,
+                num_tensors=plan.num_tensors,
+                storage=self._storage,
             )
-        if pending.failure is not None:
-            self._plans = {}
-        pending.planned = begun.planned
+            header = save_header(ask, begun.save_id)
+            job, nbytes = self._sender.prepare_job(slot, begun, header, clock)
+            after = partial(self._after_outcome, plan=plan)
+            with clock.phase("submit"):
+                self._sender.hand_over(writer, slot, plan, job, nbytes, pending, after=after)
         pending.seconds = dict(clock.seconds)
-        slot.pending = pending
         self._unreported.append(pending)
         return pending
 
-    def _due(self, ask: SaveAsk) -> SaveAsk:
-        """The same, with replicas compared where it is the turn of that."""
-        every = self._options.check_replicas_every
-        due = every > 0 and (self._num_saves + 1) % every == 0
-        return replace(ask, check_replicas=True) if due else ask
+    def _rescue(self, error: BaseException) -> PendingSave:
+        """An asynchronous save went wrong here where no collective is left to say so.
+
+        Its failure is published on storage, where every rank's writer finds it, and raised by its
+        `result`, and by the next save on all ranks. A save that the writer has already goes on.
+        """
+        pending = self._handed
+        if pending is not None and pending.ticket is not None:
+            if pending not in self._unreported:
+                self._unreported.append(pending)
+            raise error
+        opened = Opened(self.async_guard.answers[BEGIN])
+        failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
+        pending = PendingSave(
+            step=opened.openings[0].step, ticket=None, save_id=opened.save_id, failure=failure
+        )
+        self._plans = {}
+        self._unreported.append(pending)
+        for slot in self._slots:
+            if slot.is_free():
+                slot.reset()
+        if not opened.is_skipped:
+            job = self._sender.empty_job(opened)
+            commits = self._groups.control.is_coordinator
+            pending.ticket = Ticket.failed(job, failure, commits=commits)
+            publish_failure(self._storage, job, failure, committer=commits)
+        if not isinstance(error, Exception):
+            raise error
+        return pending
 
     def prepare(self, state: Mapping[str, object]) -> None:
-        """Plan, lay out and touch the memory, start the writer: the first save is then like any."""
+        """Plan, lay out and touch the memory, start the writer: the first save is then like any.
+
+        Under `prepare_guard`.
+        """
         self._live_writer()
-        clock, ask = Clock(), SaveAsk(step=0, overwrite=True, check_replicas=False)
-        begun = self._begin(ask, state, "wait", clock, in_flight=0, dry=True)
+        clock = Clock()
+        ask = SaveAsk(kind="prepare", step=0, overwrite=True, check_replicas=False)
+        begun = self._begin(ask, state, "wait", clock, in_flight=0)
         plan = begun.plan_or_raise()
         for slot in self._slots:
             self._sender.stage(slot, plan, begun.local, clock)
@@ -176,52 +233,53 @@ class Saver:
         clock: Clock,
         *,
         in_flight: int,
-        dry: bool = False,
     ) -> Begun:
         """Everything up to staging: take apart, agree, plan where needed."""
+        ask.check()
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
         if when_busy == "wait":
             with clock.phase("wait"):
                 self._wait_until(in_flight)
-        local: LocalState | None = None
-        error: Exception | None = None
-        try:
-            with clock.phase("flatten"):
-                self._groups.require_complete()
-                if self._groups.control.is_coordinator and not dry:
-                    self._check_target(ask)
-                with collector_paused():
-                    local = take_apart(
-                        state,
-                        groups=self._groups,
-                        codecs=self._codecs,
-                        block_nbytes=self._options.block_nbytes,
-                        cache=self._cache,
-                        before=self._local,
-                    )
-                self._local = local
-                self._look_back(local, ask.check_replicas)
-                self._check_room(self._plan_for(local, ask))
-        except Exception as caught:
-            error = caught
+        with clock.phase("flatten"):
+            self._groups.require_complete()
+            if self._groups.control.is_coordinator and ask.kind != "prepare":
+                self._check_target(ask)
+            with collector_paused():
+                local = take_apart(
+                    state,
+                    groups=self._groups,
+                    codecs=self._codecs,
+                    block_nbytes=self._options.block_nbytes,
+                    cache=self._cache,
+                    before=self._local,
+                )
+            self._local = local
+            compare_all = self._compares(ask, self._num_saves)
+            self._look_back(local, compare_all)
+            self._check_room(self._plan_for(local, compare_all))
         with clock.phase("plan"):
-            openings = self._open(ask, local, error, in_flight)
-            if local is None:
-                raise PlanError("the state could not be taken apart")
-            tokens = {opening.plan for opening in openings}
-            unchanged = len(tokens) == 1 and "" not in tokens
-            skipped = any(opening.busy for opening in openings)
-            plan = self._plan_for(local, ask) if unchanged else None
-            if plan is None and not skipped:
-                plan = self._plan_anew(local, ask, [opening.names for opening in openings])
-        if not (skipped or dry):
-            self._num_saves += 1
+            opened = self._open(ask, local, compare_all, in_flight)
+            plan = self._plan_for(local, compare_all) if opened.is_unchanged else None
+            if plan is None and not opened.is_skipped:
+                compare_all = self._compares(ask, opened.num_saves)
+                plan = self._plan_anew(local, opened, compare_all)
+        if not (opened.is_skipped or ask.kind == "prepare"):
+            self._num_saves = opened.num_saves + 1
         return Begun(
             local=local,
             plan=plan,
-            save_id=openings[0].nonce,
-            planned=not unchanged,
-            skipped=skipped,
+            save_id=opened.save_id,
+            directory=opened.directory,
+            planned=not opened.is_unchanged,
+            skipped=opened.is_skipped,
         )
+
+    def _compares(self, ask: SaveAsk, num_saves: int) -> bool:
+        """Whether declared replicas are compared in the save after so many."""
+        every = self._options.check_replicas_every
+        is_due = every > 0 and (num_saves + 1) % every == 0 and ask.kind != "prepare"
+        return ask.check_replicas or is_due
 
     def _look_back(self, local: LocalState, compare_all: bool) -> None:
         """Before the first save of each kind: take the plan that an earlier run left, if it fits.
@@ -244,7 +302,7 @@ class Saver:
             self._plans[compare_all] = found
             self._kept[compare_all] = found.plan_digest
 
-    def _plan_anew(self, local: LocalState, ask: SaveAsk, names: Sequence[str]) -> RankPlan:
+    def _plan_anew(self, local: LocalState, opened: Opened, compare_all: bool) -> RankPlan:
         # A plan of the other kind, with replicas compared or not, may serve on.
         self._plans = {
             kind: plan for kind, plan in self._plans.items() if plan.signature == local.signature
@@ -252,22 +310,18 @@ class Saver:
         plan = plan_together(
             local,
             groups=self._groups,
-            names=names,
+            names=[opening.names for opening in opened.openings],
             block_nbytes=self._options.block_nbytes,
-            compare_all=ask.check_replicas,
+            compare_all=compare_all,
         )
         self.num_plans += 1
-        error: Exception | None = None
-        try:
-            self._check_room(plan)
-        except Exception as caught:
-            error = caught
-        self._groups.control.agree(error, phase="save: budget")
-        self._plans[ask.check_replicas] = plan
+        self._check_room(plan)
+        self._groups.control.agree(None, phase=BUDGET)
+        self._plans[compare_all] = plan
         return plan
 
-    def _plan_for(self, local: LocalState, ask: SaveAsk) -> RankPlan | None:
-        held = self._plans.get(ask.check_replicas)
+    def _plan_for(self, local: LocalState, compare_all: bool) -> RankPlan | None:
+        held = self._plans.get(compare_all)
         return held if held is not None and held.signature == local.signature else None
 
     def _check_room(self, plan: RankPlan | None) -> None:
@@ -295,71 +349,66 @@ class Saver:
         """Wait until at most so many saves are under way on this rank."""
         running = [p for p in self._unreported if not p.done()]
         for pending in running[: max(len(running) - in_flight, 0)]:
-            self._settle(pending)
+            pending.wait()
 
-    def _settle(self, pending: PendingSave) -> HoldfastError | None:
-        """Wait for a save; its failure, or None. The writer bounds the time itself."""
-        pending.wait()
-        return pending.error()
-
-    def _open(
-        self,
-        ask: SaveAsk,
-        local: LocalState | None,
-        error: Exception | None,
-        in_flight: int,
-    ) -> list[Opening]:
+    def _open(self, ask: SaveAsk, local: LocalState, compare_all: bool, in_flight: int) -> Opened:
         """One collective: what every rank says; all are at one save, and nothing failed."""
         control = self._groups.control
-        held = self._plan_for(local, ask) if local is not None else None
+        held = self._plan_for(local, compare_all)
+        running = [pending for pending in self._unreported if not pending.done()]
         opening = Opening(
+            kind=ask.kind,
             step=ask.step,
             overwrite=ask.overwrite,
             check_replicas=ask.check_replicas,
             plan=held.token if held is not None else "",
-            names=local.names if local is not None else "",
+            names=local.names,
+            compares=compare_all,
+            num_saves=self._num_saves,
             nonce=secrets.token_hex(6),
-            busy=sum(not p.done() for p in self._unreported) > in_flight,
-            failed=self._first_failure(),
+            busy=len(running) > in_flight,
+            failed=tuple(
+                (pending.save_id, type(error).__name__, f"{error}"[:_MAX_TOLD])
+                for pending, error in self._not_raised()
+            ),
+            running=tuple(pending.save_id for pending in running),
         )
-        payload = msgspec.msgpack.encode(opening)
-        gathered = control.agree(error, phase="save: begin", payload=payload)
-        openings = [msgspec.msgpack.decode(data, type=Opening) for data in gathered]
-        self._raise_earlier(openings)
-        for what in ("step", "overwrite", "check_replicas"):
-            refuse_disagreement(what, control.ranks, [getattr(o, what) for o in openings])
-        return openings
+        opened = Opened(control.agree(None, phase=BEGIN, payload=msgspec.msgpack.encode(opening)))
+        self._raise_earlier(opened)
+        opened.refuse_disagreement(control.ranks)
+        return opened
 
-    def _first_failure(self) -> tuple[str, str, str] | None:
-        for pending in self._unreported:
-            error = pending.error()
-            if error is not None and pending.ticket is not None:
-                save_id = pending.ticket.job.header.save_id
-                return save_id, type(error).__name__, f"{error}"[:_MAX_TOLD]
-        return None
+    def _not_raised(self) -> list[tuple[PendingSave, HoldfastError]]:
+        """The saves that failed, as far as known, without their failure being raised here."""
+        failed = [(pending, pending.error()) for pending in self._unreported]
+        return [(p, error) for p, error in failed if error is not None and not p.was_raised]
 
-    def _raise_earlier(self, openings: Sequence[Opening]) -> None:
-        """An earlier save failed on some rank: all ranks raise it, once."""
-        told = [o.failed for o in openings if o.failed is not None]
-        if not told:
-            self._unreported = [p for p in self._unreported if not p.done()]
-            return
-        reported = {save_id for save_id, _, _ in told}
-        mine = [p for p in self._unreported if p.ticket and _save_id(p) in reported]
-        self._unreported = [p for p in self._unreported if p not in mine]
+    def _raise_earlier(self, opened: Opened) -> None:
+        """Earlier saves failed, and some rank has not raised it: all ranks do, together.
+
+        What all have raised, or what succeeded, is forgotten, and what is left of it removed.
+        """
+        failed = opened.failed
+        running = {save_id for opening in opened.openings for save_id in opening.running}
+        over = [p for p in self._unreported if p.done() and p.save_id not in running]
+        own = [each for each in self._not_raised() if each[0].save_id in failed]
+        self._unreported = [p for p in self._unreported if p not in over]
         if self._groups.control.is_coordinator:
-            for pending in mine:
-                if pending.ticket is not None:
+            for pending in over:
+                if pending.ticket is not None and pending.error() is not None:
                     discard_save(self._storage, pending.ticket.job.directory)
-        own = [error for error in (p.error() for p in mine) if error is not None]
-        if own:
-            raise own[0]
-        kind = getattr(holdfast.errors, told[0][1], HoldfastError)
-        raise kind(f"an earlier save failed: {told[0][2]}")
+        known = {pending.save_id for pending, _ in own}
+        others = [each for save_id, each in failed.items() if save_id not in known]
+        _raise_all(own, others)
 
     def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
-        if not outcome.error_type:
+        if outcome.error_type:
+            return
+        try:
             self._after_commit(plan)
+        except Exception:
+            # In the thread that hears of outcomes, which must go on, and the save is committed.
+            logging.getLogger("holdfast").exception("after the commit of %s", outcome.directory)
 
     def _after_commit(self, plan: RankPlan) -> None:
         """What the coordinator does when a checkpoint is committed: keep its plan, clear away."""
@@ -403,9 +452,20 @@ class Saver:
         if self._writer is None or self._writer.dead:
             self._writer = start_writer(self._storage)
             for slot in self._slots:
-                slot.given = 0
+                slot.given = -1
         return self._writer
 
 
-def _save_id(pending: PendingSave) -> str:
-    return pending.ticket.job.header.save_id if pending.ticket is not None else ""
+def _raise_all(
+    own: list[tuple[PendingSave, HoldfastError]], others: list[tuple[str, str]] | None = None
+) -> None:
+    """Raise the failures of earlier saves, once: this rank's own, and what others say of theirs."""
+    for pending, _ in own:
+        pending.was_raised = True
+    if len(own) == 1 and not others:
+        raise own[0][1]
+    found = [(type(error).__name__, f"{error}") for _, error in own] + (others or [])
+    if found:
+        kind = getattr(holdfast.errors, found[0][0], HoldfastError)
+        few = "an earlier save failed" if len(found) == 1 else f"{len(found)} earlier saves failed"
+        raise kind(f"{few}: {'; '.join(text for _, text in found)}")

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.checkpoint.copier import Copiers, CudaPageLock, PageLock
 from holdfast.checkpoint.local import LocalState
-from holdfast.checkpoint.opening import Begun, Clock, SaveAsk, Slot
+from holdfast.checkpoint.opening import Begun, Clock, Opened, SaveAsk, Slot
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.checkpoint.shares import RankPlan
 from holdfast.checkpoint.stage import (
@@ -26,14 +26,13 @@ from holdfast.checkpoint.stage import (
     stage,
     stage_by_segments,
 )
-from holdfast.errors import HoldfastError, StorageError
-from holdfast.format.names import data_file, saving_dir
+from holdfast.format.names import data_file
 from holdfast.format.policies import Policy
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
-from holdfast.writer.client import Ticket, Writer
+from holdfast.writer.client import Writer
 from holdfast.writer.commit import Committed, commit_save
-from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory, publish_failure
+from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory
 from holdfast.writer.records import SaveHeader, column
 from holdfast.writer.write import Gate, Payload, WriteJob, publish_done, write_payload
 
@@ -107,55 +106,64 @@ class Sender:
                 for row in plan.checks
             ]
 
+    def prepare_job(
+        self, slot: Slot, begun: Begun, header: SaveHeader, clock: Clock
+    ) -> tuple[WriteJob, int]:
+        """Stage, and say what is to be written: the job, and the bytes of the slot it takes."""
+        plan = begun.plan_or_raise()
+        staging, checks = self.stage(slot, plan, begun.local, clock)
+        job = self._job(plan, begun.local, begun.directory, header, checks)
+        return job, staging.view.nbytes
+
     def hand_over(
         self,
         writer: Writer,
         slot: Slot,
-        begun: Begun,
-        ask: SaveAsk,
-        clock: Clock,
+        plan: RankPlan,
+        job: WriteJob,
+        nbytes: int,
+        pending: PendingSave,
         *,
         after: Callable[[SaveOutcome], None],
-    ) -> PendingSave:
-        """Stage and submit; the coordinator's writer calls `after` when it has committed.
-
-        A failure here is in the result, and fails the save on all ranks, through storage.
-        """
-        local, plan = begun.local, begun.plan_or_raise()
-        directory = saving_dir(ask.step, begun.save_id)
-        header = save_header(ask, begun.save_id)
-        pending = PendingSave(
-            step=header.step,
-            ticket=None,
-            total_nbytes=plan.total_nbytes,
-            num_tensors=plan.num_tensors,
-            storage=self._storage,
-        )
+    ) -> None:
+        """Submit a job; the coordinator's writer calls `after` when it has committed."""
+        number = self._slots.index(slot)
+        if slot.given != slot.arena.num_allocations:
+            writer.give_arena(number, slot.arena.fd, slot.arena.nbytes)
+            slot.given = slot.arena.num_allocations
         commits = plan.commit is not None
-        job = self._job(plan, local, directory, header, [])
-        try:
-            staging, checks = self.stage(slot, plan, local, clock)
-            job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
-            with clock.phase("submit"):
-                if slot.given != slot.arena.num_allocations:
-                    number = self._slots.index(slot)
-                    writer.give_arena(number, slot.arena.fd, slot.arena.nbytes)
-                    slot.given = slot.arena.num_allocations
-                if plan.commit is not None:
-                    writer.give_plan(plan.plan_digest, plan.commit[1])
-                pending.ticket = writer.submit(
-                    job,
-                    slot=self._slots.index(slot),
-                    nbytes=staging.view.nbytes,
-                    commits=commits,
-                    after=after if commits else None,
-                )
-        except Exception as error:
-            publish_failure(self._storage, job, error, committer=commits)
-            failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
-            pending.failure = failure
-            pending.ticket = Ticket.failed(job, failure, commits=commits)
-        return pending
+        if plan.commit is not None:
+            writer.give_plan(plan.plan_digest, plan.commit[1])
+        pending.ticket = writer.submit(
+            job, slot=number, nbytes=nbytes, commits=commits, after=after if commits else None
+        )
+
+    def empty_job(self, opened: Opened) -> WriteJob:
+        """The job of a save that came to nothing on this rank; enough to publish its failure."""
+        control = self._groups.control
+        none = column(np.zeros(0, dtype=np.uint64))
+        ask = SaveAsk(
+            kind="save_async",
+            step=opened.openings[0].step,
+            overwrite=opened.openings[0].overwrite,
+            check_replicas=False,
+        )
+        return WriteJob(
+            directory=opened.directory,
+            position=control.index,
+            rank=control.rank,
+            header=save_header(ask, opened.save_id),
+            plan_digest="",
+            block_nbytes=self._options.block_nbytes,
+            file=None,
+            header_nbytes=0,
+            starts=none,
+            row_nbytes=none,
+            checks=none,
+            values=b"",
+            places=(),
+            deadline_s=self._options.deadline_s,
+        )
 
     def _job(
         self,
@@ -197,19 +205,15 @@ class Sender:
         Writing and hashing follow the staging segment by segment, in threads beside it. Every shape
         and dtype is checked against the plan before the first byte is written.
         """
-        error: Exception | None = None
-        try:
-            sources = plan.sources(local)
-            staging = self._lay_out(self._slots[0], plan, sources, clock)
-            check_sources(staging, sources, plan.names)
-            job = self._job(plan, local, directory, header, [])
-            with clock.phase("write"):
-                payload, checks = self._write_beside(job, plan, local, staging, sources, clock)
-                job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
-                publish_done(self._storage, job, payload)
-        except Exception as caught:
-            error = caught
-        self._groups.control.agree(error, phase="save: written")
+        sources = plan.sources(local)
+        staging = self._lay_out(self._slots[0], plan, sources, clock)
+        check_sources(staging, sources, plan.names)
+        job = self._job(plan, local, directory, header, [])
+        with clock.phase("write"):
+            payload, checks = self._write_beside(job, plan, local, staging, sources, clock)
+            job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
+            publish_done(self._storage, job, payload)
+        self._groups.control.agree(None, phase="save: written")
 
     def _write_beside(
         self,
@@ -243,21 +247,17 @@ class Sender:
 
     def commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> Committed:
         """Commit on the coordinator; every rank learns the outcome."""
-        error: Exception | None = None
         payload = b""
         if plan.commit is not None:
-            try:
-                made = commit_save(
-                    self._storage,
-                    directory,
-                    plan=plan.commit[0],
-                    plan_digest=plan.plan_digest,
-                    header=header,
-                )
-                payload = msgspec.msgpack.encode(made)
-            except Exception as caught:
-                error = caught
-        outcomes = self._groups.control.agree(error, phase="save: committed", payload=payload)
+            made = commit_save(
+                self._storage,
+                directory,
+                plan=plan.commit[0],
+                plan_digest=plan.plan_digest,
+                header=header,
+            )
+            payload = msgspec.msgpack.encode(made)
+        outcomes = self._groups.control.agree(None, phase="save: committed", payload=payload)
         return msgspec.msgpack.decode(outcomes[0], type=Committed)
 
 

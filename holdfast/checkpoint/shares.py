@@ -119,19 +119,11 @@ def plan_together(
     shares: list[bytes] | None = None
     commit: tuple[CommitPlan, bytes] | None = None
     record: PlanRecord | None = None
-    error: Exception | None = None
     if gathered is not None:
-        try:
-            commit, record, shares = _plan_all(
-                gathered, groups=groups, block_nbytes=block_nbytes, compare_all=compare_all
-            )
-        except Exception as caught:
-            error = caught
-            shares = [b""] * control.size
+        commit, record, shares = _plan_all(
+            gathered, groups=groups, block_nbytes=block_nbytes, compare_all=compare_all
+        )
     data = control.scatter(shares, phase="save: shares")
-    if not data:
-        control.agree(error, phase="save: plan")
-        raise PlanError("the coordinator could not plan the save")
     share = msgspec.msgpack.decode(unsqueeze(data), type=_Share)
     return rank_plan(
         local,

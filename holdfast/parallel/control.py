@@ -9,12 +9,12 @@ payloads costs exactly one collective.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.errors import GroupError, HoldfastError
-from holdfast.parallel.guard import Guard, Over
+from holdfast.parallel.guard import Guard
 from holdfast.parallel.layout import shorten_ranks
 from holdfast.parallel.outcome import Outcome, raise_failures
 from holdfast.parallel.record import FAILED, INLINE_NBYTES, RECORD_NBYTES, Record
@@ -64,7 +64,7 @@ class Control:
         self._link = link
         self._sequence = 0
         self._is_midway = False
-        self.running: Guard | None = None
+        self.running: Guard[Any] | None = None
         self.shared: BaseException | None = None
 
     @classmethod
@@ -106,13 +106,6 @@ class Control:
         """Destroy the communicator; later calls raise GroupError. Its ProcessGroups call this."""
         if self._link is not None:
             self._link.close()
-
-    def guard(self, operation: str, *, is_over: Over | None = None) -> Guard:
-        """A guard for one operation over these ranks, for `Guard.run`.
-
-        `is_over`: for an operation that does not end with a call of all ranks; see `Guard`.
-        """
-        return Guard(self, operation, is_over=is_over)
 
     def all_gather(self, payload: bytes, *, phase: str) -> list[bytes]:
         """Every rank's payload, in the layout's order of ranks.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import HoldfastError
 
@@ -11,11 +12,12 @@ if TYPE_CHECKING:
     from holdfast.parallel.control import Control
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Over = Callable[[Mapping[str, list[bytes]]], bool]
 
 
-class Guard:
-    """One run of an operation that several ranks do together, such as a save or a load.
+class Guard(Generic[T]):
+    """An operation that several ranks do together, such as a save or a load.
 
     The body makes the operation's calls of `Control`; between them it may do anything. Whatever it
     raises on one rank, MemoryError and KeyboardInterrupt included, takes the place of that rank's
@@ -24,19 +26,30 @@ class Guard:
 
     The operation ends with a call of all ranks, so that an error after its last own one is met,
     too. `is_over` is for an operation that does without: it answers, from the answers to `agree` by
-    phase, whether this rank has all calls of the operation behind it. An error after that is
-    raised here alone, with `is_left` set, and the caller must tell the others in another way.
+    phase, whether this rank has all calls of the operation behind it. What is raised after that
+    goes to `rescue`, which must let the others know in another way and returns for the operation.
+    `undo`: called when the operation has failed on all ranks, before the error is raised here.
 
-    `answers`: what `agree` returned, by phase. `is_left`: see above; also after success. `is_told`:
-    the last call failed on all ranks, and no rank waits for another.
+    `answers`: what `agree` returned, by phase. `is_left`: this rank has all calls of the operation
+    behind it. `is_told`: the last call failed on all ranks, and no rank waits for another.
     """
 
-    def __init__(self, control: Control, operation: str, *, is_over: Over | None = None) -> None:
+    def __init__(
+        self,
+        control: Control,
+        operation: str,
+        *,
+        is_over: Over | None = None,
+        rescue: Callable[[BaseException], T] | None = None,
+        undo: Callable[[], None] | None = None,
+    ) -> None:
         self._control = control
         self._operation = operation
         self._end = f"{operation}: end"
         self._has_end = is_over is None
         self._is_over = is_over if is_over is not None else self._is_ended
+        self._rescue = rescue
+        self._undo = undo
         self.answers: dict[str, list[bytes]] = {}
         self.is_left = False
         self.is_told = False
@@ -45,13 +58,15 @@ class Guard:
         """The body's result, if no rank failed; else all ranks raise as `Control.agree` does.
 
         A rank that was interrupted (KeyboardInterrupt, SystemExit) raises that, the others an error
-        that says so. Guards may be nested: an error that left an inner one is not told twice.
+        that says so. Guards may be nested, and one may be run again and again. An error that left
+        an inner guard on all ranks leaves the outer one as it is.
         A function and not a context manager: between the body of a `with` and its exit is a place
         where an interrupt is met by nobody.
         Cost: without `is_over`, one collective.
         """
         control = self._control
         outer, control.running = control.running, self
+        self.answers, self.is_left, self.is_told = {}, False, False
         try:
             result = body()
             if self._has_end:
@@ -59,30 +74,33 @@ class Guard:
             self.is_left = True
             return result
         except BaseException as error:
-            self._leave(error)
+            if not (self.is_left or self.is_told or control.is_broken):
+                self.is_left = self._is_over(self.answers)
+            if self.is_left and self._rescue is not None:
+                return self._rescue(error)
+            if self.is_left:
+                raise
+            self._fail(error)
             raise
         finally:
             control.running = outer
 
-    def _leave(self, error: BaseException) -> None:
-        """Raise what all ranks raise; return where this rank alone is to raise its own error."""
+    def _fail(self, error: BaseException) -> None:
+        """Raise what all ranks raise; return where this rank is to raise its own error."""
         control = self._control
-        interrupted = not isinstance(error, Exception)
-        if self.is_told or control.is_broken:
-            control.shared = error
-            if not interrupted and not isinstance(error, HoldfastError):
-                raise HoldfastError(f"{self._operation}: {type(error).__name__}: {error}") from error
-            return
-        if self._is_over(self.answers):
-            self.is_left = True
-            return
-        try:
-            control.fail(error, phase=self._where())
-        except HoldfastError as together:
-            control.shared = together
-            if interrupted:
-                return
-            raise
+        together = error
+        if not (self.is_told or control.is_broken):
+            try:
+                control.fail(error, phase=self._where())
+            except HoldfastError as caught:
+                together = caught
+        elif not isinstance(error, HoldfastError):
+            together = HoldfastError(f"{self._operation}: {type(error).__name__}: {error}")
+        control.shared = together
+        if self._undo is not None:
+            self._undo()
+        if together is not error and isinstance(error, Exception):
+            raise together from error
 
     def _is_ended(self, answers: Mapping[str, list[bytes]]) -> bool:
         return self._end in answers
@@ -90,3 +108,27 @@ class Guard:
     def _where(self) -> str:
         last = next(reversed(self.answers), None)
         return self._operation if last is None else f"{self._operation}, after '{last}'"
+
+
+class Guarded(Protocol):
+    """An object with a guard for each of its methods that all ranks call together."""
+
+    @property
+    def guards(self) -> Mapping[str, Guard[object]]:
+        """The guards, by the method's name."""
+
+
+S = TypeVar("S", bound=Guarded)
+
+
+def guarded(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """Run a method under its object's guard of its name, from its first line to its last."""
+
+    @wraps(method)
+    def under_guard(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        guard: Guard[T] = self.guards[method.__name__]  # type: ignore[assignment]
+        return guard.run(partial(method, self, *args, **kwargs))
+
+    return under_guard

@@ -142,9 +142,6 @@ def failing_calls(context: RankContext, root: str) -> dict[tuple[str, bool], str
                     caught = refused(checkpointer, step, state, asynchronous=asynchronous)
                     assert time.monotonic() - began < 30
                 said[fault.__name__, asynchronous] = caught
-                if asynchronous:
-                    with pytest.raises(StorageError):
-                        checkpointer.save(step, state)
                 groups.control.barrier(phase="test: failed")
                 assert step not in checkpointer.steps()
                 checkpointer.save(step + 1, state)

@@ -105,8 +105,6 @@ def test_a_killed_writer_fails_its_save_and_is_replaced(tmp_path: Path) -> None:
     os.kill(victim or 0, signal.SIGKILL)
     with pytest.raises(StorageError, match="SIGKILL"):
         pending.result(30)
-    with pytest.raises(StorageError, match="SIGKILL"):
-        checkpointer.save_async(2, _filled(2.0))
     checkpointer.save_async(3, _filled(3.0)).result(30)
     assert checkpointer.writer_pid != victim
     checkpointer.close()
@@ -186,8 +184,6 @@ def _writer_dies(context: RankContext, root: str) -> list[str]:
             with pytest.raises(HoldfastError) as caught:
                 pending.result(60)
             messages.append(str(caught.value))
-            with pytest.raises(HoldfastError):
-                checkpointer.save_async(step, state)
             assert checkpointer.latest() == step - 1
             checkpointer.save_async(step + 1, state).result(30)
         # A failure of the commit (values differ between ranks) reaches every rank, too.
@@ -195,8 +191,6 @@ def _writer_dies(context: RankContext, root: str) -> list[str]:
         pending = checkpointer.save_async(6, state)
         with pytest.raises(PlanError, match=r"values\.step"):
             pending.result(60)
-        with pytest.raises(PlanError, match=r"values\.step"):
-            checkpointer.save_async(7, make_state(layout, context.rank))
         checkpointer.save_async(8, make_state(layout, context.rank)).result(30)
         checkpointer.close()
         assert checkpointer.steps() == [1, 3, 5, 8]
