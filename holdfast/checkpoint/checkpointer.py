@@ -145,7 +145,7 @@ class Checkpointer:
 
         Errors are raised on all ranks: GroupError, PlacementError, PlanError, StorageError,
         DeadlineError. The previous checkpoint is untouched by any of them.
-        Cost: four small collectives (three more when the structure changed), one copy of the
+        Cost: three small collectives (three more when the structure changed), one copy of the
         assigned bytes, one write and hash of them.
         """
         ask = SaveAsk(kind="save", step=step, overwrite=overwrite, check_replicas=check_replicas)
@@ -225,10 +225,10 @@ class Checkpointer:
         MismatchError is never a reason to fall back. If none is good the error lists them all.
 
         Raises ConfigError for `fallback` together with `step`, or a negative one.
-        Cost: eight small collectives, of which one carries the requests of all ranks (some bytes a
+        Cost: seven small collectives, of which one carries the requests of all ranks (some bytes a
         box) and one is a broadcast of manifest and index; with boxes that several ranks ask for,
         one more and one message between each two of them for every 64 MiB that they share, and as
-        much memory. `fallback`: one more collective.
+        much memory. `fallback`: two more collectives.
         """
         if not isinstance(fallback, int) or fallback < 0:
             raise ConfigError(f"fallback={fallback} is not a number of older checkpoints to try")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -112,8 +112,8 @@ class Reader:
         self._failed = threading.Event()
         self._order(prefer)
 
-    def run(self, control: Control) -> None:
-        """Read everything and exchange it; all ranks together.
+    def run(self, control: Control, told: Callable[[], bytes]) -> list[bytes]:
+        """Read everything and exchange it; all ranks together. What each rank `told` at the end.
 
         Any rank's error is raised on all of them before anything is waited for.
         Cost: a collective for each round and one at the end; one message to and from each other
@@ -143,7 +143,7 @@ class Reader:
                     self._unpack(number, now)
                 except Exception as caught:
                     error = caught
-        control.agree(error, phase="load: read")
+        return control.agree(error, phase="load: read", payload=told())
 
     def touched(self) -> list[str]:
         """Paths of the targets that something was written to."""

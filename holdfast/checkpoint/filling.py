@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from holdfast.checkpoint.exchange import Reader, num_reading_threads
 from holdfast.checkpoint.moves import Moves
 from holdfast.checkpoint.overlap import BoxTable, Ints, union_nbytes
 from holdfast.checkpoint.reading_plan import Requests, gather_requests, plan_reading
+from holdfast.checkpoint.report import JobReading
 from holdfast.checkpoint.targets import Target
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
@@ -19,6 +21,7 @@ from holdfast.parallel import Control
 from holdfast.state.match import Wanted
 from holdfast.state.torch_dtypes import torch_dtype
 
+_COUNTERS = struct.Struct("<4Q")
 _UNVERIFIED_NBYTES = 64 << 10
 """Without verification, reads are cut and joined at multiples of this."""
 
@@ -49,6 +52,7 @@ class Filler:
         exchange: bool,
     ) -> None:
         self._control = control
+        self._snapshot = snapshot
         manifest = snapshot.manifest
         itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
         requests, numbers = gather_requests(asked.boxes)
@@ -99,9 +103,24 @@ class Filler:
         """Bytes got from other ranks so far."""
         return self._reader.nbytes_received
 
-    def run(self) -> None:
-        """Read, verify, exchange, put in place; collective, see `Reader.run`."""
-        self._reader.run(self._control)
+    def run(self) -> JobReading:
+        """Read, verify, exchange, put in place: what all ranks did. Collective: `Reader.run`."""
+        told = self._reader.run(self._control, self._counted)
+        needed, read, received, opens = zip(*(_COUNTERS.unpack(data) for data in told), strict=True)
+        return JobReading(
+            nbytes_unique=self.nbytes_unique,
+            nbytes_needed=sum(needed),
+            nbytes_read=sum(read),
+            nbytes_received=sum(received),
+            num_opens=sum(opens),
+            max_nbytes_read=max(read),
+        )
+
+    def _counted(self) -> bytes:
+        stats = self._snapshot.stats
+        return _COUNTERS.pack(
+            self.nbytes_needed, stats.nbytes_read, self.nbytes_received, stats.opens
+        )
 
     def touched(self) -> list[str]:
         """Paths of the targets written to so far."""

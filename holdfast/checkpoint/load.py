@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -69,9 +68,6 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
     used: dict[str, bytes | None]
     boxes: bytes
     host: str
-
-
-_COUNTERS = struct.Struct("<4Q")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,8 +191,8 @@ class Loader:
         with snapshot:
             said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
             unexpected = self._unexpected(snapshot, said, options)
-            filler = self._fill(snapshot, said, matcher.result, options, written)
-            values, job = self._restore(matcher, requests, filler, snapshot)
+            filler, job = self._fill(snapshot, said, matcher.result, options, written)
+            values = self._restore(matcher, requests)
             _warn_of_kept(matcher.result, self._groups.rank)
             return _report(
                 snapshot,
@@ -331,7 +327,7 @@ class Loader:
         result: MatchResult,
         options: LoadOptions,
         written: Written,
-    ) -> Filler:
+    ) -> tuple[Filler, JobReading]:
         """Fill every target; if one rank meets damage, all ranks raise."""
         control = self._groups.control
         filler: Filler | None = None
@@ -355,7 +351,7 @@ class Loader:
         if filler is None:
             raise CorruptionError("the load could not be planned")
         try:
-            filler.run()
+            job = filler.run()
         except HoldfastError as caught:
             touched = filler.touched()
             written.add(result, touched)
@@ -370,44 +366,23 @@ class Loader:
                 len(snapshot.stats.fallbacks),
                 "; ".join(snapshot.stats.fallbacks[:_MAX_NAMED]),
             )
-        return filler
+        return filler, job
 
-    def _restore(
-        self,
-        matcher: Matcher,
-        requests: Sequence[_Request],
-        filler: Filler,
-        snapshot: Snapshot,
-    ) -> tuple[dict[str, object], JobReading]:
-        """Hand the loaded trees to their parts, after every byte on every rank was good."""
+    def _restore(self, matcher: Matcher, requests: Sequence[_Request]) -> dict[str, object]:
+        """Hand the loaded trees to their parts, after every byte on every rank was good.
+
+        What fails here on one rank fails the load on all, at its end.
+        """
         values: dict[str, object] = {}
-        error: Exception | None = None
-        try:
-            for request in requests:
-                matcher.move_to(request.layout)
-                tree = matcher.build(
-                    request.template, request.node, request.name, closed=is_closed(request.part)
-                )
-                request.part.restore(tree)
-                if isinstance(request.part, TreePart):
-                    values[request.name] = tree
-        except Exception as caught:
-            error = caught
-        stats = snapshot.stats
-        counted = (filler.nbytes_needed, stats.nbytes_read, filler.nbytes_received, stats.opens)
-        told = self._groups.control.agree(
-            error, phase="load: restore", payload=_COUNTERS.pack(*counted)
-        )
-        needed, read, received, opens = zip(*(_COUNTERS.unpack(data) for data in told), strict=True)
-        job = JobReading(
-            nbytes_unique=filler.nbytes_unique,
-            nbytes_needed=sum(needed),
-            nbytes_read=sum(read),
-            nbytes_received=sum(received),
-            num_opens=sum(opens),
-            max_nbytes_read=max(read),
-        )
-        return values, job
+        for request in requests:
+            matcher.move_to(request.layout)
+            tree = matcher.build(
+                request.template, request.node, request.name, closed=is_closed(request.part)
+            )
+            request.part.restore(tree)
+            if isinstance(request.part, TreePart):
+                values[request.name] = tree
+        return values
 
 
 class Written:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 import torch
 
-from holdfast.checkpoint.table import ChunkTable, chunk_table, encode_table, signature
+from holdfast.checkpoint.table import (
+    ChunkTable,
+    chunk_table,
+    claims_the_same,
+    encode_table,
+    row_locals,
+    signature,
+)
 from holdfast.format.digest import digest128
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -48,12 +55,14 @@ def take_apart(
 ) -> LocalState:
     """Flatten the state on this rank. No collectives, no tensor bytes copied.
 
-    `cache`, `before`: of the save before; where every leaf is the one that was there, its table
-    and signature are, too.
+    `cache`, `before`: of the save before; where every leaf is the one that was there, or one of
+    other memory that claims the same, its table and signature are, too.
     """
     flat = flatten_state(state, layout=groups.layout, rank=groups.rank, codecs=codecs, cache=cache)
-    if before is not None and _same_leaves(before.flat, flat):
-        return replace(before, flat=flat, values=msgspec.json.encode(flat.nodes))
+    sources = _same_sources(before, flat) if before is not None else None
+    if before is not None and sources is not None:
+        values = msgspec.json.encode(flat.nodes)
+        return replace(before, flat=flat, sources=sources, values=values)
     table, sources = chunk_table(flat)
     keys = list(flat.leaves)
     encoded = encode_table(table)
@@ -74,7 +83,29 @@ def choices(groups: ProcessGroups, block_nbytes: int) -> list[str]:
     return [groups.layout.digest(), str(block_nbytes)]
 
 
-def _same_leaves(before: FlatState, now: FlatState) -> bool:
-    """Whether two states have the very same leaves, in the same order."""
-    old, new = before.leaves.values(), now.leaves.values()
-    return len(old) == len(new) and all(map(operator.is_, old, new))
+def _same_sources(before: LocalState, now: FlatState) -> list[torch.Tensor] | None:
+    """The tensor of each row, where the leaves claim what those of the save before did; else None.
+
+    Leaves made again (a random stream's state, a clone in a `state_dict`) are compared by what the
+    table is made from: key, dtype, shape, boxes, replica set and layout. Cost: a comparison of
+    identities for each leaf, and a few of numbers for each one made again.
+    """
+    old, new = before.flat.leaves.values(), now.leaves.values()
+    if len(old) != len(new):
+        return None
+    again = [
+        (number, was, leaf)
+        for number, (was, leaf) in enumerate(zip(old, new, strict=True))
+        if was is not leaf
+    ]
+    if not again:
+        return before.sources
+    if not all(claims_the_same(was, leaf) for _, was, leaf in again):
+        return None
+    numbers = np.array([number for number, _, _ in again], dtype=np.int64)
+    begins = np.searchsorted(before.table.tensor, numbers).tolist()
+    sources = before.sources.copy()
+    for (_, _, leaf), begin in zip(again, begins, strict=True):
+        rows = row_locals(leaf)
+        sources[begin : begin + len(rows)] = rows
+    return sources

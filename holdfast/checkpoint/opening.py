@@ -114,13 +114,23 @@ class Opened:
 
     def refuse_disagreement(self, ranks: Sequence[int]) -> None:
         """PlanError where the ranks do not ask for the same."""
-        for what in ("kind", "step", "overwrite", "check_replicas"):
-            refuse_disagreement(what, ranks, [getattr(o, what) for o in self.openings])
+        for what, asked in self._asked().items():
+            refuse_disagreement(what, ranks, asked)
 
     def agrees(self) -> bool:
         """Whether the ranks ask for the same, and no failure is to be raised."""
-        asked = {(o.kind, o.step, o.overwrite, o.check_replicas) for o in self.openings}
-        return len(asked) == 1 and not self.failed
+        return not self.failed and all(len(set(asked)) == 1 for asked in self._asked().values())
+
+    def _asked(self) -> dict[str, list[object]]:
+        """What has to be the same on all ranks, by name, one for each rank."""
+        asked: dict[str, list[object]] = {
+            what: [getattr(opening, what) for opening in self.openings]
+            for what in ("kind", "step", "overwrite", "check_replicas")
+        }
+        if len({opening.num_saves for opening in self.openings}) == 1:
+            # Else some rank missed a save that failed, and catches up here.
+            asked["check_replicas"] = [opening.compares for opening in self.openings]
+        return asked
 
 
 def is_staging(answers: Mapping[str, Sequence[bytes]]) -> bool:

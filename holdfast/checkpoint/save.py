@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -105,7 +106,7 @@ class Saver:
     def save(self, ask: SaveAsk, state: Mapping[str, object]) -> SaveReport:
         """One synchronous save, written by the calling thread; see `Checkpointer.save`.
 
-        Under `save_guard`.
+        Under `save_guard`, whose end is where the other ranks learn that it is committed.
         """
         clock = Clock()
         with clock.phase("total"):
@@ -114,12 +115,12 @@ class Saver:
             header = save_header(ask, begun.save_id)
             self._sender.write(plan, begun.local, begun.directory, header, clock)
             with clock.phase("commit"):
-                committed = self._sender.commit(plan, begun.directory, header)
-        with clock.phase("retain"):
-            self._after_commit(plan)
+                self._sender.commit(plan, begun.directory, header)
+            with clock.phase("retain"):
+                self._after_commit(plan)
         return SaveReport(
             step=ask.step,
-            path=self._storage.describe(committed.directory),
+            path=self._storage.describe(step_dir(ask.step)),
             nbytes=plan.image.nbytes - len(plan.image.header),
             total_nbytes=plan.total_nbytes,
             num_tensors=plan.num_tensors,
@@ -209,6 +210,7 @@ class Saver:
             pending.ticket = Ticket.failed(job, failure, commits=commits)
             publish_failure(self._storage, job, failure, committer=commits)
         if not isinstance(error, Exception):
+            pending.was_raised = True
             raise error
         return pending
 
@@ -255,15 +257,14 @@ class Saver:
                     before=self._local,
                 )
             self._local = local
-            compare_all = self._compares(ask, self._num_saves)
-            self._look_back(local, compare_all)
-            self._check_room(self._plan_for(local, compare_all))
+            due = self._due(ask, self._num_saves)
+            self._look_back(local, due.check_replicas)
+            self._check_room(self._plan_for(local, due))
         with clock.phase("plan"):
-            opened = self._open(ask, local, compare_all, in_flight)
-            plan = self._plan_for(local, compare_all) if opened.is_unchanged else None
+            opened = self._open(ask, due, local, in_flight)
+            plan = self._plan_for(local, due) if opened.is_unchanged else None
             if plan is None and not opened.is_skipped:
-                compare_all = self._compares(ask, opened.num_saves)
-                plan = self._plan_anew(local, opened, compare_all)
+                plan = self._plan_anew(local, opened, self._due(ask, opened.num_saves))
         if not (opened.is_skipped or ask.kind == "prepare"):
             self._num_saves = opened.num_saves + 1
         return Begun(
@@ -275,11 +276,11 @@ class Saver:
             skipped=opened.is_skipped,
         )
 
-    def _compares(self, ask: SaveAsk, num_saves: int) -> bool:
-        """Whether declared replicas are compared in the save after so many."""
+    def _due(self, ask: SaveAsk, num_saves: int) -> SaveAsk:
+        """The same, with replicas compared where it is the turn of that after so many saves."""
         every = self._options.check_replicas_every
-        is_due = every > 0 and (num_saves + 1) % every == 0 and ask.kind != "prepare"
-        return ask.check_replicas or is_due
+        due = every > 0 and (num_saves + 1) % every == 0 and ask.kind != "prepare"
+        return replace(ask, check_replicas=True) if due else ask
 
     def _look_back(self, local: LocalState, compare_all: bool) -> None:
         """Before the first save of each kind: take the plan that an earlier run left, if it fits.
@@ -302,7 +303,7 @@ class Saver:
             self._plans[compare_all] = found
             self._kept[compare_all] = found.plan_digest
 
-    def _plan_anew(self, local: LocalState, opened: Opened, compare_all: bool) -> RankPlan:
+    def _plan_anew(self, local: LocalState, opened: Opened, ask: SaveAsk) -> RankPlan:
         # A plan of the other kind, with replicas compared or not, may serve on.
         self._plans = {
             kind: plan for kind, plan in self._plans.items() if plan.signature == local.signature
@@ -312,16 +313,16 @@ class Saver:
             groups=self._groups,
             names=[opening.names for opening in opened.openings],
             block_nbytes=self._options.block_nbytes,
-            compare_all=compare_all,
+            compare_all=ask.check_replicas,
         )
         self.num_plans += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
-        self._plans[compare_all] = plan
+        self._plans[ask.check_replicas] = plan
         return plan
 
-    def _plan_for(self, local: LocalState, compare_all: bool) -> RankPlan | None:
-        held = self._plans.get(compare_all)
+    def _plan_for(self, local: LocalState, ask: SaveAsk) -> RankPlan | None:
+        held = self._plans.get(ask.check_replicas)
         return held if held is not None and held.signature == local.signature else None
 
     def _check_room(self, plan: RankPlan | None) -> None:
@@ -351,10 +352,10 @@ class Saver:
         for pending in running[: max(len(running) - in_flight, 0)]:
             pending.wait()
 
-    def _open(self, ask: SaveAsk, local: LocalState, compare_all: bool, in_flight: int) -> Opened:
+    def _open(self, ask: SaveAsk, due: SaveAsk, local: LocalState, in_flight: int) -> Opened:
         """One collective: what every rank says; all are at one save, and nothing failed."""
         control = self._groups.control
-        held = self._plan_for(local, compare_all)
+        held = self._plan_for(local, due)
         running = [pending for pending in self._unreported if not pending.done()]
         opening = Opening(
             kind=ask.kind,
@@ -363,7 +364,7 @@ class Saver:
             check_replicas=ask.check_replicas,
             plan=held.token if held is not None else "",
             names=local.names,
-            compares=compare_all,
+            compares=due.check_replicas,
             num_saves=self._num_saves,
             nonce=secrets.token_hex(6),
             busy=len(running) > in_flight,

@@ -31,7 +31,7 @@ from holdfast.format.policies import Policy
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.writer.client import Writer
-from holdfast.writer.commit import Committed, commit_save
+from holdfast.writer.commit import commit_save
 from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory
 from holdfast.writer.records import SaveHeader, column
 from holdfast.writer.write import Gate, Payload, WriteJob, publish_done, write_payload
@@ -245,20 +245,16 @@ class Sender:
                 raise
             return written.result(), checks
 
-    def commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> Committed:
-        """Commit on the coordinator; every rank learns the outcome."""
-        payload = b""
+    def commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> None:
+        """Commit on the coordinator; nothing elsewhere."""
         if plan.commit is not None:
-            made = commit_save(
+            commit_save(
                 self._storage,
                 directory,
                 plan=plan.commit[0],
                 plan_digest=plan.plan_digest,
                 header=header,
             )
-            payload = msgspec.msgpack.encode(made)
-        outcomes = self._groups.control.agree(None, phase="save: committed", payload=payload)
-        return msgspec.msgpack.decode(outcomes[0], type=Committed)
 
 
 def save_header(ask: SaveAsk, save_id: str) -> SaveHeader:

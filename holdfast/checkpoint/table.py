@@ -15,7 +15,7 @@ from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import LayoutInfo
 from holdfast.parallel.layout import Layout
-from holdfast.state.leaves import Domain, FlatState
+from holdfast.state.leaves import Domain, FlatState, TensorLeaf
 
 UNDECLARED = -1
 """Domain number of a row whose placement nothing declares."""
@@ -112,6 +112,28 @@ def chunk_table(flat: FlatState) -> tuple[ChunkTable, list[torch.Tensor]]:
         domains=tuple(domains),
     )
     return table, sources
+
+
+def claims_the_same(was: TensorLeaf, leaf: TensorLeaf) -> bool:
+    """Whether two leaves have the same rows in a table, whatever memory they are of."""
+    return (
+        was.key == leaf.key
+        and was.dtype == leaf.dtype
+        and was.shape == leaf.shape
+        and was.domain == leaf.domain
+        and (was.boxes is leaf.boxes or was.boxes == leaf.boxes)
+        and (was.layout is leaf.layout or was.layout == leaf.layout)
+    )
+
+
+def row_locals(leaf: TensorLeaf) -> list[torch.Tensor]:
+    """The local tensors of a leaf that have a row: those with elements, or all of a hollow one."""
+    hollow = 0 in leaf.shape
+    return [
+        local
+        for box, local in zip(leaf.boxes, leaf.locals, strict=True)
+        if hollow or 0 not in box.shape
+    ]
 
 
 def layout_info(layout: Layout) -> LayoutInfo:

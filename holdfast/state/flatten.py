@@ -236,7 +236,7 @@ class _Flattener:
             or held[1] != made_from
             or held[2].layout is not self._layout
         ):
-            leaf = tensor_leaf(
+            leaf = _renewed(held, obj, self._layout) or tensor_leaf(
                 obj, key=path, layout=self._layout, rank=self._rank, domains=self._domains
             )
             held = (obj, made_from, leaf)
@@ -244,6 +244,30 @@ class _Flattener:
         self.entries[path] = held
         self._first_key[id(obj)] = path
         return path
+
+
+def _renewed(held: Entry | None, obj: object, layout: Layout) -> TensorLeaf | None:
+    """The leaf of a plain tensor that took the place of one of equal shape and dtype.
+
+    It claims the same, so that a state made again for each save (a random stream, clones in a
+    `state_dict`) is known by its numbers; None where it may claim anything else.
+    """
+    if held is None or type(obj) is not torch.Tensor or type(held[0]) is not torch.Tensor:
+        return None
+    leaf = held[2]
+    was = leaf.locals[0]
+    if (
+        leaf.layout is not layout
+        or obj.shape != was.shape
+        or obj.dtype is not was.dtype
+        or obj.layout is not torch.strided
+        or obj.is_meta
+    ):
+        return None
+    return TensorLeaf(
+        key=leaf.key, dtype=leaf.dtype, shape=leaf.shape, boxes=leaf.boxes,
+        locals=(obj.detach(),), domain=leaf.domain, layout=leaf.layout,
+    )  # fmt: skip
 
 
 def _made_from(obj: object) -> object:
