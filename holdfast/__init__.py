@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
+    from holdfast.checkpoint import Checkpointer, LoadReport, PartInfo, PendingSave, SaveReport
     from holdfast.errors import (
         ConfigError,
         CorruptionError,
@@ -36,10 +36,12 @@ if TYPE_CHECKING:
         OptimizerState,
         Padded,
         PerRank,
+        PerRankValues,
         Replicated,
         Sharded,
         Stored,
         Transient,
+        Union,
         declare_padding,
     )
     from holdfast.storage import PosixStorage, Storage
@@ -71,8 +73,10 @@ __all__ = [
     "On",
     "OptimizerState",
     "Padded",
+    "PartInfo",
     "PendingSave",
     "PerRank",
+    "PerRankValues",
     "PlacementError",
     "PlanError",
     "PosixStorage",
@@ -85,13 +89,14 @@ __all__ = [
     "StorageError",
     "Stored",
     "Transient",
+    "Union",
     "__version__",
     "current_groups",
     "declare_padding",
 ]
 
 _ROOMS = {
-    "holdfast.checkpoint": ("Checkpointer", "LoadReport", "PendingSave", "SaveReport"),
+    "holdfast.checkpoint": ("Checkpointer", "LoadReport", "PartInfo", "PendingSave", "SaveReport"),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultDetected"),
     "holdfast.format.policies": (
         "KeepBest",
@@ -110,10 +115,12 @@ _ROOMS = {
         "OptimizerState",
         "Padded",
         "PerRank",
+        "PerRankValues",
         "Replicated",
         "Sharded",
         "Stored",
         "Transient",
+        "Union",
         "declare_padding",
     ),
     "holdfast.storage": ("PosixStorage", "Storage"),

@@ -2,6 +2,6 @@
 
 from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.pending import PendingSave
-from holdfast.checkpoint.report import LoadReport, SaveReport
+from holdfast.checkpoint.report import LoadReport, PartInfo, SaveReport
 
-__all__ = ["Checkpointer", "LoadReport", "PendingSave", "SaveReport"]
+__all__ = ["Checkpointer", "LoadReport", "PartInfo", "PendingSave", "SaveReport"]

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast.checkpoint.inventory import stored_parts
 from holdfast.checkpoint.load import Loader, LoadOptions
 from holdfast.checkpoint.opening import SaveAsk
 from holdfast.checkpoint.pending import PendingSave
-from holdfast.checkpoint.report import LoadReport, SaveReport
+from holdfast.checkpoint.report import LoadReport, PartInfo, SaveReport
 from holdfast.checkpoint.save import Saver, WhenBusy
 from holdfast.checkpoint.send import SaverOptions
-from holdfast.errors import ConfigError, GroupError, HoldfastError
+from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.names import list_steps
 from holdfast.format.policies import Policy
@@ -97,6 +98,7 @@ class Checkpointer:
             "save_async": self._saver.async_guard,
             "prepare": self._saver.prepare_guard,
             "load": Guard(self._groups.control, "load"),
+            "load_all": Guard(self._groups.control, "load"),
         }
 
     @property
@@ -230,12 +232,8 @@ class Checkpointer:
         one more and one message between each two of them for every 64 MiB that they share, and as
         much memory. `fallback`: two more collectives.
         """
-        if not isinstance(fallback, int) or fallback < 0:
-            raise ConfigError(f"fallback={fallback} is not a number of older checkpoints to try")
-        if fallback and step is not None:
-            raise ConfigError(
-                f"fallback={fallback} with step={step}: a step asked for by number is loaded or not"
-            )
+        if state is None:
+            raise ConfigError("load(None): there is nothing to load into; load_all() needs nothing")
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
             allow_missing=(allow_missing,)
@@ -244,9 +242,45 @@ class Checkpointer:
             cast=cast,
             verify=verify,
             exchange=exchange,
-            max_fallbacks=None if fallback is True else int(fallback),
+            max_fallbacks=_max_fallbacks(fallback, step),
         )
         return self._loader.load(state, step=step, options=options)
+
+    @guarded
+    def load_all(
+        self,
+        *,
+        step: int | None = None,
+        verify: bool = True,
+        exchange: bool = True,
+        fallback: bool | int = False,
+    ) -> LoadReport:
+        """Load everything that checkpoint `step` (the newest by default) holds, without templates.
+
+        `LoadReport.values` has each part as the tree that was saved: modules and optimizers as
+        dicts by name, values with their types (registered ones need the same `codecs`), tensors
+        whole, in host memory, with their stored dtypes; of a value per rank, the values of all
+        coordinates as `PerRankValues`. Nothing is written to any object of the caller's.
+
+        Collective, under any layout and in a process on its own; meant for looking into checkpoints
+        and converting them. Arguments and errors as of `load`.
+        Cost: each rank reads or receives all tensors, and holds them.
+        """
+        options = LoadOptions(
+            verify=verify, exchange=exchange, max_fallbacks=_max_fallbacks(fallback, step)
+        )
+        return self._loader.load(None, step=step, options=options)
+
+    def parts(self, step: int | None = None) -> dict[str, PartInfo]:
+        """The parts of checkpoint `step` (the newest committed one by default), by name.
+
+        Reads the manifest; no collectives. Raises StorageError where there is no such checkpoint,
+        CorruptionError where its manifest is damaged.
+        """
+        chosen = step if step is not None else self.latest()
+        if chosen is None:
+            raise StorageError(f"{self._storage.describe('')} holds no committed checkpoint")
+        return stored_parts(self._storage, chosen)
 
     def steps(self) -> list[int]:
         """Committed steps, ascending. Looks at storage; no collectives."""
@@ -280,6 +314,17 @@ class Checkpointer:
         else:
             with suppress(HoldfastError):
                 self.close()
+
+
+def _max_fallbacks(fallback: bool | int, step: int | None) -> int | None:
+    """How many older checkpoints may be tried; ConfigError for what is none or not possible."""
+    if not isinstance(fallback, int) or fallback < 0:
+        raise ConfigError(f"fallback={fallback} is not a number of older checkpoints to try")
+    if fallback and step is not None:
+        raise ConfigError(
+            f"fallback={fallback} with step={step}: a step asked for by number is loaded or not"
+        )
+    return None if fallback is True else int(fallback)
 
 
 def _groups_in_force() -> ProcessGroups:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from holdfast.checkpoint.aliasing import shared_memory, without_ties
 from holdfast.checkpoint.filling import Asked, Filler
 from holdfast.checkpoint.opening import collector_paused, refuse_disagreement
 from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
@@ -33,10 +34,11 @@ from holdfast.format.values import Codecs, Node
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.guard import Guard
 from holdfast.state.flatten import check_part_name
-from holdfast.state.markers import On
-from holdfast.state.match import Matcher, MatchResult, leaf_paths
+from holdfast.state.markers import On, Stored
+from holdfast.state.match import Matcher, MatchResult
 from holdfast.state.parts import Part, TreePart, is_closed, part_of
 from holdfast.state.stored import StoredPart
+from holdfast.state.stored_nodes import leaf_paths
 from holdfast.storage import Storage
 from holdfast.writer.repair import settle
 
@@ -93,9 +95,9 @@ class Loader:
         self._codecs = codecs
 
     def load(
-        self, state: Mapping[str, object], *, step: int | None, options: LoadOptions
+        self, state: Mapping[str, object] | None, *, step: int | None, options: LoadOptions
     ) -> LoadReport:
-        """One load; see `Checkpointer.load`."""
+        """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
         _check_asked(state, step, options)
         with collector_paused():
             if options.max_fallbacks == 0:
@@ -103,7 +105,7 @@ class Loader:
                     return self._load(state, step, options, marks, Written())
             return self._load_good(state, options)
 
-    def _load_good(self, state: Mapping[str, object], options: LoadOptions) -> LoadReport:
+    def _load_good(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
         """Load the newest checkpoint that is good; all ranks try the same ones in the same order.
 
         What a damaged one wrote to targets is overwritten by the good one; a good one that would
@@ -157,7 +159,7 @@ class Loader:
 
     def _load(
         self,
-        state: Mapping[str, object],
+        state: Mapping[str, object] | None,
         step: int | None,
         options: LoadOptions,
         marks: ExitStack,
@@ -179,14 +181,16 @@ class Loader:
                 records=records,
                 proven=not self._groups.control.is_coordinator,
             )
+            if state is None:
+                state = dict.fromkeys(snapshot.manifest.parts, Stored(all_ranks=True))
             matcher, requests = self._match(snapshot, state, options)
             _raise_mismatch(matcher.result, snapshot)
             written.refuse_left_over(matcher.result, chosen)
-            payload = _asked(snapshot, requests, matcher.result)
+            payload = _asked(snapshot, requests, matcher.result, self._codecs)
         except Exception as caught:
             error = caught
         gathered = self._groups.control.agree(error, phase="load: match", payload=payload)
-        if snapshot is None or matcher is None:
+        if snapshot is None or matcher is None or state is None:
             raise MismatchError(f"{directory}: nothing could be matched")
         with snapshot:
             said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
@@ -286,12 +290,13 @@ class Loader:
                 continue
             node = parts[name]
             template = part.template(StoredPart(node, tensors))
-            matcher.match(template, node, name)
-            if not is_closed(part):
-                matcher.match_rest(template, node, name)
+            matcher.match_part(template, node, name, closed=is_closed(part))
             requests.append(
                 _Request(name=name, part=part, template=template, node=node, layout=layout)
             )
+        result = matcher.result
+        result.wanted = without_ties(result.wanted)
+        result.mismatched += shared_memory([*result.wanted, *without_ties(result.cleared)])
         return matcher, requests
 
     def _unexpected(
@@ -307,7 +312,7 @@ class Loader:
             used = [asked.used[part] for asked in said if part in asked.used]
             if not used or any(bits is None for bits in used):
                 continue
-            paths = leaf_paths(node, part)
+            paths = leaf_paths(node, part, self._codecs)
             touched = np.zeros(len(paths), dtype=np.uint8)
             for bits in {bits for bits in used if bits is not None}:
                 packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
@@ -421,7 +426,7 @@ def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
 
 def _check_asked(state: object, step: object, options: LoadOptions) -> None:
     """ConfigError for an argument of a wrong type."""
-    if not isinstance(state, Mapping):
+    if state is not None and not isinstance(state, Mapping):
         raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise ConfigError(f"step must be an int or None, got {step!r}")
@@ -462,12 +467,14 @@ def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
         raise MismatchError(f"step {snapshot.manifest.step}: " + "; ".join(sentences))
 
 
-def _asked(snapshot: Snapshot, requests: Sequence[_Request], result: MatchResult) -> bytes:
+def _asked(
+    snapshot: Snapshot, requests: Sequence[_Request], result: MatchResult, codecs: Codecs
+) -> bytes:
     """What this rank asks for: a bit per entry of the parts it wants nothing left of, and boxes."""
     used: dict[str, bytes | None] = {}
     for request in requests:
         if is_closed(request.part):
-            paths = leaf_paths(request.node, request.name)
+            paths = leaf_paths(request.node, request.name, codecs)
             touched = map(result.touched.__contains__, paths)
             bits = np.fromiter(touched, dtype=np.bool_, count=len(paths))
             used[request.name] = zlib.compress(np.packbits(bits).tobytes(), 1)

@@ -109,3 +109,18 @@ class LoadReport:
             f"step {self.step} from {self.path}: {len(self.loaded)} tensors, "
             f"{self.nbytes_read / 1e6:.1f} MB read in {self.seconds:.2f} s{extra}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartInfo:
+    """One part of a checkpoint, as its manifest has it.
+
+    `kind`: what the part's tree is ("mapping", "tensor", "value per dp,tp", …). `num_tensors`,
+    `nbytes`: of the tensors that it refers to, each once; those it shares with another part count
+    in both. `num_values`: leaves of the tree that are no tensors.
+    """
+
+    kind: str
+    num_tensors: int
+    nbytes: int
+    num_values: int

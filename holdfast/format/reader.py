@@ -46,22 +46,31 @@ class Records:
     decoded: Manifest | None = None
 
 
+def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
+    """The manifest of a checkpoint, as bytes and decoded; its digest is checked. One read.
+
+    Raises as `read_records`.
+    """
+    path = _join(directory, MANIFEST)
+    if not storage.exists(path):
+        raise StorageError(
+            f"{storage.describe(directory)} is not a committed checkpoint: it has no {MANIFEST}"
+        )
+    place = storage.describe(path)
+    if storage.size(path) > MAX_MANIFEST_NBYTES:
+        raise CorruptionError(f"{place}: larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
+    data = storage.read(path)
+    return data, decode_manifest(data, place=place)
+
+
 def read_records(storage: Storage, directory: str) -> Records:
     """Read manifest and index of a checkpoint and check the digests of both.
 
     `directory` is relative to the storage, "" for its root. Two reads. Raises StorageError when it
     is not a committed checkpoint, CorruptionError when a record is damaged.
     """
-    manifest_path, index_path = _join(directory, MANIFEST), _join(directory, INDEX)
-    if not storage.exists(manifest_path):
-        raise StorageError(
-            f"{storage.describe(directory)} is not a committed checkpoint: it has no {MANIFEST}"
-        )
-    place = storage.describe(manifest_path)
-    if storage.size(manifest_path) > MAX_MANIFEST_NBYTES:
-        raise CorruptionError(f"{place}: larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
-    data = storage.read(manifest_path)
-    decoded = decode_manifest(data, place=place)
+    data, decoded = read_manifest(storage, directory)
+    index_path = _join(directory, INDEX)
     info = decoded.index
     place = storage.describe(index_path)
     if not storage.exists(index_path):

@@ -8,10 +8,12 @@ from holdfast.state.markers import (
     On,
     Padded,
     PerRank,
+    PerRankValues,
     Replicated,
     Sharded,
     Stored,
     Transient,
+    Union,
 )
 from holdfast.state.optimizer import OptimizerState
 from holdfast.state.padding import declare_padding
@@ -31,6 +33,7 @@ __all__ = [
     "Part",
     "PartitionedOptimizer",
     "PerRank",
+    "PerRankValues",
     "Replicated",
     "Sharded",
     "Stateful",
@@ -39,6 +42,7 @@ __all__ = [
     "StoredTensor",
     "TensorLeaf",
     "Transient",
+    "Union",
     "declare_padding",
     "flatten_state",
 ]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
-from holdfast.format.values import Codecs, Node, encode_tree
+from holdfast.format.values import UNION, Codecs, Node, encode_tree
 from holdfast.parallel.layout import Layout
+from holdfast.state.arrays import array_tensor
 from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
@@ -25,30 +27,42 @@ from holdfast.state.markers import (
     Sharded,
     Stored,
     Transient,
+    Union,
 )
-from holdfast.state.parts import part_of
+from holdfast.state.module import ModulePart
+from holdfast.state.optimizer import OptimizerState
+from holdfast.state.parts import Part, part_of
 from holdfast.state.placement import Domains, tensor_leaf
 
 Entry = tuple[object, object, TensorLeaf]
 """A tensor or marker, everything of it that may change (`_made_from`), and the leaf of that."""
 
+K = TypeVar("K")
+V = TypeVar("V")
 _TENSORS = (torch.Tensor, *get_args(Marked))
+_SHELF_KEYS = (str, int)
+"""Types of which two equal keys are the same one; not so 0.0 and -0.0, (1,) and (True,)."""
+_MAX_MARKERS = 50
+"""How deep PerRank and Union may be nested, to see a cycle through them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shelf:
     """A dict of nothing but tensors as it was met: what is in it, and what it was made into.
 
-    `made_from[i]`: of `values[i]`. `entries`, `leaves`, `first_keys`: what it added to a pass.
+    `made_from[i]`: of `values[i]`. `entries`, `leaves`, `first_keys`, `memories`: what it added
+    to a pass.
     """
 
     keys: list[object]
+    key_types: list[type]
     values: list[object]
     made_from: list[object]
     layout: Layout
     entries: dict[str, Entry]
     leaves: dict[str, TensorLeaf]
     first_keys: dict[int, str]
+    memories: dict[object, str]
     node: Node
 
 
@@ -75,8 +89,10 @@ def flatten_state(
 ) -> FlatState:
     """Take a state apart on one rank.
 
-    Keys are full paths, part name first, joined by dots. The same tensor object met again is stored
-    once, under the key it was met by first. Raises PlacementError naming the path for a value that
+    Keys are full paths, part name first, joined by dots. A tensor met again is stored once, under
+    the key it was met by first: the same object, or another one of the same memory, shape, strides
+    and dtype (`.data` ties, fresh views). Modules and the named parts of optimizers are unions:
+    ranks may hold different members of them. Raises PlacementError naming the path for a value that
     cannot be stored, two entries with one key, or a bad placement; ConfigError for a bad part name.
     `cache`: of an earlier call with the same layout and rank; brought up to date.
     Cost: no collectives, no tensor bytes copied.
@@ -93,13 +109,26 @@ def flatten_state(
             )
         flattener.move_to(home)
         try:
-            tree = part_of(name, value.value if isinstance(value, On) else value).tree()
+            part = part_of(name, value.value if isinstance(value, On) else value)
+            tree = _declared(part, part.tree())
         except HoldfastError as error:
             raise type(error)(f"state part '{name}': {error}") from error
         nodes[name] = flattener.encode(tree, path=name)
     if cache is not None:
         cache.entries, cache.shelves = flattener.entries, flattener.shelves
     return FlatState(leaves=flattener.leaves, nodes=nodes)
+
+
+def _declared(part: Part, tree: object) -> object:
+    """The tree of a module or an optimizer, its parts by parameter name declared as unions.
+
+    Ranks of other pipeline stages hold other parameters; what several hold must still be equal.
+    """
+    if isinstance(part, ModulePart) and isinstance(tree, Mapping):
+        return Union(tree)
+    if isinstance(part, OptimizerState) and isinstance(tree, Mapping):
+        return Union({k: Union(v) if type(v) is dict else v for k, v in tree.items()})
+    return tree
 
 
 def check_part_name(name: object) -> None:
@@ -142,6 +171,8 @@ class _Flattener:
         self._codecs = codecs
         self.leaves: dict[str, TensorLeaf] = {}
         self._first_key: dict[int, str] = {}
+        self._memories: dict[object, str] = {}
+        self._num_markers = 0
 
     def move_to(self, layout: Layout) -> None:
         """What follows lives on this layout."""
@@ -155,19 +186,45 @@ class _Flattener:
             return {"$": "tensor", "k": self._add_tensor(path, obj)}
         if type(obj) is dict:
             return self._add_shelf(path, obj)
-        if isinstance(obj, np.ndarray):
-            return {"$": "array", "k": self._add_tensor(path, _array_tensor(path, obj))}
+        if isinstance(obj, np.ndarray) and self._codecs.codec_for(type(obj)) is None:
+            return self._array_node(path, obj)
         if isinstance(obj, PerRank):
             axes = tuple(obj.axes)
             label = coordinate_label(self._layout, self._rank, axes, path=path)
-            inner = self.encode(obj.tree, path=f"{path}[{label}]")
+            inner = self._encode_marked(obj.tree, path=f"{path}[{label}]")
             named: list[Node] = [*sorted(axes)]
             return {"$": "per_rank", "axes": named, "v": {label: inner}}
+        if isinstance(obj, Union):
+            inner = self._encode_marked(obj.mapping, path=path)
+            if not isinstance(inner, dict) or inner.get("$") in ("codec", "dataclass"):
+                raise PlacementError(
+                    f"{path}: Union takes a dict, OrderedDict, Counter or defaultdict, not a "
+                    f"{type(obj.mapping).__name__}"
+                )
+            return {"$": UNION, "v": inner}
         if isinstance(obj, Transient):
             return {"$": "transient"}
         if isinstance(obj, Stored):
             raise PlacementError(f"{path}: Stored() asks a load for what is there; nothing to save")
         return None
+
+    def _encode_marked(self, tree: object, *, path: str) -> Node:
+        """What is inside of a marker, for which the walk begins again."""
+        if self._num_markers >= _MAX_MARKERS:
+            raise PlacementError(
+                f"{path[:80]}…: more than {_MAX_MARKERS} PerRank and Union inside each other; a "
+                f"tree that contains itself cannot be stored"
+            )
+        self._num_markers += 1
+        node = self.encode(tree, path=path)
+        self._num_markers -= 1
+        return node
+
+    def _array_node(self, path: str, array: np.ndarray) -> Node:
+        """A NumPy array: its elements as a tensor; its dtype where the tensor's does not say it."""
+        tensor, dtype = array_tensor(path, array)
+        node: dict[str, Node] = {"$": "array", "k": self._add_tensor(path, tensor)}
+        return node if dtype is None else {**node, "d": dtype}
 
     def _add_shelf(self, path: str, obj: dict[object, object]) -> Node | None:
         """The node of a dict of nothing but tensors; None for any other."""
@@ -177,6 +234,7 @@ class _Flattener:
         self.entries.update(held.entries)
         self.leaves.update(held.leaves)
         self._first_key.update(held.first_keys)
+        self._memories.update(held.memories)
         self.shelves[path] = held
         return held.node
 
@@ -186,8 +244,10 @@ class _Flattener:
             len(obj) == len(held.keys)
             and all(map(operator.is_, obj.values(), held.values))
             and list(obj) == held.keys
+            and list(map(type, obj)) == held.key_types
             and held.layout is self._layout
             and self._first_key.keys().isdisjoint(held.first_keys)
+            and self._memories.keys().isdisjoint(held.memories)
             and self.leaves.keys().isdisjoint(held.leaves)
             and [_made_from(value) for value in obj.values()] == held.made_from
         )
@@ -196,20 +256,26 @@ class _Flattener:
         values = list(obj.values())
         if not values or not all(isinstance(value, _TENSORS) for value in values):
             return None
-        before = len(self.leaves)
+        if any(type(key) not in _SHELF_KEYS for key in obj):
+            return None
+        before, num_memories = len(self.leaves), len(self._memories)
         node = encode_tree(obj, path=path, codecs=self._codecs, on_leaf=self._on_shelf)
-        added = [*self.leaves][before:]
+        added = _latest(self.leaves, since=before)
         if len(added) == len(values):
             # Else one was met before: its key is another's, which may not be there next time.
             entries = {key: self.entries[key] for key in added}
             self.shelves[path] = _Shelf(
                 keys=list(obj),
+                key_types=list(map(type, obj)),
                 values=values,
                 made_from=[entry[1] for entry in entries.values()],
                 layout=self._layout,
                 entries=entries,
                 leaves={key: self.leaves[key] for key in added},
                 first_keys={id(value): key for value, key in zip(values, added, strict=True)},
+                memories={
+                    m: self._memories[m] for m in _latest(self._memories, since=num_memories)
+                },
                 node=node,
             )
         return node
@@ -221,6 +287,11 @@ class _Flattener:
         known = self._first_key.get(id(obj))
         if known is not None:
             return known
+        made_from = _made_from(obj)
+        memory = _identity(obj, made_from)
+        known = self._memories.get(memory) if memory is not None else None
+        if known is not None:
+            return known
         if path == "__metadata__":
             raise PlacementError("the key '__metadata__' is reserved by safetensors; rename it")
         if path in self.leaves:
@@ -228,7 +299,6 @@ class _Flattener:
                 f"{path}: two tensors of the state have this key (a name with a dot in it, or a "
                 f"number and the same number as text?); rename one"
             )
-        made_from = _made_from(obj)
         held = self._before.entries.get(path)
         if (
             held is None
@@ -243,6 +313,8 @@ class _Flattener:
         self.leaves[path] = held[2]
         self.entries[path] = held
         self._first_key[id(obj)] = path
+        if memory is not None:
+            self._memories[memory] = path
         return path
 
 
@@ -301,19 +373,40 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _array_tensor(path: str, array: np.ndarray) -> torch.Tensor:
-    """The array's values as a tensor; shares memory where NumPy's layout allows."""
-    if array.dtype.hasobject or array.dtype.names is not None or array.dtype.kind not in "biufc":
-        raise PlacementError(
-            f"{path}: a NumPy array of dtype {array.dtype} cannot be stored without pickle; "
-            f"convert it to numbers, or register a codec"
-        )
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    shape = native.shape
-    contiguous = np.ascontiguousarray(native).reshape(shape)
-    if not contiguous.flags.writeable:
-        contiguous = contiguous.copy()
-    try:
-        return torch.from_numpy(contiguous)
-    except TypeError as error:
-        raise PlacementError(f"{path}: NumPy dtype {array.dtype} has no torch dtype") from error
+def _latest(table: dict[K, V], *, since: int) -> list[K]:
+    """The keys that came to a dict since it had so many; costs no look at the ones before."""
+    return [*itertools.islice(reversed(table), len(table) - since)][::-1]
+
+
+def _identity(obj: torch.Tensor | Marked, made_from: Any) -> object:
+    """What two tensors have in common that are one: all of memory, form and placement.
+
+    None for what is the same only as the same object: runs of a flat bucket, which are empty on
+    some ranks, and then alike. Tensors without elements have no memory; two of them are one where
+    their storages are, on all ranks alike.
+    """
+    if isinstance(obj, DTensor):
+        where = _place(obj._local_tensor, made_from[:7])
+        return where and ("DTensor", where, id(obj.device_mesh), obj.placements, obj.shape)
+    if isinstance(obj, torch.Tensor):
+        return _place(obj, made_from)
+    if isinstance(obj, Replicated):
+        return _place(obj.local, made_from)
+    if isinstance(obj, Padded):
+        where = _identity(obj.value, made_from[0])
+        return where and ("Padded", where, obj.shape)
+    if isinstance(obj, Sharded):
+        empty = obj.local.numel() == 0
+        where = id(obj.local) if empty else _place(obj.local, made_from[0])
+        dims = None if obj.dims is None else tuple(obj.dims.items())
+        return where and ("Sharded", where, obj.shape, dims, obj.offset, obj.over)
+    return None
+
+
+def _place(tensor: torch.Tensor, memory: tuple[object, ...]) -> object:
+    """Where a tensor's elements are; None where that cannot be known."""
+    if len(memory) == 1:  # not strided; refused where its leaf is made
+        return None
+    if tensor.numel() == 0:
+        return ("empty", tensor.untyped_storage()._cdata, tensor.storage_offset(), *memory[1:])
+    return memory if memory[0] else None

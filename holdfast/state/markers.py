@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -225,6 +226,28 @@ class PerRank:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Union:
+    """A dict whose members are spread over the ranks: each rank may hold others.
+
+    The checkpoint has the members of all ranks. One that several ranks hold must be equal on all of
+    them, as any value must (dicts inside it, too, unless they are unions themselves). A load fills
+    the members that the template names. Modules and optimizers are unions without being declared.
+
+    `mapping`: a dict, OrderedDict, Counter or defaultdict. Raises PlacementError for anything else.
+    """
+
+    mapping: Mapping[Any, object]
+
+    def __post_init__(self) -> None:
+        """Check that it has members."""
+        if not isinstance(self.mapping, Mapping):
+            raise PlacementError(
+                f"Union: a {type(self.mapping).__name__} has no members by name that ranks could "
+                f"share out; it takes a dict"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Transient:
     """A value that is not stored; a load leaves the local one."""
 
@@ -251,7 +274,24 @@ class On:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """In a load request: whatever the checkpoint holds here, as a new tree."""
+    """In a load request: whatever the checkpoint holds here, as a new tree.
+
+    `all_ranks`: of a value per rank all that are stored, as `PerRankValues`, instead of the one of
+    this rank's coordinates. Tensors are whole, in host memory.
+    """
+
+    all_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerRankValues:
+    """What a checkpoint holds of one `PerRank` value: by coordinate along `axes`.
+
+    `values`: "dp=0,tp=1" -> tree, one for each coordinate that was saved; axes in order of name.
+    """
+
+    axes: tuple[str, ...]
+    values: Mapping[str, object]
 
 
 Marked = Sharded | FlatShard | Replicated | Padded

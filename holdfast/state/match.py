@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import CorruptionError
-from holdfast.format.values import Codecs, decode_tree
+from holdfast.format.values import (
+    Codecs,
+    dataclass_of,
+    decode_tree,
+    key_name,
+    mapping_of,
+    sequence_of,
+)
 from holdfast.geometry import Box
 from holdfast.parallel.layout import Layout
+from holdfast.state.arrays import tensor_array
+from holdfast.state.casting import refused_cast
 from holdfast.state.flatten import coordinate_label
-from holdfast.state.markers import Marked, Padded, PerRank, Stored, Transient
+from holdfast.state.markers import (
+    Marked,
+    Padded,
+    PerRank,
+    PerRankValues,
+    Stored,
+    Transient,
+    Union,
+)
 from holdfast.state.padding import clip_leaf, padding_views
 from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
+from holdfast.state.registered import Registered
+from holdfast.state.stored_nodes import (
+    Members,
+    entries,
+    items,
+    key_token,
+    kind_in_words,
+    leaf_paths,
+    tag_of,
+)
 from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -50,7 +76,7 @@ class MatchResult:
     `missing`: paths asked for and not stored. `mismatched`: one sentence for each difference in
     shape, dtype or kind. `cast`: keys that are converted. `kept`: per-rank paths whose local value
     stays by their policy. `allowed`: paths absent by the caller's leave. `touched`: stored leaf
-    paths that the request uses.
+    paths that the request uses. `cleared`: padding that is set to zero in the end.
     """
 
     wanted: list[Wanted] = field(default_factory=list)
@@ -60,60 +86,7 @@ class MatchResult:
     kept: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
-
-
-def entries(node: Any) -> Mapping[Any, Any] | None:
-    """The children of a stored dict by key (whatever its keys' types), or None for no dict."""
-    if not isinstance(node, dict):
-        return None
-    tag = node.get("$")
-    if tag is None:
-        return node
-    if tag not in ("dict", "odict"):
-        return None
-    try:
-        return {decode_tree(name): child for name, child in node["v"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptionError(f"the checkpoint holds a malformed {tag}: {error!r}") from error
-
-
-def items(node: Any) -> list[Any] | None:
-    """The children of a stored list or tuple, or None for anything else."""
-    if isinstance(node, list):
-        return node
-    if _tag(node) != "tuple":
-        return None
-    if not isinstance(node.get("v"), list):
-        raise CorruptionError("the checkpoint holds a malformed tuple")
-    children: list[Any] = node["v"]
-    return children
-
-
-def leaf_paths(node: Any, path: str) -> list[str]:
-    """The paths of everything under a node, dict keys and list positions joined by dots."""
-    found: list[str] = []
-    _add_leaf_paths(node, path, found)
-    return found
-
-
-def _add_leaf_paths(node: Any, path: str, found: list[str]) -> None:
-    if not isinstance(node, dict | list):
-        found.append(path)
-        return
-    if isinstance(node, dict) and node.get("$") == "per_rank":
-        for label, child in node["v"].items():
-            _add_leaf_paths(child, f"{path}[{label}]", found)
-        return
-    named = entries(node)
-    if named is None:
-        named = dict(enumerate(items(node) or ()))
-    if not named:
-        found.append(path)
-    for name, child in named.items():
-        if isinstance(child, dict) and child.get("$") == "tensor":
-            found.append(f"{path}.{name}")
-        else:
-            _add_leaf_paths(child, f"{path}.{name}", found)
+    cleared: list[Wanted] = field(default_factory=list)
 
 
 class Matcher:
@@ -146,6 +119,8 @@ class Matcher:
         self._sources: dict[int, str] = {}
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._registered = Registered(codecs)
+        self._closed = False
         self.result = MatchResult()
 
     def move_to(self, layout: Layout) -> None:
@@ -156,19 +131,35 @@ class Matcher:
         """Whether the caller allowed this path to be absent."""
         return any(fnmatchcase(path, pattern) for pattern in self._allow_missing)
 
+    def match_part(self, template: object, node: Any, path: str, *, closed: bool) -> None:
+        """Match a part's template; `closed` as in `build`: else what it does not name is asked for.
+
+        Values below are in mappings at any depth, in sequences, per rank, in dataclasses.
+        """
+        self._closed = closed
+        self.match(template, node, path)
+
     def match(self, template: object, node: Any, path: str) -> None:
         """Record what the template asks for and whether the stored node has it."""
         if isinstance(template, Stored):
-            self._want_all(node, path)
+            self._want_all(node, path, all_ranks=template.all_ranks)
         elif isinstance(template, Transient):
-            self.result.touched.update(leaf_paths(node, path))
+            self.result.touched.update(leaf_paths(node, path, self._codecs))
         elif isinstance(template, PerRank):
             self._match_per_rank(template, node, path)
         elif is_tensor_like(template):
             self._match_tensor(template, node, path)
+        elif isinstance(template, Union):
+            self._match_mapping(template.mapping, node, path)
+        elif self._registered.parts(template) is not None and self._registered.holds_tensors(
+            template
+        ):
+            self._match_registered(template, node, path)
         elif isinstance(template, Mapping):
             self._match_mapping(template, node, path)
-        elif isinstance(template, list | tuple) and _holds_tensors(template):
+        elif isinstance(template, list | tuple | deque) and self._registered.holds_tensors(
+            template
+        ):
             self._match_sequence(template, node, path)
         else:
             self._match_value(template, node, path)
@@ -182,7 +173,7 @@ class Matcher:
             return template.value
         if isinstance(template, PerRank):
             label = self._label(template, path)
-            inner = node["v"].get(label) if _tag(node) == "per_rank" else None
+            inner = node["v"].get(label) if tag_of(node) == "per_rank" else None
             if inner is None:
                 return None if isinstance(template.tree, Stored) else template.tree
             return self.build(template.tree, inner, f"{path}[{label}]", closed=closed)
@@ -192,73 +183,132 @@ class Matcher:
             for view in self._paddings.get(id(template), ()):
                 view.zero_()
             return template.local
-        named = entries(node)
+        if isinstance(template, Stored):
+            return self._decode(node, path, all_ranks=template.all_ranks)
+        if isinstance(template, Union):
+            template = template.mapping
+        if self._registered.parts(template) is not None and self._registered.holds_tensors(
+            template
+        ):
+            return self._build_registered(template, node, path, closed=closed)
+        named = entries(node, self._codecs) if isinstance(template, Mapping) else None
         if isinstance(template, Mapping) and named is not None:
-            found = {
-                name: template[name]
-                if name in template and type(template[name]) in _PLAIN
-                else self.build(template[name], child, f"{path}.{name}", closed=closed)
-                if name in template
-                else self._decode(child, f"{path}.{name}")
-                for name, child in named.items()
-                if name in template or not closed
-            }
-            return found | {n: _unmarked(template[n]) for n in template if n not in found}
-        if isinstance(template, list | tuple) and _holds_tensors(template):
+            return self._build_mapping(template, named, node, path, closed=closed)
+        if isinstance(template, list | tuple | deque) and self._registered.holds_tensors(template):
             built = [
                 self.build(t, child, f"{path}.{i}", closed=closed)
                 for i, (t, child) in enumerate(zip(template, items(node) or (), strict=True))
             ]
-            return built if isinstance(template, list) else tuple(built)
+            return sequence_of(node, built)
         return self._decode(node, path)
 
+    def _build_mapping(
+        self, template: Mapping[Any, object], named: Members, node: Any, path: str, *, closed: bool
+    ) -> Any:
+        """A mapping of the stored type and order; what is not stored stays, behind the rest."""
+        own = {key_token(name, self._codecs): name for name in template}
+        found: dict[Any, Any] = {}
+        for stored, (name, child) in named.items():
+            if stored in own:
+                value = template[own[stored]]
+                if type(value) not in _PLAIN:
+                    value = self.build(value, child, f"{path}.{key_name(name)}", closed=closed)
+                found[name] = value
+            elif not closed:
+                found[name] = self._decode(child, f"{path}.{key_name(name)}")
+        for token, name in own.items():
+            if token not in named:
+                found[name] = _unmarked(template[name])
+        return mapping_of(node, found)
+
+    def _build_registered(self, template: Any, node: Any, path: str, *, closed: bool) -> Any:
+        """A dataclass or a codec's type, made of its parts as they were loaded."""
+        codec = self._codecs.codec_for(type(template))
+        parts = self._registered.parts(template)
+        if codec is not None:
+            return codec.decode(self.build(parts, node["v"], path, closed=closed))
+        return dataclass_of(
+            type(template),
+            {
+                name: self.build(part, node["v"][name], f"{path}.{name}", closed=closed)
+                for name, part in cast(dict[str, object], parts).items()
+            },
+        )
+
     def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
-        named = entries(node)
+        named = entries(node, self._codecs)
         if named is None:
-            if any(_holds_tensors(v) for v in template.values()):
+            if any(self._registered.holds_tensors(v) for v in template.values()):
                 self.result.mismatched.append(
-                    f"{path}: the state has a mapping here, the checkpoint {_kind(node)}"
+                    f"{path}: the state has a mapping here, the checkpoint {kind_in_words(node)}"
                 )
             else:
                 self._want_all(node, path)
             return
         if not template and not named:
             self.result.touched.add(path)
+        tokens = set()
         for name, child in template.items():
-            here = f"{path}.{name}"
-            if name in named:
+            here = f"{path}.{key_name(name)}"
+            token = key_token(name, self._codecs)
+            tokens.add(token)
+            if token is not None and token in named:
+                stored = named[token][1]
                 if type(child) in _PLAIN and isinstance(child, torch.Tensor):
-                    self._match_tensor(child, named[name], here)
+                    self._match_tensor(child, stored, here)
                 else:
-                    self.match(child, named[name], here)
+                    self.match(child, stored, here)
             elif not isinstance(child, Transient):
                 self._miss(here, child)
+        rest = [member for token, member in named.items() if token not in tokens]
+        self._refuse_equal_keys(template, rest, path)
+        if not self._closed:
+            for name, stored in rest:
+                self._want_all(stored, f"{path}.{key_name(name)}")
 
-    def match_rest(self, template: object, node: Any, path: str) -> None:
-        """For an open part: ask for the stored entries that the template did not name."""
-        named = entries(node)
-        if isinstance(template, Mapping) and named is not None:
-            for name, child in named.items():
-                if name in template:
-                    if type(template[name]) in _PLAIN:
-                        continue
-                    self.match_rest(template[name], child, f"{path}.{name}")
-                else:
-                    self._want_all(child, f"{path}.{name}")
+    def _refuse_equal_keys(
+        self, template: Mapping[Any, object], rest: Sequence[tuple[Any, Any]], path: str
+    ) -> None:
+        """Say where the state has 1 and the checkpoint True: no dict can hold both."""
+        for name, _ in rest:
+            if type(name) is not str and name in template:
+                own = next(key for key in template if key == name)
+                self.result.mismatched.append(
+                    f"{path}: the state has the key {own!r} ({type(own).__name__}), the checkpoint "
+                    f"{name!r} ({type(name).__name__}); Python holds them to be equal, but they "
+                    f"are not the same: use the stored type"
+                )
+
+    def _match_registered(self, template: object, node: Any, path: str) -> None:
+        """A dataclass or a codec's type that holds tensors: its parts are filled one by one."""
+        parts = self._registered.parts(template)
+        tag, name = self._registered.tag_and_name(template)
+        if tag_of(node) != tag or node.get("n") != name:
+            self.result.mismatched.append(
+                f"{path}: the state has a {name} here, the checkpoint {kind_in_words(node)}"
+            )
+        elif tag == "codec":
+            self.match(parts, node["v"], path)
+        elif set(node["v"]) != set(cast(dict[str, object], parts)):
+            self._want_all(node, path)  # which says how the definition has changed
+        else:
+            for part, value in cast(dict[str, object], parts).items():
+                self.match(value, node["v"][part], f"{path}.{part}")
+        self.result.touched.update(leaf_paths(node, path, self._codecs))
 
     def _match_sequence(self, template: Any, node: Any, path: str) -> None:
         children = items(node)
         if children is None or len(children) != len(template):
             self.result.mismatched.append(
                 f"{path}: the state has a sequence of {len(template)} here, the checkpoint "
-                f"{_kind(node)}"
+                f"{kind_in_words(node)}"
             )
             return
         for i, (item, child) in enumerate(zip(template, children, strict=True)):
             self.match(item, child, f"{path}.{i}")
 
     def _match_value(self, template: object, node: Any, path: str) -> None:
-        if _tag(node) == "tensor":
+        if tag_of(node) == "tensor":
             self.result.mismatched.append(
                 f"{path}: the state has a value ({type(template).__name__}) here, the checkpoint "
                 f"a tensor; ask for it with Stored()"
@@ -267,13 +317,13 @@ class Matcher:
         self._want_all(node, path)
 
     def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
-        if _tag(node) != "per_rank" or sorted(node["axes"]) != sorted(template.axes):
+        if tag_of(node) != "per_rank" or sorted(node["axes"]) != sorted(template.axes):
             self.result.mismatched.append(
                 f"{path}: the state has a value per {','.join(template.axes)} here, the checkpoint "
-                f"{_kind(node)}"
+                f"{kind_in_words(node)}"
             )
             return
-        self.result.touched.update(leaf_paths(node, path))
+        self.result.touched.update(leaf_paths(node, path, self._codecs))
         label = self._label(template, path)
         here = f"{path}[{label}]"
         if label in node["v"]:
@@ -285,9 +335,9 @@ class Matcher:
 
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
         held_dtype, held_shape, boxes, locals_ = self._held(template, path)
-        if _tag(node) not in ("tensor", "array"):
+        if tag_of(node) not in ("tensor", "array"):
             self.result.mismatched.append(
-                f"{path}: the state has a tensor here, the checkpoint {_kind(node)}"
+                f"{path}: the state has a tensor here, the checkpoint {kind_in_words(node)}"
             )
             return
         key = node["k"]
@@ -303,10 +353,9 @@ class Matcher:
             return
         if shape != held_shape:
             self.result.mismatched.append(_other_shape(template, path, held_shape, shape))
-        elif dtype != held_dtype and not self._cast:
+        elif dtype != held_dtype and (why := self._refused_cast(dtype, held_dtype)):
             self.result.mismatched.append(
-                f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; "
-                f"pass cast=True to convert"
+                f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; {why}"
             )
         else:
             if dtype != held_dtype:
@@ -315,6 +364,13 @@ class Matcher:
             if not is_new:
                 boxes, locals_ = (), ()
             self.result.wanted.append(Wanted(path, position, boxes, locals_))
+
+    def _refused_cast(self, stored: str, held: str) -> str:
+        """Why a stored dtype does not go into a target's; empty where it does."""
+        why = refused_cast(stored, held)
+        if why:
+            return f"{why}; load it with Stored() and convert it as it is meant"
+        return "" if self._cast else "pass cast=True to convert"
 
     def _held(self, template: torch.Tensor | Marked, path: str) -> _Held:
         """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
@@ -342,7 +398,9 @@ class Matcher:
             domains=self._domains,
         )
         if isinstance(template, Padded):
-            self._paddings[id(template)] = padding_views(leaf, template.shape)
+            if id(template) not in self._paddings:
+                views = self._paddings[id(template)] = padding_views(leaf, template.shape)
+                self.result.cleared.append(Wanted(f"the padding of {path}", -1, None, views))
             leaf = clip_leaf(leaf, template.shape)
         if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
             self._boxes[like] = leaf.boxes
@@ -351,26 +409,34 @@ class Matcher:
     def _miss(self, path: str, template: object) -> None:
         if self.may_miss(path):
             self.result.allowed.append(path)
+        elif isinstance(template, Union):
+            self._miss(path, template.mapping)
         elif isinstance(template, Mapping) and template:
             for name, child in template.items():
-                self._miss(f"{path}.{name}", child)
+                self._miss(f"{path}.{key_name(name)}", child)
         else:
             self.result.missing.append(path)
 
-    def _want_all(self, node: Any, path: str) -> None:
-        """Ask for everything under a node; tensors get new memory, each one once."""
+    def _want_all(self, node: Any, path: str, *, all_ranks: bool = False) -> None:
+        """Ask for everything under a node; tensors get new memory, each one once.
+
+        `all_ranks`: of values per rank, too, not only this rank's own.
+        """
 
         def want(where: str, inner: dict[str, Any]) -> object:
             if inner["$"] in ("tensor", "array"):
                 self._want_new(str(inner["k"]), where)
+            elif inner["$"] == "per_rank" and all_ranks:
+                for label, child in inner["v"].items():
+                    self._want_all(child, f"{where}[{label}]", all_ranks=True)
             elif inner["$"] == "per_rank":
                 label = self._own_label(inner, where)
                 if label in inner["v"]:
                     self._want_all(inner["v"][label], where)
             return None
 
-        decode_tree(node, path=path, codecs=self._codecs, on_leaf=want)
-        self.result.touched.update(leaf_paths(node, path))
+        decode_tree(node, path=path, codecs=self._codecs, on_leaf=want, run_codecs=False)
+        self.result.touched.update(leaf_paths(node, path, self._codecs))
 
     def _want_new(self, key: str, path: str) -> None:
         if key in self._fresh:
@@ -380,12 +446,18 @@ class Matcher:
         self._fresh[key] = target
         self.result.wanted.append(Wanted(path, self._positions[key], None, (target,), True))
 
-    def _decode(self, node: Any, path: str) -> Any:
+    def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
         def value(where: str, inner: dict[str, Any]) -> object:
             if inner["$"] == "tensor":
                 return self._fresh[str(inner["k"])]
             if inner["$"] == "array":
-                return self._fresh[str(inner["k"])].numpy()
+                return tensor_array(self._fresh[str(inner["k"])], inner.get("d"), path=where)
+            if inner["$"] == "per_rank" and all_ranks:
+                values = {
+                    label: self._decode(child, f"{where}[{label}]", all_ranks=True)
+                    for label, child in inner["v"].items()
+                }
+                return PerRankValues(axes=tuple(inner["axes"]), values=values)
             if inner["$"] == "per_rank":
                 return self._decode(inner["v"].get(self._own_label(inner, where)), where)
             return None
@@ -413,6 +485,8 @@ def _unmarked(template: object) -> object:
     """What stays of a template for which nothing is stored: the tensors as they are."""
     if isinstance(template, Marked):
         return template.local
+    if isinstance(template, Union):
+        return _unmarked(template.mapping)
     if type(template) is dict:
         return {name: _unmarked(child) for name, child in template.items()}
     return template
@@ -431,28 +505,3 @@ def _other_shape(
             "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
         )
     return said
-
-
-def _tag(node: Any) -> str | None:
-    return node.get("$") if isinstance(node, Mapping) else None
-
-
-def _kind(node: Any) -> str:
-    tag = _tag(node)
-    if tag == "per_rank":
-        return f"a value per {','.join(node['axes'])}"
-    if tag is not None:
-        return f"a {tag}"
-    if isinstance(node, dict):
-        return "a mapping"
-    return f"a list of {len(node)}" if isinstance(node, list) else f"a {type(node).__name__}"
-
-
-def _holds_tensors(tree: object) -> bool:
-    if is_tensor_like(tree) or isinstance(tree, PerRank | Stored | Transient | np.ndarray):
-        return True
-    if isinstance(tree, Mapping):
-        return any(_holds_tensors(child) for child in tree.values())
-    if isinstance(tree, list | tuple):
-        return any(_holds_tensors(child) for child in tree)
-    return False

@@ -26,6 +26,9 @@ _NAMES: dict[torch.dtype, str] = {
     torch.complex128: "C128",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex32: "C32",
 }
 if hasattr(torch, "float8_e8m0fnu"):
     _NAMES[torch.float8_e8m0fnu] = "F8_E8M0"

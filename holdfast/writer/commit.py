@@ -361,19 +361,16 @@ def _describe_drift(
 
 def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node]:
     """One tree of all ranks' trees; ranks with identical bytes are looked at once."""
-    distinct: dict[bytes, int] = {}
-    for position, record in enumerate(records):
-        distinct.setdefault(record.values, position)
+    trees: dict[bytes, dict[str, Node]] = {}
     labelled: list[tuple[str, dict[str, Node]]] = []
-    for data, position in distinct.items():
-        try:
-            labelled.append(
-                (f"rank {plan.ranks[position]}", msgspec.json.decode(data, type=dict[str, Any]))
-            )
-        except msgspec.DecodeError as error:
-            raise CorruptionError(
-                f"rank {plan.ranks[position]}: its values cannot be read: {error}"
-            ) from error
+    for position, record in enumerate(records):
+        label = f"rank {plan.ranks[position]}"
+        if record.values not in trees:
+            try:
+                trees[record.values] = msgspec.json.decode(record.values, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise CorruptionError(f"{label}: its values cannot be read: {error}") from error
+        labelled.append((label, trees[record.values]))
     names: dict[str, None] = {}
     for _, tree in labelled:
         names.update(dict.fromkeys(tree))

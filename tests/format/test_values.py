@@ -389,12 +389,44 @@ def test_equal_nodes_merge_to_themselves() -> None:
     assert merged(node, node, through_disk(node)) == node
 
 
-def test_dicts_are_joined_and_keep_the_first_order() -> None:
-    result = merged({"b": 1, "a": {"x": 1}}, {"a": {"y": 2}, "c": 3})
+def union(node: Node) -> Node:
+    return {"$": "union", "v": node}
+
+
+def test_unions_are_joined_and_keep_the_first_order() -> None:
+    result = merged(union({"b": 1, "a": {"x": 1}}), union({"a": {"x": 1}, "c": 3}))
     assert list(result) == ["b", "a", "c"]  # type: ignore[arg-type]
-    assert result == {"b": 1, "a": {"x": 1, "y": 2}, "c": 3}
+    assert result == {"b": 1, "a": {"x": 1}, "c": 3}
+    assert merged(union({}), union({"a": 1})) == {"a": 1}
+    nested = merged(union({"a": union({"x": 1})}), union({"a": union({"y": 2}), "b": 0}))
+    assert nested == {"a": {"x": 1, "y": 2}, "b": 0}
+    assert merged([union({"a": 1})]) == [{"a": 1}], "no union reaches a manifest"
+    assert merged(union({"a": 1}), union({"a": 1})) == {"a": 1}
+
+
+def test_dicts_are_equal_in_any_order_and_ordered_dicts_are_not() -> None:
     assert merged({"a": 1, "b": 2}, {"b": 2, "a": 1}) == {"a": 1, "b": 2}
-    assert merged({}, {"a": 1}) == {"a": 1}
+    one, two = Counter(a=1, b=2), Counter(b=2, a=1)
+    assert merged(encode_tree(one), encode_tree(two)) == encode_tree(one)
+    with pytest.raises(PlanError, match=r"different orders: rank 0 a, b, rank 1 b, a"):
+        merged(encode_tree(OrderedDict(a=1, b=2)), encode_tree(OrderedDict(b=2, a=1)))
+
+
+@pytest.mark.parametrize(
+    "wrap", [dict, lambda d: {"$": "counter", "v": [[*pair] for pair in d.items()]}]
+)
+def test_a_plain_mapping_has_the_same_members_on_all_ranks(wrap: Callable[[Node], Node]) -> None:
+    one, two = wrap({"a": 1, "b": 2}), wrap({"b": 2, "c": 3})
+    lacking = r"^state\.x: .*rank 0 has a, which rank 1 lacks; rank 1 has c, which rank 0 lacks; "
+    with pytest.raises(PlanError, match=lacking + ".*PerRank.*Union"):
+        merged({"x": one}, {"x": two})
+    with pytest.raises(PlanError, match="some ranks declare it a Union"):
+        merged(union(one), one)
+    if isinstance(one, dict) and "$" in one:
+        expected: Node = {"$": "counter", "v": [["a", 1], ["b", 2], ["c", 3]]}
+    else:
+        expected = {"a": 1, "b": 2, "c": 3}
+    assert merged(union(one), union(two)) == expected
 
 
 def test_per_rank_maps_are_joined_wherever_they_are() -> None:
@@ -409,10 +441,18 @@ def test_per_rank_maps_are_joined_wherever_they_are() -> None:
         assert result == wrap(per_rank(a=1, b=2))
 
 
-def test_integer_keyed_dicts_are_joined() -> None:
-    assert decode_tree(merged(encode_tree({1: "a", 2: "b"}), encode_tree({2: "b", 3: "c"}))) == {
+def test_unions_with_any_keys_are_joined() -> None:
+    def of(table: dict[object, object]) -> Node:
+        return union(encode_tree(table))
+
+    assert decode_tree(merged(of({1: "a", 2: "b"}), of({2: "b", 3: "c"}))) == {
         1: "a", 2: "b", 3: "c",
     }  # fmt: skip
+    assert decode_tree(merged(of({"x": 0}), of({(1, 2): "b"}))) == {"x": 0, (1, 2): "b"}
+    assert merged(of({}), of({"x": 0})) == {"x": 0}
+    for one, two in ((1, True), (0.0, -0.0), (1, np.int64(1)), ((1,), (1.0,))):
+        with pytest.raises(PlanError, match=r"^state: .*equal in Python"):
+            merged(of({one: "a"}), of({two: "a"}))
 
 
 CONFLICTS: list[tuple[Node, Node, str]] = [
@@ -445,17 +485,20 @@ CONFLICTS: list[tuple[Node, Node, str]] = [
 def test_differences_are_named_with_both_ranks_and_values(one: Node, two: Node, path: str) -> None:
     for nodes, labels in (
         ((one, two), ("rank 0", "rank 1")),
-        ((one, one, two), ("rank 0", "rank 2")),
+        ((one, one, two), ("rank 0, rank 1", "rank 2")),
     ):
-        with pytest.raises(PlanError, match=rf"^{path}: .*{labels[0]} has .*{labels[1]} has ") as e:
+        with pytest.raises(PlanError, match=rf"^{path}: .*PerRank.*Union") as e:
             merged(*nodes)
-        assert len(str(e.value)) < 400
+        assert all(label in str(e.value) for label in labels)
+        assert len(str(e.value)) < 500
 
 
 def test_many_equal_ranks_cost_one_look_each() -> None:
     big: Node = {str(i): i for i in range(1000)}
     nodes: list[Node] = [dict(big) for _ in range(64)]  # type: ignore[arg-type]
-    assert merged(*nodes, {"extra": 1}) == {**big, "extra": 1}  # type: ignore[dict-item]
+    assert merged(*map(union, nodes), union({"extra": 1})) == {**big, "extra": 1}  # type: ignore[dict-item]
+    with pytest.raises(PlanError, match="rank 3 and 60 more have 0, 1, 2, 3 and 996 more, which"):
+        merged(*nodes, {"extra": 1})
 
 
 def test_nobody_supplies_it() -> None:

@@ -8,21 +8,35 @@ bool is no int, an IntEnum is an enum, a subclass of dict is refused unless it h
 from __future__ import annotations
 
 from holdfast.format.values.codecs import Codec, Codecs
-from holdfast.format.values.decode import decode_tree
+from holdfast.format.values.decode import dataclass_of, decode_tree, mapping_of, sequence_of
 from holdfast.format.values.encode import encode_tree
 from holdfast.format.values.merge import merge_nodes
-from holdfast.format.values.nodes import MAX_DEPTH, TAG, Node, join_path, node_bytes, shorten
+from holdfast.format.values.nodes import (
+    MAX_DEPTH,
+    TAG,
+    UNION,
+    Node,
+    join_path,
+    key_name,
+    node_bytes,
+    shorten,
+)
 
 __all__ = [
     "MAX_DEPTH",
     "TAG",
+    "UNION",
     "Codec",
     "Codecs",
     "Node",
+    "dataclass_of",
     "decode_tree",
     "encode_tree",
     "join_path",
+    "key_name",
+    "mapping_of",
     "merge_nodes",
     "node_bytes",
+    "sequence_of",
     "shorten",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.errors import CorruptionError, HoldfastError, MismatchError
 from holdfast.format.values.codecs import Codecs
 from holdfast.format.values.encode import FACTORIES
-from holdfast.format.values.nodes import MAX_DEPTH, TAG, Node, join_path, shorten
+from holdfast.format.values.nodes import MAX_DEPTH, TAG, Node, join_path, key_name, shorten
 
 OnLeaf = Callable[[str, dict[str, Node]], object]
 
@@ -31,22 +31,33 @@ def decode_tree(
     path: str = "",
     codecs: Codecs | None = None,
     on_leaf: OnLeaf | None = None,
+    run_codecs: bool = True,
 ) -> object:
     """The tree of a node. Time and memory are linear in its size; no code but codecs' own runs.
 
     `on_leaf(path, node)` is called for tags that are not built in. Raises CorruptionError naming
     the path for a malformed node, MismatchError for a dataclass, enum or codec that is not
-    registered here or whose definition has changed.
+    registered here or whose definition has changed. Without `run_codecs`, what a codec would be
+    given stands for what it would make (but in dict keys and sets): for a first look, while tensors
+    are not there yet.
     """
-    return _Decoder(codecs or Codecs(), on_leaf).decode(node, path, 0)
+    return _Decoder(codecs or Codecs(), on_leaf, run_codecs=run_codecs).decode(node, path, 0)
 
 
 class _Decoder:
     """The walk back; one method per family of tags."""
 
-    def __init__(self, codecs: Codecs, on_leaf: OnLeaf | None) -> None:
+    def __init__(self, codecs: Codecs, on_leaf: OnLeaf | None, *, run_codecs: bool) -> None:
         self._codecs = codecs
         self._on_leaf = on_leaf
+        self._run_codecs = run_codecs
+
+    def _hashable(self, node: Node, path: str, depth: int) -> object:
+        """A dict key or member of a set, for which codecs always run."""
+        before, self._run_codecs = self._run_codecs, True
+        value = self.decode(node, path, depth)
+        self._run_codecs = before
+        return value
 
     def decode(self, node: Node, path: str, depth: int) -> object:
         if depth > 2 * MAX_DEPTH:
@@ -87,24 +98,19 @@ class _Decoder:
         return [self.decode(item, join_path(path, i), depth + 1) for i, item in enumerate(node)]
 
     def _sequence(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
-        if tag == "deque":
-            _expect(node, "max", "v")
-            longest = node["max"]
-            if longest is not None and type(longest) is not int:
-                raise TypeError("max is not a number")
-            queue = self._items(node["v"], path, depth)
-            if longest is not None and len(queue) > longest:
-                raise ValueError("more items than its maximum")
-            return deque(queue, maxlen=longest)
-        _expect(node, "v")
-        items = self._items(node["v"], path, depth)
-        if tag == "tuple":
-            return tuple(items)
         if tag in ("set", "frozenset"):
-            members = frozenset(items)
-            if len(members) != len(items):
+            _expect(node, "v")
+            raw = node["v"]
+            if not isinstance(raw, list):
+                raise TypeError("a list is expected")
+            members = frozenset(self._hashable(item, path, depth + 1) for item in raw)
+            if len(members) != len(raw):
                 raise ValueError("a member is there twice")
             return members if tag == "frozenset" else set(members)
+        _expect(node, *(("max", "v") if tag == "deque" else ("v",)))
+        items = self._items(node["v"], path, depth)
+        if tag in ("deque", "tuple"):
+            return sequence_of(node, items)
         start, stop, step = items
         if tag == "slice":
             return slice(start, stop, step)
@@ -122,19 +128,12 @@ class _Decoder:
             if not isinstance(pair, list):
                 raise TypeError("a pair is expected")
             raw_key, raw_item = pair
-            key = self.decode(raw_key, path, depth + 1)
-            below = join_path(path, key if type(key) is str else shorten(key))
+            key = self._hashable(raw_key, path, depth + 1)
+            below = join_path(path, key_name(key))
             if key in table:
                 raise ValueError(f"the key {key!r} is there twice")
             table[key] = self.decode(raw_item, below, depth + 1)
-        if tag == "odict":
-            return OrderedDict(table)
-        if tag == "counter":
-            return _counter(table)
-        if tag == "defaultdict":
-            factories: dict[Node, type | None] = {f.__name__: f for f in FACTORIES} | {None: None}
-            return defaultdict(factories[node["f"]], table)
-        return table
+        return mapping_of(node, table)
 
     def _registered(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
         name = node["n"]
@@ -145,7 +144,8 @@ class _Decoder:
             codec = self._codecs.codec_named(name)
             if codec is None:
                 raise _unregistered("codec", name, path, "codecs")
-            return codec.decode(self.decode(node["v"], path, depth + 1))
+            plain = self.decode(node["v"], path, depth + 1)
+            return codec.decode(plain) if self._run_codecs else plain
         if tag == "enum":
             return self._enum(name, node, path)
         _expect(node, "n", "v")
@@ -161,12 +161,10 @@ class _Decoder:
                 f"{path}: dataclass {name} has the fields {sorted(known)} here, "
                 f"{sorted(parts)} were stored; give it a Codec that knows both"
             )
-        # Fields are set as they were: __init__ and __post_init__ could compute them anew.
-        value = object.__new__(cls)
-        for key in known:
-            item = self.decode(parts[key], join_path(path, key), depth + 1)
-            object.__setattr__(value, key, item)
-        return value
+        return dataclass_of(
+            cls,
+            {name: self.decode(parts[name], join_path(path, name), depth + 1) for name in known},
+        )
 
     def _enum(self, name: str, node: dict[str, Node], path: str) -> object:
         cls = self._codecs.enum_named(name)
@@ -182,6 +180,48 @@ class _Decoder:
                 f"{path}: enum {name} has no member {shorten(value)} here; "
                 f"it has {list(cls.__members__)}"
             ) from None
+
+
+def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
+    """A dict's members as the type of mapping that a node is: dict, OrderedDict, Counter, …
+
+    Raises KeyError or TypeError for a defaultdict of an unknown factory.
+    """
+    tag = node.get(TAG) if isinstance(node, dict) else None
+    if tag == "odict":
+        return OrderedDict(table)
+    if tag == "counter":
+        return _counter(table)
+    if tag == "defaultdict" and isinstance(node, dict):
+        factories: dict[Node, type | None] = {f.__name__: f for f in FACTORIES} | {None: None}
+        return defaultdict(factories[node["f"]], table)
+    return table
+
+
+def sequence_of(node: Node, items: list[Any]) -> Any:
+    """Items as the type of sequence that a node is: list, tuple or deque.
+
+    Raises TypeError or ValueError for a malformed deque.
+    """
+    tag = node.get(TAG) if isinstance(node, dict) else None
+    if tag == "tuple":
+        return tuple(items)
+    if tag != "deque" or not isinstance(node, dict):
+        return items
+    longest = node["max"]
+    if longest is not None and type(longest) is not int:
+        raise TypeError("max is not a number")
+    if longest is not None and len(items) > longest:
+        raise ValueError("more items than its maximum")
+    return deque(items, maxlen=longest)
+
+
+def dataclass_of(cls: type[Any], values: dict[str, Any]) -> Any:
+    """A dataclass with these fields, set as they were: __init__ could compute them anew."""
+    value = object.__new__(cls)
+    for name, item in values.items():
+        object.__setattr__(value, name, item)
+    return value
 
 
 def _expect(node: dict[str, Node], *names: str) -> None:

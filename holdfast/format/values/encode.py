@@ -20,6 +20,7 @@ from holdfast.format.values.nodes import (
     TAG,
     Node,
     join_path,
+    key_name,
     node_bytes,
     shorten,
 )
@@ -140,9 +141,18 @@ class _Encoder:
 
     def _pairs(self, value: Mapping[Any, object], path: str) -> list[Node]:
         pairs: list[Node] = []
+        names: set[bytes] = set()
         for key, item in value.items():
-            below = join_path(path, key if type(key) is str else shorten(key))
-            pairs.append([self._plain(key, below), self.encode(item, below)])
+            below = join_path(path, key_name(key))
+            node = self._plain(key, below)
+            name = node_bytes(node)
+            if name in names:
+                raise PlacementError(
+                    f"{below}: two members of one mapping have keys that are stored alike "
+                    f"({shorten(key)}), though Python holds them to be different; use other keys"
+                )
+            names.add(name)
+            pairs.append([node, self.encode(item, below)])
         return pairs
 
     def _defaultdict(self, value: defaultdict[object, object], path: str) -> Node:

@@ -1,114 +1,285 @@
-"""One node from the nodes that several ranks supplied for the same value."""
+"""One node from the nodes that several ranks supplied for the same value.
+
+What several ranks supply must be equal. Two structures may differ and are joined: `per_rank` maps,
+by their labels, and what a rank declares a union, by its members. A union is a node of its own
+between the ranks and the commit, `{"$": "union", "v": mapping}`; it never reaches a manifest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from holdfast.errors import PlanError
-from holdfast.format.values.nodes import TAG, Node, join_path, node_bytes, shorten
+from holdfast.errors import HoldfastError, PlanError
+from holdfast.format.values.decode import decode_tree
+from holdfast.format.values.nodes import TAG, UNION, Node, join_path, node_bytes, shorten
 
 Named = Sequence[tuple[str, Node]]
+_Groups = Sequence[tuple[tuple[str, ...], Any]]
+"""Nodes that differ, each with the labels of the ranks that supply it."""
 
 _MAPPINGS = ("dict", "odict", "counter", "defaultdict")
 _SEQUENCES = ("tuple", "deque")
+_MAX_NAMED = 4
+_ADVICE = (
+    "make it equal on all ranks, mark it PerRank if each rank has its own, or wrap the dict that "
+    "holds it in Union(...) if its members are spread over the ranks"
+)
 
 
 def merge_nodes(named: Named, *, path: str) -> Node:
-    """The union of what ranks supplied: (label, node) pairs, labels such as "rank 3".
+    """What ranks supplied as one node: (label, node) pairs, labels such as "rank 3".
 
-    Dicts, `per_rank` maps and fields are joined member by member, sequences of equal length item
-    by item; everything else must be equal to the byte. Raises PlanError naming path, two labels
-    and their values. Ranks that supply equal nodes cost one comparison of bytes.
+    Members of unions and `per_rank` maps are joined; everything else must be equal, type and value.
+    Dicts, Counters and defaultdicts are equal in any order of their members, of which the first
+    label's stays; an OrderedDict's order is part of its value. Raises PlanError naming path, labels
+    and what each has, or which members one lacks. Ranks that supply equal nodes cost one comparison
+    of bytes.
     """
-    distinct: dict[bytes, tuple[str, Node]] = {}
-    for label, node in named:
-        distinct.setdefault(node_bytes(node), (label, node))
-    if not distinct:
+    if not named:
         raise PlanError(f"{path}: no rank supplies it")
-    nodes = list(distinct.values())
-    if len(nodes) == 1:
-        return nodes[0][1]
-    first = nodes[0][1]
-    if isinstance(first, dict):
-        return _merge_objects(nodes, first, path)
-    if isinstance(first, list):
-        return _merge_lists(nodes, path)
-    raise _conflict(nodes, path)
+    merged: Node = _merge([((label,), node) for label, node in named], path)
+    return merged
 
 
-def _merge_objects(nodes: Named, first: dict[str, Node], path: str) -> Node:
-    tag = first.get(TAG)
-    objects = [(label, node) for label, node in nodes if isinstance(node, dict)]
-    if len(objects) != len(nodes):
-        raise _conflict(nodes, path)
-    if tag is None:
-        if any(TAG in node for _, node in objects):
-            raise _conflict(nodes, path)
-        return _merge_members(objects, path)
+def without_unions(node: Any) -> Any:
+    """A node with its unions replaced by what is in them; the node itself where there are none."""
+    if _UNION_BYTES not in node_bytes(node):
+        return node
+    return _unwrapped(node)
+
+
+_UNION_BYTES = node_bytes({TAG: UNION})[:-1]
+
+
+def _unwrapped(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_unwrapped(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get(TAG) == UNION:
+        return _unwrapped(node["v"])
+    return {name: _unwrapped(item) for name, item in node.items()}
+
+
+def _merge(supplied: _Groups, path: str) -> Any:
+    groups = _distinct(supplied)
+    if len(groups) == 1:
+        return without_unions(groups[0][1])
+    kinds = {_kind(node) for _, node in groups}
+    if len(kinds) != 1:
+        _raise_conflict(groups, path)
+    kind = kinds.pop()
+    if kind == UNION:
+        return _merge_union(groups, path)
+    if kind == "list":
+        return _merge_lists(groups, path)
+    if kind in _MAPPINGS:
+        return _merge_mappings(groups, kind, path)
     # Everything but the payload "v" says what kind of value it is, and must be the same.
-    kinds = {node_bytes({k: v for k, v in node.items() if k != "v"}) for _, node in objects}
-    if len(kinds) != 1 or not all("v" in node for _, node in objects):
-        raise _conflict(nodes, path)
-    payloads: list[tuple[str, Node]] = [(label, node["v"]) for label, node in objects]
-    if tag in ("per_rank", "dataclass"):
-        tables = [(label, table) for label, table in payloads if isinstance(table, dict)]
-        same_fields = tag == "per_rank" or len({frozenset(table) for _, table in tables}) == 1
-        if len(tables) == len(payloads) and same_fields:
-            if tag == "per_rank":
-                return {**first, "v": _merge_members(tables, path, "[{}]")}
-            return {**first, "v": _merge_members(tables, path)}
-    elif tag in _MAPPINGS:
-        return {**first, "v": _merge_pairs(payloads, path)}
-    elif tag in _SEQUENCES:
+    if kind is None or len({_frame(node) for _, node in groups}) != 1:
+        _raise_conflict(groups, path)
+    first: dict[str, Any] = groups[0][1]
+    payloads = [(labels, node.get("v")) for labels, node in groups]
+    if kind == "per_rank" and all(isinstance(table, dict) for _, table in payloads):
+        return {**first, "v": _merge_members(payloads, path, "[{}]")}
+    if (
+        kind == "dataclass"
+        and all(isinstance(table, dict) for _, table in payloads)
+        and len({frozenset(table) for _, table in payloads}) == 1
+    ):
+        return {**first, "v": _merge_members(payloads, path, ".{}")}
+    if kind in _SEQUENCES and all(isinstance(items, list) for _, items in payloads):
         return {**first, "v": _merge_lists(payloads, path)}
-    raise _conflict(nodes, path)
+    if kind != "codec":
+        _raise_conflict(groups, path)
+    return {**first, "v": _merge(payloads, path)}
 
 
-def _merge_members(
-    objects: Sequence[tuple[str, dict[str, Node]]], path: str, place: str = ".{}"
-) -> dict[str, Node]:
-    supplied: dict[str, list[tuple[str, Node]]] = {}
-    for label, table in objects:
+def _distinct(supplied: _Groups) -> _Groups:
+    """Each node that differs once, with all labels that supply it, in the order of the first."""
+    labels: dict[bytes, tuple[str, ...]] = {}
+    nodes: dict[bytes, Any] = {}
+    names: dict[int, bytes] = {}  # ranks with equal values share one object
+    for ranks, node in supplied:
+        name = names.get(id(node))
+        if name is None:
+            name = names[id(node)] = node_bytes(node)
+        labels[name] = labels.get(name, ()) + ranks
+        nodes.setdefault(name, node)
+    return [(labels[name], node) for name, node in nodes.items()]
+
+
+def _kind(node: Any) -> str | None:
+    """Tag, "list", or "dict" for one with text keys; None for what must be equal as it is."""
+    if isinstance(node, list):
+        return "list"
+    if isinstance(node, dict):
+        tag = node.get(TAG, "dict")
+        return tag if isinstance(tag, str) else None
+    return None
+
+
+def _frame(node: Any) -> bytes:
+    return node_bytes({name: item for name, item in node.items() if name != "v"})
+
+
+def _merge_members(groups: _Groups, path: str, place: str) -> dict[str, Any]:
+    supplied: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+    for labels, table in groups:
         for key, node in table.items():
-            supplied.setdefault(key, []).append((label, node))
+            supplied.setdefault(key, []).append((labels, node))
     return {
-        key: merge_nodes(v, path=(path + place.format(key)).removeprefix("."))
-        for key, v in supplied.items()
+        key: _merge(nodes, (path + place.format(key)).removeprefix("."))
+        for key, nodes in supplied.items()
     }
 
 
-def _merge_pairs(payloads: Named, path: str) -> list[Node]:
+def _merge_lists(groups: _Groups, path: str) -> list[Any]:
+    lengths = {len(node) for _, node in groups}
+    if len(lengths) != 1:
+        (one, here), (other, there) = groups[0], groups[1]
+        raise PlanError(
+            f"{path}: ranks supply sequences of different lengths for what must be one: "
+            f"{_ranks(one)} {len(here)} items, {_ranks(other)} {len(there)}; {_ADVICE}"
+        )
+    return [
+        _merge([(labels, node[i]) for labels, node in groups], join_path(path, i))
+        for i in range(lengths.pop())
+    ]
+
+
+def _merge_union(groups: _Groups, path: str) -> Any:
+    inner = [(labels, node.get("v")) for labels, node in groups]
+    if not all(_kind(node) in _MAPPINGS for _, node in inner) or not _is_one_kind(inner):
+        _raise_conflict(groups, path)
+    return _joined(inner, [(labels, _table(node, path)) for labels, node in inner], path)
+
+
+def _merge_mappings(groups: _Groups, kind: str | None, path: str) -> Any:
+    if not _is_one_kind(groups):
+        _raise_conflict(groups, path)
+    tables = [(labels, _table(node, path)) for labels, node in groups]
+    for labels, table in tables[1:]:
+        _require_same_members(tables[0], (labels, table), path)
+        if kind == "odict" and list(table) != list(tables[0][1]):
+            raise PlanError(
+                f"{path}: ranks supply one OrderedDict with its members in different orders: "
+                f"{_ranks(tables[0][0])} {_names(tables[0][1])}, {_ranks(labels)} "
+                f"{_names(table)}; {_ADVICE}"
+            )
+    return _joined(groups, tables, path)
+
+
+def _is_one_kind(groups: _Groups) -> bool:
+    """Whether mappings are of one type; a dict is one however its keys make it be written."""
+    return len({_frame(node) if TAG in node else _PLAIN for _, node in groups}) == 1
+
+
+_PLAIN = node_bytes({TAG: "dict"})
+
+
+def _table(node: Any, path: str) -> dict[bytes, tuple[Node, Any]]:
+    """Bytes of a key -> key and member of a mapping's node, in order."""
+    pairs = node.get("v") if TAG in node else [[key, item] for key, item in node.items()]
+    found: dict[bytes, tuple[Node, Any]] = {}
+    for pair in pairs if isinstance(pairs, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise PlanError(f"{path}: {shorten(node_bytes(node).decode())} is no mapping")
+        found[node_bytes(pair[0])] = (pair[0], pair[1])
+    return found
+
+
+def _joined(
+    groups: _Groups,
+    tables: Sequence[tuple[tuple[str, ...], dict[bytes, tuple[Node, Any]]]],
+    path: str,
+) -> Any:
+    """The mapping of all members that any rank has, each merged from those that have it."""
     keys: dict[bytes, Node] = {}
-    supplied: dict[bytes, list[tuple[str, Node]]] = {}
-    for label, pairs in payloads:
-        if not isinstance(pairs, list):
-            raise _conflict(payloads, path)
-        for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise _conflict(payloads, path)
-            name = node_bytes(pair[0])
-            keys.setdefault(name, pair[0])
-            supplied.setdefault(name, []).append((label, pair[1]))
-    return [
-        [key, merge_nodes(supplied[name], path=join_path(path, shorten(name.decode())))]
-        for name, key in keys.items()
+    supplied: dict[bytes, list[tuple[tuple[str, ...], Any]]] = {}
+    for labels, table in tables:
+        for name, (key, item) in table.items():
+            keys.setdefault(name, key)
+            supplied.setdefault(name, []).append((labels, item))
+    _refuse_equal_keys(supplied, keys, path)
+    merged = [
+        [key, _merge(supplied[name], join_path(path, _key_name(key)))] for name, key in keys.items()
     ]
+    tagged = next((node for _, node in groups if TAG in node), None)
+    if tagged is None:
+        return {key: item for key, item in merged if isinstance(key, str)}
+    return {**tagged, "v": merged}
 
 
-def _merge_lists(nodes: Named, path: str) -> list[Node]:
-    lists = [(label, node) for label, node in nodes if isinstance(node, list)]
-    if len(lists) != len(nodes) or len({len(node) for _, node in lists}) != 1:
-        raise _conflict(nodes, path)
-    return [
-        merge_nodes([(label, node[i]) for label, node in lists], path=join_path(path, i))
-        for i in range(len(lists[0][1]))
-    ]
+def _refuse_equal_keys(
+    supplied: dict[bytes, list[tuple[tuple[str, ...], Any]]], keys: dict[bytes, Node], path: str
+) -> None:
+    """PlanError for keys such as 1 and True, of which one dict can hold only one."""
+    seen: dict[object, bytes] = {}
+    for name, key in keys.items():
+        if isinstance(key, str):
+            continue
+        try:
+            value = decode_tree(key)
+            other = seen.setdefault(value, name)
+        except (HoldfastError, TypeError):
+            continue  # a registered type; what it equals is known where it is registered
+        if other is not name and value == value:
+            raise PlanError(
+                f"{path}: {_ranks(supplied[other][0][0])} has the key "
+                f"{_key_name(keys[other])}, {_ranks(supplied[name][0][0])} the key "
+                f"{_key_name(key)}, which are equal in Python: no dict can hold both; use one type"
+            )
 
 
-def _conflict(nodes: Named, path: str) -> PlanError:
-    (one, here), (other, there) = nodes[0], nodes[1]
-    return PlanError(
-        f"{path}: ranks supply different values for what must be one: {one} has "
-        f"{shorten(node_bytes(here).decode())}, {other} has {shorten(node_bytes(there).decode())}; "
-        "make them equal, or mark the value PerRank"
+def _key_name(key: Node) -> str:
+    return key if isinstance(key, str) else shorten(node_bytes(key).decode())
+
+
+def _require_same_members(
+    one: tuple[tuple[str, ...], dict[bytes, tuple[Node, Any]]],
+    other: tuple[tuple[str, ...], dict[bytes, tuple[Node, Any]]],
+    path: str,
+) -> None:
+    if one[1].keys() == other[1].keys():
+        return
+    clauses = []
+    for (having, here), (lacking, there) in ((one, other), (other, one)):
+        extra = {name: here[name] for name in here if name not in there}
+        if extra:
+            lacks = "lacks" if len(lacking) == 1 else "lack"
+            clauses.append(
+                f"{_ranks(having)} {_has(having)} {_names(extra)}, which {_ranks(lacking)} {lacks}"
+            )
+    raise PlanError(
+        f"{path}: ranks supply different members of what must be one mapping: "
+        f"{'; '.join(clauses)}; {_ADVICE}"
     )
+
+
+def _names(table: dict[bytes, tuple[Node, Any]]) -> str:
+    shown = ", ".join(_key_name(key) for key, _ in list(table.values())[:_MAX_NAMED])
+    return shown if len(table) <= _MAX_NAMED else f"{shown} and {len(table) - _MAX_NAMED} more"
+
+
+def _ranks(labels: tuple[str, ...]) -> str:
+    shown = ", ".join(labels[:_MAX_NAMED])
+    return shown if len(labels) <= _MAX_NAMED else f"{shown} and {len(labels) - _MAX_NAMED} more"
+
+
+def _raise_conflict(groups: _Groups, path: str) -> NoReturn:
+    unions = {_kind(node) == UNION for _, node in groups}
+    declared = " (some ranks declare it a Union, some do not)" if len(unions) > 1 else ""
+    raise PlanError(
+        f"{path}: ranks supply different values for what must be one{declared}: "
+        f"{_supplied(*groups[0])}, {_supplied(*groups[1])}; {_ADVICE}"
+    )
+
+
+def _supplied(labels: tuple[str, ...], node: Any) -> str:
+    return f"{_ranks(labels)} {_has(labels)} {shorten(node_bytes(node).decode())}"
+
+
+def _has(labels: tuple[str, ...]) -> str:
+    return "has" if len(labels) == 1 else "have"

@@ -10,6 +10,8 @@ Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | Non
 """What JSON can hold; see the package text."""
 
 TAG = "$"
+UNION = "union"
+"""Tag of a mapping whose members are spread over ranks; removed where ranks are merged."""
 MAX_DEPTH = 100
 MAX_PLAIN_INT = 2**53
 
@@ -32,3 +34,14 @@ def shorten(value: object, *, limit: int = 80) -> str:
         text = f"<{type(value).__qualname__}>"
     half = limit // 2 - 2
     return text if len(text) <= limit else f"{text[:half]} … {text[-half:]}"
+
+
+def key_name(key: object) -> str:
+    """A dict key as a part of a path: text as it is, anything else as Python writes it.
+
+    A type whose text is its address in memory, which differs between ranks, gives its name.
+    """
+    if type(key) is str:
+        return key
+    text = shorten(key)
+    return f"<{type(key).__qualname__}>" if " at 0x" in text else text
