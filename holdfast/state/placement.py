@@ -326,6 +326,8 @@ def _dtensor_leaf(
         )
     dims = _dtensor_dims(tensor, key=key)
     placed = boxes_of(dims)
+    if local.numel() == 0:
+        local = local.new_empty(tuple(sum(b - a for a, b in d) for d in dims))
     like = (id(mesh), tensor.placements)
     domain = domains.get(like) if domains is not None else None
     if domain is None:
@@ -369,7 +371,8 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
         else:
             raise PlacementError(f"{key}: placement {placement} is not known to this version")
     expected = tuple(sum(b - a for a, b in d) for d in dims)
-    if expected != tuple(local.shape):
+    # FSDP2 gives a rank without elements a local of shape [0, …], whichever dim has none.
+    if expected != tuple(local.shape) and (local.numel() or 0 not in expected):
         raise PlacementError(
             f"{key}: the local shape {list(local.shape)} is not the {list(expected)} that "
             f"placements {tensor.placements} give on mesh coordinate {coordinate}; a DTensor made "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast import Layout, PerRank, Sharded
+from holdfast import Layout, PerRank, Sharded, Union
 
 NUM_LAYERS = 4
 
@@ -53,8 +53,8 @@ def make_state(layout: Layout, rank: int, *, blank: bool = False) -> dict[str, o
         name = f"layers.{layer}.column"
         moments[name] = piece(f"moments.{name}", (13, 6), {0: "dp", 1: "tp"}, layout, rank)
     state: dict[str, object] = {
-        "model": model,
-        "moments": moments,
+        "model": Union(model),
+        "moments": Union(moments),
         "values": {"step": 7, "schedule": [1, 2.5, None, {"empty": {}}], "pair": (1, "a")},
         "own": PerRank({"name": "-".join(map(str, coordinate.values())), "t": torch.tensor(rank)}),
     }
@@ -73,6 +73,8 @@ def assert_equal(loaded: Mapping[str, object], layout: Layout, rank: int) -> Non
     truth = make_state(layout, rank)
     for part in ("model", "moments"):
         wanted, got = truth[part], loaded[part]
+        assert isinstance(wanted, Union)
+        wanted = wanted.mapping
         assert isinstance(wanted, dict)
         assert isinstance(got, dict)
         assert list(wanted) == list(got)
