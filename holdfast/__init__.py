@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Replicated,
         Sharded,
         Stored,
+        Stream,
         Transient,
         declare_padding,
     )
@@ -84,6 +85,7 @@ __all__ = [
     "Storage",
     "StorageError",
     "Stored",
+    "Stream",
     "Transient",
     "__version__",
     "current_groups",
@@ -113,6 +115,7 @@ _ROOMS = {
         "Replicated",
         "Sharded",
         "Stored",
+        "Stream",
         "Transient",
         "declare_padding",
     ),

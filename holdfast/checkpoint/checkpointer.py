@@ -182,6 +182,7 @@ class Checkpointer:
         step: int | None = None,
         ignore_unexpected: bool = False,
         allow_missing: Sequence[str] = (),
+        allow_dropped: Sequence[str] = (),
         cast: bool = False,
         verify: bool = True,
         exchange: bool = True,
@@ -192,6 +193,7 @@ class Checkpointer:
         The whole request is matched with the checkpoint before any target is touched: missing and
         unexpected entries, shapes, dtypes and kinds; a difference raises MismatchError on all ranks
         unless allowed (`ignore_unexpected`; `allow_missing`: `fnmatch` patterns of full paths;
+        `allow_dropped`: patterns of values per rank whose coordinates no rank of this layout has;
         `cast`: convert dtypes). Parts that the state leaves out are not loaded and are named in the
         report. The layout may be any other than the one saved under.
 
@@ -225,9 +227,8 @@ class Checkpointer:
             )
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
-            allow_missing=(allow_missing,)
-            if isinstance(allow_missing, str)
-            else tuple(allow_missing),
+            allow_missing=_patterns(allow_missing),
+            allow_dropped=_patterns(allow_dropped),
             cast=cast,
             verify=verify,
             exchange=exchange,
@@ -267,6 +268,10 @@ class Checkpointer:
         else:
             with suppress(HoldfastError):
                 self.close()
+
+
+def _patterns(given: Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _ask(step: int, overwrite: bool, check_replicas: bool) -> SaveAsk:

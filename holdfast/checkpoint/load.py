@@ -17,6 +17,7 @@ import numpy as np
 
 from holdfast.checkpoint.filling import Asked, Filler
 from holdfast.checkpoint.opening import collector_paused
+from holdfast.checkpoint.per_rank import Taken, check_claims, find_dropped, taken_of
 from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.requests import asked_boxes, decode_boxes, encode_boxes, tensor_shapes
 from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
@@ -25,10 +26,11 @@ from holdfast.format.reader import Records, Snapshot, read_records
 from holdfast.format.reading import mark_reading
 from holdfast.format.values import Codecs, Node
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.state.coordinates import Claim
 from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import On
 from holdfast.state.match import Matcher, MatchResult, leaf_paths
-from holdfast.state.parts import Part, TreePart, is_closed, part_of
+from holdfast.state.parts import Part, TreePart, is_closed, is_last, part_of
 from holdfast.state.stored import StoredPart
 from holdfast.storage import Storage
 from holdfast.writer.repair import settle
@@ -44,6 +46,7 @@ class LoadOptions:
 
     ignore_unexpected: bool = False
     allow_missing: tuple[str, ...] = ()
+    allow_dropped: tuple[str, ...] = ()
     cast: bool = False
     verify: bool = True
     exchange: bool = True
@@ -55,12 +58,15 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
     """What one rank asks for, for all to know.
 
     `used`: part -> a bit for each stored entry, 1 where the rank asks for it; None for a part of
-    which it takes everything. `boxes`: see `encode_boxes`. `host`: the machine it is on.
+    which it takes everything. `boxes`: see `encode_boxes`. `host`: the machine it is on. `taken`:
+    of values per coordinate. `claims`: what has to be equal on several ranks.
     """
 
     used: dict[str, bytes | None]
     boxes: bytes
     host: str
+    taken: list[Taken] = []
+    claims: list[Claim] = []
 
 
 _COUNTERS = struct.Struct("<4Q")
@@ -180,6 +186,7 @@ class Loader:
         with snapshot:
             said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
             unexpected = self._unexpected(snapshot, said, options)
+            dropped = self._judge_coordinates(snapshot, said, options)
             filler = self._fill(snapshot, said, matcher.result, options, written)
             values, job = self._restore(matcher, requests, filler, snapshot)
             _warn_of_kept(matcher.result, self._groups.rank)
@@ -189,6 +196,7 @@ class Loader:
                 step=chosen,
                 path=self._storage.describe(directory),
                 unexpected=tuple(unexpected),
+                dropped=(*dropped, *matcher.result.dropped),
                 not_requested=tuple(sorted(set(snapshot.manifest.parts) - set(state))),
                 values=values,
                 nbytes_needed=filler.nbytes_needed,
@@ -301,6 +309,15 @@ class Loader:
             )
         return found
 
+    def _judge_coordinates(
+        self, snapshot: Snapshot, said: Sequence[_Asked], options: LoadOptions
+    ) -> list[str]:
+        """What no rank takes of the values per coordinate; an error where that is not allowed."""
+        control = self._groups.control
+        check_claims(control.ranks, [asked.claims for asked in said], warn=control.is_coordinator)
+        taken = [each for asked in said for each in asked.taken]
+        return find_dropped(snapshot.manifest.parts, taken, allow=options.allow_dropped)
+
     def _fill(
         self,
         snapshot: Snapshot,
@@ -360,11 +377,16 @@ class Loader:
         values: dict[str, object] = {}
         error: Exception | None = None
         try:
+            trees: list[object] = []
             for request in requests:
                 matcher.move_to(request.layout)
-                tree = matcher.build(
-                    request.template, request.node, request.name, closed=is_closed(request.part)
+                closed = is_closed(request.part)
+                trees.append(
+                    matcher.build(request.template, request.node, request.name, closed=closed)
                 )
+            # Streams after all parts that may draw from them while they are restored.
+            built = zip(requests, trees, strict=True)
+            for request, tree in sorted(built, key=lambda each: is_last(each[0].part)):
                 request.part.restore(tree)
                 if isinstance(request.part, TreePart):
                     values[request.name] = tree
@@ -444,6 +466,11 @@ def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
             f"the checkpoint lacks {len(result.missing)} entries that the state asks for: "
             f"{_some(result.missing)} (allow_missing=[patterns] lets them be)"
         )
+        if any(path.endswith("]") for path in result.missing):
+            sentences[-1] += (
+                "; a value per rank may have a policy for coordinates that are not stored: "
+                "PerRank(..., missing='keep'), or merge=callable"
+            )
     if result.mismatched:
         sentences.append(f"{len(result.mismatched)} entries do not fit: {_some(result.mismatched)}")
     if sentences:
@@ -462,7 +489,16 @@ def _asked(snapshot: Snapshot, requests: Sequence[_Request], result: MatchResult
         else:
             used[request.name] = None
     boxes = asked_boxes(result.wanted, tensor_shapes(snapshot.manifest))
-    return msgspec.msgpack.encode(_Asked(used, encode_boxes(boxes), socket.gethostname()))
+    nodes = {request.name: request.node for request in requests}
+    return msgspec.msgpack.encode(
+        _Asked(
+            used,
+            encode_boxes(boxes),
+            socket.gethostname(),
+            taken_of(result.uses, nodes),
+            result.claims,
+        )
+    )
 
 
 def _some(names: Sequence[str]) -> str:
