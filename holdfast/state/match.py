@@ -305,7 +305,7 @@ class Matcher:
             self._keep_or_miss(f"{path}.{name}")
         if source.is_merged or source.is_picked:
             for label in source.labels:
-                self._want_all(node["v"][label], f"{path}[{label}]")
+                self._want_all(_only(node["v"][label], source.names), f"{path}[{label}]")
         elif source.labels:
             label = source.labels[0]
             self.match(template.tree, node["v"][label], f"{path}[{label}]")
@@ -322,7 +322,8 @@ class Matcher:
         source = self._found[path]
         if source.is_merged or source.is_picked:
             trees = {
-                label: self._decode(node["v"][label], f"{path}[{label}]") for label in source.labels
+                label: self._decode(_only(node["v"][label], source.names), f"{path}[{label}]")
+                for label in source.labels
             }
             if not source.is_merged or template.merge is None:
                 return trees
@@ -478,17 +479,17 @@ def _unmarked(template: object) -> object:
     return template
 
 
+def _only(tree: Any, names: frozenset[str] | None) -> Any:
+    """The entries of a stored dict that have one of these names; the whole where None."""
+    if names is None or not isinstance(tree, dict):
+        return tree
+    return {name: child for name, child in tree.items() if name in names}
+
+
 def _used_paths(node: Any, path: str, names: frozenset[str] | None) -> list[str]:
     """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
-    if names is None:
-        return leaf_paths(node, path)
-    return [
-        leaf
-        for label, tree in node["v"].items()
-        for name, child in (entries(tree) or {}).items()
-        if name in names
-        for leaf in leaf_paths({str(name): child}, f"{path}[{label}]")
-    ]
+    trees = {label: _only(tree, names) for label, tree in node["v"].items()}
+    return leaf_paths({**node, "v": trees}, path)
 
 
 def _settle(template: object, merged: object, path: str) -> object:
