@@ -197,6 +197,7 @@ class Checkpointer:
         step: int | None = None,
         ignore_unexpected: bool = False,
         allow_missing: Sequence[str] = (),
+        allow_dropped: Sequence[str] = (),
         cast: bool = False,
         verify: bool = True,
         exchange: bool = True,
@@ -207,6 +208,7 @@ class Checkpointer:
         The whole request is matched with the checkpoint before any target is touched: missing and
         unexpected entries, shapes, dtypes and kinds; a difference raises MismatchError on all ranks
         unless allowed (`ignore_unexpected`; `allow_missing`: `fnmatch` patterns of full paths;
+        `allow_dropped`: patterns of values per rank whose coordinates no rank of this layout has;
         `cast`: convert dtypes). Parts that the state leaves out are not loaded and are named in the
         report. The layout may be any other than the one saved under.
 
@@ -236,9 +238,8 @@ class Checkpointer:
             raise ConfigError("load(None): there is nothing to load into; load_all() needs nothing")
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
-            allow_missing=(allow_missing,)
-            if isinstance(allow_missing, str)
-            else tuple(allow_missing),
+            allow_missing=_patterns(allow_missing),
+            allow_dropped=_patterns(allow_dropped),
             cast=cast,
             verify=verify,
             exchange=exchange,
@@ -325,6 +326,10 @@ def _max_fallbacks(fallback: bool | int, step: int | None) -> int | None:
             f"fallback={fallback} with step={step}: a step asked for by number is loaded or not"
         )
     return None if fallback is True else int(fallback)
+
+
+def _patterns(given: Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _groups_in_force() -> ProcessGroups:

@@ -18,6 +18,7 @@ import numpy as np
 from holdfast.checkpoint.aliasing import shared_memory, without_ties
 from holdfast.checkpoint.filling import Asked, Filler
 from holdfast.checkpoint.opening import collector_paused, refuse_disagreement
+from holdfast.checkpoint.per_rank import Taken, check_claims, find_dropped, taken_of
 from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.requests import asked_boxes, decode_boxes, encode_boxes, tensor_shapes
 from holdfast.errors import (
@@ -33,10 +34,11 @@ from holdfast.format.reading import mark_reading
 from holdfast.format.values import Codecs, Node
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.guard import Guard
+from holdfast.state.coordinates import Claim
 from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import On, Stored
 from holdfast.state.match import Matcher, MatchResult
-from holdfast.state.parts import Part, TreePart, is_closed, part_of
+from holdfast.state.parts import Part, TreePart, is_closed, is_last, part_of
 from holdfast.state.stored import StoredPart
 from holdfast.state.stored_nodes import leaf_paths
 from holdfast.storage import Storage
@@ -53,6 +55,7 @@ class LoadOptions:
 
     ignore_unexpected: bool = False
     allow_missing: tuple[str, ...] = ()
+    allow_dropped: tuple[str, ...] = ()
     cast: bool = False
     verify: bool = True
     exchange: bool = True
@@ -64,12 +67,15 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
     """What one rank asks for, for all to know.
 
     `used`: part -> a bit for each stored entry, 1 where the rank asks for it; None for a part of
-    which it takes everything. `boxes`: see `encode_boxes`. `host`: the machine it is on.
+    which it takes everything. `boxes`: see `encode_boxes`. `host`: the machine it is on. `taken`:
+    of values per coordinate. `claims`: what has to be equal on several ranks.
     """
 
     used: dict[str, bytes | None]
     boxes: bytes
     host: str
+    taken: list[Taken] = []
+    claims: list[Claim] = []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,6 +201,7 @@ class Loader:
         with snapshot:
             said = [msgspec.msgpack.decode(data, type=_Asked) for data in gathered]
             unexpected = self._unexpected(snapshot, said, options)
+            dropped = self._judge_coordinates(snapshot, said, options)
             filler, job = self._fill(snapshot, said, matcher.result, options, written)
             values = self._restore(matcher, requests)
             _warn_of_kept(matcher.result, self._groups.rank)
@@ -204,6 +211,7 @@ class Loader:
                 step=chosen,
                 path=self._storage.describe(directory),
                 unexpected=tuple(unexpected),
+                dropped=(*dropped, *matcher.result.dropped),
                 not_requested=tuple(sorted(set(snapshot.manifest.parts) - set(state))),
                 values=values,
                 nbytes_needed=filler.nbytes_needed,
@@ -325,6 +333,15 @@ class Loader:
             )
         return found
 
+    def _judge_coordinates(
+        self, snapshot: Snapshot, said: Sequence[_Asked], options: LoadOptions
+    ) -> list[str]:
+        """What no rank takes of the values per coordinate; an error where that is not allowed."""
+        control = self._groups.control
+        check_claims(control.ranks, [asked.claims for asked in said], warn=control.is_coordinator)
+        taken = [each for asked in said for each in asked.taken]
+        return find_dropped(snapshot.manifest.parts, taken, allow=options.allow_dropped)
+
     def _fill(
         self,
         snapshot: Snapshot,
@@ -379,11 +396,14 @@ class Loader:
         What fails here on one rank fails the load on all, at its end.
         """
         values: dict[str, object] = {}
+        trees: list[object] = []
         for request in requests:
             matcher.move_to(request.layout)
-            tree = matcher.build(
-                request.template, request.node, request.name, closed=is_closed(request.part)
-            )
+            closed = is_closed(request.part)
+            trees.append(matcher.build(request.template, request.node, request.name, closed=closed))
+        # Streams after all parts that may draw from them while they are restored.
+        built = zip(requests, trees, strict=True)
+        for request, tree in sorted(built, key=lambda each: is_last(each[0].part)):
             request.part.restore(tree)
             if isinstance(request.part, TreePart):
                 values[request.name] = tree
@@ -461,6 +481,11 @@ def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
             f"the checkpoint lacks {len(result.missing)} entries that the state asks for: "
             f"{_some(result.missing)} (allow_missing=[patterns] lets them be)"
         )
+        if any(path.endswith("]") for path in result.missing):
+            sentences[-1] += (
+                "; a value per rank may have a policy for coordinates that are not stored: "
+                "PerRank(..., missing='keep'), or merge=callable"
+            )
     if result.mismatched:
         sentences.append(f"{len(result.mismatched)} entries do not fit: {_some(result.mismatched)}")
     if sentences:
@@ -481,7 +506,16 @@ def _asked(
         else:
             used[request.name] = None
     boxes = asked_boxes(result.wanted, tensor_shapes(snapshot.manifest))
-    return msgspec.msgpack.encode(_Asked(used, encode_boxes(boxes), socket.gethostname()))
+    nodes = {request.name: request.node for request in requests}
+    return msgspec.msgpack.encode(
+        _Asked(
+            used,
+            encode_boxes(boxes),
+            socket.gethostname(),
+            taken_of(result.uses, nodes),
+            result.claims,
+        )
+    )
 
 
 def _some(names: Sequence[str]) -> str:

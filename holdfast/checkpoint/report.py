@@ -64,6 +64,8 @@ class LoadReport:
     Paths are full: part name first. `loaded`: tensors filled. `missing`: asked for, absent, allowed
     (their targets keep what they had). `unexpected`: stored, asked for by no rank, allowed.
     `cast`: converted from another dtype. `kept`: per-rank values that stay local by their policy.
+    `dropped`: stored per-rank values that no rank took, by consent; the same on all ranks, but for
+    streams of a device that this rank does not have.
     `not_requested`: stored parts that the request left out. `values`: part name -> loaded tree, for
     parts that are plain trees. `nbytes_needed`, `nbytes_read`, `nbytes_received`: of tensor data,
     on this rank: asked for, read from storage, got from other ranks. More is read than needed where
@@ -80,6 +82,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     not_requested: tuple[str, ...] = ()
     values: Mapping[str, object] = field(default_factory=dict)
     nbytes_needed: int = 0
@@ -100,6 +103,7 @@ class LoadReport:
                 ("unexpected", self.unexpected),
                 ("cast", self.cast),
                 ("kept local", self.kept),
+                ("dropped", self.dropped),
                 ("damaged copies replaced", self.replaced),
                 ("newer checkpoints given up", self.fell_back),
             )

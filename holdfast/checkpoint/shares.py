@@ -222,10 +222,7 @@ def _plan_all(
 def coordinates_of(groups: ProcessGroups) -> tuple[dict[str, int], ...]:
     """The coordinates of every rank, in the order of the control group."""
     layout = groups.layout
-    return tuple(
-        {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
-        for rank in groups.control.ranks
-    )
+    return tuple(layout.coordinates(rank) for rank in groups.control.ranks)
 
 
 def total_nbytes(plan: CommitPlan) -> int:

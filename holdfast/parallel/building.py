@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel import _torch
 from holdfast.parallel.control import Control
-from holdfast.parallel.layout import GROUP_NAMES, Layout, clone_source
+from holdfast.parallel.group_names import GROUP_NAMES, clone_source
+from holdfast.parallel.layout import Layout
 from holdfast.parallel.link import Link
 from holdfast.parallel.rendezvous import Proposal, Rendezvous
 
@@ -143,7 +144,7 @@ def adopt(
         built.backend = next((_torch.backend_of(h.group) for h in built.held.values()), "gloo")
     except HoldfastError as raised:
         error = raised
-    everywhere = sorted(set(supplied) - {"embd"})  # interior stages have none to supply
+    everywhere = sorted(_names_of_all(layout, supplied))
     meeting.propose(_proposal(layout, everywhere, "supplied"), error)
     meeting.conclude("compared", _flaw_of_communicators(built, meeting))
     built.prefix = f"{meeting.prefix}/{layout.digest()[:8]}"
@@ -272,10 +273,13 @@ def _make_control(built: Built) -> Control:
 def _wanted(layout: Layout, names: Sequence[str] | None) -> list[str]:
     """The groups to make, in the order in which every rank makes them."""
     if names is None:
-        slices = layout.replicas > 1
-        chosen = [n for n in GROUP_NAMES if slices or not n.endswith(("_intra", "_inter"))]
+        chosen = [name for name in GROUP_NAMES if _is_default(layout, name)]
     else:
-        chosen = sorted(set(names), key=lambda n: (_place(n), n))
+        try:
+            resolved = {layout.resolve(name) for name in names}
+        except LayoutError as error:
+            raise GroupError(f"Cannot create groups: {error}") from None
+        chosen = sorted(resolved, key=lambda n: (_place(n), n))
     wanted = []
     for name in chosen:
         if name == "control":
@@ -292,6 +296,13 @@ def _wanted(layout: Layout, names: Sequence[str] | None) -> list[str]:
     return wanted
 
 
+def _is_default(layout: Layout, name: str) -> bool:
+    """Whether a group is made unless names are given."""
+    is_slice = name.removesuffix("_ag").endswith(("_intra", "_inter"))
+    is_absent = layout.is_expert_group(name) and not layout.has_expert_view
+    return (layout.replicas > 1 or not is_slice) and not is_absent
+
+
 def _place(name: str) -> int:
     return GROUP_NAMES.index(name) if name in GROUP_NAMES else len(GROUP_NAMES)
 
@@ -300,22 +311,38 @@ def _verified(layout: Layout, supplied: Mapping[str, ProcessGroup], rank: int) -
     """Each supplied communicator with its ranks; GroupError listing every one that is wrong."""
     held: dict[str, Held] = {}
     flaws = []
-    for name in sorted(supplied, key=lambda n: (_place(n), n)):
-        group = supplied[name]
+    for given in sorted(supplied, key=lambda n: (_place(n), n)):
+        name, group = given, supplied[given]
         try:
             if name == "control":
                 raise GroupError("is made here and never supplied")
+            name = layout.resolve(given)
             planned = layout.group(name, rank)
             _check_ranks(group, planned)
+            if name in held and held[name].group is not group:
+                raise GroupError(
+                    f"is the group {name!r}, for which another communicator was supplied, too"
+                )
             twin = held.get(clone_source(name) or "")
             if twin is not None and twin.group is group and len(planned) > 1:
                 raise GroupError(f"has to be another communicator than {twin.axes!r}")
             held[name] = Held(group=group, ranks=planned, axes=name)
         except HoldfastError as error:
-            flaws.append(f"{name!r} {error}")
+            flaws.append(f"{given!r} {error}")
     if flaws:
         raise GroupError(f"Supplied groups do not fit {layout} on rank {rank}: {'; '.join(flaws)}.")
     return held
+
+
+def _names_of_all(layout: Layout, supplied: Iterable[str]) -> set[str]:
+    """The supplied groups that every rank has to supply, by the layout's names for them."""
+    names = set()
+    for name in supplied:
+        try:
+            names.add(layout.resolve(name))
+        except LayoutError:
+            names.add(name)
+    return names - {"embd", "pos_embd"}  # not every stage has one to supply
 
 
 def _check_ranks(group: object, planned: tuple[int, ...]) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import GroupError, LayoutError
 from holdfast.parallel import building
-from holdfast.parallel.building import Built
+from holdfast.parallel.building import Built, Held
 from holdfast.parallel.control import Control
-from holdfast.parallel.layout import Layout, clone_source
+from holdfast.parallel.group_names import clone_source
+from holdfast.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -116,7 +117,7 @@ class ProcessGroups:
     def group(self, name: str) -> ProcessGroup:
         """The communicator `name`; GroupError if there is none, saying why and what there is."""
         self._check_open()
-        held = self._built.held.get(name)
+        held = self._held(name)
         if held is not None:
             return held.group
         raise GroupError(self._why_absent(name))
@@ -124,7 +125,7 @@ class ProcessGroups:
     def has(self, name: str) -> bool:
         """Whether this rank holds a communicator `name`; GroupError for a name that cannot be."""
         self._check_open()
-        if name in self._built.held:
+        if self._held(name) is not None:
             return True
         self._is_known(name, or_raise=True)
         return False
@@ -136,12 +137,12 @@ class ProcessGroups:
 
     def size(self, name: str) -> int:
         """Number of ranks in the group, whether or not it has a communicator."""
-        held = self._built.held.get(name)
+        held = self._held(name)
         return self.layout.size(name) if held is None else len(held.ranks)
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """The ordered ranks of this rank's group, whether or not it has a communicator."""
-        held = self._built.held.get(name)
+        held = self._held(name)
         return self.layout.group(name, self.rank) if held is None else held.ranks
 
     def index(self, name: str) -> int:
@@ -165,7 +166,7 @@ class ProcessGroups:
         """
         self._check_open()
         axes = ["tp", "cp", "dp", "pp"]
-        if self.layout.ep > 1 or self.layout.expt_tp != self.layout.tp:
+        if self.layout.has_experts:
             axes += ["ep", "expt_tp", "expt_dp"]
         covered = {held.ranks for held in self._built.held.values()}
         missing = [a for a in axes if self._is_missing(a) and self.ranks(a) not in covered]
@@ -185,6 +186,7 @@ class ProcessGroups:
         they disagree or one does not come. Cost: a few store operations, one communicator.
         """
         source = self.group(name)
+        name = self._resolved(name)
         error: Exception | None = None
         if purpose in self._built.held:
             error = GroupError(f"There is a communicator {purpose!r} already on rank {self.rank}.")
@@ -204,6 +206,7 @@ class ProcessGroups:
         if not names or len(set(names)) != len(names):
             raise GroupError(f"A mesh needs one or more different groups, got {list(names)}.")
         self.require(*names)
+        names = tuple(self._resolved(name) for name in names)
         from holdfast.parallel import meshes
 
         return meshes.mesh(self._built, names, device_type)
@@ -255,6 +258,18 @@ class ProcessGroups:
         if self._closed:
             raise GroupError(f"The process groups of {self.layout} are closed.")
 
+    def _held(self, name: str) -> Held | None:
+        """The communicator of this name, or of the group that it is another name of."""
+        held = self._built.held
+        return held[name] if name in held else held.get(self._resolved(name))
+
+    def _resolved(self, name: str) -> str:
+        """The layout's name of a group; one that is unknown, or that the layout refuses, as is."""
+        try:
+            return self.layout.resolve(name)
+        except LayoutError:
+            return name
+
     def _is_known(self, name: str, *, or_raise: bool) -> bool:
         try:
             self.layout.size(name)
@@ -266,7 +281,7 @@ class ProcessGroups:
 
     def _is_missing(self, name: str) -> bool:
         """Whether a group of several ranks, this rank among them, has no communicator here."""
-        if name in self._built.held:
+        if self._held(name) is not None:
             return False
         self._is_known(name, or_raise=True)
         return self.layout.has_group(name, self.rank) and self.layout.size(name) > 1
@@ -276,7 +291,8 @@ class ProcessGroups:
         if name == "control":
             return "'control' is not handed out: agreement goes through groups.control."
         if not self.layout.has_group(name, self.rank):
-            return f"Rank {self.rank} is an interior stage: it is in no {name!r} group."
+            where = "not the first" if self._resolved(name) == "pos_embd" else "an interior"
+            return f"Rank {self.rank} is {where} stage: it is in no {name!r} group."
         if self.layout.size(name) == 1:
             return f"Group {name!r} of {self.layout} has size 1 and needs no communicator."
         return (

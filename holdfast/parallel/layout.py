@@ -7,6 +7,9 @@ A layout factorises one list of ranks in two ways that share the pipeline axis:
 
 The order string says which axis varies fastest (the leftmost). The dense view leaves `ep` out of
 it; the expert view leaves `cp` out, and reads `tp` as `expt_tp` and `dp` as `expt_dp`.
+
+A layout without experts (ep = 1, expt_tp = tp) need not have an expert view: where the order makes
+the two views differ in `pp`, it is valid, and only questions about expert groups are refused.
 """
 
 from __future__ import annotations
@@ -20,41 +23,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import LayoutError
+from holdfast.parallel.group_names import ALIASES, CLONED, GROUP_NAMES, NAMED_AXES, SLICED
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("expt_tp", "ep", "expt_dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 _TOKENS = ("tp", "cp", "ep", "dp", "pp")
+_WHOLE = "tp-cp-dp-pp"
 _EXPERT_TOKEN = {"tp": "expt_tp", "ep": "ep", "dp": "expt_dp", "pp": "pp"}
-_NAMED_AXES: Mapping[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "pp": ("pp",),
-    "dp_cp": ("cp", "dp"),
-    "tp_cp": ("tp", "cp"),
-    "mp": ("tp", "pp"),
-    "ep": ("ep",),
-    "expt_tp": ("expt_tp",),
-    "expt_dp": ("expt_dp",),
-    "tp_ep": ("expt_tp", "ep"),
-    "tp_ep_pp": ("expt_tp", "ep", "pp"),
-}
-_CLONED = {"dp_cp_ag": "dp_cp", "expt_dp_ag": "expt_dp"}
-_SLICED = {
-    "dp_cp_intra": "dp_cp",
-    "dp_cp_inter": "dp_cp",
-    "expt_dp_intra": "expt_dp",
-    "expt_dp_inter": "expt_dp",
-}
-GROUP_NAMES = (*_NAMED_AXES, "embd", *_SLICED, *_CLONED)
-"""Every named group but `control`, in the order in which communicators are created."""
-
-
-def clone_source(name: str) -> str | None:
-    """The group that `name` is a second communicator of; None if it is none."""
-    return _CLONED.get(name)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -68,7 +45,7 @@ class Layout:
     (and of `expt_dp`) hold the same shards.
 
     Raises LayoutError, with the arithmetic in the message, if sizes, order, ranks or replicas do
-    not fit each other, or if the two views do not enumerate `pp` identically.
+    not fit each other, or if there are experts and the two views do not enumerate `pp` identically.
     """
 
     tp: int
@@ -110,8 +87,8 @@ class Layout:
         object.__setattr__(self, "ranks", _ranks(ranks, world, name))
         self._check_world(world)
         self._check_order()
-        self._check_replicas()
         self._check_pipeline()
+        self._check_replicas()
 
     @classmethod
     def of_world(
@@ -194,12 +171,60 @@ class Layout:
         """Size of expert data parallelism: what expt_tp, ep and pp leave of the ranks."""
         return self.world_size // (self.expt_tp * self.ep * self.pp)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts are placed by axes of their own: ep > 1, or expt_tp other than tp."""
+        return self.ep > 1 or self.expt_tp != self.tp
+
+    @property
+    def has_expert_view(self) -> bool:
+        """Whether the order gives expert groups with the pipelines of the dense view.
+
+        Always, with experts; a layout without experts need not.
+        """
+        views = [self._enumerate(axes)["pp"] for axes in (DENSE_AXES, EXPERT_AXES)]
+        return self.pp == 1 or views[0] == views[1]
+
+    def resolve(self, name: str) -> str:
+        """The name that a group has here: that of an alias (docs/layouts.md), or the name itself.
+
+        Raises LayoutError for `inter_dist_opt` and `intra_dist_opt` where dense and expert
+        parameters have different ones.
+        """
+        name = ALIASES.get(name, name)
+        if name == "intra_dist_opt":
+            self._instances()
+            return _WHOLE if self.replicas == 1 else name
+        if name == "inter_dist_opt":
+            self._instances()
+            if self.has_experts and {*self.groups("dp_cp_inter")} != {
+                *self.groups("expt_dp_inter")
+            }:
+                raise LayoutError(
+                    f"{self}: inter_dist_opt is of other ranks for dense and for expert "
+                    "parameters; ask for dp_cp_inter and expt_dp_inter."
+                )
+            return "dp_cp_inter"
+        return name
+
+    def is_expert_group(self, axes: str) -> bool:
+        """Whether a group belongs to the expert view alone."""
+        axes = self.resolve(axes)
+        axes = CLONED.get(axes, axes)
+        tokens = NAMED_AXES.get(SLICED.get(axes, axes)) or axes.split("-")
+        return not set(tokens).isdisjoint(set(EXPERT_AXES) - {"pp"})
+
     def size(self, axes: str) -> int:
         """Number of ranks in each group of `axes`: a named group, or axes joined with ``-``."""
+        axes = self._own_name(axes)
         if axes == "embd":
             return min(self.pp, 2)
-        if axes in _SLICED:
-            whole = self.size(_SLICED[axes])
+        if axes == "pos_embd":
+            return 1
+        if axes == "intra_dist_opt":
+            return self.world_size // self.replicas
+        if axes in SLICED:
+            whole = self.size(SLICED[axes])
             return self.replicas if axes.endswith("_inter") else whole // self.replicas
         tokens, strides = self._view(axes)
         return math.prod(strides[token][0] for token in tokens)
@@ -212,12 +237,16 @@ class Layout:
         """All groups of `axes`, each with its ordered ranks, ordered by first member's position.
 
         Every rank is in exactly one, but for `embd`: the first and last stage of each pipeline,
-        with interior stages in none. Cost: one pass over the ranks.
+        with interior stages in none; and `pos_embd`: the first stage of each, on its own.
+        Cost: one pass over the ranks.
         """
-        if axes == "embd":
-            return tuple(_ends(group) for group in self.groups("pp"))
-        if axes in _SLICED:
-            wholes = self.groups(_SLICED[axes])
+        axes = self._own_name(axes)
+        if axes in _STAGES:
+            return tuple(_STAGES[axes](group) for group in self.groups("pp"))
+        if axes == "intra_dist_opt":
+            return self._instances()
+        if axes in SLICED:
+            wholes = self.groups(SLICED[axes])
             inter = axes.endswith("_inter")
             return tuple(piece for whole in wholes for piece in self._slices(whole, inter))
         members, origins = self._offsets(axes)
@@ -226,20 +255,24 @@ class Layout:
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The ordered ranks of the group of `axes` that has `rank`.
 
-        Raises LayoutError if the rank is not in the layout, or is an interior stage and in no
-        `embd` group.
+        Raises LayoutError if the rank is not in the layout, or is a stage that is in no `embd` or
+        `pos_embd` group.
         """
+        axes = self._own_name(axes)
         position = self._position(rank)
-        if axes == "embd":
-            ends = _ends(self.group("pp", rank))
+        if axes in _STAGES:
+            ends = _STAGES[axes](self.group("pp", rank))
             if rank not in ends:
+                where = "an interior" if axes == "embd" else "not the first"
                 raise LayoutError(
-                    f"Rank {rank} is an interior pipeline stage of {self}: it is in no 'embd' "
+                    f"Rank {rank} is {where} pipeline stage of {self}: it is in no {axes!r} "
                     f"group. The one of its pipeline is {ends}."
                 )
             return ends
-        if axes in _SLICED:
-            pieces = self._slices(self.group(_SLICED[axes], rank), axes.endswith("_inter"))
+        if axes == "intra_dist_opt":
+            return next(ranks for ranks in self._instances() if rank in ranks)
+        if axes in SLICED:
+            pieces = self._slices(self.group(SLICED[axes], rank), axes.endswith("_inter"))
             return next(piece for piece in pieces if rank in piece)
         tokens, strides = self._view(axes)
         members = _steps(strides[token] for token in tokens)
@@ -249,10 +282,11 @@ class Layout:
         return tuple(self.ranks[position + member] for member in members)
 
     def has_group(self, axes: str, rank: int) -> bool:
-        """Whether `rank` is in a group of `axes`: false only for interior stages and `embd`."""
+        """Whether `rank` is in a group of `axes`; all are, but for `embd` and `pos_embd`."""
         self.size(axes)
         self._position(rank)
-        return axes != "embd" or rank in _ends(self.group("pp", rank))
+        ends = _STAGES.get(self._own_name(axes))
+        return ends is None or rank in ends(self.group("pp", rank))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` stands in the dense view: tp, cp, dp and pp."""
@@ -261,6 +295,11 @@ class Layout:
     def expert_coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` stands in the expert view: expt_tp, ep, expt_dp and pp."""
         return self._coordinate(rank, EXPERT_AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands in every view that the layout has."""
+        dense = self.coordinate(rank)
+        return {**dense, **self.expert_coordinate(rank)} if self.has_expert_view else dense
 
     def rank_at(self, **coordinate: int) -> int:
         """The rank at a dense or an expert coordinate; axes of size 1 may be left out."""
@@ -299,6 +338,15 @@ class Layout:
         return {axis: position // strides[axis][1] % strides[axis][0] for axis in axes}
 
     def _strides(self, axes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        """Size and stride of each axis of a view; LayoutError for an expert view it has not."""
+        if axes == EXPERT_AXES and not self.has_expert_view:
+            raise LayoutError(
+                f"{self} has no experts (ep = 1, expt_tp = tp) and no expert view: its order would "
+                f"give them pipelines of other ranks. {self._views_of_pp()}"
+            )
+        return self._enumerate(axes)
+
+    def _enumerate(self, axes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         """Size and stride of each axis of a view, fastest first; left-out axes come last."""
         expert = axes == EXPERT_AXES
         named = [_EXPERT_TOKEN.get(t, "") if expert else t for t in self.order.split("-")]
@@ -323,13 +371,46 @@ class Layout:
 
     def _view(self, axes: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
         """The tokens of `axes` fastest first, and the strides of the view they belong to."""
-        axes = _CLONED.get(axes, axes)
-        named = DENSE_AXES if axes == "control" else _NAMED_AXES.get(axes)
+        axes = self._own_name(axes)
+        named = DENSE_AXES if axes == "control" else NAMED_AXES.get(axes)
         tokens = tuple(axes.split("-")) if named is None else named
         if len(set(tokens)) != len(tokens):
             raise LayoutError(f"Axes {axes!r} name an axis twice.")
         strides = self._strides(self._axes_of(tokens, "Group"))
         return [axis for axis in strides if axis in tokens], strides
+
+    def _own_name(self, axes: str) -> str:
+        """What `axes` names, aliases resolved and clones as their source."""
+        axes = self.resolve(axes)
+        return CLONED.get(axes, axes)
+
+    def _instances(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each instance of a sharded optimizer: those of one slice of data ranks.
+
+        LayoutError where the slices of dense and of expert parameters are not the same ranks.
+        """
+        found = [
+            self._instances_over(whole) for whole in ("dp_cp", "expt_dp")[: 1 + self.has_experts]
+        ]
+        if any(each != found[0] for each in found):
+            raise LayoutError(
+                f"{self} has no one instance of a sharded optimizer for each slice: with "
+                f"replicas = {self.replicas} the slices of dp_cp are of ranks "
+                f"{[list(ranks) for ranks in found[0]][:8]}, those of expt_dp of ranks "
+                f"{[list(ranks) for ranks in found[1]][:8]}. Ask for dp_cp_intra and dp_cp_inter, "
+                "expt_dp_intra and expt_dp_inter."
+            )
+        return found[0]
+
+    def _instances_over(self, whole: str) -> tuple[tuple[int, ...], ...]:
+        length = self.size(whole) // self.replicas
+        slice_of = {
+            rank: i // length for group in self.groups(whole) for i, rank in enumerate(group)
+        }
+        return tuple(
+            tuple(rank for rank in self.ranks if slice_of[rank] == number)
+            for number in range(self.replicas)
+        )
 
     def _offsets(self, axes: str) -> tuple[list[int], list[int]]:
         """Positions of a group's members from its first, and of all groups' first members."""
@@ -369,7 +450,8 @@ class Layout:
         if repeated:
             raise LayoutError(f"{where} names {', '.join(repeated)} more than once.")
         for token in _TOKENS:
-            for axis in dict.fromkeys((token, _EXPERT_TOKEN.get(token, token))):
+            named = (token, _EXPERT_TOKEN.get(token, token))[: 1 + self.has_experts]
+            for axis in dict.fromkeys(named):
                 size = getattr(self, axis)
                 if token not in tokens and size != 1:
                     raise LayoutError(
@@ -378,7 +460,7 @@ class Layout:
                     )
 
     def _check_replicas(self) -> None:
-        for whole in ("dp_cp", "expt_dp"):
+        for whole in ("dp_cp", "expt_dp")[: 1 + self.has_experts]:
             size = self.size(whole)
             if size % self.replicas:
                 raise LayoutError(
@@ -387,16 +469,19 @@ class Layout:
                 )
 
     def _check_pipeline(self) -> None:
-        dense = self._strides(DENSE_AXES)["pp"]
-        expert = self._strides(EXPERT_AXES)["pp"]
-        if self.pp > 1 and dense != expert:
-            pipelines = [self._pipelines(stride) for _, stride in (dense, expert)]
+        if self.has_experts and not self.has_expert_view:
             raise LayoutError(
                 f"Layout {self.name!r}: with order {self.order!r} the dense and the expert view "
-                f"enumerate pp differently. Dense: {pipelines[0]} (stride {dense[1]}). Expert: "
-                f"{pipelines[1]} (stride {expert[1]}). Put pp last in the order, or make the sizes "
-                "left of pp multiply to the same number in both views."
+                f"enumerate pp differently. {self._views_of_pp()} Put pp last in the order, or "
+                "make the sizes left of pp multiply to the same number in both views."
             )
+
+    def _views_of_pp(self) -> str:
+        dense, expert = (self._enumerate(axes)["pp"][1] for axes in (DENSE_AXES, EXPERT_AXES))
+        return (
+            f"Dense: {self._pipelines(dense)} (stride {dense}). Expert: {self._pipelines(expert)} "
+            f"(stride {expert})."
+        )
 
     def _pipelines(self, stride: int) -> str:
         span = stride * self.pp
@@ -441,6 +526,13 @@ def _ranks(ranks: Sequence[int] | None, world: int, name: str) -> tuple[int, ...
 
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
     return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])
+
+
+def _first(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    return pipeline[:1]
+
+
+_STAGES = {"embd": _ends, "pos_embd": _first}
 
 
 def _steps(axes: Iterable[tuple[int, int]]) -> list[int]:

@@ -18,7 +18,7 @@ from holdfast.state.markers import (
 from holdfast.state.optimizer import OptimizerState
 from holdfast.state.padding import declare_padding
 from holdfast.state.parts import Part, Stateful
-from holdfast.state.rng import RNG
+from holdfast.state.rng import RNG, Stream
 from holdfast.state.stored import StoredPart, StoredTensor
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Stored",
     "StoredPart",
     "StoredTensor",
+    "Stream",
     "TensorLeaf",
     "Transient",
     "Union",

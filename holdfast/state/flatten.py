@@ -16,6 +16,7 @@ from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.format.values import UNION, Codecs, Node, encode_tree
 from holdfast.parallel.layout import Layout
 from holdfast.state.arrays import array_tensor
+from holdfast.state.coordinates import coordinate_label
 from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
@@ -31,7 +32,7 @@ from holdfast.state.markers import (
 )
 from holdfast.state.module import ModulePart
 from holdfast.state.optimizer import OptimizerState
-from holdfast.state.parts import Part, part_of
+from holdfast.state.parts import Part, is_last, part_of
 from holdfast.state.placement import Domains, tensor_leaf
 
 Entry = tuple[object, object, TensorLeaf]
@@ -94,12 +95,13 @@ def flatten_state(
     and dtype (`.data` ties, fresh views). Modules and the named parts of optimizers are unions:
     ranks may hold different members of them. Raises PlacementError naming the path for a value that
     cannot be stored, two entries with one key, or a bad placement; ConfigError for a bad part name.
+    Random streams are looked at last, so that they hold what other parts draw meanwhile.
     `cache`: of an earlier call with the same layout and rank; brought up to date.
     Cost: no collectives, no tensor bytes copied.
     """
     flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache or LeafCache())
     nodes: dict[str, object] = {}
-    for name, value in state.items():
+    for name, value in sorted(state.items(), key=lambda item: is_last(item[1])):
         check_part_name(name)
         home = value.own_layout if isinstance(value, On) else layout
         if rank not in home.ranks:
@@ -116,7 +118,7 @@ def flatten_state(
         nodes[name] = flattener.encode(tree, path=name)
     if cache is not None:
         cache.entries, cache.shelves = flattener.entries, flattener.shelves
-    return FlatState(leaves=flattener.leaves, nodes=nodes)
+    return FlatState(leaves=flattener.leaves, nodes={name: nodes[name] for name in state})
 
 
 def _declared(part: Part, tree: object) -> object:
@@ -137,18 +139,6 @@ def check_part_name(name: object) -> None:
         raise ConfigError(
             f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
         )
-
-
-def coordinate_label(layout: Layout, rank: int, axes: tuple[str, ...], *, path: str) -> str:
-    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
-    known = {**layout.expert_coordinate(rank), **layout.coordinate(rank)}
-    unknown = [axis for axis in axes if axis not in known]
-    if unknown:
-        raise PlacementError(
-            f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
-            f"{', '.join(sorted(known))}"
-        )
-    return ",".join(f"{axis}={known[axis]}" for axis in sorted(axes))
 
 
 class _Flattener:

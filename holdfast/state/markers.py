@@ -7,7 +7,7 @@ declare placements, so that no check is needed and every mistake has a name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,19 +205,40 @@ class PerRank:
 
     `axes`: names of layout axes (`tp cp dp pp` or `expt_tp ep expt_dp pp`); default: the dense
     four, one value for each rank. Ranks with equal coordinates must hold equal values.
-    `missing`: what a load does on a rank whose coordinate the checkpoint does not have:
-    "error" raises MismatchError; "keep" leaves the local value and says so in the report.
+
+    The policies are those of a load, under a layout with other coordinates than the one saved:
+
+    - `missing`: on a rank whose coordinate the checkpoint does not have, "error" raises
+      MismatchError; "keep" leaves the local value and says so (`LoadReport.kept`).
+    - `surplus`: where the checkpoint has coordinates that no rank takes, "error" raises
+      MismatchError on all ranks; "drop" leaves them and says so (`LoadReport.dropped`). Consent
+      can be given at the load as well: `allow_missing=[...]`, `allow_dropped=[...]`.
+    - `merge`: makes this rank's tree of all stored ones; then nothing is missing or surplus. It is
+      called on every rank if the stored coordinates are not exactly those of the layout (more,
+      fewer, or along other axes), with a dict from label ("dp=0", "dp=1,tp=0"; axes by name) to
+      loaded tree in ascending order of coordinates, the first of `axes` most significant; tensors
+      in it are new. What it returns is the loaded tree; tensors that the marker's own tree has at
+      the same places are filled with it. Every rank reads all stored trees then.
+
+    Stored with more axes than asked for, a value is found if the others have one coordinate each;
+    everything else about axes that differ is a MismatchError, unless there is a `merge`.
     """
 
     tree: object
     axes: Sequence[str] = ("tp", "cp", "dp", "pp")
     missing: str = "error"
+    surplus: str = "error"
+    merge: Callable[[dict[str, Any]], object] | None = None
 
     def __post_init__(self) -> None:
-        """Check the policy's name and the axes."""
+        """Check the policies and the axes."""
         if self.missing not in ("error", "keep"):
             raise PlacementError(f"PerRank: missing={self.missing!r} is not one of 'error', 'keep'")
-        axes = tuple(self.axes)
+        if self.surplus not in ("error", "drop"):
+            raise PlacementError(f"PerRank: surplus={self.surplus!r} is not one of 'error', 'drop'")
+        if self.merge is not None and not callable(self.merge):
+            raise PlacementError(f"PerRank: merge={self.merge!r} cannot be called")
+        axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
         if not axes or len(set(axes)) != len(axes):
             raise PlacementError(
                 f"PerRank: axes {list(axes)} must be named once each, at least one"

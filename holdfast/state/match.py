@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.errors import HoldfastError, MismatchError
 from holdfast.format.values import (
     Codecs,
     dataclass_of,
@@ -23,7 +23,14 @@ from holdfast.geometry import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.arrays import tensor_array
 from holdfast.state.casting import refused_cast
-from holdfast.state.flatten import coordinate_label
+from holdfast.state.coordinates import (
+    Claim,
+    Source,
+    coordinate_label,
+    find_source,
+    matches,
+    stored_trees,
+)
 from holdfast.state.markers import (
     Marked,
     Padded,
@@ -68,6 +75,15 @@ class Wanted(NamedTuple):
     is_fresh: bool = False
 
 
+class Use(NamedTuple):
+    """A stored value per coordinate that a request met: what this rank takes of it."""
+
+    path: str
+    node: Any
+    labels: tuple[str, ...]
+    may_drop: bool
+
+
 @dataclass(slots=True)
 class MatchResult:
     """What a request and a checkpoint have to do with each other, on one rank.
@@ -76,7 +92,9 @@ class MatchResult:
     `missing`: paths asked for and not stored. `mismatched`: one sentence for each difference in
     shape, dtype or kind. `cast`: keys that are converted. `kept`: per-rank paths whose local value
     stays by their policy. `allowed`: paths absent by the caller's leave. `touched`: stored leaf
-    paths that the request uses. `cleared`: padding that is set to zero in the end.
+    paths that the request uses. `cleared`: padding that is set to zero in the end. `uses`: the
+    values per coordinate that it asks for. `claims`: what has to be equal on several ranks after
+    the load. `dropped`: stored entries of this rank's coordinate that nothing here can take.
     """
 
     wanted: list[Wanted] = field(default_factory=list)
@@ -87,6 +105,9 @@ class MatchResult:
     allowed: list[str] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
     cleared: list[Wanted] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
 
 
 class Matcher:
@@ -121,6 +142,7 @@ class Matcher:
         self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
         self._registered = Registered(codecs)
         self._closed = False
+        self._found: dict[str, Source] = {}
         self.result = MatchResult()
 
     def move_to(self, layout: Layout) -> None:
@@ -129,7 +151,7 @@ class Matcher:
 
     def may_miss(self, path: str) -> bool:
         """Whether the caller allowed this path to be absent."""
-        return any(fnmatchcase(path, pattern) for pattern in self._allow_missing)
+        return matches(path, self._allow_missing)
 
     def match_part(self, template: object, node: Any, path: str, *, closed: bool) -> None:
         """Match a part's template; `closed` as in `build`: else what it does not name is asked for.
@@ -172,11 +194,7 @@ class Matcher:
         if isinstance(template, Transient):
             return template.value
         if isinstance(template, PerRank):
-            label = self._label(template, path)
-            inner = node["v"].get(label) if tag_of(node) == "per_rank" else None
-            if inner is None:
-                return None if isinstance(template.tree, Stored) else template.tree
-            return self.build(template.tree, inner, f"{path}[{label}]", closed=closed)
+            return self._build_per_rank(template, node, path, closed=closed)
         if isinstance(template, torch.Tensor):
             return template
         if isinstance(template, Marked):
@@ -317,21 +335,62 @@ class Matcher:
         self._want_all(node, path)
 
     def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
-        if tag_of(node) != "per_rank" or sorted(node["axes"]) != sorted(template.axes):
+        if tag_of(node) != "per_rank":
             self.result.mismatched.append(
                 f"{path}: the state has a value per {','.join(template.axes)} here, the checkpoint "
                 f"{kind_in_words(node)}"
             )
             return
-        self.result.touched.update(leaf_paths(node, path, self._codecs))
-        label = self._label(template, path)
-        here = f"{path}[{label}]"
-        if label in node["v"]:
-            self.match(template.tree, node["v"][label], here)
-        elif template.missing == "keep" or self.may_miss(here):
-            self.result.kept.append(here)
+        source = find_source(template, node, layout=self._layout, rank=self._rank, path=path)
+        if source.problem is not None:
+            self.result.mismatched.append(source.problem)
+            return
+        self._found[path] = source
+        result, here = self.result, f"{path}[{source.here}]"
+        result.uses.append(Use(path, node, source.labels, template.surplus == "drop"))
+        result.touched.update(_used_paths(node, path, source.names, self._codecs))
+        result.claims += source.claims
+        result.kept += [f"{here}.{name}" if name else here for name in source.kept]
+        result.dropped += [f"{here}.{name}" for name in source.dropped]
+        for name in source.missing:
+            self._keep_or_miss(f"{path}.{name}")
+        if source.is_merged or source.is_picked:
+            for label in source.labels:
+                self._want_all(_only(node["v"][label], source.names), f"{path}[{label}]")
+        elif source.labels:
+            label = source.labels[0]
+            self.match(template.tree, node["v"][label], f"{path}[{label}]")
+        elif template.missing == "keep":
+            result.kept.append(here)
         else:
-            self.result.missing.append(here)
+            self._keep_or_miss(here)
+
+    def _keep_or_miss(self, path: str) -> None:
+        """Something per rank is not stored: it stays as it is if the caller allows that."""
+        (self.result.kept if self.may_miss(path) else self.result.missing).append(path)
+
+    def _build_per_rank(self, template: PerRank, node: Any, path: str, *, closed: bool) -> Any:
+        source = self._found[path]
+        if source.is_merged or source.is_picked:
+            trees = {
+                label: self._decode(_only(node["v"][label], source.names), f"{path}[{label}]")
+                for label in source.labels
+            }
+            if not source.is_merged or template.merge is None:
+                return trees
+            try:
+                merged = template.merge(trees)
+            except HoldfastError:
+                raise
+            except Exception as error:
+                raise MismatchError(
+                    f"{path}: merge of {len(trees)} stored values failed: {error!r}"
+                ) from error
+            return _settle(template.tree, merged, path)
+        if not source.labels:
+            return None if isinstance(template.tree, Stored) else _unmarked(template.tree)
+        label = source.labels[0]
+        return self.build(template.tree, node["v"][label], f"{path}[{label}]", closed=closed)
 
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
         held_dtype, held_shape, boxes, locals_ = self._held(template, path)
@@ -427,12 +486,18 @@ class Matcher:
             if inner["$"] in ("tensor", "array"):
                 self._want_new(str(inner["k"]), where)
             elif inner["$"] == "per_rank" and all_ranks:
+                self.result.uses.append(Use(where, inner, tuple(inner["v"]), False))
                 for label, child in inner["v"].items():
                     self._want_all(child, f"{where}[{label}]", all_ranks=True)
             elif inner["$"] == "per_rank":
+                _, trees = stored_trees(inner, path=where)
                 label = self._own_label(inner, where)
-                if label in inner["v"]:
-                    self._want_all(inner["v"][label], where)
+                is_there = label in trees
+                self.result.uses.append(Use(where, inner, (label,) if is_there else (), False))
+                if is_there:
+                    self._want_all(trees[label], f"{where}[{label}]")
+                else:
+                    self._keep_or_miss(f"{where}[{label}]")
             return None
 
         decode_tree(node, path=path, codecs=self._codecs, on_leaf=want, run_codecs=False)
@@ -459,16 +524,14 @@ class Matcher:
                 }
                 return PerRankValues(axes=tuple(inner["axes"]), values=values)
             if inner["$"] == "per_rank":
-                return self._decode(inner["v"].get(self._own_label(inner, where)), where)
+                label = self._own_label(inner, where)
+                return self._decode(inner["v"].get(label), f"{where}[{label}]")
             return None
 
         return decode_tree(node, path=path, codecs=self._codecs, on_leaf=value)
 
     def _own_label(self, node: Mapping[str, Any], path: str) -> str:
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
-
-    def _label(self, template: PerRank, path: str) -> str:
-        return coordinate_label(self._layout, self._rank, tuple(template.axes), path=path)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -490,6 +553,42 @@ def _unmarked(template: object) -> object:
     if type(template) is dict:
         return {name: _unmarked(child) for name, child in template.items()}
     return template
+
+
+def _only(tree: Any, names: frozenset[str] | None) -> Any:
+    """The entries of a stored dict that have one of these names; the whole where None."""
+    if names is None or not isinstance(tree, dict):
+        return tree
+    return {name: child for name, child in tree.items() if name in names}
+
+
+def _used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Codecs) -> list[str]:
+    """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
+    trees = {label: _only(tree, names) for label, tree in node["v"].items()}
+    return leaf_paths({**node, "v": trees}, path, codecs)
+
+
+def _settle(template: object, merged: object, path: str) -> object:
+    """A merged tree, with the template's own tensors filled where it has some."""
+    target = template.local if isinstance(template, Marked) else template
+    if isinstance(target, torch.Tensor):
+        if not isinstance(merged, torch.Tensor) or merged.shape != target.shape:
+            found = list(merged.shape) if isinstance(merged, torch.Tensor) else merged
+            raise MismatchError(
+                f"{path}: merge returned {found!r} for a tensor of shape {list(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(merged)
+        return target
+    if isinstance(template, Mapping) and type(merged) is dict:
+        return {
+            name: _settle(template[name], child, f"{path}.{name}") if name in template else child
+            for name, child in merged.items()
+        }
+    if isinstance(template, list) and type(merged) is list and len(template) == len(merged):
+        pairs = enumerate(zip(template, merged, strict=True))
+        return [_settle(old, new, f"{path}.{i}") for i, (old, new) in pairs]
+    return merged
 
 
 def _other_shape(

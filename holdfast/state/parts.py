@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.state.holding import PartitionedOptimizer
-from holdfast.state.markers import PerRank, Stored
+from holdfast.state.markers import On, PerRank, Stored
 from holdfast.state.module import ModulePart
+from holdfast.state.rng import RNG
 from holdfast.state.stored import StoredPart
 
 
@@ -62,10 +64,7 @@ class StatefulPart:
     def template(self, stored: object) -> object:
         """Whatever is stored; a per-rank state dict asks for this rank's own."""
         del stored
-        current: object = self._value.state_dict()
-        if isinstance(current, PerRank):
-            return PerRank(Stored(), axes=current.axes, missing=current.missing)
-        return Stored()
+        return per_rank_template(self._value.state_dict())
 
     def restore(self, tree: object) -> None:
         """Hand the tree to the object."""
@@ -89,6 +88,30 @@ class TreePart:
 
     def restore(self, tree: object) -> None:
         """Nothing: the loaded tree is in the report."""
+
+
+def per_rank_template(tree: object) -> object:
+    """What asks for whatever is stored of a tree, with the policies of its values per rank."""
+    if isinstance(tree, PerRank):
+        return replace(tree, tree=per_rank_template(tree.tree))
+    if type(tree) is dict:
+        found = {name: per_rank_template(child) for name, child in tree.items()}
+        # What else is stored is asked for anyway, also entries that are not in the tree now.
+        marked = {name: child for name, child in found.items() if not isinstance(child, Stored)}
+        return marked or Stored()
+    if type(tree) in (list, tuple):
+        children = [per_rank_template(child) for child in tree]  # type: ignore[attr-defined]
+        if not all(isinstance(child, Stored) for child in children):
+            return children if isinstance(tree, list) else tuple(children)
+    return Stored()
+
+
+def is_last(value: object) -> bool:
+    """Whether an entry of a state has to be taken apart, and restored, after all others.
+
+    Random streams: other parts may draw from them while they say what they hold, or take it back.
+    """
+    return isinstance(value.value if isinstance(value, On) else value, RNG)
 
 
 def part_of(name: str, value: object) -> Part:

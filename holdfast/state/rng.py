@@ -1,100 +1,371 @@
-"""Random streams as a part of the state: one per rank, keyed by coordinates."""
+"""Random streams as a part of the state: one per rank or shared by ranks, keyed by coordinates."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import numpy as np
-import torch
-
-from holdfast.errors import MismatchError
+from holdfast.errors import ConfigError, MismatchError
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
+from holdfast.state.coordinates import (
+    Claim,
+    PickedPerRank,
+    Place,
+    Source,
+    coordinate_label,
+    parse_label,
+)
+from holdfast.state.generators import (
+    Generator,
+    State,
+    check_generator,
+    generator_state,
+    global_states,
+    set_generator_state,
+    set_global_state,
+    state_digest,
+)
 from holdfast.state.markers import PerRank, Stored
+from holdfast.state.stored import StoredPart
+
+_REPLICATING = ("tp", "expt_tp")
+"""Axes whose ranks compute the same activations, so that they have to draw the same masks."""
+_DIGESTS = "digests"
+_EVERYWHERE = "everywhere"
+_PREFIX = "generator-"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A generator of `RNG(generators=...)` that is shared along other axes than the rest.
+
+    `shared`: as that of `RNG`: ("tp",) for one that ranks along tp share, () for one that differs
+    on every rank (Megatron's model-parallel stream), None for not declared.
+    """
+
+    generator: Generator
+    shared: Sequence[str] | None = None
 
 
 class RNG:
-    """The streams of Python's `random`, NumPy's global generator, torch's CPU and each CUDA device.
+    """The streams of Python's `random`, NumPy's global generator, torch's CPU and CUDA device.
 
-    Every rank's streams are stored under its coordinates along `axes`, never as a replica of
-    another rank's. A load gives each rank the streams of its coordinates; a rank whose coordinates
-    the checkpoint does not have (a grown axis) keeps the fresh ones it has, and the load report
-    says so once.
+    A load gives each rank the streams of its coordinates, bitwise, after every other part of the
+    state has been restored. What a stream does under other layouts is declared:
 
-    `generators`: further `torch.Generator`s or `numpy.random.Generator`s by name.
+    - `shared=("tp",)`: ranks that differ along tp alone have the same stream, as dropout on
+      replicated activations needs. It is stored once for them (a save raises PlanError if they
+      differ), a rank of a grown tp gets it, and a load that would leave ranks along tp with
+      different streams raises MismatchError on all ranks. Every stream without declaration of its
+      own follows it.
+    - `shared=()`: every rank has its own. A rank whose coordinates are not stored keeps the stream
+      it has.
+    - not declared (None): stored for each rank, with a digest. A rank that is not stored because
+      tp (or expt_tp) has grown gets the stream of those it would share it with, if the stored ones
+      are equal along that axis; otherwise, and along any other axis, it keeps what it has. Streams
+      that were equal along tp when saved are checked like declared ones.
+
+    What a rank keeps is in `LoadReport.kept`, with one warning; what no rank takes, because the
+    layout is smaller, in `LoadReport.dropped`.
+
+    `axes`: along which ranks have streams of their own; default: each rank.
+    `generators`: further generators by name: `torch.Generator`, `numpy.random.Generator` with any
+    bit generator, `numpy.random.RandomState`, `random.Random`, or a `Stream` of one. One that the
+    checkpoint does not have is missing (`allow_missing=["rng.generator-NAME"]` lets it be); one
+    that only the checkpoint has is unexpected.
+
+    Of CUDA the stream of the current device is kept; name others as generators.
+    Raises ConfigError for an axis or a generator that cannot be.
+    Cost of a save: one hash of some kB for each stream.
     """
 
     def __init__(
         self,
         *,
-        axes: Sequence[str] = ("tp", "cp", "dp", "pp"),
-        generators: Mapping[str, torch.Generator | np.random.Generator] | None = None,
+        axes: Sequence[str] = DENSE_AXES,
+        shared: Sequence[str] | None = None,
+        generators: Mapping[str, Generator | Stream] | None = None,
     ) -> None:
-        self._axes = tuple(axes)
-        self._generators = dict(generators or {})
+        """Declare; see the class. Nothing is read yet."""
+        self._axes = _names(axes)
+        self._shared = None if shared is None else _names(shared)
+        self._generators: dict[str, Generator] = {}
+        self._own: dict[str, tuple[str, ...] | None] = {}
+        for name, given in (generators or {}).items():
+            label = f"{_PREFIX}{name}"
+            self._own[label] = self._shared
+            if isinstance(given, Stream):
+                self._own[label] = None if given.shared is None else _names(given.shared)
+            generator = given.generator if isinstance(given, Stream) else given
+            check_generator(name, generator)
+            self._generators[label] = generator
+        for declared in (self._shared, *self._own.values()):
+            unknown = sorted(set(declared or ()) - set(self._axes))
+            if unknown:
+                raise ConfigError(
+                    f"RNG: shared along {', '.join(unknown)}, which are not among its axes "
+                    f"{', '.join(self._axes)}"
+                )
+        self._loading: _Loading | None = None
 
-    def tree(self) -> PerRank:
-        """The streams of this rank."""
-        version, words, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        streams: dict[str, object] = {
-            "python": {
-                "version": version,
-                "words": np.array(words, dtype=np.uint32),
-                "gauss": gauss,
-            },
-            "numpy": {
-                "name": str(name),
-                "keys": np.array(keys, dtype=np.uint32),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            },
-            "torch": torch.get_rng_state(),
+    def tree(self) -> object:
+        """The streams of this rank, by the axes along which they are stored."""
+        by_axes: dict[tuple[str, ...], dict[str, object]] = {}
+        for name, state in self._states().items():
+            axes = tuple(axis for axis in self._axes if axis not in (self._declared(name) or ()))
+            by_axes.setdefault(axes, {})[name] = state
+        for streams in by_axes.values():
+            streams[_DIGESTS] = {name: state_digest(state) for name, state in streams.items()}
+        if len(by_axes) == 1 and () not in by_axes:
+            ((axes, streams),) = by_axes.items()
+            return PerRank(streams, axes=axes, missing="keep", surplus="drop")
+        return {
+            f"per_{'_'.join(axes)}" if axes else _EVERYWHERE: PerRank(
+                streams, axes=axes, missing="keep", surplus="drop"
+            )
+            if axes
+            else streams
+            for axes, streams in by_axes.items()
         }
-        if torch.cuda.is_available():
-            streams["cuda"] = torch.cuda.get_rng_state()
-        for label, generator in self._generators.items():
-            streams[f"generator-{label}"] = _generator_state(generator)
-        return PerRank(streams, axes=self._axes, missing="keep")
 
-    def template(self, stored: object) -> PerRank:
-        """Ask for whatever is stored for this rank's coordinates."""
-        del stored
-        return PerRank(Stored(), axes=self._axes, missing="keep")
+    def template(self, stored: StoredPart) -> object:
+        """Ask for the streams of this rank, wherever the checkpoint has them."""
+        node = stored.node
+        fresh = self._states()
+        self._loading = _Loading(fresh=fresh, declared={n: self._declared(n) for n in fresh})
+        groups: dict[str, Any] = {"": node} if _is_per_rank(node) else {}
+        if not groups and isinstance(node, Mapping) and "$" not in node:
+            groups = {str(name): child for name, child in node.items()}
+        where = {name: key for key, group in groups.items() for name in _streams_of(group)}
+        absent = [name for name in fresh if name not in where]
+        loading = self._loading
+        templates: dict[str, object] = {}
+        for key, group in groups.items():
+            mine = [name for name in fresh if where.get(name) == key]
+            if _is_per_rank(group):
+                templates[key] = PickedPerRank(
+                    Stored(),
+                    axes=tuple(group["axes"]),
+                    missing="keep",
+                    surplus="drop",
+                    pick=partial(
+                        loading.pick,
+                        axes=self._axes,
+                        key=key,
+                        names=mine,
+                        absent=[name for name in absent if name == "cuda" or not key],
+                    ),
+                )
+                absent = [name for name in absent if name != "cuda" and key]
+            elif mine:
+                loading.take_whole(key, mine)
+                templates[key] = {name: Stored() for name in (*mine, _DIGESTS)}
+        if "" in templates:
+            return templates[""]
+        # Streams that are stored along no axes at all are missing by their names.
+        templates |= {name: Stored() for name in absent if groups and name != "cuda"}
+        return templates or PerRank(Stored(), axes=self._axes, missing="keep", surplus="drop")
 
     def restore(self, tree: object) -> None:
-        """Set the streams; nothing where the checkpoint had none for this rank."""
-        if not isinstance(tree, Mapping):
+        """Set every stream: to the stored one, or to what it was when the load began."""
+        if self._loading is None or not isinstance(tree, Mapping):
             return
-        python, numpy = tree["python"], tree["numpy"]
-        random.setstate(
-            (python["version"], tuple(int(w) for w in python["words"]), python["gauss"])
-        )
-        np.random.set_state(
-            (numpy["name"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"])
-        )
-        torch.set_rng_state(tree["torch"])
-        if "cuda" in tree and torch.cuda.is_available():
-            torch.cuda.set_rng_state(tree["cuda"])
-        for label, generator in self._generators.items():
-            if f"generator-{label}" not in tree:
-                raise MismatchError(
-                    f"rng: the checkpoint has no stream for generator '{label}'; it has "
-                    f"{', '.join(sorted(tree))}"
-                )
-            _set_generator_state(generator, tree[f"generator-{label}"])
+        loading, self._loading = self._loading, None
+        found = {name: loading.loaded(name, tree) for name in loading.fresh}
+        for name, state in found.items():
+            if name in self._generators:
+                set_generator_state(self._generators[name], state, name=name.removeprefix(_PREFIX))
+            else:
+                set_global_state(name, state)
+
+    def _states(self) -> dict[str, State]:
+        own = {name: generator_state(each) for name, each in self._generators.items()}
+        return {**global_states(), **own}
+
+    def _declared(self, name: str) -> tuple[str, ...] | None:
+        return self._own.get(name, self._shared)
 
 
-def _generator_state(generator: torch.Generator | np.random.Generator) -> object:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.bit_generator.state
+@dataclass(slots=True, kw_only=True)
+class _Loading:
+    """One load of streams on one rank: what is taken from where.
+
+    `fresh`: the streams as they were when it began. `sources`: stream -> where it is stored and
+    the coordinates that it is taken from; several where only their bytes can say whether they are
+    equal. `whole`: stream -> where it is stored for all ranks at once.
+    """
+
+    fresh: dict[str, State]
+    declared: dict[str, tuple[str, ...] | None]
+    sources: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+    def take_whole(self, key: str, names: Iterable[str]) -> None:
+        self.whole.update(dict.fromkeys(names, key))
+
+    def pick(
+        self,
+        place: Place,
+        *,
+        axes: tuple[str, ...],
+        key: str,
+        names: Sequence[str],
+        absent: Sequence[str],
+    ) -> Source:
+        """Which stored coordinates this rank reads; what it keeps, and what must be equal."""
+        group = _Group(place, axes=axes)
+        found = Source(here=place.here, is_picked=True, names=frozenset((*names, _DIGESTS)))
+        labels: dict[str, None] = {}
+        kept = []
+        for name in names:
+            taken = group.sources(name, self.declared[name])
+            if isinstance(taken, str):
+                return Source(here=place.here, problem=taken)
+            self.sources[name] = (key, taken)
+            labels.update(dict.fromkeys(taken))
+            if not taken:
+                kept.append(name)
+            claim = group.claim(name, self.declared[name], taken, self.fresh[name])
+            found.claims += [] if claim is None else [claim]
+        found.labels = tuple(labels)
+        found.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
+        found.kept += ("cuda",) if "cuda" in absent and found.kept != ("",) else ()
+        found.missing = tuple(name for name in absent if name != "cuda")
+        if "cuda" not in names and "cuda" in _streams_of_tree(place.stored.get(place.here)):
+            # There is no device here to draw from it.
+            found.dropped = ("cuda",)
+        if "cuda" not in names:
+            found.names = frozenset((*names, _DIGESTS, "cuda"))
+        return found
+
+    def loaded(self, name: str, tree: Mapping[str, Any]) -> Any:
+        """The state that a stream is set to; MismatchError where a shared one differs."""
+        if name in self.whole:
+            return tree[self.whole[name]][name]
+        key, labels = self.sources.get(name, ("", ()))
+        if not labels:
+            return self.fresh[name]
+        trees = tree[key] if key else tree
+        states = [trees[label][name] for label in labels]
+        if len({state_digest(state) for state in states}) > 1:
+            if self.declared[name] is None:
+                return self.fresh[name]
+            raise MismatchError(_differ(f"rng.{name}", labels, self.declared[name] or ()))
+        return states[0]
 
 
-def _set_generator_state(generator: torch.Generator | np.random.Generator, state: object) -> None:
-    if isinstance(generator, torch.Generator):
-        if not isinstance(state, torch.Tensor):
-            raise MismatchError("rng: a torch generator's stream is stored as something else")
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = dict(state)  # type: ignore[call-overload]
+class _Group:
+    """Streams that a checkpoint holds along the same axes, as one rank sees them."""
+
+    def __init__(self, place: Place, *, axes: tuple[str, ...]) -> None:
+        self._place = place
+        self._axes = axes
+        self._at = {label: parse_label(label, path=place.path) for label in place.stored}
+        self._mine = parse_label(place.here, path=place.path)
+
+    def sources(self, name: str, declared: tuple[str, ...] | None) -> tuple[str, ...] | str:
+        """The stored coordinates of a stream for this rank; none: it stays; text: a problem."""
+        here = self._place.here
+        if declared is None and here in self._at:
+            return (here,)
+        along = [axis for axis in self._replicating() if axis in self._at[next(iter(self._at))]]
+        candidates = self._equal_outside(along if declared is None else declared)
+        digests = {self._digest(label, name) for label in candidates}
+        if None in digests:
+            return tuple(candidates)
+        if len(digests) > 1:
+            if declared is None:
+                return ()
+            return _differ(f"{self._place.path}.{name}", candidates, declared)
+        return (here,) if here in candidates else tuple(candidates[:1])
+
+    def claim(
+        self,
+        name: str,
+        declared: tuple[str, ...] | None,
+        taken: tuple[str, ...],
+        fresh: object,
+    ) -> Claim | None:
+        """What ranks that share the stream must have in common; None where none do."""
+        along, is_certain = self._found_shared(name) if declared is None else (declared, True)
+        axes = [axis for axis in self._axes if axis not in along]
+        if not along and any(set(view) <= set(axes) for view in (DENSE_AXES, EXPERT_AXES)):
+            return None
+        place = self._place
+        label = coordinate_label(place.layout, place.rank, axes, path=place.path)
+        digest = state_digest(fresh)
+        if taken:
+            digest = self._digest(taken[0], name) or f"of {taken[0]}"
+        if len(taken) > 1 and declared is None:
+            return None
+        shown = ", ".join(along) or f"all but {', '.join(axes)}"
+        return Claim(f"{place.path}.{name}", shown, label, digest, is_certain)
+
+    def _replicating(self) -> list[str]:
+        return [axis for axis in _REPLICATING if axis in self._axes]
+
+    def _found_shared(self, name: str) -> tuple[tuple[str, ...], bool]:
+        """Axes along which the stored streams are equal, and whether there are two to say so."""
+        first = self._at[next(iter(self._at))]
+        shared = tuple(axis for axis in self._axes if axis not in first)
+        if shared:
+            return shared, True
+        along = [axis for axis in self._replicating() if axis in first]
+        if not along:
+            return (), True
+        by_rest: dict[tuple[int, ...], set[str | None]] = {}
+        for label, at in self._at.items():
+            rest = tuple(at[axis] for axis in sorted(at) if axis not in along)
+            by_rest.setdefault(rest, set()).add(self._digest(label, name))
+        if len(by_rest) == len(self._at):
+            return tuple(along), False
+        is_equal = all(len(digests) == 1 and None not in digests for digests in by_rest.values())
+        return (tuple(along), True) if is_equal else ((), True)
+
+    def _equal_outside(self, along: Sequence[str]) -> list[str]:
+        """Stored coordinates that are this rank's but for the axes `along`, ascending."""
+        axes = sorted(self._mine)
+        rest = [axis for axis in axes if axis not in along]
+        found = [
+            (tuple(at[axis] for axis in axes), label)
+            for label, at in self._at.items()
+            if all(at[axis] == self._mine[axis] for axis in rest)
+        ]
+        return [label for _, label in sorted(found)]
+
+    def _digest(self, label: str, name: str) -> str | None:
+        """The stored digest of a stream; None in a checkpoint from before there were any."""
+        digests = self._place.stored[label].get(_DIGESTS)
+        found = digests.get(name) if isinstance(digests, Mapping) else None
+        return found if isinstance(found, str) else None
+
+
+def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
+    return (
+        f"{what} is declared shared along {', '.join(declared)}, but the checkpoint holds "
+        f"different streams along it, for {'; '.join(labels)}: load them as they are with "
+        f"RNG(shared=()), or leave the random streams out of the load and seed them"
+    )
+
+
+def _names(axes: Sequence[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _is_per_rank(node: object) -> bool:
+    return isinstance(node, Mapping) and node.get("$") == "per_rank"
+
+
+def _streams_of(group: Any) -> set[str]:
+    """The names of the streams in a stored group."""
+    if not _is_per_rank(group):
+        return _streams_of_tree(group)
+    trees = group.get("v")
+    found = trees.values() if isinstance(trees, Mapping) else ()
+    return {name for tree in found for name in _streams_of_tree(tree)}
+
+
+def _streams_of_tree(tree: Any) -> set[str]:
+    return set(tree) - {_DIGESTS} if isinstance(tree, Mapping) and "$" not in tree else set()

@@ -119,7 +119,8 @@ class Trainer:
             "model": self.model.module,
             "optimizer": OptimizerState(self.update.optimizer, self.model.module),
             "scheduler": self.schedule,
-            "rng": RNG(),
+            # Ranks along tp hold the same residual stream: dropout draws the same mask on them.
+            "rng": RNG(shared=("tp",)),
             "progress": self.progress,
         }
         return state if self.scaler is None else state | {"scaler": self.scaler}

@@ -280,5 +280,6 @@ def test_a_value_asked_for_per_rank_must_be_stored_so(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="per"):
         checkpointer.load({"v": PerRank(Stored())})
     with pytest.raises(MismatchError, match="per"):
-        checkpointer.load({"p": PerRank(Stored(), axes=("tp",))})
+        checkpointer.load({"p": PerRank(Stored(), axes=("tp", "ep"))})
+    assert checkpointer.load({"p": PerRank(Stored(), axes=("tp",))}).values["p"] == 2
     assert checkpointer.load({"p": PerRank(Stored())}).values["p"] == 2

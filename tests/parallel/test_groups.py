@@ -348,6 +348,69 @@ def check_adopted(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
     assert "no communicator was supplied for: ep (size 4)." in said[1]
     with ProcessGroups.adopt(experts, {"tp": tp, "dp": dp, "tp_ep": both}) as groups:
         groups.require_complete()
+    check_experts_without_ep(tp, dp, both)
+    check_other_names(layout, tp, dp, both)
+
+
+def check_experts_without_ep(tp: Any, dp: Any, both: Any) -> None:
+    """Experts whose tensor axis is not tp have groups of their own, though ep is 1."""
+    for expt_tp, missing in ((1, "expt_dp (size 4)"), (4, "expt_tp (size 4)")):
+        experts = Layout(tp=2, dp=2, expt_tp=expt_tp)
+        said = told(lambda experts=experts: require_complete(experts, {"tp": tp, "dp": dp}))
+        assert said[0] == "GroupError"
+        assert f"no communicator was supplied for: {missing}." in said[1]
+        name = missing.split()[0]
+        with ProcessGroups.adopt(experts, {"tp": tp, "dp": dp, name: both}) as groups:
+            groups.require_complete()
+
+
+def check_other_names(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
+    """Groups may be supplied, made and asked for by the names that Megatron gives them."""
+    from torch import distributed as dist
+
+    me = dist.get_rank()
+    with ProcessGroups.adopt(
+        layout, {"tensor_model_parallel": tp, "data_parallel": dp, "intra_dist_opt": both}
+    ) as groups:
+        groups.require_complete()
+        assert set(groups.held()) == {"tp", "dp", "tp-cp-dp-pp"}
+        assert groups.group("tp") is groups.group("tensor_model_parallel") is tp
+        assert groups.has("data_parallel")
+        assert not groups.has("intra_dp_cp")
+        assert groups.ranks("data_parallel") == groups.ranks("dp")
+        assert groups.size("position_embedding") == 1
+        assert groups.mesh("data_parallel", "tensor_model_parallel").get_group("dp") is dp
+        with pytest.raises(GroupError, match="'ddp' is not a group"):
+            groups.group("ddp")
+        clone = groups.clone("data_parallel", purpose="prefetch")
+        assert dist.get_process_group_ranks(clone) == dist.get_process_group_ranks(dp)
+    with ProcessGroups.adopt(layout, {"tp": tp, "tensor_model_parallel": tp, "dp": dp}) as groups:
+        assert set(groups.held()) == {"dp", "tp"}
+    said = told(lambda: require_complete(layout, {"tp": tp, "tensor_model_parallel": both}))
+    assert "'tensor_model_parallel' has ranks" in said[1]
+    twin = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][me // 2]
+    both_named = {"tp": tp, "tensor_model_parallel": twin, "dp": dp}
+    said = told(lambda: require_complete(layout, both_named))
+    assert "'tp', for which another communicator was supplied, too" in said[1]
+    names = ["tensor_model_parallel", "tp", "tp_dp_cp"]
+    with ProcessGroups.create(layout, names=names) as groups:
+        assert groups.held() == ("tp", "tp-cp-dp")
+        assert members_in_order(groups.group("tensor_and_data_parallel_with_cp")) == [0, 1, 2, 3]
+    dense = Layout(tp=1, cp=2, pp=2, order="cp-pp-dp")
+    with ProcessGroups.create(dense) as groups:
+        assert groups.held() == ("cp", "pp", "dp_cp", "tp_cp", "mp", "embd", "dp_cp_ag")
+        groups.require_complete()
+        with pytest.raises(GroupError, match="no expert view"):
+            groups.group("expt_dp")
+        with pytest.raises(LayoutError, match="no expert view"):
+            groups.ranks("ep")
+        with pytest.raises(GroupError, match="no expert view"):
+            groups.has("expt_dp")
+    sliced = Layout(dp=4, replicas=2)
+    with ProcessGroups.create(sliced) as groups:
+        assert groups.group("dp_cp_intra_ag") is not groups.group("dp_cp_intra")
+        assert groups.ranks("dp_cp_intra_ag") == groups.ranks("intra_dp_cp")
+        assert members_in_order(groups.group("inter_dist_opt")) == [me % 2, me % 2 + 2]
 
 
 def require_complete(layout: Layout, supplied: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import LayoutError
-from holdfast.parallel.layout import GROUP_NAMES, Layout
+from holdfast.parallel.group_names import ALIASES, GROUP_NAMES
+from holdfast.parallel.layout import Layout
 
 DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
 EXPERT = {"tp": "expt_tp", "ep": "ep", "dp": "expt_dp", "pp": "pp"}
@@ -295,5 +296,110 @@ def test_layout_never_imports_torch() -> None:
 
 
 def test_every_named_group_is_known_to_the_oracle() -> None:
-    slices = {f"{whole}_{part}" for whole in ("dp_cp", "expt_dp") for part in ("intra", "inter")}
+    parts = ("intra", "inter", "intra_ag")
+    slices = {f"{whole}_{part}" for whole in ("dp_cp", "expt_dp") for part in parts}
     assert set(GROUP_NAMES) == set(NAMED) - {"control"} | slices | {"embd"}
+
+
+# Layouts without experts, and other names of groups (G2).
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_a_layout_without_experts_is_never_refused_for_its_order(data: st.DataObject) -> None:
+    """G2: its dense groups are right, its expert groups right or refused, never others."""
+    sizes = {axis: data.draw(st.sampled_from([1, 2, 3]), label=axis) for axis in DENSE}
+    needed = [axis for axis, size in sizes.items() if size > 1]
+    left_out = data.draw(st.sets(st.sampled_from(["tp", "cp", "ep", "dp", "pp"])))
+    order = [
+        token
+        for token in data.draw(st.permutations(["tp", "cp", "ep", "dp", "pp"]))
+        if token in needed or token not in left_out
+    ] or ["dp"]
+    layout = Layout(**sizes, order="-".join(order))
+    for axes, tokens in NAMED.items():
+        if tokens <= set(DENSE):
+            assert sorted(layout.groups(axes)) == sorted(brute_groups(layout, tokens))
+    pipelines = {tuple(group) for group in layout.groups("pp")}
+    rank = data.draw(st.sampled_from(layout.ranks))
+    if layout.has_expert_view:
+        assert layout.expert_coordinate(rank)["pp"] == layout.coordinate(rank)["pp"]
+        for stage in range(layout.pp):
+            mine = [layout.rank_at(**{**layout.expert_coordinate(rank), "pp": stage})]
+            assert mine[0] in next(group for group in pipelines if rank in group)
+        assert set(layout.coordinates(rank)) == {*DENSE, *EXPERT.values()}
+        return
+    assert set(layout.coordinates(rank)) == set(DENSE)
+    for axes in ("ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp", "expt_dp_intra", "expt_dp_ag"):
+        with pytest.raises(LayoutError, match="no expert view"):
+            layout.group(axes, rank)
+        with pytest.raises(LayoutError, match=r"no expert view.*Dense: \[\[.*Expert: \[\["):
+            layout.groups(axes)
+    with pytest.raises(LayoutError, match="no expert view"):
+        layout.expert_coordinate(rank)
+    with pytest.raises(LayoutError, match="no expert view"):
+        layout.rank_at(expt_dp=0)
+
+
+def test_the_order_that_data_ranks_come_last_in() -> None:
+    layout = Layout(tp=2, cp=2, pp=2, dp=2, order="tp-cp-pp-dp")
+    assert layout.group("pp", 0) == (0, 4)
+    assert layout.group("dp", 0) == (0, 8)
+    assert not layout.has_expert_view
+    with pytest.raises(LayoutError, match="enumerate pp differently"):
+        Layout(tp=2, cp=2, pp=2, dp=2, ep=2, order="tp-cp-pp-ep-dp")
+    assert Layout(cp=2, order="tp-cp-pp").size("expt_dp") == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(layout=layouts(limit=64))
+def test_other_names_are_the_same_groups(layout: Layout) -> None:
+    assert not set(ALIASES) & {*GROUP_NAMES, "control", "pos_embd"}
+    for alias, name in ALIASES.items():
+        if name.endswith("dist_opt"):
+            continue
+        assert layout.groups(alias) == layout.groups(name), alias
+        assert layout.size(alias) == layout.size(name)
+        assert layout.resolve(alias) == name
+        for rank in layout.ranks[:3]:
+            assert layout.has_group(alias, rank) == layout.has_group(name, rank)
+            if layout.has_group(alias, rank):
+                assert layout.group(alias, rank) == layout.group(name, rank)
+    for alias, tokens in {"tp_dp_cp": {"tp", "dp", "cp"}, "tp_dp": {"tp", "dp"}}.items():
+        assert sorted(layout.groups(alias)) == sorted(brute_groups(layout, tokens))
+    firsts = [group[:1] for group in layout.groups("pp")]
+    assert list(layout.groups("pos_embd")) == firsts
+    for rank in layout.ranks:
+        assert layout.has_group("pos_embd", rank) == ((rank,) in firsts)
+
+
+@settings(deadline=None, max_examples=100)
+@given(layout=layouts(limit=64))
+def test_instances_of_a_sharded_optimizer(layout: Layout) -> None:
+    """`intra_dist_opt`: all ranks of one slice; `inter_dist_opt`: equal places of all slices."""
+    wholes = ["dp_cp", "expt_dp"] if layout.has_experts else ["dp_cp"]
+    instances = []
+    for whole in wholes:
+        length = layout.size(whole) // layout.replicas
+        at = {rank: i // length for group in layout.groups(whole) for i, rank in enumerate(group)}
+        instances.append(
+            tuple(
+                tuple(rank for rank in layout.ranks if at[rank] == number)
+                for number in range(layout.replicas)
+            )
+        )
+    if len(set(instances)) > 1:
+        for name in ("intra_dist_opt", "inter_dist_opt"):
+            with pytest.raises(LayoutError, match=r"slices of dp_cp .* those of expt_dp"):
+                layout.groups(name)
+        return
+    assert {frozenset(group) for group in layout.groups("intra_dist_opt")} == {
+        frozenset(group) for group in instances[0]
+    }
+    assert layout.size("intra_dist_opt") == layout.world_size // layout.replicas
+    for rank in layout.ranks:
+        assert rank in layout.group("intra_dist_opt", rank)
+    inter = {frozenset(group) for group in layout.groups("inter_dist_opt")}
+    assert inter == {frozenset(group) for group in layout.groups("dp_cp_inter")}
+    if layout.has_experts:
+        assert inter == {frozenset(group) for group in layout.groups("expt_dp_inter")}

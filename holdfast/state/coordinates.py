@@ -1,0 +1,190 @@
+"""Values per coordinate: whose value a rank takes, what no rank takes, what has to be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from holdfast.errors import CorruptionError, LayoutError, PlacementError
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
+from holdfast.state.markers import PerRank
+
+
+class Claim(NamedTuple):
+    """What a rank will have after the load, where ranks of one `label` must have the same.
+
+    `what`: path of the value. `along`: the axes along which it is shared, for people. `digest`: of
+    the value, or a name for where it comes from. `is_certain`: whether a difference is an error.
+    """
+
+    what: str
+    along: str
+    label: str
+    digest: str
+    is_certain: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Source:
+    """Where one rank takes a value per coordinate from.
+
+    `labels`: stored coordinates whose trees it reads. `here`: its own coordinate, along the axes
+    that are stored. `is_merged`, `is_picked`: whether all of them are handed over, by label,
+    instead of the one. `problem`: one sentence, where the request cannot be met.
+    `names`: the entries that are used, where not all are. `kept`, `missing`, `dropped`: entries
+    that keep their local value, that are asked for and not stored, and that nothing here can take;
+    "" for all of them. `claims`: what has to be equal on several ranks.
+    """
+
+    labels: tuple[str, ...] = ()
+    here: str = ""
+    is_merged: bool = False
+    is_picked: bool = False
+    problem: str | None = None
+    names: frozenset[str] | None = None
+    kept: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    claims: list[Claim] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Who asks for a value per coordinate, and what is stored of it."""
+
+    path: str
+    layout: Layout
+    rank: int
+    axes: tuple[str, ...]
+    """The axes that the stored value has."""
+    stored: Mapping[str, Any]
+    """Label -> node."""
+
+    @property
+    def here(self) -> str:
+        """This rank's label along the stored axes."""
+        return coordinate_label(self.layout, self.rank, self.axes, path=self.path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PickedPerRank(PerRank):
+    """A value per coordinate whose owner picks the stored coordinates that a rank takes."""
+
+    pick: Callable[[Place], Source] | None = None
+
+
+def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
+    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
+    known = layout.coordinates(rank)
+    wanted = sorted(axes)
+    unknown = [axis for axis in wanted if axis not in known]
+    if not unknown:
+        return ",".join(f"{axis}={known[axis]}" for axis in wanted)
+    if set(unknown) <= set(EXPERT_AXES):
+        raise LayoutError(
+            f"{path}: PerRank axes {unknown} are of the expert view, which {layout} does not have; "
+            f"its axes are {', '.join(DENSE_AXES)}"
+        )
+    raise PlacementError(
+        f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
+        f"{', '.join(sorted(known))}"
+    )
+
+
+def parse_label(label: str, *, path: str) -> dict[str, int]:
+    """The coordinates that a label stands for; CorruptionError for text that is none."""
+    try:
+        pairs = [part.split("=") for part in label.split(",")]
+        found = {axis: int(index) for axis, index in pairs}
+    except ValueError:
+        raise CorruptionError(f"{path}: {label!r} is no coordinate of a layout") from None
+    return found
+
+
+def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Axes and label -> node of a stored value per coordinate; CorruptionError for another form."""
+    axes, trees = node.get("axes"), node.get("v")
+    if not isinstance(axes, list) or not isinstance(trees, dict) or not trees:
+        raise CorruptionError(f"{path}: the checkpoint holds a malformed value per coordinate")
+    for label in trees:
+        if sorted(parse_label(label, path=path)) != sorted(map(str, axes)):
+            raise CorruptionError(f"{path}: {label!r} is no coordinate along {', '.join(axes)}")
+    return tuple(axes), trees
+
+
+def find_source(marker: PerRank, node: Any, *, layout: Layout, rank: int, path: str) -> Source:
+    """Which of the stored trees a rank takes under the policy of its marker. Pure arithmetic."""
+    axes, trees = stored_trees(node, path=path)
+    if isinstance(marker, PickedPerRank) and marker.pick is not None:
+        return marker.pick(Place(path=path, layout=layout, rank=rank, axes=axes, stored=trees))
+    here = coordinate_label(layout, rank, marker.axes, path=path)
+    short = _by_label_along(marker.axes, axes, trees, path=path)
+    if marker.merge is not None:
+        mine = {coordinate_label(layout, r, marker.axes, path=path) for r in layout.ranks}
+        if short is None or set(short) != mine:
+            order = [axis for axis in marker.axes if axis in axes]
+            return Source(labels=_in_order(trees, order, path=path), here=here, is_merged=True)
+    if short is None:
+        return Source(here=here, problem=_other_axes(marker, axes, trees, path=path))
+    return Source(labels=(short[here],) if here in short else (), here=here)
+
+
+def _by_label_along(
+    asked: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any], *, path: str
+) -> dict[str, str] | None:
+    """Label along the axes asked for -> stored label; None where that is ambiguous.
+
+    A stored axis that is not asked for may be left out where it has one coordinate only.
+    """
+    if set(asked) == set(axes):
+        return {label: label for label in trees}
+    extra = set(axes) - set(asked)
+    if not set(asked) <= set(axes):
+        return None
+    found: dict[str, str] = {}
+    beyond: set[tuple[int, ...]] = set()
+    for label in trees:
+        at = parse_label(label, path=path)
+        beyond.add(tuple(at[axis] for axis in sorted(extra)))
+        found[",".join(f"{axis}={at[axis]}" for axis in sorted(asked))] = label
+    return found if len(beyond) == 1 else None
+
+
+def _other_axes(
+    marker: PerRank, axes: Sequence[str], trees: Mapping[str, Any], *, path: str
+) -> str:
+    said = (
+        f"{path}: the state has a value per {','.join(marker.axes)} here, the checkpoint a value "
+        f"per {','.join(axes)}"
+    )
+    more = sorted(set(axes) - set(marker.axes))
+    if set(marker.axes) <= set(axes):
+        said += f", and {len(trees)} of them, so that it is not clear which to take along {more}"
+    return (
+        f"{said}; ask for it with axes={tuple(axes)}, or make one of what is stored: "
+        f"PerRank(..., merge=callable)"
+    )
+
+
+def _in_order(labels: Iterable[str], axes: Sequence[str], *, path: str) -> tuple[str, ...]:
+    """Labels by ascending coordinates, the first of `axes` most significant."""
+
+    def place(label: str) -> tuple[int, ...]:
+        at = parse_label(label, path=path)
+        rest = [axis for axis in sorted(at) if axis not in axes]
+        return tuple(at[axis] for axis in (*axes, *rest))
+
+    return tuple(sorted(labels, key=place))
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a path, with or without the coordinate it ends in, fits a pattern (`fnmatch`).
+
+    A pattern that is the path itself fits, too, though brackets mean something else in patterns.
+    """
+    names = {path, path[: path.rindex("[")]} if path.endswith("]") and "[" in path else {path}
+    return any(
+        name == pattern or fnmatchcase(name, pattern) for name in names for pattern in patterns
+    )
