@@ -194,7 +194,7 @@ def lied_to(context: RankContext, root: str) -> dict[str, str]:
     with ProcessGroups.create(layout, timeout_s=20) as groups:
         checkpointer = Checkpointer(root, groups=groups)
         state = make_state(layout, context.rank)
-        state["model"]["plain"] = torch.arange(3)  # type: ignore[index]
+        state["model"].mapping["plain"] = torch.arange(3)  # type: ignore[attr-defined]
         checkpointer.save(1, state)
         unseal = commit.unseal
         for name, lie in LIES.items():

@@ -75,6 +75,7 @@ def assert_equal(loaded: Mapping[str, object], layout: Layout, rank: int) -> Non
         wanted, got = truth[part], loaded[part]
         assert isinstance(wanted, Union)
         wanted = wanted.mapping
+        got = got.mapping if isinstance(got, Union) else got
         assert isinstance(wanted, dict)
         assert isinstance(got, dict)
         assert list(wanted) == list(got)

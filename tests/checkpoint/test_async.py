@@ -24,6 +24,7 @@ from holdfast import (
     ProcessGroups,
     StorageError,
     Stored,
+    Union,
 )
 from holdfast.checkpoint.budget import available_memory_nbytes, check_budget
 from holdfast.writer.repair import repair
@@ -128,6 +129,8 @@ def _distributed(context: RankContext, root: str) -> list[object]:
     with ProcessGroups.create(layout) as groups:
         with Checkpointer(root, groups=groups) as checkpointer:
             state = make_state(layout, context.rank)
+            values = dict(state["values"])  # type: ignore[call-overload]
+            state["values"] = Union(values)
             checkpointer.prepare(state)
             assert checkpointer.num_allocations == 1
             before = groups.control.num_collectives
@@ -143,11 +146,11 @@ def _distributed(context: RankContext, root: str) -> list[object]:
             assert checkpointer.num_plans == 1
             # One rank alone changes its structure: all plan again, once, and all is stored.
             if context.rank == 2:
-                state["values"]["extra"] = full("extra", (3,))  # type: ignore[index]
+                values["extra"] = full("extra", (3,))
             assert checkpointer.save_async(10, state).result(30).planned
             assert not checkpointer.save_async(11, state).result(30).planned
             if context.rank == 1:
-                del state["values"]["pair"]  # type: ignore[attr-defined]
+                del values["pair"]
             assert not checkpointer.save_async(12, state).result(30).planned
         target = make_state(layout, context.rank, blank=True)
         report = checkpointer.load(target)

@@ -25,6 +25,7 @@ from holdfast import (
     Sharded,
     StorageError,
     Stored,
+    Union,
 )
 from tests.checkpoint.common import assert_equal, files_of, make_state
 from tests.harness import RankContext, run_ranks
@@ -136,7 +137,7 @@ def _disagreements(context: RankContext, root: str) -> list[str]:
             9,
             {
                 "m": {"same": torch.arange(3), "trusted": Replicated(torch.arange(3))},
-                "some": {"common": 1, **only},
+                "some": Union({"common": 1, **only}),
                 "mine": PerRank({"rank": rank, "empty": {}}),
                 "per tp": PerRank(rank % 2, axes=("tp",)),
             },

@@ -113,9 +113,9 @@ def _on_a_subset(context: RankContext, root: str) -> str:
         wrong = make_state(layout, rank)
         if rank == 4:
             # Rank 4 claims the piece of its tensor-parallel neighbour: two owners, and a gap.
-            neighbour = make_state(layout, 5)["model"]
+            neighbour = make_state(layout, 5)["model"].mapping
             theirs = neighbour["layers.0.column"]
-            wrong["model"]["layers.0.column"] = Sharded(
+            wrong["model"].mapping["layers.0.column"] = Sharded(
                 theirs.local, theirs.shape, offset=(5, 0), over=("tp",)
             )
         with pytest.raises(PlanError) as caught:

@@ -24,6 +24,7 @@ from holdfast import (
     Replicated,
     Sharded,
     Stored,
+    Union,
 )
 from holdfast.checkpoint import shares
 from holdfast.checkpoint.packing import pack_ints, squeeze, unsqueeze
@@ -192,7 +193,8 @@ def _changed(context: RankContext, root: str, notes: str) -> dict[str, list[bool
             groups.control.barrier(phase="test: notes in place")
             with Checkpointer(root, groups=groups, block_nbytes=block_nbytes) as checkpointer:
                 found[name] = [
-                    checkpointer.save(i, {"m": make(rank)}, overwrite=True).planned for i in (1, 2)
+                    checkpointer.save(i, {"m": Union(make(rank))}, overwrite=True).planned
+                    for i in (1, 2)
                 ]
                 loaded = checkpointer.load({"m": Stored()}).values["m"]
                 assert isinstance(loaded, dict)
