@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from holdfast.errors import CorruptionError, LayoutError, PlacementError
+import torch
+
+from holdfast.errors import CorruptionError, LayoutError, MismatchError, PlacementError
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from holdfast.state.markers import PerRank
+from holdfast.state.markers import Marked, PerRank
 
 
 class Claim(NamedTuple):
@@ -188,3 +190,26 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     return any(
         name == pattern or fnmatchcase(name, pattern) for name in names for pattern in patterns
     )
+
+
+def settle(template: object, merged: object, path: str) -> object:
+    """A merged tree, with the template's own tensors filled where it has some."""
+    target = template.local if isinstance(template, Marked) else template
+    if isinstance(target, torch.Tensor):
+        if not isinstance(merged, torch.Tensor) or merged.shape != target.shape:
+            found = list(merged.shape) if isinstance(merged, torch.Tensor) else merged
+            raise MismatchError(
+                f"{path}: merge returned {found!r} for a tensor of shape {list(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(merged)
+        return target
+    if isinstance(template, Mapping) and type(merged) is dict:
+        return {
+            name: settle(template[name], child, f"{path}.{name}") if name in template else child
+            for name, child in merged.items()
+        }
+    if isinstance(template, list) and type(merged) is list and len(template) == len(merged):
+        pairs = enumerate(zip(template, merged, strict=True))
+        return [settle(old, new, f"{path}.{i}") for i, (old, new) in pairs]
+    return merged

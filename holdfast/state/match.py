@@ -29,6 +29,7 @@ from holdfast.state.coordinates import (
     coordinate_label,
     find_source,
     matches,
+    settle,
     stored_trees,
 )
 from holdfast.state.markers import (
@@ -386,7 +387,7 @@ class Matcher:
                 raise MismatchError(
                     f"{path}: merge of {len(trees)} stored values failed: {error!r}"
                 ) from error
-            return _settle(template.tree, merged, path)
+            return settle(template.tree, merged, path)
         if not source.labels:
             return None if isinstance(template.tree, Stored) else _unmarked(template.tree)
         label = source.labels[0]
@@ -566,29 +567,6 @@ def _used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Code
     """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
     trees = {label: _only(tree, names) for label, tree in node["v"].items()}
     return leaf_paths({**node, "v": trees}, path, codecs)
-
-
-def _settle(template: object, merged: object, path: str) -> object:
-    """A merged tree, with the template's own tensors filled where it has some."""
-    target = template.local if isinstance(template, Marked) else template
-    if isinstance(target, torch.Tensor):
-        if not isinstance(merged, torch.Tensor) or merged.shape != target.shape:
-            found = list(merged.shape) if isinstance(merged, torch.Tensor) else merged
-            raise MismatchError(
-                f"{path}: merge returned {found!r} for a tensor of shape {list(target.shape)}"
-            )
-        with torch.no_grad():
-            target.copy_(merged)
-        return target
-    if isinstance(template, Mapping) and type(merged) is dict:
-        return {
-            name: _settle(template[name], child, f"{path}.{name}") if name in template else child
-            for name, child in merged.items()
-        }
-    if isinstance(template, list) and type(merged) is list and len(template) == len(merged):
-        pairs = enumerate(zip(template, merged, strict=True))
-        return [_settle(old, new, f"{path}.{i}") for i, (old, new) in pairs]
-    return merged
 
 
 def _other_shape(

@@ -371,6 +371,21 @@ def test_a_grown_layout(four: Path) -> None:
         assert dropped == tuple(f"all[cp=0,dp={dp},pp=0,tp=1]" for dp in (0, 1))
 
 
+def test_an_open_part_gets_what_its_values_per_rank_do_not_name(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        tree = {"a": torch.ones(1), "t": torch.full((2,), 7.0), "n": 4}
+        checkpointer.save(1, {"p": PerRank(dict(tree)), "q": [PerRank(dict(tree)), dict(tree)]})
+        asked = {
+            "p": PerRank({"a": torch.zeros(1)}),
+            "q": [PerRank({"n": 0}), {"a": torch.zeros(1)}],
+        }
+        values = checkpointer.load(asked).values
+        for found in (values["p"], *values["q"]):
+            assert found["a"].tolist() == [1]
+            assert found["t"].tolist() == [7, 7]
+            assert found["n"] == 4
+
+
 def test_wrong_policies_are_refused() -> None:
     for policy in ({"missing": "drop"}, {"surplus": "keep"}, {"merge": 1}):
         with pytest.raises(PlacementError, match=next(iter(policy))):
