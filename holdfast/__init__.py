@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from holdfast.state import (
         RNG,
         FlatShard,
+        FromPart,
+        ModuleState,
         On,
         OptimizerState,
         Padded,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
         Stored,
         Transient,
         declare_padding,
+        declare_wrapper,
     )
     from holdfast.storage import PosixStorage, Storage
 
@@ -56,6 +59,7 @@ __all__ = [
     "DeadlineError",
     "FaultDetected",
     "FlatShard",
+    "FromPart",
     "GroupError",
     "HoldfastError",
     "KeepBest",
@@ -68,6 +72,7 @@ __all__ = [
     "LoadReport",
     "LossScaler",
     "MismatchError",
+    "ModuleState",
     "On",
     "OptimizerState",
     "Padded",
@@ -88,6 +93,7 @@ __all__ = [
     "__version__",
     "current_groups",
     "declare_padding",
+    "declare_wrapper",
 ]
 
 _ROOMS = {
@@ -106,6 +112,8 @@ _ROOMS = {
     "holdfast.state": (
         "RNG",
         "FlatShard",
+        "FromPart",
+        "ModuleState",
         "On",
         "OptimizerState",
         "Padded",
@@ -115,6 +123,7 @@ _ROOMS = {
         "Stored",
         "Transient",
         "declare_padding",
+        "declare_wrapper",
     ),
     "holdfast.storage": ("PosixStorage", "Storage"),
 }

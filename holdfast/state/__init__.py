@@ -5,6 +5,7 @@ from holdfast.state.holding import HeldParameter, PartitionedOptimizer
 from holdfast.state.leaves import Domain, FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
+    FromPart,
     On,
     Padded,
     PerRank,
@@ -13,6 +14,8 @@ from holdfast.state.markers import (
     Stored,
     Transient,
 )
+from holdfast.state.module import ModuleState
+from holdfast.state.names import declare_wrapper
 from holdfast.state.optimizer import OptimizerState
 from holdfast.state.padding import declare_padding
 from holdfast.state.parts import Part, Stateful
@@ -24,7 +27,9 @@ __all__ = [
     "Domain",
     "FlatShard",
     "FlatState",
+    "FromPart",
     "HeldParameter",
+    "ModuleState",
     "On",
     "OptimizerState",
     "Padded",
@@ -40,5 +45,6 @@ __all__ = [
     "TensorLeaf",
     "Transient",
     "declare_padding",
+    "declare_wrapper",
     "flatten_state",
 ]

@@ -10,6 +10,7 @@ from typing import get_args
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.format.values import Codecs, Node, encode_tree
@@ -269,6 +270,8 @@ def _made_from(obj: object) -> object:
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's elements are, and how they are read."""
+    if is_lazy(tensor) or tensor.is_nested:
+        return (type(tensor),)
     if tensor.layout is not torch.strided:
         return (tensor.layout,)
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.state.holding import PartitionedOptimizer
-from holdfast.state.markers import PerRank, Stored
+from holdfast.state.markers import FromPart, PerRank, Stored
 from holdfast.state.module import ModulePart
+from holdfast.state.placed import Placer, as_stored
 from holdfast.state.stored import StoredPart
 
 
@@ -50,25 +52,33 @@ class Stateful(Protocol):
 
 
 class StatefulPart:
-    """An object with `state_dict` and `load_state_dict`: everything stored is handed to it."""
+    """An object with `state_dict` and `load_state_dict`: everything stored is handed to it.
+
+    Tensors come whole and new, except where the object's current state has a DTensor or a marker of
+    the same global shape at the same path: those are the targets, and are handed over as they are
+    placed.
+    """
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
+        self._stored: StoredPart | None = None
 
     def tree(self) -> object:
         """The object's state dict."""
         return self._value.state_dict()
 
-    def template(self, stored: object) -> object:
-        """Whatever is stored; a per-rank state dict asks for this rank's own."""
-        del stored
+    def template(self, stored: StoredPart) -> object:
+        """Whatever is stored, placed as it is now; a per-rank state dict asks for its own."""
+        self._stored = stored
         current: object = self._value.state_dict()
         if isinstance(current, PerRank):
-            return PerRank(Stored(), axes=current.axes, missing=current.missing)
-        return Stored()
+            return replace(current, tree=Stored())
+        return Placer(stored, in_place=True).template(current, stored.node)
 
     def restore(self, tree: object) -> None:
         """Hand the tree to the object."""
+        if self._stored is not None:
+            tree = as_stored(tree, self._stored.node, self._stored)
         self._value.load_state_dict(tree)  # type: ignore[arg-type]
 
 
@@ -93,6 +103,10 @@ class TreePart:
 
 def part_of(name: str, value: object) -> Part:
     """The part for a state's entry; ConfigError where torch's own form would lose names."""
+    if isinstance(value, FromPart):
+        raise ConfigError(
+            f"state part '{name}': FromPart says where a load finds a part; save the value itself"
+        )
     if isinstance(value, nn.Module):
         return ModulePart(value)
     if isinstance(value, torch.optim.Optimizer | PartitionedOptimizer):
