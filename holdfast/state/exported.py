@@ -218,7 +218,8 @@ def _hidden(exported: Exported) -> Iterable[Registered]:
         if not held.is_persistent or id(held.tensor) in seen or count < 0:
             continue
         seen.add(id(held.tensor))
-        if is_lazy(held.tensor) or held.name in exported.entries:
+        bearer = exported.entries.get(held.name)
+        if is_lazy(held.tensor) or (bearer is not None and bearer.backing is None):
             continue
         if 0 < local(held.tensor).numel() != count and not claimed.covers(held.tensor):
             yield held
