@@ -41,7 +41,7 @@ class _Mark:
     """A tensor that only the module's code can write, as it was before."""
 
     held: Registered
-    version: int
+    version: tuple[int, int]
     digest: str
 
 
@@ -78,12 +78,12 @@ class Handover:
         if self._exported.metadata is not None:
             handed._metadata = self._exported.metadata  # type: ignore[attr-defined]
         digests = self._digests(loaded)
-        marks = [_Mark(held, held.tensor._version, _digest(held.tensor)) for held in self._hidden]
+        marks = [_Mark(held, _version(held.tensor), _digest(held.tensor)) for held in self._hidden]
         self._call(self._module, handed)
         self._keep_parameters()
         after = export(self._module)
         wrong = self._wrong(after, loaded, digests)
-        if wrong:
+        if wrong and not self._is_collective:
             self._help(after, wrong, loaded, handed)
             self._keep_parameters()
             after = export(self._module)
@@ -91,6 +91,12 @@ class Handover:
         if wrong:
             raise MismatchError(self._refusal(wrong))
         self._refuse_untouched(marks, handed)
+
+    @property
+    def _is_collective(self) -> bool:
+        """Whether the module's code may run collectives, which one rank must not run alone."""
+        values = [entry.value for entry in self.entries if entry.backing is None]
+        return any(isinstance(value, DTensor) for value in values)
 
     def _call(self, module: nn.Module, handed: Mapping[str, object]) -> None:
         """`load_state_dict`, not strict: what it did not take shows in the proof."""
@@ -106,7 +112,8 @@ class Handover:
             raise
         except Exception as error:
             raise MismatchError(
-                f"{type(module).__name__}.load_state_dict does not take what was loaded: {error}"
+                f"{type(module).__name__}.load_state_dict does not take what was loaded: "
+                f"{str(error) or repr(error)}"
             ) from error
         unexpected = getattr(said, "unexpected_keys", None)
         if module is self._module and isinstance(unexpected, list):
@@ -228,6 +235,8 @@ class Handover:
         suspects = [mark for mark in marks if _is_untouched(mark)]
         if not suspects:
             return
+        if self._is_collective:
+            raise MismatchError(self._left_alone([mark.held.name for mark in suspects]))
         kept = [local(mark.held.tensor).clone() for mark in suspects]
         for mark, value in zip(suspects, kept, strict=True):
             with torch.no_grad():
@@ -246,13 +255,14 @@ class Handover:
                 with torch.no_grad():
                     local(mark.held.tensor).copy_(value)
         if untouched:
-            names = [mark.held.name for mark, _ in untouched]
-            raise MismatchError(
-                f"{self._kind}.state_dict() does not show {_some(names)} itself, and loading what "
-                f"it shows did not write to it: it keeps what it had before the load. Give the "
-                f"module a load hook (or _load_from_state_dict) that makes it from the entries of "
-                f"the state dict"
-            )
+            raise MismatchError(self._left_alone([mark.held.name for mark, _ in untouched]))
+
+    def _left_alone(self, names: Sequence[str]) -> str:
+        return (
+            f"{self._kind}.state_dict() does not show {_some(names)} itself, and loading what it "
+            f"shows did not write to it: it keeps what it had before the load. Give the module a "
+            f"load hook (or _load_from_state_dict) that makes it from the entries of the state dict"
+        )
 
     def _refusal(self, wrong: Sequence[str]) -> str:
         said = (
@@ -312,9 +322,16 @@ def _digest(tensor: torch.Tensor) -> str:
 def _is_untouched(mark: _Mark) -> bool:
     held = mark.held
     now = held.owner._parameters.get(held.attribute, held.owner._buffers.get(held.attribute))
-    if now is not held.tensor or held.tensor._version != mark.version:
+    if now is not held.tensor or _version(held.tensor) != mark.version:
         return False
     return local(held.tensor).numel() > 0 and _digest(held.tensor) == mark.digest
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """torch's counters of writes, of a tensor and of what it holds on this rank."""
+    if tensor.is_inference():
+        return (0, 0)
+    return (tensor._version, local(tensor)._version)
 
 
 def _is_parameter(held: Registered) -> bool:

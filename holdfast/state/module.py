@@ -17,7 +17,7 @@ from holdfast.state.handing import Handover, has_user_loader, runs_code
 from holdfast.state.markers import Marked, Stored
 from holdfast.state.names import plain_root
 from holdfast.state.padding import declarations
-from holdfast.state.placed import Placer, fresh_like
+from holdfast.state.placed import Placer, as_stored, fresh_like
 from holdfast.state.stored import StoredPart
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
@@ -40,6 +40,7 @@ class ModulePart:
         self._only = only
         self._prefix = prefix
         self._pending: Handover | None = None
+        self._stored: StoredPart | None = None
 
     def tree(self) -> dict[str, object]:
         """Logical name -> tensor, marked where padding is declared, or extra state.
@@ -87,7 +88,7 @@ class ModulePart:
                 if declared is not None and isinstance(target, torch.Tensor):
                     target = declared.mark(target)
             found[name] = target
-        self._pending = pending
+        self._pending, self._stored = pending, stored
         return found
 
     def restore(self, tree: object) -> None:
@@ -99,7 +100,7 @@ class ModulePart:
         if not isinstance(tree, Mapping) or pending is None:
             raise PlacementError(f"the stored state of {type(self._module).__name__} is no mapping")
         loaded = {
-            entry.name: _unpacked(tree[self._prefix + entry.name])
+            entry.name: self._loaded(entry, tree[self._prefix + entry.name])
             for entry in pending.entries
             if self._prefix + entry.name in tree and entry.name not in pending.absent
         }
@@ -107,6 +108,15 @@ class ModulePart:
             pending.copied or runs_code(self._module)
         ):
             pending.hand_over(loaded)
+
+    def _loaded(self, entry: Entry, value: object) -> object:
+        """What is handed over for an entry: values as they were saved, kinds of dicts included."""
+        if isinstance(value, dict) and value.keys() == {_BYTES_IO}:
+            return io.BytesIO(value[_BYTES_IO])
+        if isinstance(value, torch.Tensor) or self._stored is None:
+            return value
+        nodes = dict(self._stored.children(self._stored.node) or ())
+        return as_stored(value, nodes.get(self._prefix + entry.name), self._stored)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -222,9 +232,3 @@ def _stored_shape(node: object, stored: StoredPart) -> tuple[int, ...] | None:
     if isinstance(node, Mapping) and node.get("$") == "tensor":
         return stored.tensors[str(node["k"])][1]
     return None
-
-
-def _unpacked(value: object) -> object:
-    if isinstance(value, dict) and value.keys() == {_BYTES_IO}:
-        return io.BytesIO(value[_BYTES_IO])
-    return value

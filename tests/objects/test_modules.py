@@ -264,7 +264,7 @@ def test_forms_are_cast_only_when_asked(tmp_path: Path) -> None:
     randomise(true, 1)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {"model": true})
-    with pytest.raises(MismatchError, match="wq.*F64.*cast=True"):
+    with pytest.raises(MismatchError, match=r"wq.*F64.*cast=True"):
         checkpointer.load({"model": twin})
     checkpointer.load({"model": twin}, cast=True)
     assert torch.equal(twin.wqkv, true.wqkv.float())

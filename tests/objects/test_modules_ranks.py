@@ -1,7 +1,8 @@
-"""Odd modules and stateful objects whose tensors are DTensors: saved on two ranks, loaded on one."""
+"""Odd modules and stateful objects that hold DTensors: saved on two ranks, loaded on one."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def odd_on_ranks(context: RankContext, root: str) -> list[torch.Tensor]:
         fresh = stepped(twin)
         report = checkpointer.load(state_of(twin, fresh))
         assert report.missing == report.unexpected == ()
+        checkpointer.load(state_of(twin, fresh))  # writes what is there already
         checkpointer.save(2, state_of(twin, fresh))
         for module, each in ((true, optimizer), (twin, fresh)):
             for parameter in module.parameters():
@@ -139,6 +141,43 @@ class NoWayBack(Fused):
     def fuse(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in "qkv":
             state.pop(f"{prefix}w{name}")
+
+
+class Halves(nn.Module):
+    """Overrides both methods; its state is nested, ordered, and sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 3), nn.Linear(3, 3)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inner = {n: v.clone() for n, v in self.a.state_dict().items()}
+        return {"a": OrderedDict(inner), "b": [self.b.state_dict()], "n": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert type(state["a"]) is OrderedDict
+        assert isinstance(state["a"]["weight"], DTensor)
+        self.a.load_state_dict(state["a"])
+        self.b.load_state_dict(state["b"][0])
+
+
+def halves_on_ranks(context: RankContext, root: str) -> list[torch.Tensor]:
+    with ProcessGroups.create(Layout(dp=NUM_RANKS)) as groups:
+        checkpointer = Checkpointer(root, groups=groups)
+        pair = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            pair.append(fully_shard(Halves(), mesh=groups.mesh("dp")))
+        checkpointer.save(1, {"model": pair[0]})
+        checkpointer.load({"model": pair[1]})
+        for mine, theirs in zip(pair[1].parameters(), pair[0].parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())
+        return [whole(p) for p in pair[0].parameters()]
+
+
+def test_nested_state_of_a_sharded_module(tmp_path: Path) -> None:
+    first, second = run_ranks(NUM_RANKS, halves_on_ranks, str(tmp_path)).results
+    assert all(map(torch.equal, first, second))
 
 
 def lost_on_ranks(context: RankContext, root: str) -> str:
