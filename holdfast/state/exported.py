@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.state.markers import Marked
-from holdfast.state.names import Names, is_persistent, registered_in, walk, walk_all
+from holdfast.state.names import Names, is_persistent, registered_in, walk_all
 
 _EXTRA_STATE = "_extra_state"
 
@@ -83,6 +83,7 @@ def export(module: nn.Module) -> Exported:
     """
     state = _state_dict(module)
     # After the call: hooks may replace parameters.
+    tree = list(walk_all(module))
     registered = tuple(
         Registered(
             name=f"{logical}{attribute}",
@@ -91,16 +92,19 @@ def export(module: nn.Module) -> Exported:
             tensor=tensor,
             is_persistent=is_persistent(inner, attribute),
         )
-        for logical, _, inner in walk(module)
+        for logical, _, inner, is_wrapper in tree
+        if not is_wrapper
         for attribute, tensor in registered_in(inner).items()
     )
-    names, memory = Names(module), _Memory(registered)
+    names = Names(module, has_wrappers=any(is_wrapper for *_, is_wrapper in tree))
+    memory = _Memory(registered)
     own: dict[int, torch.Tensor] = {}
-    for value in state.values():
-        held = memory.same(value)
-        if held is not None:
-            own[id(value)] = held.tensor
-            memory.claim(held.tensor)
+    if not all(map(memory.is_known, state.values())):
+        for value in state.values():
+            held = memory.same(value)
+            if held is not None:
+                own[id(value)] = held.tensor
+                memory.claim(held.tensor)
     entries: dict[str, Entry] = {}
     for key, value in state.items():
         if not isinstance(key, str):
@@ -204,24 +208,27 @@ def _is_extra(name: str) -> bool:
 
 def _hidden(exported: Exported) -> Iterable[Registered]:
     """Persistent tensors that no entry is or wholly covers, nor bears the name of; each once."""
-    shown: dict[int, int] = {}
+    seen = {id(entry.value) for entry in exported.entries.values()}
+    missed: list[Registered] = []
+    for held in exported.registered:
+        if held.is_persistent and id(held.tensor) not in seen and not is_lazy(held.tensor):
+            seen.add(id(held.tensor))
+            missed.append(held)
+    if not missed:
+        return
+    parts: dict[int, int] = {}
     claimed = _Memory(())
     for entry in exported.entries.values():
         if entry.backing is not None and isinstance(entry.value, torch.Tensor):
             key = id(entry.backing.tensor)
-            whole = entry.value is entry.backing.tensor
-            shown[key] = shown.get(key, 0) + (-1 if whole else entry.value.numel())
+            parts[key] = parts.get(key, 0) + entry.value.numel()
             claimed.claim(entry.value)
-    seen: set[int] = set()
-    for held in exported.registered:
-        count = shown.get(id(held.tensor), 0)
-        if not held.is_persistent or id(held.tensor) in seen or count < 0:
-            continue
-        seen.add(id(held.tensor))
+    for held in missed:
         bearer = exported.entries.get(held.name)
-        if is_lazy(held.tensor) or (bearer is not None and bearer.backing is None):
+        if bearer is not None and bearer.backing is None:
             continue
-        if 0 < local(held.tensor).numel() != count and not claimed.covers(held.tensor):
+        shown = parts.get(id(held.tensor), 0)
+        if 0 < local(held.tensor).numel() != shown and not claimed.covers(held.tensor):
             yield held
 
 
@@ -287,32 +294,42 @@ class _Memory:
 
     def __init__(self, registered: Iterable[Registered]) -> None:
         self._by_id: dict[int, Registered] = {}
-        self._by_place: dict[object, Registered] = {}
-        self._empty: list[Registered] = []
+        for held in registered:
+            self._by_id.setdefault(id(held.tensor), held)
+        self._by_place: dict[object, Registered] | None = None
         self._dense: dict[str, list[tuple[int, int, Registered]]] = {}
         self._claimed: dict[str, list[tuple[int, int]]] = {}
         self._claimed_ids: set[int] = set()
-        for held in registered:
-            if id(held.tensor) in self._by_id:
-                continue
-            self._by_id[id(held.tensor)] = held
+
+    def is_known(self, value: object) -> bool:
+        """Whether nothing need be asked of a value's memory: most models have no others."""
+        return id(value) in self._by_id or not isinstance(value, torch.Tensor)
+
+    def _places(self) -> dict[object, Registered]:
+        """The registered tensors by where they lie; worked out when first asked for."""
+        if self._by_place is not None:
+            return self._by_place
+        found: dict[object, Registered] = {}
+        for held in self._by_id.values():
             if is_lazy(held.tensor):
                 continue
             place = _place(local(held.tensor))
             if place is not None:
-                self._by_place.setdefault(place, held)
+                found.setdefault(place, held)
             extent = _extent(held.tensor)
             if extent is not None and _is_dense(held.tensor):
                 self._dense.setdefault(extent[0], []).append((extent[1], extent[2], held))
         for spans in self._dense.values():
             spans.sort(key=lambda span: span[:2])
+        self._by_place = found
+        return found
 
     def same(self, value: object) -> Registered | None:
         """The registered tensor that a value is, or all of whose memory it is."""
         held = self._by_id.get(id(value))
         if held is not None or not isinstance(value, torch.Tensor) or is_lazy(value):
             return held
-        found = self._by_place.get(_place(local(value)))
+        found = self._places().get(_place(local(value)))
         return found if found is not None and same_memory(found.tensor, value) else None
 
     def owner(self, value: object) -> Registered | None:

@@ -15,10 +15,9 @@ from holdfast.errors import ConfigError, PlacementError
 _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 # Wrappers of other libraries, known by the name of their type, so that nothing is imported:
-# (package, type) -> the attribute whose names are the model's own.
+# type -> (the packages it may come from, the attribute whose names are the model's own).
 _FOREIGN_WRAPPERS = {
-    ("lightning.fabric", "_FabricModule"): "_original_module",
-    ("lightning_fabric", "_FabricModule"): "_original_module",
+    "_FabricModule": (("lightning.fabric.", "lightning_fabric."), "_original_module"),
 }
 
 _DECLARED = "_holdfast_wraps"
@@ -147,9 +146,9 @@ def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> 
 
 def _foreign(kind: type) -> str | None:
     for base in kind.__mro__:
-        for (package, name), attribute in _FOREIGN_WRAPPERS.items():
-            if base.__name__ == name and base.__module__.startswith(f"{package}."):
-                return attribute
+        known = _FOREIGN_WRAPPERS.get(base.__name__)
+        if known is not None and base.__module__.startswith(known[0]):
+            return known[1]
     return None
 
 
@@ -161,9 +160,9 @@ class Names:
     is decided by the tensor that is found there.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, has_wrappers: bool) -> None:
         self._module = module
-        self.has_wrappers = any(is_wrapper for *_, is_wrapper in walk_all(module))
+        self._has_wrappers = has_wrappers
 
     def logical(self, key: str, value: object) -> str:
         """The logical name of torch's key, under which `value` was found.
@@ -171,7 +170,7 @@ class Names:
         Names of no registered tensor (extra state, what hooks add) keep what comes after the
         module that they belong to. Cost: one step for each part of the key, none without wrappers.
         """
-        if not self.has_wrappers:
+        if not self._has_wrappers:
             return key
         ways = list(_ways(self._module, key.split("."), ()))
         for name, tensor in ways:
