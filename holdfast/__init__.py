@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from holdfast.state import (
         RNG,
         FlatShard,
+        FromPart,
+        ModuleState,
         On,
         OptimizerState,
         Padded,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
         Transient,
         Union,
         declare_padding,
+        declare_wrapper,
     )
     from holdfast.storage import PosixStorage, Storage
 
@@ -59,6 +62,7 @@ __all__ = [
     "DeadlineError",
     "FaultDetected",
     "FlatShard",
+    "FromPart",
     "GroupError",
     "HoldfastError",
     "KeepBest",
@@ -71,6 +75,7 @@ __all__ = [
     "LoadReport",
     "LossScaler",
     "MismatchError",
+    "ModuleState",
     "On",
     "OptimizerState",
     "Padded",
@@ -95,6 +100,7 @@ __all__ = [
     "__version__",
     "current_groups",
     "declare_padding",
+    "declare_wrapper",
 ]
 
 _ROOMS = {
@@ -113,6 +119,8 @@ _ROOMS = {
     "holdfast.state": (
         "RNG",
         "FlatShard",
+        "FromPart",
+        "ModuleState",
         "On",
         "OptimizerState",
         "Padded",
@@ -125,6 +133,7 @@ _ROOMS = {
         "Transient",
         "Union",
         "declare_padding",
+        "declare_wrapper",
     ),
     "holdfast.storage": ("PosixStorage", "Storage"),
 }

@@ -31,12 +31,12 @@ from holdfast.errors import (
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Records, Snapshot, read_records
 from holdfast.format.reading import mark_reading
-from holdfast.format.values import Codecs, Node
+from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.guard import Guard
 from holdfast.state.coordinates import Claim
 from holdfast.state.flatten import check_part_name
-from holdfast.state.markers import On, Stored
+from holdfast.state.markers import FromPart, On, Stored
 from holdfast.state.match import Matcher, MatchResult
 from holdfast.state.parts import Part, TreePart, is_closed, is_last, part_of
 from holdfast.state.stored import StoredPart
@@ -66,9 +66,10 @@ class LoadOptions:
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
     """What one rank asks for, for all to know.
 
-    `used`: part -> a bit for each stored entry, 1 where the rank asks for it; None for a part of
-    which it takes everything. `boxes`: see `encode_boxes`. `host`: the machine it is on. `taken`:
-    of values per coordinate. `claims`: what has to be equal on several ranks.
+    `used`: part, or path of one's branch (`FromPart`) -> a bit for each stored entry, 1 where the
+    rank asks for it; None for one of which it takes everything. `boxes`: see `encode_boxes`.
+    `host`: the machine it is on. `taken`: of values per coordinate. `claims`: what has to be equal
+    on several ranks.
     """
 
     used: dict[str, bytes | None]
@@ -80,12 +81,18 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """One part of the request on this rank: what it wants, and what is stored for it."""
+    """One part of the request on this rank: what it wants, and what is stored for it.
+
+    `source`: where it is stored: the part's name, or the path of a `FromPart`. `scope`: see
+    `Matcher.move_to`.
+    """
 
     name: str
+    source: str
+    scope: str
     part: Part
     template: object
-    node: Node
+    node: Any
     layout: Layout
 
 
@@ -212,7 +219,7 @@ class Loader:
                 path=self._storage.describe(directory),
                 unexpected=tuple(unexpected),
                 dropped=(*dropped, *matcher.result.dropped),
-                not_requested=tuple(sorted(set(snapshot.manifest.parts) - set(state))),
+                not_requested=_not_requested(snapshot, state, requests),
                 values=values,
                 nbytes_needed=filler.nbytes_needed,
                 nbytes_received=filler.nbytes_received,
@@ -284,23 +291,32 @@ class Loader:
             cast=options.cast,
         )
         requests: list[_Request] = []
-        parts = snapshot.manifest.parts
+        stored = StoredPart(snapshot.manifest.parts, tensors)
         for name, value in state.items():
             check_part_name(name)
-            layout = value.own_layout if isinstance(value, On) else self._groups.layout
-            matcher.move_to(layout)
-            part = part_of(name, value.value if isinstance(value, On) else value)
-            if name not in parts:
+            layout, source, value = _unwrap(value, name, self._groups.layout)
+            scope = name if source is not None else ""
+            matcher.move_to(layout, scope=scope)
+            part = part_of(name, value)
+            node = stored.part_or_below(name if source is None else source)
+            if node is None:
                 target = (
                     matcher.result.allowed if matcher.may_miss(name) else matcher.result.missing
                 )
-                target.append(name)
+                target.append(name if source is None else f"{name} (from {source})")
                 continue
-            node = parts[name]
             template = part.template(StoredPart(node, tensors))
             matcher.match_part(template, node, name, closed=is_closed(part))
             requests.append(
-                _Request(name=name, part=part, template=template, node=node, layout=layout)
+                _Request(
+                    name=name,
+                    source=source or name,
+                    scope=scope,
+                    part=part,
+                    template=template,
+                    node=node,
+                    layout=layout,
+                )
             )
         result = matcher.result
         result.wanted = without_ties(result.wanted)
@@ -316,11 +332,13 @@ class Loader:
         (pipeline stages): what counts is what all of them ask for together.
         """
         found = []
-        for part, node in snapshot.manifest.parts.items():
-            used = [asked.used[part] for asked in said if part in asked.used]
+        parts = snapshot.manifest.parts
+        others = {source for asked in said for source in asked.used} - parts.keys()
+        for source in (*parts, *sorted(others)):
+            used = [asked.used[source] for asked in said if source in asked.used]
             if not used or any(bits is None for bits in used):
                 continue
-            paths = leaf_paths(node, part, self._codecs)
+            paths = leaf_paths(StoredPart(parts, {}).part_or_below(source), source, self._codecs)
             touched = np.zeros(len(paths), dtype=np.uint8)
             for bits in {bits for bits in used if bits is not None}:
                 packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
@@ -398,7 +416,7 @@ class Loader:
         values: dict[str, object] = {}
         trees: list[object] = []
         for request in requests:
-            matcher.move_to(request.layout)
+            matcher.move_to(request.layout, scope=request.scope)
             closed = is_closed(request.part)
             trees.append(matcher.build(request.template, request.node, request.name, closed=closed))
         # Streams after all parts that may draw from them while they are restored.
@@ -428,6 +446,28 @@ class Written:
                 f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
                 f"already written to: {_some(left)}; load step {step} into a fresh state"
             )
+
+
+def _unwrap(value: object, name: str, layout: Layout) -> tuple[Layout, str | None, object]:
+    """A state's entry without `On` and `FromPart`: its layout, the path if one is given, itself."""
+    source: str | None = None
+    while isinstance(value, On | FromPart):
+        if isinstance(value, On):
+            layout, value = value.own_layout, value.value
+        elif source is None:
+            source, value = value.path, value.value
+        else:
+            raise ConfigError(f"state part '{name}': FromPart inside of a FromPart; give one path")
+    return layout, source, value
+
+
+def _not_requested(
+    snapshot: Snapshot, state: Mapping[str, object], requests: Sequence[_Request]
+) -> tuple[str, ...]:
+    """Parts of the checkpoint of which the state asks for nothing."""
+    parts = snapshot.manifest.parts
+    asked = set(state) | {StoredPart(parts, {}).name_in(request.source) for request in requests}
+    return tuple(sorted(set(parts) - asked))
 
 
 def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
@@ -497,14 +537,18 @@ def _asked(
 ) -> bytes:
     """What this rank asks for: a bit per entry of the parts it wants nothing left of, and boxes."""
     used: dict[str, bytes | None] = {}
+    found: dict[str, list[np.ndarray]] = {}
     for request in requests:
         if is_closed(request.part):
             paths = leaf_paths(request.node, request.name, codecs)
             touched = map(result.touched.__contains__, paths)
             bits = np.fromiter(touched, dtype=np.bool_, count=len(paths))
-            used[request.name] = zlib.compress(np.packbits(bits).tobytes(), 1)
+            found.setdefault(request.source, []).append(bits)
         else:
-            used[request.name] = None
+            used[request.source] = None
+    for source, each in found.items():  # several requests may take from one place
+        packed = np.packbits(np.logical_or.reduce(each)).tobytes()
+        used.setdefault(source, zlib.compress(packed, 1))
     boxes = asked_boxes(result.wanted, tensor_shapes(snapshot.manifest))
     nodes = {request.name: request.node for request in requests}
     return msgspec.msgpack.encode(

@@ -5,6 +5,7 @@ from holdfast.state.holding import HeldParameter, PartitionedOptimizer
 from holdfast.state.leaves import Domain, FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
+    FromPart,
     On,
     Padded,
     PerRank,
@@ -15,6 +16,8 @@ from holdfast.state.markers import (
     Transient,
     Union,
 )
+from holdfast.state.module import ModuleState
+from holdfast.state.names import declare_wrapper
 from holdfast.state.optimizer import OptimizerState
 from holdfast.state.padding import declare_padding
 from holdfast.state.parts import Part, Stateful
@@ -26,7 +29,9 @@ __all__ = [
     "Domain",
     "FlatShard",
     "FlatState",
+    "FromPart",
     "HeldParameter",
+    "ModuleState",
     "On",
     "OptimizerState",
     "Padded",
@@ -45,5 +50,6 @@ __all__ = [
     "Transient",
     "Union",
     "declare_padding",
+    "declare_wrapper",
     "flatten_state",
 ]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.format.values import UNION, Codecs, Node, encode_tree
@@ -355,6 +356,8 @@ def _made_from(obj: object) -> object:
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's elements are, and how they are read."""
+    if is_lazy(tensor) or tensor.is_nested:
+        return (type(tensor),)
     if tensor.layout is not torch.strided:
         return (tensor.layout,)
     return (

@@ -293,6 +293,29 @@ class On:
         return self.layout if isinstance(self.layout, Layout) else self.layout.layout
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FromPart:
+    """In a load request: what the checkpoint holds at another place than the state's own name.
+
+        checkpointer.load({"encoder": FromPart("model.encoder", encoder)})
+
+    `path`: a part of the checkpoint ("model", for one saved under another name), or what lies below
+    a name in it, names joined by dots: the entries `encoder.…` of a module's part, or a branch of a
+    tree. `value`: what a state may hold: a module, `ModuleState`, `OptimizerState`, `RNG`, an
+    object with `state_dict`, a tree. The load is as strict as any, over what lies below the path;
+    what lies elsewhere is none of its business. Paths in errors, patterns and the report begin with
+    the state's own name. Any layout, as with every load.
+    """
+
+    path: str
+    value: object
+
+    def __post_init__(self) -> None:
+        """Check the path's type."""
+        if not isinstance(self.path, str) or not self.path.strip("."):
+            raise PlacementError(f"FromPart: {self.path!r} is no path in a checkpoint")
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """In a load request: whatever the checkpoint holds here, as a new tree.

@@ -136,7 +136,8 @@ class Matcher:
         self._codecs = codecs
         self._allow_missing = allow_missing
         self._cast = cast
-        self._fresh: dict[str, torch.Tensor] = {}
+        self._scope = ""
+        self._fresh: dict[tuple[str, str], torch.Tensor] = {}
         self._domains: Domains = {}
         self._sources: dict[int, str] = {}
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
@@ -146,9 +147,14 @@ class Matcher:
         self._found: dict[str, Source] = {}
         self.result = MatchResult()
 
-    def move_to(self, layout: Layout) -> None:
-        """What follows lives on this layout."""
+    def move_to(self, layout: Layout, *, scope: str = "") -> None:
+        """What follows lives on this layout.
+
+        `scope`: of a request that takes what another one may take, too; each then has new tensors
+        of its own.
+        """
         self._layout = layout
+        self._scope = scope
 
     def may_miss(self, path: str) -> bool:
         """Whether the caller allowed this path to be absent."""
@@ -505,19 +511,21 @@ class Matcher:
         self.result.touched.update(leaf_paths(node, path, self._codecs))
 
     def _want_new(self, key: str, path: str) -> None:
-        if key in self._fresh:
+        if (self._scope, key) in self._fresh:
             return
         dtype, shape = self._tensors[key]
         target = torch.zeros(shape, dtype=torch_dtype(dtype))
-        self._fresh[key] = target
+        self._fresh[self._scope, key] = target
         self.result.wanted.append(Wanted(path, self._positions[key], None, (target,), True))
 
     def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
         def value(where: str, inner: dict[str, Any]) -> object:
             if inner["$"] == "tensor":
-                return self._fresh[str(inner["k"])]
+                return self._fresh[self._scope, str(inner["k"])]
             if inner["$"] == "array":
-                return tensor_array(self._fresh[str(inner["k"])], inner.get("d"), path=where)
+                return tensor_array(
+                    self._fresh[self._scope, str(inner["k"])], inner.get("d"), path=where
+                )
             if inner["$"] == "per_rank" and all_ranks:
                 values = {
                     label: self._decode(child, f"{where}[{label}]", all_ranks=True)
@@ -541,6 +549,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and not tensor.is_meta
         and not tensor.is_quantized
+        and not tensor.is_nested
         and type(tensor) in _PLAIN
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -10,8 +9,9 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.state.holding import PartitionedOptimizer
-from holdfast.state.markers import On, PerRank, Stored
+from holdfast.state.markers import FromPart, On
 from holdfast.state.module import ModulePart
+from holdfast.state.placed import Placer, as_stored
 from holdfast.state.rng import RNG
 from holdfast.state.stored import StoredPart
 
@@ -52,22 +52,31 @@ class Stateful(Protocol):
 
 
 class StatefulPart:
-    """An object with `state_dict` and `load_state_dict`: everything stored is handed to it."""
+    """An object with `state_dict` and `load_state_dict`: everything stored is handed to it.
+
+    Tensors come whole and new, except where the object's current state has a DTensor or a marker of
+    the same global shape at the same path: those are the targets, and are handed over as they are
+    placed.
+    """
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
+        self._stored: StoredPart | None = None
 
     def tree(self) -> object:
         """The object's state dict."""
         return self._value.state_dict()
 
-    def template(self, stored: object) -> object:
-        """Whatever is stored; a per-rank state dict asks for this rank's own."""
-        del stored
-        return per_rank_template(self._value.state_dict())
+    def template(self, stored: StoredPart) -> object:
+        """Whatever is stored, placed as it is now; a per-rank state dict asks for its own."""
+        self._stored = stored
+        current: object = self._value.state_dict()
+        return Placer(stored, in_place=True).template(current, stored.node)
 
     def restore(self, tree: object) -> None:
         """Hand the tree to the object."""
+        if self._stored is not None:
+            tree = as_stored(tree, self._stored.node, self._stored)
         self._value.load_state_dict(tree)  # type: ignore[arg-type]
 
 
@@ -90,22 +99,6 @@ class TreePart:
         """Nothing: the loaded tree is in the report."""
 
 
-def per_rank_template(tree: object) -> object:
-    """What asks for whatever is stored of a tree, with the policies of its values per rank."""
-    if isinstance(tree, PerRank):
-        return replace(tree, tree=per_rank_template(tree.tree))
-    if type(tree) is dict:
-        found = {name: per_rank_template(child) for name, child in tree.items()}
-        # What else is stored is asked for anyway, also entries that are not in the tree now.
-        marked = {name: child for name, child in found.items() if not isinstance(child, Stored)}
-        return marked or Stored()
-    if type(tree) in (list, tuple):
-        children = [per_rank_template(child) for child in tree]  # type: ignore[attr-defined]
-        if not all(isinstance(child, Stored) for child in children):
-            return children if isinstance(tree, list) else tuple(children)
-    return Stored()
-
-
 def is_last(value: object) -> bool:
     """Whether an entry of a state has to be taken apart, and restored, after all others.
 
@@ -116,6 +109,10 @@ def is_last(value: object) -> bool:
 
 def part_of(name: str, value: object) -> Part:
     """The part for a state's entry; ConfigError where torch's own form would lose names."""
+    if isinstance(value, FromPart):
+        raise ConfigError(
+            f"state part '{name}': FromPart says where a load finds a part; save the value itself"
+        )
     if isinstance(value, nn.Module):
         return ModulePart(value)
     if isinstance(value, torch.optim.Optimizer | PartitionedOptimizer):

@@ -138,14 +138,23 @@ def _merge(intervals: Intervals) -> Intervals:
 
 
 def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
+    # First: these two refuse most questions themselves, without a word about the key.
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise PlacementError(
+            f"{key}: a lazy parameter or buffer has neither shape nor data yet; run the model once "
+            f"on a batch (also before a load)"
+        )
+    if tensor.is_nested:
+        raise PlacementError(
+            f"{key}: a nested tensor cannot be stored; store its parts: a list of unbind(), or "
+            f"values() and offsets() of a jagged one"
+        )
     if tensor.layout is not torch.strided:
         raise PlacementError(f"{key}: a {tensor.layout} tensor cannot be stored; make it dense")
     if tensor.is_quantized:
         raise PlacementError(f"{key}: a quantized tensor cannot be stored; store its int_repr()")
     if tensor.is_meta:
         raise PlacementError(f"{key}: a tensor on the meta device has no data; materialise it")
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        raise PlacementError(f"{key}: an uninitialized parameter has no data; run the model once")
     if isinstance(tensor, DTensor):
         raise PlacementError(f"{key}: a DTensor inside a marker; pass the DTensor itself")
     kind = type(tensor)

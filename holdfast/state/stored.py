@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from holdfast.errors import HoldfastError
+from holdfast.format.values import decode_tree
 from holdfast.state.torch_dtypes import torch_dtype
 
 
@@ -28,6 +31,26 @@ class StoredPart:
 
     node: object
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    def below(self, path: str) -> object | None:
+        """The node at a path of names joined by dots, from this part on; None where nothing is.
+
+        A module's part is one flat dict: below `encoder` are its entries `encoder.…`, by the rest
+        of their names.
+        """
+        return _below(self, self.node, path)
+
+    def part_or_below(self, path: str) -> object | None:
+        """Of a checkpoint's parts by name: the part of this very name, or what is below one."""
+        parts = self.node if isinstance(self.node, Mapping) else {}
+        found: object = parts[path] if path in parts else self.below(path)
+        return found
+
+    def name_in(self, path: str) -> str:
+        """Of a checkpoint's parts by name: the one in which `part_or_below` finds a path."""
+        parts = self.node if isinstance(self.node, Mapping) else {}
+        fitting = [name for name in parts if path == name or path.startswith(f"{name}.")]
+        return max(fitting, key=len, default=path)
 
     def has(self, *path: str) -> bool:
         """Whether the tree has something at this path of dict keys."""
@@ -52,6 +75,20 @@ class StoredPart:
                 found[name] = StoredTensor(key=key, shape=shape, dtype=torch_dtype(dtype))
         return found
 
+    def children(self, node: object) -> list[tuple[Any, object]] | None:
+        """The (key, node) pairs of a stored dict, in order; None for what is none."""
+        if not isinstance(node, Mapping):
+            return None
+        tag = node.get("$")
+        if tag is None:
+            return list(node.items())
+        if tag not in ("dict", "odict"):
+            return None
+        try:
+            return [(decode_tree(name), child) for name, child in node["v"]]
+        except HoldfastError:
+            return None  # keys of the user's own types are for the matcher, which has the codecs
+
     def value(self, *path: str) -> object:
         """The plain number, text, truth value or null at a path of dict keys; None for others."""
         node = self._at(path)
@@ -64,3 +101,24 @@ class StoredPart:
                 return None
             node = node[name]
         return node
+
+
+def _below(part: StoredPart, node: object, path: str) -> object | None:
+    children = part.children(node)
+    if children is None:
+        if not isinstance(node, list):
+            return None
+        children = [(str(i), child) for i, child in enumerate(node)]
+    named = {str(name): child for name, child in children}
+    if path in named:
+        return named[path]
+    flat = {name[len(path) + 1 :]: c for name, c in named.items() if name.startswith(f"{path}.")}
+    if flat:
+        return flat
+    # The longest name first: names may have dots in them.
+    for name in sorted(named, key=len, reverse=True):
+        if path.startswith(f"{name}."):
+            found = _below(part, named[name], path[len(name) + 1 :])
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,372 @@
+"""What `state_dict` shows of a module, and what each entry is: the module's own tensor, or a form.
+
+An entry is *direct* where it is a registered parameter or buffer, or memory of one: filling it
+fills the module. Everything else is a form that the module has made (hooks that split or fuse,
+copies, packed weights, extra state) and comes back only through the module's `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from holdfast.errors import HoldfastError, PlacementError
+from holdfast.state.markers import Marked
+from holdfast.state.names import Names, is_persistent, registered_in, walk_all
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Registered:
+    """A parameter or buffer of a tree of modules, under one of its names."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    is_persistent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entry:
+    """One entry of a state dict.
+
+    `key`: torch's. `name`: the logical one. `backing`: the registered tensor that the value is, or
+    lies in; None for a form that the module has made, and for extra state.
+    """
+
+    key: str
+    name: str
+    value: object
+    backing: Registered | None
+
+    @property
+    def is_form(self) -> bool:
+        """Whether it is a tensor that only the module's `load_state_dict` can give back."""
+        is_tensor = isinstance(self.value, torch.Tensor | Marked)
+        return is_tensor and self.backing is None and not self.is_extra
+
+    @property
+    def is_extra(self) -> bool:
+        """Whether it is what `get_extra_state` returned, which may be a tensor, too."""
+        return self.backing is None and _is_extra(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exported:
+    """A module's state dict, each entry explained. `metadata`: torch's versions of the modules."""
+
+    entries: Mapping[str, Entry]
+    registered: tuple[Registered, ...]
+    metadata: object
+
+    @property
+    def by_key(self) -> dict[str, Entry]:
+        """The entries by torch's key."""
+        return {entry.key: entry for entry in self.entries.values()}
+
+
+def export(module: nn.Module) -> Exported:
+    """Call `state_dict` and explain every entry of it.
+
+    Raises PlacementError where it fails, is no mapping, or gives two entries one logical name.
+    Cost: one pass over modules and entries, no bytes copied by this function.
+    """
+    state = _state_dict(module)
+    # After the call: hooks may replace parameters.
+    tree = list(walk_all(module))
+    registered = tuple(
+        Registered(
+            name=f"{logical}{attribute}",
+            owner=inner,
+            attribute=attribute,
+            tensor=tensor,
+            is_persistent=is_persistent(inner, attribute),
+        )
+        for logical, _, inner, is_wrapper in tree
+        if not is_wrapper
+        for attribute, tensor in registered_in(inner).items()
+    )
+    names = Names(module, has_wrappers=any(is_wrapper for *_, is_wrapper in tree))
+    memory = _Memory(registered)
+    own: dict[int, torch.Tensor] = {}
+    if not all(map(memory.is_known, state.values())):
+        for value in state.values():
+            held = memory.same(value)
+            if held is not None:
+                own[id(value)] = held.tensor
+                memory.claim(held.tensor)
+    entries: dict[str, Entry] = {}
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise PlacementError(
+                f"{type(module).__name__}.state_dict() has a key {key!r} that is no text"
+            )
+        value = own.get(id(value), value)
+        logical = names.logical(key, value)
+        if logical in entries:
+            raise PlacementError(
+                f"two tensors of {type(module).__name__} are both named '{logical}'"
+            )
+        backing = memory.owner(value)
+        if _is_extra(logical) and backing is not None and backing.name != logical:
+            backing = None  # get_extra_state returned a tensor of the module: set_… wants it
+        entries[logical] = Entry(key=key, name=logical, value=value, backing=backing)
+    return Exported(
+        entries=entries, registered=registered, metadata=getattr(state, "_metadata", None)
+    )
+
+
+def same_memory(one: object, other: object) -> bool:
+    """Whether two tensors are the same elements in the same memory, in the same order."""
+    if one is other:
+        return True
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        alike = one.device_mesh == other.device_mesh and one.placements == other.placements
+        return alike and one.shape == other.shape and same_memory(local(one), local(other))
+    if isinstance(one, DTensor) or isinstance(other, DTensor):
+        return False
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    place = _place(one)
+    return place is not None and place == _place(other)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, detached."""
+    found = tensor.detach()
+    return found._local_tensor if isinstance(found, DTensor) else found
+
+
+def reshapes(module: nn.Module) -> bool:
+    """Whether a module has code of its own that makes entries of a state dict."""
+    kind = type(module)
+    return (
+        bool(getattr(module, "_state_dict_hooks", None))
+        or "state_dict" in module.__dict__
+        or kind.state_dict is not nn.Module.state_dict
+        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+    )
+
+
+def forms_of(exported: Exported, module: nn.Module) -> tuple[Registered, ...]:
+    """Registered tensors that only entries of other names can stand for (split, fused, packed)."""
+    return tuple(hidden for hidden in _hidden(exported) if _stands_for(exported, module, hidden))
+
+
+def refuse_hidden(
+    exported: Exported, module: nn.Module, is_asked: Callable[[str, torch.Tensor], bool]
+) -> None:
+    """PlacementError naming what the module holds and its state dict shows in no form.
+
+    `is_asked(name, tensor)`: whether the caller wants it kept.
+    """
+    lost = [
+        hidden.name
+        for hidden in _hidden(exported)
+        if is_asked(hidden.name, hidden.tensor) and not _stands_for(exported, module, hidden)
+    ]
+    if lost:
+        shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
+        raise PlacementError(
+            f"{type(module).__name__}.state_dict() shows {shown} in no form, or only in part, so "
+            f"a checkpoint would lose it. Let state_dict show it; or leave it out by name: "
+            f"ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, value: "
+            f"...); or register a buffer with persistent=False"
+        )
+
+
+def _state_dict(module: nn.Module) -> Mapping[object, object]:
+    """The module's state dict with its own tensors, where it can give them."""
+    try:
+        parameters = inspect.signature(module.state_dict).parameters.values()
+        takes = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in parameters)
+        state: object = module.state_dict(keep_vars=True) if takes else module.state_dict()
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise PlacementError(f"{type(module).__name__}.state_dict() failed: {error!r}") from error
+    if not isinstance(state, Mapping):
+        raise PlacementError(
+            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, no mapping"
+        )
+    return state
+
+
+def _is_extra(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] == _EXTRA_STATE
+
+
+def _hidden(exported: Exported) -> Iterable[Registered]:
+    """Persistent tensors that no entry is or wholly covers, nor bears the name of; each once."""
+    seen = {id(entry.value) for entry in exported.entries.values()}
+    missed: list[Registered] = []
+    for held in exported.registered:
+        if held.is_persistent and id(held.tensor) not in seen and not is_lazy(held.tensor):
+            seen.add(id(held.tensor))
+            missed.append(held)
+    if not missed:
+        return
+    parts: dict[int, int] = {}
+    claimed = _Memory(())
+    for entry in exported.entries.values():
+        if entry.backing is not None and isinstance(entry.value, torch.Tensor):
+            key = id(entry.backing.tensor)
+            parts[key] = parts.get(key, 0) + entry.value.numel()
+            claimed.claim(entry.value)
+    for held in missed:
+        bearer = exported.entries.get(held.name)
+        if bearer is not None and bearer.backing is None:
+            continue
+        shown = parts.get(id(held.tensor), 0)
+        if 0 < local(held.tensor).numel() != shown and not claimed.covers(held.tensor):
+            yield held
+
+
+def _stands_for(exported: Exported, module: nn.Module, hidden: Registered) -> bool:
+    """Whether forms made by code of its module, or of one above, may stand for a hidden tensor."""
+    own = {held.name for held in exported.registered}
+    scopes = {prefix for prefix, _, inner, _ in walk_all(module) if reshapes(inner)}
+    for entry in exported.entries.values():
+        if entry.backing is not None or entry.name in own:
+            continue
+        if not _holds_data(entry.value):
+            continue
+        homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
+        if homes and hidden.name.startswith(max(homes, key=len)):
+            return True
+    return False
+
+
+def _holds_data(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_data(child) for child in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_data(child) for child in value)
+    return isinstance(value, torch.Tensor | Marked | np.ndarray | bytes | bytearray)
+
+
+_Place = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def _place(tensor: torch.Tensor) -> _Place | None:
+    """Where and how a tensor's elements lie; None where that says nothing."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    if tensor.is_meta or tensor.numel() == 0:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        return None  # a wrapper without memory of its own
+    return (
+        tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
+def _extent(tensor: torch.Tensor) -> tuple[str, int, int] | None:
+    """Device, first byte and the one after the last of a plain tensor's elements."""
+    place = None if isinstance(tensor, DTensor) else _place(tensor)
+    if place is None or place[1] == 0:
+        return None
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), place[1], place[1] + (last + 1) * tensor.element_size()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their extent, each byte belonging to one of them."""
+    extent = _extent(tensor)
+    return extent is not None and extent[2] - extent[1] == tensor.numel() * tensor.element_size()
+
+
+class _Memory:
+    """Which registered tensor a tensor is or lies in, by identity and by address."""
+
+    def __init__(self, registered: Iterable[Registered]) -> None:
+        self._by_id: dict[int, Registered] = {}
+        for held in registered:
+            self._by_id.setdefault(id(held.tensor), held)
+        self._by_place: dict[object, Registered] | None = None
+        self._dense: dict[str, list[tuple[int, int, Registered]]] = {}
+        self._claimed: dict[str, list[tuple[int, int]]] = {}
+        self._claimed_ids: set[int] = set()
+
+    def is_known(self, value: object) -> bool:
+        """Whether nothing need be asked of a value's memory: most models have no others."""
+        return id(value) in self._by_id or not isinstance(value, torch.Tensor)
+
+    def _places(self) -> dict[object, Registered]:
+        """The registered tensors by where they lie; worked out when first asked for."""
+        if self._by_place is not None:
+            return self._by_place
+        found: dict[object, Registered] = {}
+        for held in self._by_id.values():
+            if is_lazy(held.tensor):
+                continue
+            place = _place(local(held.tensor))
+            if place is not None:
+                found.setdefault(place, held)
+            extent = _extent(held.tensor)
+            if extent is not None and _is_dense(held.tensor):
+                self._dense.setdefault(extent[0], []).append((extent[1], extent[2], held))
+        for spans in self._dense.values():
+            spans.sort(key=lambda span: span[:2])
+        self._by_place = found
+        return found
+
+    def same(self, value: object) -> Registered | None:
+        """The registered tensor that a value is, or all of whose memory it is."""
+        held = self._by_id.get(id(value))
+        if held is not None or not isinstance(value, torch.Tensor) or is_lazy(value):
+            return held
+        found = self._places().get(_place(local(value)))
+        return found if found is not None and same_memory(found.tensor, value) else None
+
+    def owner(self, value: object) -> Registered | None:
+        """The registered tensor that a value is or lies in; claims what it has not claimed.
+
+        A part that overlaps what another entry has claimed is a form, lest two entries fill one
+        piece of memory; so is one whose own elements overlap.
+        """
+        held = self.same(value)
+        if held is not None or not isinstance(value, torch.Tensor):
+            return held
+        extent = _extent(value)
+        if extent is None or not _is_dense(value) or value.is_conj() or value.is_neg():
+            return None
+        device, start, stop = extent
+        spans = self._dense.get(device, [])
+        at = bisect_right(spans, start, key=lambda span: span[0]) - 1
+        if at < 0 or stop > spans[at][1] or spans[at][2].tensor.dtype != value.dtype:
+            return None
+        if any(start < b and a < stop for a, b in self._claimed.get(device, ())):
+            return None
+        self.claim(value)
+        return spans[at][2]
+
+    def claim(self, tensor: torch.Tensor) -> None:
+        """Note that an entry fills this memory."""
+        if id(tensor) in self._claimed_ids or is_lazy(tensor):
+            return
+        self._claimed_ids.add(id(tensor))
+        extent = _extent(tensor)
+        if extent is not None:
+            self._claimed.setdefault(extent[0], []).append(extent[1:])
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether one claimed piece of memory has all of a tensor in it."""
+        extent = _extent(tensor)
+        if extent is None:
+            return False
+        pieces = self._claimed.get(extent[0], ())
+        return any(a <= extent[1] and extent[2] <= b for a, b in pieces)
