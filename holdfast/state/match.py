@@ -16,7 +16,7 @@ from holdfast.format.values import Codecs, decode_tree
 from holdfast.geometry import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.flatten import coordinate_label
-from holdfast.state.markers import Marked, Padded, PerRank, Stored, Transient
+from holdfast.state.markers import Fresh, Marked, Padded, PerRank, Stored, Transient
 from holdfast.state.padding import clip_leaf, padding_views
 from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
 from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
@@ -49,8 +49,9 @@ class MatchResult:
     `wanted`: the tensors to fill, in the order of the request; one met again has nothing to fill.
     `missing`: paths asked for and not stored. `mismatched`: one sentence for each difference in
     shape, dtype or kind. `cast`: keys that are converted. `kept`: per-rank paths whose local value
-    stays by their policy. `allowed`: paths absent by the caller's leave. `touched`: stored leaf
-    paths that the request uses.
+    stays by their policy. `allowed`: paths absent by the caller's leave. `fresh`: what starts fresh
+    by the caller's leave. `unagreed`: what would start fresh without it, path and reason.
+    `touched`: stored leaf paths that the request uses.
     """
 
     wanted: list[Wanted] = field(default_factory=list)
@@ -59,6 +60,8 @@ class MatchResult:
     cast: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    unagreed: list[str] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
 
 
@@ -203,7 +206,7 @@ class Matcher:
                 for name, child in named.items()
                 if name in template or not closed
             }
-            return found | {n: _unmarked(template[n]) for n in template if n not in found}
+            return found | self._left(template, path, found)
         if isinstance(template, list | tuple) and _holds_tensors(template):
             built = [
                 self.build(t, child, f"{path}.{i}", closed=closed)
@@ -222,7 +225,7 @@ class Matcher:
             else:
                 self._want_all(node, path)
             return
-        if not template and not named:
+        if not named:
             self.result.touched.add(path)
         for name, child in template.items():
             here = f"{path}.{name}"
@@ -348,8 +351,23 @@ class Matcher:
             self._boxes[like] = leaf.boxes
         return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
 
+    def _left(self, template: Mapping[Any, object], path: str, found: Mapping[Any, object]) -> Any:
+        """What stays of a template for which nothing is stored, besides what was found."""
+        left: dict[Any, object] = {}
+        for name, child in template.items():
+            here = f"{path}.{name}"
+            if name in found or (isinstance(child, Fresh) and not self.may_miss(here)):
+                continue
+            left[name] = self._left(child, here, {}) if type(child) is dict else _unmarked(child)
+        return left
+
     def _miss(self, path: str, template: object) -> None:
-        if self.may_miss(path):
+        if isinstance(template, Fresh):
+            if self.may_miss(path):
+                self.result.fresh.append(path)
+            elif template.is_required:
+                self.result.unagreed.append(f"{path} ({template.why})")
+        elif self.may_miss(path):
             self.result.allowed.append(path)
         elif isinstance(template, Mapping) and template:
             for name, child in template.items():
@@ -411,11 +429,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 def _unmarked(template: object) -> object:
     """What stays of a template for which nothing is stored: the tensors as they are."""
-    if isinstance(template, Marked):
-        return template.local
-    if type(template) is dict:
-        return {name: _unmarked(child) for name, child in template.items()}
-    return template
+    return template.local if isinstance(template, Marked) else template
 
 
 def _other_shape(
