@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.state.holding import HeldParameter, local_of
 from holdfast.state.markers import FlatShard, Padded, Stored, Transient
-from holdfast.state.mirror import mirror, placed_like
+from holdfast.state.mirror import MakeTarget, mirror, placed_like
 from holdfast.state.own_form import TorchForm
 from holdfast.state.padding import Declaration
 from holdfast.state.stored import StoredPart, StoredTensor
@@ -34,7 +34,7 @@ def entry_targets(
     """
     below = stored.below("state", name)
     if not isinstance(below.node, Mapping) or "$" in below.node:
-        return mirror(below, None, like_current)
+        return mirror(below, None, _nested(held))
     home = stored.value("membership", name)
     on_device = isinstance(home, int) and any(
         stored.value("groups", home, flag) for flag in ("capturable", "fused")
@@ -82,11 +82,24 @@ def facts_of(held: HeldParameter, padding: Declaration | None) -> dict[str, obje
     return {"shape": shape} if held.parameter.requires_grad else {"shape": shape, "frozen": True}
 
 
-def like_current(info: StoredTensor, current: object, path: str) -> object:
-    """A target for `mirror`: placed like what stands there now, or whatever is stored."""
-    del path
-    target = placed_like(current, info)
-    return Stored() if target is None else target
+def placed_target(parameters: Iterable[torch.Tensor]) -> MakeTarget:
+    """Targets for state that belongs to no one parameter: placed like what stands there now.
+
+    Where nothing stands there, like the parameters of its shape, if these are placed alike.
+    """
+    by_shape: dict[tuple[int, ...], list[DTensor]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
+
+    def make(info: StoredTensor, current: object, path: str) -> object:
+        del path
+        likes = by_shape.get(info.shape, []) if current is None else []
+        alike = all(p.placements == likes[0].placements for p in likes) and likes
+        target = placed_like(likes[0] if alike else current, info)
+        return Stored() if target is None else target
+
+    return make
 
 
 def _nested(held: HeldParameter) -> Any:

@@ -13,10 +13,10 @@ from holdfast.state.entries import (
     entries_of,
     entry_targets,
     facts_of,
-    like_current,
     main_target,
     marked,
     on_device_of,
+    placed_target,
 )
 from holdfast.state.fresh import absent_settings, as_built, why_fresh
 from holdfast.state.groups import equal_trees, hyperparameters, own_copies, set_group
@@ -279,11 +279,12 @@ class OptimizerState:
         }
         if stored.has("main"):
             template["main"] = main
+        placed = placed_target(self._owners.names())
         if stored.has("others"):
             current = self._own_others() if view is None else view.others
-            template["others"] = mirror(stored.below("others"), current, like_current)
+            template["others"] = mirror(stored.below("others"), current, placed)
         if view is not None and (stored.has("extra") or view.extra):
-            extra = mirror(stored.below("extra"), view.extra, like_current)
+            extra = mirror(stored.below("extra"), view.extra, placed)
             extra = extra if isinstance(extra, dict) else {}
             lacking = [key for key in view.extra if isinstance(key, str) and key not in extra]
             template["extra"] = extra | {
@@ -302,13 +303,14 @@ class OptimizerState:
         local = self._known_parameters()
         tensors = {name: p for p, name in self._owners.names().items()}
         everywhere = dict.fromkeys(stored.keys_under("parameters"))
+        placed = placed_target(tensors.values())
 
         def make(info: StoredTensor, current: object, path: str) -> object:
             target = placed_like(current, info)
             if target is None:
                 owner = owner_of(path, tensors)
                 target = None if owner is None else placed_like(tensors[owner], info)
-            return Stored() if target is None else target
+            return placed(info, current, path) if target is None else target
 
         def is_wanted(path: str) -> bool:
             owner = owner_of(path, everywhere)

@@ -72,7 +72,7 @@ def train(model: nn.Module, optimizer: Any, steps: range, *, then: Any = None) -
         loss = closure()
         optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
         if then is not None:
-            then(float(loss))
+            then(float(loss.detach()))
     optimizer.zero_grad()
 
 
