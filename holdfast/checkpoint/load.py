@@ -305,7 +305,7 @@ class Loader:
                 )
                 target.append(name if source is None else f"{name} (from {source})")
                 continue
-            template = part.template(StoredPart(node, tensors))
+            template = part.template(StoredPart(node, tensors, name))
             matcher.match_part(template, node, name, closed=is_closed(part))
             requests.append(
                 _Request(
@@ -475,6 +475,7 @@ def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
     return LoadReport(
         loaded=tuple(entry.path for entry in result.wanted),
         missing=tuple(sorted(set(result.missing) | set(result.allowed))),
+        fresh=tuple(result.fresh),
         cast=tuple(result.cast),
         kept=tuple(result.kept),
         nbytes_read=snapshot.stats.nbytes_read,
@@ -528,8 +529,18 @@ def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
             )
     if result.mismatched:
         sentences.append(f"{len(result.mismatched)} entries do not fit: {_some(result.mismatched)}")
+    if result.unagreed:
+        sentences.append(
+            f"{len(result.unagreed)} entries would start fresh: {_some(result.unagreed)} "
+            f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
+        )
     if sentences:
         raise MismatchError(f"step {snapshot.manifest.step}: " + "; ".join(sentences))
+
+
+def _patterns(unagreed: Sequence[str]) -> str:
+    """What `allow_missing` could be for these entries."""
+    return str([f"{each.split(' (')[0]}*" for each in unagreed[:_MAX_NAMED]])
 
 
 def _asked(

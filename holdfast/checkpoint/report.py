@@ -62,7 +62,9 @@ class LoadReport:
     """One finished load, as one rank saw it.
 
     Paths are full: part name first. `loaded`: tensors filled. `missing`: asked for, absent, allowed
-    (their targets keep what they had). `unexpected`: stored, asked for by no rank, allowed.
+    (their targets keep what they had). `fresh`: what the checkpoint knows nothing of and what
+    therefore starts fresh, allowed (a parameter that is new to its optimizer, a new
+    hyperparameter). `unexpected`: stored, asked for by no rank, allowed.
     `cast`: converted from another dtype. `kept`: per-rank values that stay local by their policy.
     `dropped`: stored per-rank values that no rank took, by consent; the same on all ranks, but for
     streams of a device that this rank does not have.
@@ -79,6 +81,7 @@ class LoadReport:
     path: str
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -100,6 +103,7 @@ class LoadReport:
             f", {len(names)} {what}"
             for what, names in (
                 ("missing", self.missing),
+                ("started fresh", self.fresh),
                 ("unexpected", self.unexpected),
                 ("cast", self.cast),
                 ("kept local", self.kept),

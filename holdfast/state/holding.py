@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,7 +41,14 @@ class HeldParameter:
 
         Tensors of the run's shape are stored in the parameter's coordinates, 0-d ones as they are.
         """
-        if self.over is None or self.updated is None or not isinstance(value, torch.Tensor):
+        if self.over is None or self.updated is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            if _holds_tensors(value):
+                raise PlacementError(
+                    f"optimizer entry '{entry}' is a {type(value).__name__} that holds tensors; "
+                    f"only elementwise optimizers can be sharded by elements"
+                )
             return value
         if value.ndim == 0:
             return value
@@ -143,10 +150,18 @@ class PartitionedOptimizer(Protocol):
 
 
 class WholeOptimizer:
-    """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing."""
+    """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing.
+
+    Also for whatever has its `param_groups`, `state_dict` and `load_state_dict`.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself."""
+        return self._optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -177,6 +192,14 @@ class WholeOptimizer:
 
     def finish_load(self, *, with_main: bool) -> None:
         """Nothing to follow up."""
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -338,5 +338,19 @@ class PerRankValues:
     values: Mapping[str, object]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fresh:
+    """In a part's template: what the checkpoint knows nothing of, and what starts fresh.
+
+    It takes the caller's consent (`allow_missing`). With it the path is in `LoadReport.fresh`, and
+    the marker is in the tree that the part gets back. Without it the load raises MismatchError with
+    `why`; or, where `is_required` is False, the part gets nothing, which says that whatever it has
+    there has to go.
+    """
+
+    why: str
+    is_required: bool = True
+
+
 Marked = Sharded | FlatShard | Replicated | Padded
 """Markers that wrap the local tensor of one global tensor."""

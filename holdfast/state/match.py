@@ -33,6 +33,7 @@ from holdfast.state.coordinates import (
     stored_trees,
 )
 from holdfast.state.markers import (
+    Fresh,
     Marked,
     Padded,
     PerRank,
@@ -92,10 +93,12 @@ class MatchResult:
     `wanted`: the tensors to fill, in the order of the request; one met again has nothing to fill.
     `missing`: paths asked for and not stored. `mismatched`: one sentence for each difference in
     shape, dtype or kind. `cast`: keys that are converted. `kept`: per-rank paths whose local value
-    stays by their policy. `allowed`: paths absent by the caller's leave. `touched`: stored leaf
-    paths that the request uses. `cleared`: padding that is set to zero in the end. `uses`: the
-    values per coordinate that it asks for. `claims`: what has to be equal on several ranks after
-    the load. `dropped`: stored entries of this rank's coordinate that nothing here can take.
+    stays by their policy. `allowed`: paths absent by the caller's leave. `fresh`: what starts fresh
+    by the caller's leave. `unagreed`: what would start fresh without it, path and reason.
+    `touched`: stored leaf paths that the request uses. `cleared`: padding that is set to zero in
+    the end. `uses`: the values per coordinate that it asks for. `claims`: what has to be equal on
+    several ranks after the load. `dropped`: stored entries of this rank's coordinate that nothing
+    here can take.
     """
 
     wanted: list[Wanted] = field(default_factory=list)
@@ -104,6 +107,8 @@ class MatchResult:
     cast: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    unagreed: list[str] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
     cleared: list[Wanted] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
@@ -241,10 +246,8 @@ class Matcher:
                 found[name] = value
             elif not closed:
                 found[name] = self._decode(child, f"{path}.{key_name(name)}")
-        for token, name in own.items():
-            if token not in named:
-                found[name] = _unmarked(template[name])
-        return mapping_of(node, found)
+        left = {name: template[name] for token, name in own.items() if token not in named}
+        return mapping_of(node, found | self._left(left, path))
 
     def _build_registered(self, template: Any, node: Any, path: str, *, closed: bool) -> Any:
         """A dataclass or a codec's type, made of its parts as they were loaded."""
@@ -270,7 +273,7 @@ class Matcher:
             else:
                 self._want_all(node, path)
             return
-        if not template and not named:
+        if not named:
             self.result.touched.add(path)
         tokens = set()
         for name, child in template.items():
@@ -472,8 +475,24 @@ class Matcher:
             self._boxes[like] = leaf.boxes
         return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
 
+    def _left(self, template: Mapping[Any, object], path: str) -> dict[Any, object]:
+        """What stays of a template's entries for which nothing is stored."""
+        left: dict[Any, object] = {}
+        for name, child in template.items():
+            here = f"{path}.{key_name(name)}"
+            inner = child.mapping if isinstance(child, Union) else child
+            if isinstance(inner, Fresh) and not self.may_miss(here):
+                continue
+            left[name] = self._left(inner, here) if type(inner) is dict else _unmarked(inner)
+        return left
+
     def _miss(self, path: str, template: object) -> None:
-        if self.may_miss(path):
+        if isinstance(template, Fresh):
+            if self.may_miss(path):
+                self.result.fresh.append(path)
+            elif template.is_required:
+                self.result.unagreed.append(f"{path} ({template.why})")
+        elif self.may_miss(path):
             self.result.allowed.append(path)
         elif isinstance(template, Union):
             self._miss(path, template.mapping)

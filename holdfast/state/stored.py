@@ -26,13 +26,15 @@ class StoredTensor:
 class StoredPart:
     """Read-only view of one part's tree in a checkpoint.
 
-    `node`: the encoded tree. `tensors`: key -> (dtype name, shape) of the whole checkpoint.
+    `node`: the encoded tree. `tensors`: key -> (dtype name, shape) of the whole checkpoint. `name`:
+    of the part, for messages. A path leads through keys of dicts and positions in lists.
     """
 
     node: object
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    name: str = ""
 
-    def below(self, path: str) -> object | None:
+    def find(self, path: str) -> object | None:
         """The node at a path of names joined by dots, from this part on; None where nothing is.
 
         A module's part is one flat dict: below `encoder` are its entries `encoder.…`, by the rest
@@ -43,7 +45,7 @@ class StoredPart:
     def part_or_below(self, path: str) -> object | None:
         """Of a checkpoint's parts by name: the part of this very name, or what is below one."""
         parts = self.node if isinstance(self.node, Mapping) else {}
-        found: object = parts[path] if path in parts else self.below(path)
+        found: object = parts[path] if path in parts else self.find(path)
         return found
 
     def name_in(self, path: str) -> str:
@@ -52,27 +54,25 @@ class StoredPart:
         fitting = [name for name in parts if path == name or path.startswith(f"{name}.")]
         return max(fitting, key=len, default=path)
 
-    def has(self, *path: str) -> bool:
-        """Whether the tree has something at this path of dict keys."""
-        return self._at(path) is not None
+    def has(self, *path: str | int) -> bool:
+        """Whether the tree has something other than null at this path."""
+        return self.at(*path) is not None
 
-    def keys_under(self, *path: str) -> list[str]:
+    def keys_under(self, *path: str | int) -> list[str]:
         """The dict keys at a path; empty where there is no dict."""
-        node = self._at(path)
+        node = self.at(*path)
         if not isinstance(node, Mapping) or "$" in node:
             return []
         return list(node)
 
-    def tensors_under(self, *path: str) -> dict[str, StoredTensor]:
+    def tensors_under(self, *path: str | int) -> dict[str, StoredTensor]:
         """The direct children of the dict at `path` that are tensors."""
         found = {}
-        node = self._at(path)
+        node = self.at(*path)
         for name in self.keys_under(*path):
-            child = node[name] if isinstance(node, Mapping) else None
-            if isinstance(child, Mapping) and child.get("$") == "tensor":
-                key = str(child["k"])
-                dtype, shape = self.tensors[key]
-                found[name] = StoredTensor(key=key, shape=shape, dtype=torch_dtype(dtype))
+            info = self.tensor(node[name]) if isinstance(node, Mapping) else None
+            if info is not None:
+                found[name] = info
         return found
 
     def children(self, node: object) -> list[tuple[Any, object]] | None:
@@ -89,17 +89,32 @@ class StoredPart:
         except HoldfastError:
             return None  # keys of the user's own types are for the matcher, which has the codecs
 
-    def value(self, *path: str) -> object:
-        """The plain number, text, truth value or null at a path of dict keys; None for others."""
-        node = self._at(path)
+    def tensor(self, node: object) -> StoredTensor | None:
+        """The tensor that a node stands for; None for any other node."""
+        if not isinstance(node, Mapping) or node.get("$") != "tensor":
+            return None
+        key = str(node["k"])
+        dtype, shape = self.tensors[key]
+        return StoredTensor(key=key, shape=tuple(shape), dtype=torch_dtype(dtype))
+
+    def value(self, *path: str | int) -> object:
+        """The plain number, text, truth value or null at a path; None for others."""
+        node = self.at(*path)
         return node if isinstance(node, int | float | str) else None
 
-    def _at(self, path: tuple[str, ...]) -> object:
+    def below(self, *path: str | int) -> StoredPart:
+        """The view of what is at a path."""
+        name = ".".join(map(str, (self.name, *path)))
+        return StoredPart(self.at(*path), self.tensors, name)
+
+    def at(self, *path: str | int) -> object:
+        """The node at a path; None where there is none."""
         node = self.node
         for name in path:
-            if not isinstance(node, Mapping) or "$" in node or name not in node:
+            is_item = isinstance(node, list) and isinstance(name, int) and name < len(node)
+            if not is_item and not (isinstance(node, Mapping) and "$" not in node and name in node):
                 return None
-            node = node[name]
+            node = node[name]  # type: ignore[index]
         return node
 
 

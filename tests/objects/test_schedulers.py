@@ -1,0 +1,184 @@
+"""Schedulers, scalers and clients of optimizers: kept, and in step with the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from holdfast import Checkpointer, OptimizerState, Stored
+from tests.objects.optimizers import differences, net, train
+
+
+class Ramp:
+    """A rule with a memory of its own."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.calls = rate, 0
+
+    def __call__(self, epoch: int) -> float:
+        self.calls += 1
+        return 1.0 / (1.0 + self.rate * epoch + 0.01 * self.calls)
+
+
+def chained(o: Any) -> Any:
+    return schedules.ChainedScheduler(
+        [schedules.ConstantLR(o, factor=0.5, total_iters=2), schedules.ExponentialLR(o, gamma=0.9)],
+        optimizer=o,
+    )
+
+
+def sequence(o: Any) -> Any:
+    first = schedules.LinearLR(o, start_factor=0.1, total_iters=2)
+    return schedules.SequentialLR(o, [first, schedules.CosineAnnealingLR(o, 9)], milestones=[2])
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "step": lambda o: schedules.StepLR(o, 2, gamma=0.5),
+    "multi step": lambda o: schedules.MultiStepLR(o, [1, 2, 2, 5], gamma=0.5),
+    "lambda": lambda o: schedules.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "lambda with memory": lambda o: schedules.LambdaLR(o, [Ramp(0.1), Ramp(0.5)]),
+    "multiplicative": lambda o: schedules.MultiplicativeLR(o, Ramp(0.2)),
+    "one cycle": lambda o: schedules.OneCycleLR(o, max_lr=[0.2, 0.3], total_steps=20),
+    "cyclic": lambda o: schedules.CyclicLR(o, 0.01, 0.2, step_size_up=2, mode="exp_range"),
+    "cosine restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
+    "polynomial": lambda o: schedules.PolynomialLR(o, 8, power=2),
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0, factor=0.5, mode="max"),
+    "chained": chained,
+    "sequence": sequence,
+    "swa": lambda o: SWALR(o, swa_lr=0.01, anneal_epochs=4),
+}
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda groups: SGD(groups, lr=0.1, momentum=0.9),
+    "adam tensor lr": lambda groups: Adam(groups, lr=torch.tensor(0.1), foreach=False),
+}
+
+
+class Run:
+    """Model, optimizer of two groups, and a scheduler."""
+
+    def __init__(self, seed: int, name: str, kind: str) -> None:
+        self.model = net(seed)
+        parameters = list(self.model.parameters())
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}]
+        if kind != "sgd":
+            groups[1]["lr"] = torch.tensor(0.05)  # type: ignore[assignment]
+        self.optimizer = KINDS[kind](groups)
+        self.scheduler = SCHEDULES[name](self.optimizer)
+        self.rates: list[list[float]] = []
+
+    def go_on(self, steps: range) -> None:
+        def then(loss: float) -> None:
+            plateau = isinstance(self.scheduler, schedules.ReduceLROnPlateau)
+            self.scheduler.step(loss) if plateau else self.scheduler.step()
+            self.rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
+
+        train(self.model, self.optimizer, steps, then=then)
+
+    def state(self, order: tuple[str, ...] = ("model", "optimizer", "scheduler")) -> dict[str, Any]:
+        parts = {
+            "model": self.model,
+            "optimizer": OptimizerState(self.optimizer, self.model),
+            "scheduler": self.scheduler,
+        }
+        return {name: parts[name] for name in order}
+
+    def everything(self) -> Any:
+        weights = self.model.state_dict()
+        return copy.deepcopy(
+            (weights, self.optimizer.state_dict(), self.scheduler.state_dict(), self.rates[-3:])
+        )
+
+
+def stored(root: Path, step: int) -> Any:
+    asked = {"model": Stored(), "optimizer": Stored(), "scheduler": Stored()}
+    return dict(Checkpointer(root).load(asked, step=step).values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_scheduler_is_kept(tmp_path: Path, name: str, kind: str) -> None:
+    """In whatever order the parts stand, into a fresh run and into one further on."""
+    if kind == "adam tensor lr" and name in ("cyclic", "one cycle"):
+        pytest.skip("cycles a momentum that Adam with a tensor learning rate shares")
+    run = Run(0, name, kind)
+    run.go_on(range(4))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, run.state())
+    at_save = run.everything()[:3]
+    run.go_on(range(4, 7))
+    orders = list(itertools.permutations(("model", "optimizer", "scheduler")))
+    for number, order in enumerate(orders[::2]):
+        twin = Run(number + 1, name, kind)
+        twin.go_on(range(30, 30 + 3 * (number % 2)))
+        groups = list(twin.optimizer.param_groups)
+        checkpointer.load(twin.state(order), step=1)
+        assert all(a is b for a, b in zip(groups, twin.optimizer.param_groups, strict=True))
+        assert not list(differences(at_save, (*twin.everything()[:3],)))
+        checkpointer.save(2 + number, twin.state())
+        assert not list(differences(stored(tmp_path, 1), stored(tmp_path, 2 + number)))
+        twin.go_on(range(4, 7))
+        assert not list(differences(run.everything(), twin.everything()))
+
+
+def test_a_gradient_scaler_is_kept(tmp_path: Path) -> None:
+    def grown(steps: int) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        model = net(0)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            loss = model(torch.ones(2, 6)).square().mean()
+            scaler.scale(loss).backward()
+            if step == 3:
+                next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler
+
+    checkpointer = Checkpointer(tmp_path)
+    scaler = grown(6)
+    checkpointer.save(1, {"scaler": scaler})
+    for steps in (0, 1, 4):
+        other = grown(steps)
+        checkpointer.load({"scaler": other}, step=1)
+        assert not list(differences(scaler.state_dict(), other.state_dict()))
+        assert other.get_scale() == scaler.get_scale() == 16.0
+
+
+def test_a_swa_model_beside_its_optimizer_is_kept(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[Any, Any, Any, Any]:
+        model = net(seed)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, AveragedModel(model), SWALR(optimizer, swa_lr=0.02)
+
+    def go_on(run: tuple[Any, Any, Any, Any], steps: range) -> None:
+        model, optimizer, average, scheduler = run
+        for step in steps:
+            train(model, optimizer, range(step, step + 1))
+            average.update_parameters(model)
+            scheduler.step()
+
+    def state(run: tuple[Any, Any, Any, Any]) -> dict[str, object]:
+        model, optimizer, average, scheduler = run
+        held = OptimizerState(optimizer, model)
+        return {"model": model, "optimizer": held, "average": average, "scheduler": scheduler}
+
+    def everything(run: tuple[Any, Any, Any, Any]) -> Any:
+        return [copy.deepcopy(each.state_dict()) for each in run]
+
+    run, twin = made(0), made(1)
+    go_on(run, range(3))
+    Checkpointer(tmp_path).save(1, state(run))
+    Checkpointer(tmp_path).load(state(twin))
+    go_on(run, range(3, 6))
+    go_on(twin, range(3, 6))
+    assert not list(differences(everything(run), everything(twin)))
