@@ -43,7 +43,9 @@ class OptimizerState:
         self, optimizer: torch.optim.Optimizer | PartitionedOptimizer, module: nn.Module
     ) -> None:
         self._holder: PartitionedOptimizer = (
-            WholeOptimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+            optimizer  # first: a sharded optimizer is a torch optimizer by type, too
+            if isinstance(optimizer, PartitionedOptimizer)
+            else WholeOptimizer(optimizer)
         )
         self._module = module
 
