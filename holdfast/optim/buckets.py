@@ -80,7 +80,7 @@ class Bucket:
         self._gathering: Work | None = None
         self._failure: Exception | None = None
         self._is_hidden = False
-        self._num_own_uses = 0
+        self._num_own_uses = self._num_uses = 0
 
     @property
     def is_in_flight(self) -> bool:
@@ -178,6 +178,7 @@ class Bucket:
         An earlier gather is waited for. `update` has counted the change for autograd already.
         """
         self.finish_gather()
+        self._num_uses = num_uses(self.values)  # the gather itself holds some, too
         if self.has_main:
             self.share.copy_(self.main)
         if self._wires.gather is not None and self.packing.share > 0:
@@ -195,7 +196,7 @@ class Bucket:
         """
         if self._gathering is None:
             return True
-        if num_uses(self.values) > self._num_own_uses + num_other_uses:
+        if self._num_uses > self._num_own_uses + num_other_uses:
             return False
         with self._lock:
             self._is_hidden = True

@@ -29,6 +29,7 @@ class GradientHook:
         self._arrive = arrive
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Autograd has put a gradient into `.grad`."""
         self._arrive(parameter)
 
 

@@ -120,8 +120,8 @@ def measure(
     norm is that of its real and imaginary parts; an element is zero where both are.
 
     Raises ConfigError for a number of copies that cannot be. Collective over the layout.
-    Cost: one all-reduce of 3 + world size (and the counts) float64 over each of `tp`, `dp_cp` and `pp` that has
-    several ranks; at most 16 MiB of extra memory.
+    Cost: one all-reduce of 3 + number of counts + world size float64 over each of `tp`, `dp_cp` and
+    `pp` that has several ranks; at most 16 MiB of extra memory.
     """
     layout = groups.layout
     names = [name for name in _WORLD if groups.size(name) > 1]

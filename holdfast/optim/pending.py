@@ -89,7 +89,8 @@ def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor
 
     def reduce_ex(self: Tensor, protocol: Any) -> object:
         settle()
-        return self.__reduce_ex__(protocol)
+        untyped: Any = self
+        return untyped.__reduce_ex__(protocol)
 
     members: dict[str, Any] = {
         "__slots__": (),
@@ -100,7 +101,7 @@ def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor
         "_holdfast_settle": staticmethod(_eager(wait)),
     }
     if issubclass(base, DTensor):
-        slot: Any = DTensor._local_tensor  # type: ignore[misc]
+        slot: Any = DTensor._local_tensor
 
         def local(self: DTensor) -> Tensor:
             settle()
@@ -172,6 +173,7 @@ class ModuleHook:
     _torchdynamo_disable = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Torch calls the hook."""
         self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:

@@ -109,7 +109,7 @@ def _try(
         _step(first, [g.flatten()[:cut] for g, cut in zip(gradients, cuts, strict=True)])
         _step(second, [g.flatten()[cut:] for g, cut in zip(gradients, cuts, strict=True)])
         for position, tensor in enumerate(whole.tensors):
-            parts = [t for t in (first.tensors[position], second.tensors[position])]
+            parts = (first.tensors[position], second.tensors[position])
             if tensor is None or not _same(tensor, [t for t in parts if t is not None]):
                 where = f" (group {position % num_groups})" if num_groups > 1 else ""
                 raise _NotElementwise(f"{kind}{where} does not update elements one by one")

@@ -240,10 +240,10 @@ class GradientReducer:
     def _warn_of_read(self, parameter: Tensor) -> None:
         caller = sys._getframe(2).f_globals.get("__name__", "")
         is_schedule = str(caller).startswith("torch.distributed.pipelining")
-        if gradient_of(cast("nn.Parameter", parameter)) is None and not is_schedule:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=4)
+        is_empty = gradient_of(cast("nn.Parameter", parameter)) is None
+        if is_empty and not is_schedule and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=4)
 
     def _where_gradients_are(self, parameter: Tensor) -> str:
         name = self._names[cast("nn.Parameter", parameter)]

@@ -415,7 +415,7 @@ class ShardedOptimizer(TorchFace):
         ]
 
     def _count_markers(self) -> list[int]:
-        """Per bucket, how many views of it earlier saves keep; they are read after `synchronize`."""
+        """Per bucket, the views of it that earlier saves keep; read after `synchronize` only."""
         home = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         counts = [0] * len(self._buckets)
         for held in self._held:
