@@ -25,22 +25,22 @@ class TorchFace(torch.optim.Optimizer):
         # hooks and profiling marks of the base; its own __init__ would keep groups of its own
         super().__setstate__({})
 
-    @property  # type: ignore[override]
-    def param_groups(self) -> list[dict[str, Any]]:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of the torch optimizers inside; setting `group["lr"]` and the like works."""
         if len(self._inners) == 1:
             return self._inners[0].param_groups
         return [group for inner in self._inners for group in inner.param_groups]
 
-    @property  # type: ignore[override]
-    def state(self) -> Any:
+    @property
+    def state(self) -> Any:  # type: ignore[override]
         """The state of the torch optimizers inside, by the run of elements it belongs to."""
         if len(self._inners) == 1:
             return self._inners[0].state
         return ChainMap(*(inner.state for inner in self._inners))
 
-    @property  # type: ignore[override]
-    def defaults(self) -> dict[str, Any]:
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The defaults that all torch optimizers inside have."""
         first, *others = (inner.defaults for inner in self._inners)
         return {k: v for k, v in first.items() if all(k in other for other in others)}

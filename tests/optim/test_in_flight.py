@@ -167,7 +167,7 @@ def averaged_model(net: Net) -> Any:
 
 def saved(net: Net) -> Any:
     file = io.BytesIO()
-    torch.save(list(net.parameters()), file)
+    torch.save([plain(p) for p in net.parameters()], file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
