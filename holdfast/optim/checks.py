@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
+from holdfast.optim.pending import gradient_hook
 from holdfast.optim.wires import Wires
 from holdfast.parallel import ProcessGroups
 
@@ -19,18 +20,6 @@ _NOT_ELEMENTWISE = (
     *("SOAP", "Shampoo", "SparseAdam"),
 )
 """Names of classes that join elements, however they are built; others are tried (`probe`)."""
-
-
-class GradientHook:
-    """Takes the gradient of a parameter as it comes, for the sharded optimizer of that name."""
-
-    def __init__(self, name: str, arrive: Callable[[torch.Tensor], None]) -> None:
-        self.name = name
-        self._arrive = arrive
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Autograd has put a gradient into `.grad`."""
-        self._arrive(parameter)
 
 
 def read_groups(
@@ -101,13 +90,12 @@ def check_kind(inner: torch.optim.Optimizer, *, name: str) -> None:
 def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Parameter, str]) -> None:
     """ConfigError for a parameter whose gradients another sharded optimizer takes."""
     for parameter in parameters:
-        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in hooks.values():
-            if isinstance(hook, GradientHook):
-                raise ConfigError(
-                    f"{names[parameter]} is in sharded optimizer '{hook.name}' already, which "
-                    f"takes its gradients; close() that one first, or give each its own parameters"
-                )
+        hook = gradient_hook(parameter)
+        if hook is not None:
+            raise ConfigError(
+                f"{names[parameter]} is in sharded optimizer '{hook.name}' already, which "
+                f"takes its gradients; close() that one first, or give each its own parameters"
+            )
 
 
 def check_limit(max_norm: float) -> float:

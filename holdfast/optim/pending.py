@@ -111,32 +111,78 @@ def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor
     return type(f"Pending{base.__name__}", (base,), members)
 
 
-def taken_class(base: type[Tensor], asked: Callable[[Tensor], None]) -> type[Tensor]:
-    """A class whose tensors call `asked` before somebody reads their `.grad`; else they are plain.
+class GradientHook:
+    """Takes the gradient of a parameter as it comes, for the sharded optimizer of that name.
 
-    Autograd itself, which writes gradients, does not notice.
+    `asked` is called before somebody reads `.grad` of a parameter of a taken class.
     """
 
-    def read(self: Tensor) -> Tensor | None:
-        asked(self)
-        return cast("Tensor | None", _tensor.grad.__get__(self))
+    def __init__(
+        self, name: str, arrive: Callable[[Tensor], None], asked: Callable[[Tensor], None]
+    ) -> None:
+        self.name = name
+        self.asked = asked
+        self._arrive = arrive
 
-    def as_plain(self: Tensor, action: Callable[[Any], object]) -> object:
-        kind = type(self)
-        change_class(self, base)
-        try:
-            return action(self)
-        finally:
-            change_class(self, kind)
+    def __call__(self, parameter: Tensor) -> None:
+        """Autograd has put a gradient into `.grad`."""
+        self._arrive(parameter)
 
-    members: dict[str, Any] = {
-        "__slots__": (),
-        "__module__": base.__module__,
-        "grad": property(read, _tensor.grad.__set__, _tensor.grad.__delete__),
-        "__deepcopy__": lambda self, memo: as_plain(self, lambda p: copy.deepcopy(p, memo)),
-        "__reduce_ex__": lambda self, protocol: as_plain(self, lambda p: p.__reduce_ex__(protocol)),
-    }
-    return type(f"Taken{base.__name__}", (base,), members)
+
+def gradient_hook(parameter: Tensor) -> GradientHook | None:
+    """The hook by which a sharded optimizer takes the gradients of a parameter, if one does."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return next((hook for hook in hooks.values() if isinstance(hook, GradientHook)), None)
+
+
+def _read_gradient(self: Any) -> Tensor | None:
+    hook = gradient_hook(self)
+    if hook is not None:
+        hook.asked(self)
+    return gradient_of(self)
+
+
+def _as(base: type[Tensor], tensor: Tensor, action: Callable[[Any], object]) -> object:
+    kind = type(tensor)
+    change_class(tensor, base)
+    try:
+        return action(tensor)
+    finally:
+        change_class(tensor, kind)
+
+
+class TakenParameter(nn.Parameter):
+    """A parameter whose gradient is not in `.grad`: reading that tells its optimizer."""
+
+    __slots__ = ()
+    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        return _as(nn.Parameter, self, lambda p: copy.deepcopy(p, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as(nn.Parameter, self, lambda p: p.__reduce_ex__(protocol))
+
+
+class TakenDTensor(DTensor):
+    """As `TakenParameter`, for a parameter that is a DTensor."""
+
+    __slots__ = ()
+    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        return _as(DTensor, self, lambda p: copy.deepcopy(p, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as(DTensor, self, lambda p: p.__reduce_ex__(protocol))
+
+
+def taken_kind(kind: type[Tensor]) -> type[Tensor] | None:
+    """The class for the time in which `.grad` must not be read; None for classes of others.
+
+    Autograd itself, which writes gradients, does not notice, and torch.compile knows it by name.
+    """
+    return {nn.Parameter: TakenParameter, DTensor: TakenDTensor}.get(kind)
 
 
 def change_class(parameter: Tensor, kind: type[Tensor]) -> None:

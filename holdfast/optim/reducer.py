@@ -18,13 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.errors import ConfigError
 from holdfast.optim import wires
 from holdfast.optim.buckets import Bucket
-from holdfast.optim.checks import GradientHook
-from holdfast.optim.pending import change_class, gradient_of, taken_class
+from holdfast.optim.pending import GradientHook, change_class, gradient_of, taken_kind
 from holdfast.optim.wires import Wires
 
 Stage = Literal[1, 2]
 _MAX_IN_FLIGHT = 2
 """Whole gradient buckets under reduction at a time in stage 2, which bounds its memory."""
+
+
+_MACHINERY = ("torch._", "torch.distributed.pipelining")
+"""Modules that look whether `.grad` is there and go on alike if not: compilers, schedules."""
 
 
 class GradientReducer:
@@ -64,12 +67,11 @@ class GradientReducer:
         self._is_finished = False
         self._handles: list[RemovableHandle] = [
             cast("Any", parameter).register_post_accumulate_grad_hook(
-                GradientHook(name, self._arrive)
+                GradientHook(name, self._arrive, self._gradient_read)
             )
             for parameter in self._home
         ]
         self._taken: dict[nn.Parameter, type[Tensor]] = {}
-        self._taken_classes: dict[tuple[type[Tensor], bool], type[Tensor]] = {}
         self._has_warned = False
 
     @property
@@ -108,7 +110,7 @@ class GradientReducer:
                 self._is_reduced = is_last
             if is_last:
                 for parameter in self._home:
-                    self._mark_taken(parameter, is_last=True)
+                    self._mark_taken(parameter)
         finally:
             self._is_eager = self._is_inside = False
 
@@ -160,7 +162,7 @@ class GradientReducer:
             return
         position = self._take(parameter)
         if not self._is_inside:
-            self._mark_taken(parameter, is_last=False)
+            self._mark_taken(parameter)
         if self._is_eager:
             self._fresh[position].add(parameter)
             while self._next < len(self._buckets) and self._is_full(self._next):
@@ -215,35 +217,32 @@ class GradientReducer:
         along = mesh.get_group(dim)
         return set(dist.get_process_group_ranks(along)) <= self._wires.data_ranks
 
-    def _mark_taken(self, parameter: nn.Parameter, *, is_last: bool) -> None:
+    def _mark_taken(self, parameter: nn.Parameter) -> None:
         """From here to the end of the step, reading `.grad` is an error or a warning.
 
         It is None there, as if backward had found no gradient: torch's `clip_grad_norm_` would
-        return 0 and clip nothing. Outside of `microbatch` more may come into `.grad`, put there by
-        a schedule that looks first, so there it is a warning, once a step.
+        return 0 and clip nothing. Parameters of classes of their own are left as they are.
         """
         self._buckets[self._home[parameter][0]].finish_gather()
-        kind = self._taken.get(parameter, type(parameter))
-        key = (kind, is_last)
-        if key not in self._taken_classes:
-            asked = self._refuse_read if is_last else self._warn_of_read
-            self._taken_classes[key] = taken_class(kind, asked)
-        try:
-            change_class(parameter, self._taken_classes[key])
-        except TypeError:
-            return  # a class of another layout: nothing shows there that .grad is None
-        self._taken[parameter] = kind
+        kind = taken_kind(type(parameter))
+        if kind is not None:
+            self._taken[parameter] = type(parameter)
+            change_class(parameter, kind)
 
-    def _refuse_read(self, parameter: Tensor) -> None:
-        raise ConfigError(self._where_gradients_are(parameter))
+    def _gradient_read(self, parameter: Tensor) -> None:
+        """Somebody is about to read `.grad` of a parameter that was marked.
 
-    def _warn_of_read(self, parameter: Tensor) -> None:
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        is_schedule = str(caller).startswith("torch.distributed.pipelining")
-        is_empty = gradient_of(cast("nn.Parameter", parameter)) is None
-        if is_empty and not is_schedule and not self._has_warned:
+        Outside of `microbatch` more may come into `.grad`, put there by a schedule that looks
+        first: there it is a warning, once a step.
+        """
+        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+        if caller.startswith(_MACHINERY):
+            return
+        if self._is_reduced:
+            raise ConfigError(self._where_gradients_are(parameter))
+        if gradient_of(cast("nn.Parameter", parameter)) is None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=4)
+            warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=3)
 
     def _where_gradients_are(self, parameter: Tensor) -> str:
         name = self._names[cast("nn.Parameter", parameter)]

@@ -259,3 +259,17 @@ def test_two_optimizers_share_no_parameter() -> None:
     net(torch.ones(1, 4)).sum().backward()
     assert all(p.grad is not None for p in net.parameters())
     plain.step()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_runs_between_backward_and_step() -> None:
+    """Compilers look at `.grad` and at classes by name; whole graphs pass the hooks, too."""
+    net, other = net_of(), net_of()
+    optimizer, straight = sharded(net, overlap=True), sharded(other)
+    fast = torch.compile(net, backend="eager", fullgraph=True)
+    for _ in range(2):
+        backward(fast, optimizer)
+        backward(other, straight)
+        assert torch.equal(fast(torch.ones(3, 4)), other(torch.ones(3, 4)))
+        assert optimizer.step() == straight.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
