@@ -155,7 +155,7 @@ class TakenParameter(nn.Parameter):
     """A parameter whose gradient is not in `.grad`: reading that tells its optimizer."""
 
     __slots__ = ()
-    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)  # type: ignore[assignment]
+    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
         return _as(nn.Parameter, self, lambda p: copy.deepcopy(p, memo))
@@ -182,7 +182,11 @@ def taken_kind(kind: type[Tensor]) -> type[Tensor] | None:
 
     Autograd itself, which writes gradients, does not notice, and torch.compile knows it by name.
     """
-    return {nn.Parameter: TakenParameter, DTensor: TakenDTensor}.get(kind)
+    kinds: dict[type[Tensor], type[Tensor]] = {
+        nn.Parameter: TakenParameter,
+        DTensor: TakenDTensor,
+    }
+    return kinds.get(kind)
 
 
 def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
