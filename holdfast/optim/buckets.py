@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,14 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import ConfigError
 from holdfast.optim import wires
 from holdfast.optim.packing import Packing, Run, pack
+from holdfast.optim.pending import (
+    change_class,
+    num_uses,
+    pending_class,
+    placeholder,
+    set_storage,
+    storage_of,
+)
 from holdfast.optim.wires import Wires
 from holdfast.state.holding import local_of
 
@@ -51,6 +60,9 @@ class Bucket:
         self._keeps_whole = keeps_whole
         first = local_of(self.parameters[0])
         self.values = torch.zeros(self.packing.numel, dtype=first.dtype, device=first.device)
+        self._classes = [type(parameter) for parameter in self.parameters]
+        self._pending: dict[type[Tensor], type[Tensor]] = {}
+        self._lock = threading.RLock()
         self._views = [self._move_in(i) for i in range(len(self.parameters))]
         begin = joined.index * self.packing.share
         self.share = self.values[begin : begin + self.packing.share]
@@ -66,6 +78,14 @@ class Bucket:
         self._reducing: Work | None = None
         self._partial: Tensor | None = None
         self._gathering: Work | None = None
+        self._failure: Exception | None = None
+        self._is_hidden = False
+        self._num_own_uses = self._num_uses = 0
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a gather is going on that nobody has waited for."""
+        return self._gathering is not None
 
     @property
     def has_main(self) -> bool:
@@ -79,7 +99,8 @@ class Bucket:
     def check_views(self, names: Sequence[str]) -> None:
         """ConfigError naming a parameter whose memory is not the bucket any more."""
         for parameter, view, name in zip(self.parameters, self._views, names, strict=True):
-            if _storage(parameter).data_ptr() != view.data_ptr():
+            held = storage_of(parameter)
+            if held.data_ptr() != view.data_ptr() or held.dtype != view.dtype:
                 raise ConfigError(
                     f"{name}: its memory was replaced after the sharded optimizer was built (a "
                     f"module.to(...) or an assignment?); move the model first, then build the "
@@ -154,9 +175,10 @@ class Bucket:
     def launch_gather(self) -> None:
         """Round the main parameters into this rank's share, and start gathering all shares.
 
-        The memory is written beside the next forward, which may have taken views of parameters
-        already and reads them later: autograd is not to see that as a change under its feet.
+        An earlier gather is waited for. `update` has counted the change for autograd already.
         """
+        self.finish_gather()
+        self._num_uses = num_uses(self.values)  # the gather itself holds some, too
         if self.has_main:
             self.share.copy_(self.main)
         if self._wires.gather is not None and self.packing.share > 0:
@@ -165,11 +187,70 @@ class Bucket:
                 self.values.data, self.share.data, self._wires.gather
             )
 
+    def hide(self, *, num_other_uses: int) -> bool:
+        """Keep everybody from the parameters until the gather is done; whether that worked.
+
+        Whoever reads one waits for the gather (`pending_class`). False, and nothing is changed,
+        where somebody holds a view of the memory, or a parameter's class cannot be exchanged.
+        `num_other_uses`: how many views are known, and read only after `synchronize`.
+        """
+        if self._gathering is None:
+            return True
+        if self._num_uses > self._num_own_uses + num_other_uses:
+            return False
+        with self._lock:
+            self._is_hidden = True
+            try:
+                for parameter, kind, view in zip(
+                    self.parameters, self._classes, self._views, strict=True
+                ):
+                    if kind not in self._pending:
+                        self._pending[kind] = pending_class(kind, self.finish_gather)
+                    set_storage(parameter, placeholder(view))
+                    change_class(parameter, self._pending[kind])
+            except (TypeError, RuntimeError):
+                self._uncover()
+                return False
+        return True
+
+    @torch.no_grad()
     def finish_gather(self) -> None:
-        """Wait for the parameters to be whole; nothing happens the second time."""
-        if self._gathering is not None:
-            work, self._gathering = self._gathering, None
-            wires.wait(work, f"the gathering of parameters over {self._wires.over!r}")
+        """Wait for the parameters to be whole; nothing happens the second time.
+
+        A gather that failed fails again at every later call, and for every reader.
+        """
+        if self._gathering is None and self._failure is None:
+            return
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._gathering is None:
+                return
+            try:
+                wires.wait(
+                    self._gathering, f"the gathering of parameters over {self._wires.over!r}"
+                )
+            except Exception as error:
+                self._failure = error
+                raise
+            self._uncover()
+            self._gathering = None
+
+    def count_change(self) -> None:
+        """Have autograd know that parameters change: a graph that saved them is stale."""
+        for parameter in self.parameters:
+            torch.autograd.graph.increment_version([parameter, storage_of(parameter)])
+
+    def follow_parameters(self) -> None:
+        """Set main parameters that do not round to what this rank's share of parameters holds.
+
+        So what was written to parameters since the last step (clipped weights, a loaded model)
+        counts, and the others keep the bits that parameters have no room for.
+        """
+        if self.has_main:
+            written = self.main.to(self.share.dtype) != self.share
+            if bool(written.any()):
+                self.main[written] = self.share[written].to(self.main.dtype)
 
     def refresh_main(self, number: int, *, exactly: bool) -> None:
         """Set main parameters from the parameter, which was loaded or changed by hand.
@@ -186,15 +267,26 @@ class Bucket:
         else:
             main.copy_(torch.where(main.to(held.dtype) == held, main, held.to(main.dtype)))
 
+    def count_uses(self) -> None:
+        """Take what holds on to the memory now for this bucket's own and its optimizer's."""
+        self._num_own_uses = num_uses(self.values)
+
+    def _uncover(self) -> None:
+        """Give parameters their class and their memory back."""
+        if self._is_hidden:
+            for parameter, kind, view in zip(
+                self.parameters, self._classes, self._views, strict=True
+            ):
+                change_class(parameter, kind)
+                set_storage(parameter, view)
+            self._is_hidden = False
+
     def _move_in(self, number: int) -> Tensor:
         parameter, slot = self.parameters[number], self.packing.slots[number]
-        local = _storage(parameter)
+        local = storage_of(parameter)
         view = self.values[slot.start : slot.stop].view(local.shape)
         view.copy_(local)
-        if isinstance(parameter, DTensor):
-            parameter._local_tensor = view
-        else:
-            parameter.data = view
+        set_storage(parameter, view)
         return view
 
     def _new_whole(self) -> Tensor:
@@ -250,8 +342,3 @@ def _is_tied(parameter: DTensor) -> bool:
         return False
     dim = names.index("embd")
     return mesh.size(dim) > 1 and parameter.placements[dim].is_replicate()
-
-
-def _storage(parameter: nn.Parameter) -> Tensor:
-    """The local tensor itself, not a view of it."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data

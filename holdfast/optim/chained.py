@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.optim.face import TorchFace, refuse_closure
 from holdfast.optim.norms import GradientPart
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.sharded import ShardedOptimizer, microbatch_of
@@ -17,7 +17,7 @@ from holdfast.optim.stepping import StepOutcome, take_step
 from holdfast.state.holding import HeldParameter
 
 
-class ChainedOptimizer:
+class ChainedOptimizer(TorchFace):
     """Optimizers of one model, by name: one norm, one decision, one state.
 
     Its groups are those of all optimizers, in their order. Raises ConfigError for no optimizers,
@@ -48,15 +48,11 @@ class ChainedOptimizer:
                 self._held.append(replace(held, group=held.group + num_groups))
             num_groups += len(optimizer.param_groups)
         self._groups = first.groups
+        super().__init__([optimizer.inner for optimizer in self._optimizers.values()])
 
     def __getitem__(self, name: str) -> ShardedOptimizer:
         """One of the optimizers."""
         return self._optimizers[name]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers; setting an entry changes the optimizer's group."""
-        return [group for o in self._optimizers.values() for group in o.param_groups]
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """As `ShardedOptimizer.microbatch`, for all."""
@@ -71,14 +67,16 @@ class ChainedOptimizer:
         """As `ShardedOptimizer.gradient_parts`, of all."""
         return [part for o in self._optimizers.values() for part in o.gradient_parts()]
 
-    def step(
+    def step(  # type: ignore[override]
         self,
+        closure: None = None,
         *,
         max_norm: float = 0.0,
         scaler: LossScaler | None = None,
         count_zeros: bool = False,
     ) -> StepOutcome:
-        """One step of all optimizers together; see `take_step`."""
+        """One step of all optimizers together; see `take_step`. A closure is refused."""
+        refuse_closure(closure)
         return take_step(
             self._optimizers,
             groups=self._groups,

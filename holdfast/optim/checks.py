@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
+from holdfast.optim.pending import gradient_hook
 from holdfast.optim.wires import Wires
 from holdfast.parallel import ProcessGroups
 
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+_NOT_ELEMENTWISE = (
+    *("Adafactor", "DistributedShampoo", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon"),
+    *("SOAP", "Shampoo", "SparseAdam"),
+)
+"""Names of classes that join elements, however they are built; others are tried (`probe`)."""
 
 
 def read_groups(
@@ -51,19 +57,56 @@ def check_divisor(divisor: int, *, stage: int, groups: ProcessGroups, name: str)
         raise ConfigError(f"optimizer '{name}': stage={stage!r} is not 1 or 2")
 
 
-def check_inner(inner: torch.optim.Optimizer, *, num_groups: int, name: str) -> None:
-    """ConfigError for an optimizer that does not update elements one by one."""
+def check_inner(
+    inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], *, name: str
+) -> None:
+    """ConfigError for an optimizer that is not one of exactly these groups of tensors."""
     kind = type(inner).__name__
-    if not isinstance(inner, torch.optim.Optimizer) or len(inner.param_groups) != num_groups:
+    if not isinstance(inner, torch.optim.Optimizer) or len(inner.param_groups) != len(groups):
         raise ConfigError(
             f"optimizer '{name}': make gave a {kind}; it has to be a torch optimizer of the "
-            f"{num_groups} groups it is called with"
+            f"{len(groups)} groups it is called with"
         )
-    if kind in _NOT_ELEMENTWISE:
+    for number, (got, given) in enumerate(zip(inner.param_groups, groups, strict=True)):
+        if [id(t) for t in got["params"]] != [id(t) for t in given["params"]]:
+            raise ConfigError(
+                f"optimizer '{name}': group {number} of the {kind} that make gave has other "
+                f"tensors than make was called with; it has to update those, in their order"
+            )
+
+
+def check_kind(inner: torch.optim.Optimizer, *, name: str) -> None:
+    """ConfigError for an optimizer that is known to join elements, by its class or an ancestor."""
+    for ancestor in type(inner).__mro__:
+        if ancestor.__name__ in _NOT_ELEMENTWISE:
+            kind = type(inner).__name__
+            what = kind if ancestor is type(inner) else f"{kind} (a {ancestor.__name__})"
+            raise ConfigError(
+                f"optimizer '{name}': {what} does not update elements one by one, so runs of "
+                f"elements would be updated otherwise than whole tensors"
+            )
+
+
+def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Parameter, str]) -> None:
+    """ConfigError for a parameter whose gradients another sharded optimizer takes."""
+    for parameter in parameters:
+        hook = gradient_hook(parameter)
+        if hook is not None:
+            raise ConfigError(
+                f"{names[parameter]} is in sharded optimizer '{hook.name}' already, which "
+                f"takes its gradients; close() that one first, or give each its own parameters"
+            )
+
+
+def check_limit(max_norm: float) -> float:
+    """The largest norm allowed as a float; ConfigError for one that is negative or not a number."""
+    is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
+    if not is_number or math.isnan(max_norm) or max_norm < 0:
         raise ConfigError(
-            f"optimizer '{name}': {kind} does not update elements one by one, so runs of elements "
-            f"would be updated otherwise than whole tensors"
+            f"max_norm={max_norm!r} is not a number of at least 0; it is the largest 2-norm of the "
+            f"whole gradient, 0 or math.inf for no limit"
         )
+    return float(max_norm)
 
 
 def check_parameter(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
+from holdfast.optim.checks import check_limit
 from holdfast.optim.wires import flag_device
 from holdfast.parallel import ProcessGroups
 
@@ -42,6 +43,8 @@ class GradientNorm:
     """Global ranks that hold an infinity or a NaN, ascending."""
     num_zeros: int | None = None
     """Elements that are exactly zero, each counted once; None if not asked for."""
+    counts: tuple[int, ...] = ()
+    """Sums over all ranks of the `counts` that `measure` was given."""
 
     @property
     def num_bad_ranks(self) -> int:
@@ -91,6 +94,8 @@ def gradient_parts(
         gradient = parameter.grad
         if gradient is not None:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local.layout is not torch.strided:
+                local = local.to_dense()
             copies = num_copies(gradient, groups=groups)
             parts.append(GradientPart(local=local, num_copies=copies))
     return parts
@@ -103,17 +108,20 @@ def measure(
     groups: ProcessGroups,
     count_zeros: bool = False,
     scale: float = 1.0,
+    counts: Sequence[int] = (),
 ) -> GradientNorm:
     """The exact norm of the whole gradient, and the ranks on which it is not finite.
 
     Each rank adds the squares of what it holds, divided by the number of copies; the sum runs in
     float64 over the whole layout. Non-finite values travel as one flag per rank, because a maximum
     on gloo can lose a NaN and a sum cannot say where it came from. Zeros are counted as integers.
-    `scale`: of the loss that the gradients come from; the norm is that of unscaled ones.
+    `scale`: of the loss that the gradients come from; the norm is that of unscaled ones. `counts`:
+    integers to add up over the ranks by the way; as many on every rank. Of a complex gradient the
+    norm is that of its real and imaginary parts; an element is zero where both are.
 
     Raises ConfigError for a number of copies that cannot be. Collective over the layout.
-    Cost: one all-reduce of 3 + world size float64 over each of `tp`, `dp_cp` and `pp` that has
-    several ranks; at most 16 MiB of extra memory.
+    Cost: one all-reduce of 3 + number of counts + world size float64 over each of `tp`, `dp_cp` and
+    `pp` that has several ranks; at most 16 MiB of extra memory.
     """
     layout = groups.layout
     names = [name for name in _WORLD if groups.size(name) > 1]
@@ -127,24 +135,28 @@ def measure(
         if count_zeros:
             found = part.local.numel() - int(torch.count_nonzero(part.local)) - part.num_padding
             zeros += found * (unit // part.num_copies)
-    total = torch.zeros(3 + layout.world_size, dtype=torch.float64)
+    head = 3 + len(counts)
+    total = torch.zeros(head + layout.world_size, dtype=torch.float64)
     if math.isfinite(square):
         total[0] = square
     else:
-        total[3 + layout.ranks.index(groups.rank)] = 1.0
+        total[head + layout.ranks.index(groups.rank)] = 1.0
     # A float64 holds integers up to 2**53: two words keep the sum exact for any model.
     total[1], total[2] = divmod(zeros, _WORD)
+    for position, count in enumerate(counts):
+        total[3 + position] = count
     for name in names:
         group = groups.group(name)
         total = total.to(flag_device(group))
         dist.all_reduce(total, group=group)
     sums: list[float] = total.tolist()
-    bad = tuple(sorted(r for r, flag in zip(layout.ranks, sums[3:], strict=True) if flag))
+    bad = tuple(sorted(r for r, flag in zip(layout.ranks, sums[head:], strict=True) if flag))
     counted = (int(sums[1]) * _WORD + int(sums[2])) // unit
     return GradientNorm(
         value=math.nan if bad else math.sqrt(sums[0]) / scale,
         bad_ranks=bad,
         num_zeros=counted if count_zeros else None,
+        counts=tuple(int(value) for value in sums[3:head]),
     )
 
 
@@ -154,8 +166,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) 
 
 
 def clip_factor(norm: GradientNorm, *, limit: float) -> float:
-    """What to multiply gradients by so that their norm is at most `limit`; 0 means no limit."""
-    if limit <= 0 or not norm.value > limit:
+    """What to multiply gradients by so that their norm is at most `limit`; 0 means no limit.
+
+    Raises ConfigError for a negative limit or NaN.
+    """
+    if check_limit(limit) == 0 or not norm.value > limit:
         return 1.0
     return limit / norm.value
 
@@ -182,6 +197,9 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 def _square(local: Tensor) -> float:
     if local.numel() == 0:
         return 0.0
-    chunks: Sequence[Tensor] = torch.split(local.reshape(-1), _CHUNK)
+    flat = local.reshape(-1)
+    if flat.is_complex():  # |z|² is the sum of two squares; a NaN in either part counts
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    chunks: Sequence[Tensor] = torch.split(flat, _CHUNK)
     sums = [wide.dot(wide) for wide in (chunk.double() for chunk in chunks)]
     return float(torch.stack(sums).sum())

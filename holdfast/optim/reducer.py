@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Iterator, KeysView, Sequence
 from typing import Any, Literal, cast
 
@@ -16,11 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.errors import ConfigError
 from holdfast.optim import wires
 from holdfast.optim.buckets import Bucket
+from holdfast.optim.pending import GradientHook, change_class, gradient_of, taken_kind
 from holdfast.optim.wires import Wires
 
 Stage = Literal[1, 2]
 _MAX_IN_FLIGHT = 2
 """Whole gradient buckets under reduction at a time in stage 2, which bounds its memory."""
+
+
+_MACHINERY = ("torch._", "torch.distributed.pipelining")
+"""Modules that look whether `.grad` is there and go on alike if not: compilers, schedules."""
 
 
 class GradientReducer:
@@ -39,6 +46,7 @@ class GradientReducer:
         stage: Stage,
         divisor: int,
         names: dict[nn.Parameter, str],
+        name: str,
     ) -> None:
         self._buckets = buckets
         self._wires = joined
@@ -54,12 +62,17 @@ class GradientReducer:
         self._next = 0
         self._fresh: list[set[nn.Parameter]] = [set() for _ in buckets]
         self._is_eager = False
+        self._is_inside = False
         self._is_reduced = False
         self._is_finished = False
         self._handles: list[RemovableHandle] = [
-            cast("Any", parameter).register_post_accumulate_grad_hook(self._arrive)
+            cast("Any", parameter).register_post_accumulate_grad_hook(
+                GradientHook(name, self._arrive, self._gradient_read)
+            )
             for parameter in self._home
         ]
+        self._taken: dict[nn.Parameter, type[Tensor]] = {}
+        self._has_warned = False
 
     @property
     def parameters(self) -> KeysView[nn.Parameter]:
@@ -72,7 +85,8 @@ class GradientReducer:
         return frozenset(self._used)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and forget gradients not used."""
+        self.drop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -86,6 +100,7 @@ class GradientReducer:
                 "step() or drop_gradients() first"
             )
         self._is_eager = is_last or self._stage == 2
+        self._is_inside = True
         self._fresh = [set() for _ in self._buckets]
         try:
             yield
@@ -93,8 +108,11 @@ class GradientReducer:
                 with torch.no_grad():
                     self._finish_round()
                 self._is_reduced = is_last
+            if is_last:
+                for parameter in self._home:
+                    self._mark_taken(parameter)
         finally:
-            self._is_eager = False
+            self._is_eager = self._is_inside = False
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -108,7 +126,7 @@ class GradientReducer:
             self._finish_round()
         self._is_reduced = True
         for parameter in self._home:
-            if parameter.grad is not None:
+            if gradient_of(parameter) is not None:
                 self._take(parameter)  # raises: it comes too late
         for bucket in self._buckets:
             bucket.finish_reduction()
@@ -123,18 +141,28 @@ class GradientReducer:
         """Forget all gradients: the next step begins."""
         for bucket in self._buckets:
             bucket.drop_gradients()
+        self.show_gradients()
         for parameter in self._home:
             parameter.grad = None
         self._used.clear()
         self._next = 0
         self._is_reduced = self._is_finished = False
 
+    def show_gradients(self) -> None:
+        """Reading `.grad` is harmless from here on."""
+        for parameter, kind in self._taken.items():
+            change_class(parameter, kind)
+        self._taken.clear()
+        self._has_warned = False
+
     @torch.no_grad()
     def _arrive(self, parameter: Tensor) -> None:
         """Autograd's hook: the gradient goes into the bucket and is given up."""
-        if not isinstance(parameter, nn.Parameter) or parameter.grad is None:
+        if not isinstance(parameter, nn.Parameter) or gradient_of(parameter) is None:
             return
         position = self._take(parameter)
+        if not self._is_inside:
+            self._mark_taken(parameter)
         if self._is_eager:
             self._fresh[position].add(parameter)
             while self._next < len(self._buckets) and self._is_full(self._next):
@@ -153,7 +181,8 @@ class GradientReducer:
                 f"would be lost. Make one backward call in each microbatch(...), mark only the "
                 f"last one is_last=True, and step() before the next"
             )
-        gradient, parameter.grad = parameter.grad, None
+        gradient = gradient_of(parameter)
+        parameter.grad = None
         if gradient is not None:
             self._used.add(parameter)
             self._buckets[position].add_gradient(number, self._local(parameter, gradient))
@@ -188,10 +217,46 @@ class GradientReducer:
         along = mesh.get_group(dim)
         return set(dist.get_process_group_ranks(along)) <= self._wires.data_ranks
 
+    def _mark_taken(self, parameter: nn.Parameter) -> None:
+        """From here to the end of the step, reading `.grad` is an error or a warning.
+
+        It is None there, as if backward had found no gradient: torch's `clip_grad_norm_` would
+        return 0 and clip nothing. Parameters of classes of their own are left as they are.
+        """
+        self._buckets[self._home[parameter][0]].finish_gather()
+        kind = taken_kind(type(parameter))
+        if kind is not None:
+            self._taken[parameter] = type(parameter)
+            change_class(parameter, kind)
+
+    def _gradient_read(self, parameter: Tensor) -> None:
+        """Somebody is about to read `.grad` of a parameter that was marked.
+
+        Outside of `microbatch` more may come into `.grad`, put there by a schedule that looks
+        first: there it is a warning, once a step.
+        """
+        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+        if caller.startswith(_MACHINERY):
+            return
+        if self._is_reduced:
+            raise ConfigError(self._where_gradients_are(parameter))
+        if gradient_of(cast("nn.Parameter", parameter)) is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=3)
+
+    def _where_gradients_are(self, parameter: Tensor) -> str:
+        name = self._names[cast("nn.Parameter", parameter)]
+        return (
+            f"{name}: its gradient is in the sharded optimizer's buckets, .grad is None; functions "
+            f"that read .grad (torch.nn.utils.clip_grad_norm_, norms for logs) would find nothing. "
+            f"Clip with step(max_norm=...), which returns the norm; forget gradients with "
+            f"zero_grad() of the optimizer"
+        )
+
     def _finish_round(self) -> None:
         """Launch every bucket not launched yet, with what lies in `.grad`, in order."""
         for parameter in self._home:
-            if parameter.grad is not None:
+            if gradient_of(parameter) is not None:
                 self._take(parameter)
         while self._next < len(self._buckets):
             self._launch_next()

@@ -10,15 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import ConfigError
 from holdfast.optim.buckets import Bucket, plan_buckets
-from holdfast.optim.checks import check_divisor, check_inner, check_parameter, read_groups
+from holdfast.optim.checks import (
+    check_divisor,
+    check_free,
+    check_inner,
+    check_kind,
+    check_parameter,
+    read_groups,
+)
+from holdfast.optim.face import TorchFace, refuse_closure
 from holdfast.optim.norms import GradientPart, num_copies
+from holdfast.optim.probe import check_elementwise
 from holdfast.optim.reducer import GradientReducer, Stage
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.stepping import StepOutcome, take_step
+from holdfast.optim.watch import ParameterWatch
 from holdfast.optim.wires import Wires
 from holdfast.parallel import ProcessGroups
 from holdfast.state.holding import HeldParameter
@@ -27,13 +36,14 @@ from holdfast.state.names import parameter_names
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(TorchFace):
     """Any elementwise `torch.optim` optimizer, its state cut over data parallelism (ZeRO 1 and 2).
 
     Parameters, plain tensors or DTensors, are laid into flat buckets and become views of them; each
     rank of `over` updates one share of each bucket and the updated shares are gathered in place
     (Rajbhandari et al. 2020). Gradients are taken from autograd as they come: `.grad` is None after
-    backward. In the last microbatch full buckets are reduce-scattered beside the backward.
+    backward, and reading it before `step` is an error (outside of `microbatch`: a warning). In the
+    last microbatch full buckets are reduce-scattered beside the backward.
 
         optimizer = ShardedOptimizer(
             model, model.parameters(), make=lambda g: torch.optim.AdamW(g, lr=1e-3),
@@ -43,6 +53,10 @@ class ShardedOptimizer:
             with optimizer.microbatch(is_last=i == len(batches) - 1):
                 loss(model(batch)).backward()
         outcome = optimizer.step(max_norm=1.0)
+
+    It is a `torch.optim.Optimizer` by type, so learning rate schedulers take it as it is. Its state
+    is saved by `OptimizerState(optimizer, model)`. Parameters may be read and written at any time,
+    as with any optimizer: what is written to them before the next step counts.
 
     Where something else calls backward (pipeline schedules, which then need `scale_grads=False`),
     `microbatch` is left out and `step` reduces everything at its beginning.
@@ -62,13 +76,18 @@ class ShardedOptimizer:
             keeps a share (needs `microbatch` around each for that).
         bucket_nbytes: gradient bytes per collective; a larger parameter has a bucket of its own.
         align_nbytes: what parameters and shares begin at multiples of.
-        overlap: gather parameters beside the next forward, whose modules wait for their own. Other
-            code that reads parameters after `step` calls `synchronize` first, or it reads a mixture
-            of old and new; saving and loading do that themselves. Off: `step` waits.
+        overlap: gather parameters beside the next forward. Nobody sees one before it is whole:
+            modules wait for their own when they are called, and whoever else reads or writes one
+            waits for its bucket. A bucket is not overlapped where waiting could be evaded: if a
+            module of it was not called through its hooks since the last step (compiled, scripted,
+            functional), or views of its memory are held elsewhere. Off: `step` waits.
+        elementwise: the word that the optimizer updates elements one by one; without it a trial
+            on small tensors has to show it (some milliseconds, `make` is called three times more).
         name: for messages and records.
 
-    Raises ConfigError for parameters that do not fit `over`, a module that does not own them, or
-    other buckets on another rank; GroupError for a missing or wrong communicator. Collective over
+    Raises ConfigError for parameters that do not fit `over`, a module that does not own them,
+    parameters that another sharded optimizer has, an optimizer that joins elements, or other
+    buckets on another rank; GroupError for a missing or wrong communicator. Collective over
     the layout: one small agreement.
 
     Memory per rank, in elements of the local parameters n over d ranks: n of parameters, n of
@@ -90,6 +109,7 @@ class ShardedOptimizer:
         bucket_nbytes: int = 32 * 2**20,
         align_nbytes: int = 128,
         overlap: bool = False,
+        elementwise: bool = False,
         name: str = "optimizer",
     ) -> None:
         self.name = name
@@ -105,6 +125,7 @@ class ShardedOptimizer:
         for parameter, _ in self._all:
             check_parameter(parameter, names=self._names, joined=self._wires, groups=groups)
         trained = [parameter for parameter, _ in self._all if parameter.requires_grad]
+        check_free(trained, names=self._names)
         plans = plan_buckets(
             trained,
             num_shares=self._wires.num_shares,
@@ -119,23 +140,31 @@ class ShardedOptimizer:
             ]
         self._copies = [num_copies(b.parameters[0], groups=groups) for b in self._buckets]
         self._runs = self._make_runs()
-        self.inner = self._make_inner(listed, make)
+        self.inner = self._make_inner(listed, make, is_proved=elementwise)
+        super().__init__([self.inner])
         self._held = self._hold()
         self._reducer = GradientReducer(
-            self._buckets, joined=self._wires, stage=stage, divisor=divisor, names=self._names
+            self._buckets,
+            joined=self._wires,
+            stage=stage,
+            divisor=divisor,
+            names=self._names,
+            name=name,
         )
-        self._owners = self._find_owners(module)
-        self._called: set[nn.Module] = set()
         self._is_stale = False
+        self._is_closed = False
         self._main_requested = self._main_loaded = False
-        self._handles = self._hook_owners()
+        self._watch = ParameterWatch(
+            module,
+            self._buckets,
+            names=self._names,
+            settle=self._settle,
+            after_load=self._after_load,
+        )
+        for bucket in self._buckets:
+            bucket.count_uses()
 
     # ---- training ----
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizer's groups; setting `group["lr"]` and the like works as usual."""
-        return self.inner.param_groups
 
     @property
     def groups(self) -> ProcessGroups:
@@ -147,6 +176,7 @@ class ShardedOptimizer:
 
         Every rank goes through the same contexts. Raises ConfigError after the last one.
         """
+        self._check_open()
         return self._reducer.microbatch(is_last=is_last)
 
     def finish_gradients(self) -> None:
@@ -155,10 +185,12 @@ class ShardedOptimizer:
         Cost: a reduce-scatter per bucket not launched yet, and one all-reduce of a number per
         parameter, by which parameters without a gradient on any rank are found and left alone.
         """
+        self._check_open()
+        self.synchronize()
+        self._watch.check()
         for bucket in self._buckets:
             bucket.check_views([self._names[p] for p in bucket.parameters])
         self._check_frozen()
-        self._settle()
         self._reducer.finish()
 
     def gradient_parts(self) -> list[GradientPart]:
@@ -176,14 +208,20 @@ class ShardedOptimizer:
             )
         return parts
 
-    def step(
+    def count_gradients(self) -> tuple[int, int]:
+        """On this rank: parameters that got a gradient in this step, and those that could."""
+        return len(self._reducer.used), len(self._reducer.parameters)
+
+    def step(  # type: ignore[override]
         self,
+        closure: None = None,
         *,
         max_norm: float = 0.0,
         scaler: LossScaler | None = None,
         count_zeros: bool = False,
     ) -> StepOutcome:
-        """One step of this optimizer alone; see `take_step`."""
+        """One step of this optimizer alone; see `take_step`. A closure is refused."""
+        refuse_closure(closure)
         return take_step(
             {self.name: self},
             groups=self._groups,
@@ -196,6 +234,10 @@ class ShardedOptimizer:
     def update(self, factor: float) -> None:
         """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
         used = self._reducer.used
+        self._reducer.show_gradients()
+        for bucket in self._buckets:
+            bucket.follow_parameters()
+            bucket.count_change()
         for bucket in self._buckets:
             if factor != 1.0:
                 bucket.gradient.mul_(factor)
@@ -213,15 +255,21 @@ class ShardedOptimizer:
     def publish(self) -> None:
         """Start gathering the updated parameters; every rank calls this, whatever happened.
 
-        A bucket whose modules were all called through forward since the last step is waited for
-        by their next forward; any other one right here, since nothing else would wait for it.
+        With overlap a bucket stays in flight where nobody can get at it unnoticed; any other one
+        is waited for right here.
         """
         for bucket in reversed(self._buckets):
             bucket.launch_gather()
-        for bucket, owners in zip(self._buckets, self._owners, strict=True):
-            if not (self._overlap and owners and owners <= self._called):
+        num_known = self._count_markers() if self._overlap else []
+        for position, bucket in enumerate(self._buckets):
+            is_kept = (
+                self._overlap
+                and self._watch.was_entered(position)
+                and bucket.hide(num_other_uses=num_known[position])
+            )
+            if not is_kept:
                 bucket.finish_gather()
-        self._called.clear()
+        self._watch.begin()
 
     def drop_gradients(self) -> None:
         """Forget all gradients; `step` calls it."""
@@ -236,12 +284,17 @@ class ShardedOptimizer:
             bucket.finish_gather()
 
     def close(self) -> None:
-        """Take all hooks off; parameters stay views of the buckets."""
+        """Take all hooks off; parameters stay views of the buckets. Nothing the second time.
+
+        Gradients not used are forgotten, and another optimizer can be built over the parameters.
+        """
+        if self._is_closed:
+            return
         self.synchronize()
+        self._is_closed = True
+        self.drop_gradients()
         self._reducer.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._watch.close()
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
@@ -326,14 +379,19 @@ class ShardedOptimizer:
         return runs
 
     def _make_inner(
-        self, listed: Sequence[Mapping[str, Any]], make: MakeOptimizer
+        self, listed: Sequence[Mapping[str, Any]], make: MakeOptimizer, *, is_proved: bool
     ) -> torch.optim.Optimizer:
         mine = [
             {**group, "params": [self._runs[p] for p in group["params"] if p in self._runs]}
             for group in listed
         ]
-        inner = make(mine)
-        check_inner(inner, num_groups=len(listed), name=self.name)
+        inner = make([{**group, "params": list(group["params"])} for group in mine])
+        check_inner(inner, mine, name=self.name)
+        if not is_proved:
+            check_kind(inner, name=self.name)
+            kinds = [bucket.main for bucket in self._buckets]
+            if kinds:
+                check_elementwise(make, listed, like=kinds, name=self.name)
         return inner
 
     def _hold(self) -> list[HeldParameter]:
@@ -356,59 +414,31 @@ class ShardedOptimizer:
             for parameter, group in self._all
         ]
 
-    def _find_owners(self, module: nn.Module) -> list[frozenset[nn.Module]]:
-        """Per bucket, the modules that its parameters are registered in."""
+    def _count_markers(self) -> list[int]:
+        """Per bucket, the views of it that earlier saves keep; read after `synchronize` only."""
         home = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        owners: list[set[nn.Module]] = [set() for _ in self._buckets]
-        for inner in module.modules():
-            for parameter in inner._parameters.values():
-                if parameter is not None and parameter in home:
-                    owners[home[parameter]].add(inner)
-        return [frozenset(found) for found in owners]
+        counts = [0] * len(self._buckets)
+        for held in self._held:
+            if held.parameter in home:
+                counts[home[held.parameter]] += len(held.markers)
+        return counts
 
-    def _hook_owners(self) -> list[RemovableHandle]:
-        handles = []
-        for owner in dict.fromkeys(o for owners in self._owners for o in owners):
-            mine = [b for b, o in zip(self._buckets, self._owners, strict=True) if owner in o]
-            untyped: Any = owner
-            handles.append(owner.register_forward_pre_hook(self._before_forward(mine)))
-            handles.append(untyped.register_state_dict_pre_hook(self._before_state))
-            if any(bucket.has_main for bucket in mine):
-                hook = self._after_load(mine)
-                handles.append(untyped.register_load_state_dict_post_hook(hook))
-        return handles
-
-    def _before_forward(self, buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
-        def hook(owner: nn.Module, args: Any) -> None:
-            del args
-            self._called.add(owner)
-            self._settle()
-            for bucket in buckets:
-                bucket.finish_gather()
-
-        return hook
-
-    def _before_state(self, owner: nn.Module, prefix: str, keep_vars: bool) -> None:
-        del owner, prefix, keep_vars
-        self.synchronize()
-
-    def _after_load(self, buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
+    @torch.no_grad()
+    def _after_load(self, buckets: Sequence[Bucket], owner: nn.Module) -> None:
         """Weights were loaded into a module: main parameters follow them.
 
         Where main parameters were loaded, too, they are kept as far as they round to the weights.
         """
+        exactly = not (self._main_requested or self._main_loaded)
+        own = set(owner._parameters.values())
+        for bucket in buckets:
+            for number, parameter in enumerate(bucket.parameters):
+                if parameter in own:
+                    bucket.refresh_main(number, exactly=exactly)
 
-        @torch.no_grad()
-        def hook(owner: nn.Module, keys: Any) -> None:
-            del keys
-            exactly = not (self._main_requested or self._main_loaded)
-            own = set(owner._parameters.values())
-            for bucket in buckets:
-                for number, parameter in enumerate(bucket.parameters):
-                    if parameter in own:
-                        bucket.refresh_main(number, exactly=exactly)
-
-        return hook
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"optimizer '{self.name}' is closed; build another one")
 
     def _check_frozen(self) -> None:
         for held in self._held:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from holdfast.errors import ConfigError
+from holdfast.optim.checks import check_limit
 from holdfast.optim.norms import clip_factor, measure
 from holdfast.optim.scaler import LossScaler
 from holdfast.parallel import ProcessGroups
@@ -44,7 +46,10 @@ def take_step(
 
     One norm and one decision hold for all optimizers: where any rank's gradients are not finite,
     nothing is updated anywhere, and `scaler`, if given, learns it once. `max_norm`: gradients are
-    scaled down to it; 0 for no limit. Gradients are forgotten in every case.
+    scaled down to it; 0 or infinity for no limit. Gradients are forgotten in every case.
+
+    Raises ConfigError for a `max_norm` that is negative or NaN, and on all ranks where no rank got
+    a gradient for any parameter since the last step.
 
     If the update raises on one rank, all ranks raise, naming the ranks and what they said. The
     other ranks have updated their shares by then, and parameters are equal on all ranks
@@ -53,12 +58,27 @@ def take_step(
     Cost: the reductions not made yet, the all-reduces of `norms.measure`, an all-gather per bucket
     that goes on beside the next forward, and one agreement.
     """
+    max_norm = check_limit(max_norm)
     scale = 1.0 if scaler is None else scaler.scale
     try:
         for optimizer in optimizers.values():
             optimizer.finish_gradients()
         parts = [part for o in optimizers.values() for part in o.gradient_parts()]
-        norm = measure(parts, groups=groups, count_zeros=count_zeros, scale=scale)
+        counts = [o.count_gradients() for o in optimizers.values()]
+        norm = measure(
+            parts,
+            groups=groups,
+            count_zeros=count_zeros,
+            scale=scale,
+            counts=[sum(column) for column in zip(*counts, strict=True)],
+        )
+        num_used, num_trained = norm.counts
+        if num_trained and not num_used:
+            raise ConfigError(
+                f"optimizer {', '.join(repr(name) for name in optimizers)}: no parameter got a "
+                f"gradient on any rank since the last step; call backward first, on the loss of "
+                f"the model that the optimizer was built for"
+            )
         if scaler is not None:
             scaler.update(overflowed=not norm.is_finite)
         factor = clip_factor(norm, limit=max_norm)

@@ -96,23 +96,28 @@ def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Work:
     """Start adding up `source` over the group; each rank's share of the sum lands in `out`."""
     # renamed in torch 2.13, which warns about the older name
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: Work = call(out, source, group=group, async_op=True)
+    work: Work = call(_real(out), _real(source), group=group, async_op=True)
     return work
 
 
 def all_gather(out: Tensor, share: Tensor, group: ProcessGroup) -> Work:
     """Start filling `out` with every rank's share; `share` may be this rank's part of `out`."""
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work = call(out, share, group=group, async_op=True)
+    work: Work = call(_real(out), _real(share), group=group, async_op=True)
     return work
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
     """Start adding up a tensor over the group, in place."""
-    work: Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+    work: Work | None = dist.all_reduce(_real(tensor), group=group, async_op=True)
     if work is None:
         raise GroupError("this rank is not in the group of an all-reduce")
     return work
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A flat tensor as real numbers, two for each complex one: sums are those of both parts."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def wait(work: Work, what: str) -> None:

@@ -83,12 +83,12 @@ class OptimizerState:
         optimizer = unwrapped(optimizer)
         self._own: Any = None
         """The optimizer where it is whole: a torch optimizer, or one that looks like one."""
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self._own = optimizer
+        if isinstance(optimizer, PartitionedOptimizer):
+            self._own = None  # asked first: a sharded optimizer is a torch optimizer by type, too
         else:
-            self._own = _duck(optimizer)
+            self._own = _checked(optimizer)
         self._holder: PartitionedOptimizer = (
-            WholeOptimizer(self._own) if self._own is not None else optimizer  # type: ignore[assignment]
+            WholeOptimizer(self._own) if self._own is not None else optimizer
         )
         self._module = module
         self._owners = Owners(module)
@@ -534,13 +534,8 @@ class OptimizerState:
         return found
 
 
-def _duck(optimizer: Any) -> Any:
-    """An optimizer that is none of torch's and has what a load and a save need of one.
-
-    None for one that holds runs of elements.
-    """
-    if isinstance(optimizer, PartitionedOptimizer):
-        return None
+def _checked(optimizer: Any) -> Any:
+    """An optimizer, torch's or not, that has what a load and a save need of one."""
     needed = ("param_groups", "state_dict", "load_state_dict")
     lacking = [name for name in needed if not hasattr(optimizer, name)]
     if lacking:

@@ -174,10 +174,12 @@ def refusals(said: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
     first = ShardedOptimizer(plain, plain.parameters(), over="dp_cp", name="a", **common)
     with pytest.raises(ConfigError, match="chained under name 'b'"):
         ChainedOptimizer({"b": first})
+    with pytest.raises(ConfigError, match=r"weight is in sharded optimizer 'a' already.*close\(\)"):
+        ShardedOptimizer(plain, plain.parameters(), over="dp_cp", name="c", **common)
+    first.close()
     again = ShardedOptimizer(plain, plain.parameters(), over="dp_cp", name="c", **common)
     with pytest.raises(ConfigError, match="'a' and 'c'"):
         ChainedOptimizer({"a": first, "c": again})
-    first.close()
     with again.microbatch(is_last=True):
         plain(torch.ones(1, 3)).sum().backward()
     with pytest.raises(ConfigError, match="would be lost"), again.microbatch(is_last=False):

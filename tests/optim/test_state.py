@@ -65,7 +65,7 @@ class Run:
         """Every entry of the state as a whole tensor of its own run of elements, by name."""
         names = parameter_names(self.net)
         found: dict[str, Tensor] = {}
-        if isinstance(self.optimizer, torch.optim.Optimizer):
+        if not isinstance(self.optimizer, ShardedOptimizer):
             for parameter, entries in self.optimizer.state.items():
                 for entry, value in entries.items():
                     found[f"{names[cast('nn.Parameter', parameter)]}.{entry}"] = value
@@ -108,9 +108,7 @@ def named(run: Run) -> list[tuple[Any, str]]:
     from holdfast.state.holding import WholeOptimizer
 
     optimizer = run.optimizer
-    holder = (
-        WholeOptimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    )
+    holder = optimizer if isinstance(optimizer, ShardedOptimizer) else WholeOptimizer(optimizer)
     names = parameter_names(run.net)
     held = [h for h in holder.held_parameters() if h.parameter.requires_grad]
     return [(h, names[h.parameter]) for h in held]
@@ -359,6 +357,7 @@ def with_experts(
         else:
             checkpointer.load(state)
         checkpointer.save((last or 0) + 1, state)
+        optimizer.close()
         fewer = ChainedOptimizer(
             {
                 "dense": ShardedOptimizer(

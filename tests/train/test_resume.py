@@ -81,7 +81,7 @@ def moments(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """The optimizer's entries by parameter: whole, or this rank's runs."""
     names = {p: name for name, p in trainer.model.module.named_parameters()}
     optimizer = trainer.update.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if not hasattr(optimizer, "held_parameters"):
         return {names[p]: dict(state) for p, state in optimizer.state.items()}
     return {
         names[held.parameter]: dict(held.optimizer.state[held.updated])

@@ -1,0 +1,121 @@
+"""What a sharded optimizer shows to code written for `torch.optim.Optimizer`: schedulers, loops."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from holdfast.errors import ConfigError
+
+
+class TorchFace(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` by type, whose groups and state are those of optimizers inside.
+
+    Learning rate schedulers take it as it is: they set entries of `param_groups` and count calls of
+    `step`, and step hooks work as on any optimizer. Whatever cannot mean here what it means for a
+    torch optimizer raises ConfigError with what to do.
+    """
+
+    def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
+        self._inners = tuple(inners)
+        # hooks and profiling marks of the base; its own __init__ would keep groups of its own
+        super().__setstate__({})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the torch optimizers inside; setting `group["lr"]` and the like works."""
+        if len(self._inners) == 1:
+            return self._inners[0].param_groups
+        return [group for inner in self._inners for group in inner.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the torch optimizers inside, by the run of elements it belongs to."""
+        if len(self._inners) == 1:
+            return self._inners[0].state
+        return ChainMap(*(inner.state for inner in self._inners))
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults that all torch optimizers inside have."""
+        first, *others = (inner.defaults for inner in self._inners)
+        return {k: v for k, v in first.items() if all(k in other for other in others)}
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        raise ConfigError(
+            f"{type(self).__name__}: torch's GradScaler finds no gradients in a sharded optimizer; "
+            f"scale the loss with holdfast.LossScaler and pass it to step(scaler=...)"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those in buckets too; `step` does so itself."""
+        if not set_to_none:
+            raise ConfigError(
+                f"{type(self).__name__}.zero_grad(set_to_none=False): gradients lie in buckets, "
+                f"never in .grad; call zero_grad() or drop_gradients()"
+            )
+        self.drop_gradients()
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+
+    def state_dict(self) -> NoReturn:
+        """ConfigError: one rank's share, numbered by position, would be no state to go on from."""
+        raise ConfigError(
+            f"{type(self).__name__}.state_dict(): this rank holds a share of the state; save "
+            f"OptimizerState(optimizer, model) with a Checkpointer, which loads under any layout"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """ConfigError, as for `state_dict`."""
+        del state_dict
+        raise ConfigError(
+            f"{type(self).__name__}.load_state_dict(): this rank holds a share of the state; load "
+            f"OptimizerState(optimizer, model) with a Checkpointer, from a sharded run or another"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """ConfigError: buckets are laid out once."""
+        del param_group
+        raise ConfigError(
+            f"{type(self).__name__}.add_param_group(): parameters are laid into buckets when the "
+            f"optimizer is built; close() it and build another one over all parameters"
+        )
+
+    def __repr__(self) -> str:
+        inside = ", ".join(repr(inner) for inner in self._inners)
+        return f"{type(self).__name__}({inside})"
+
+    def __getstate__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse_copy()
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise ConfigError(
+            f"a {type(self).__name__} belongs to process groups and to one model and cannot be "
+            f"copied or pickled; build another one over the copied model, and carry its state over "
+            f"with OptimizerState(optimizer, model)"
+        )
+
+
+def refuse_closure(closure: Callable[[], object] | None) -> None:
+    """ConfigError for a closure: backward belongs into `microbatch`, before the step."""
+    if closure is not None:
+        raise ConfigError(
+            "step(closure) of a sharded optimizer: call backward yourself (inside "
+            "microbatch(is_last=...) so that gradients are reduced beside it), then step()"
+        )

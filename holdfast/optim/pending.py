@@ -1,0 +1,250 @@
+"""Parameters seen through their class: whoever reads one whose values are in flight waits first.
+
+Two states of a parameter must not be read as if they were ordinary: between `step` and the end of
+the gather its memory is partly old, and between backward and `step` its gradient is not in `.grad`.
+In both the parameter object stays the same and gets another class for the time, as torch's lazy
+parameters do; plain code never notices, and there is nothing left of it afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_tensor: Any = torch.Tensor
+_HARMLESS = frozenset(
+    {
+        *(
+            getattr(_tensor, name).__get__
+            for name in (
+                *("dtype", "device", "layout", "shape", "ndim", "requires_grad", "grad", "is_leaf"),
+                *("is_cuda", "is_meta", "is_sparse", "is_quantized", "grad_fn", "_version"),
+            )
+        ),
+        _tensor.grad.__set__,
+        _tensor.grad.__delete__,
+        _tensor.requires_grad_,
+        _tensor.size,
+        _tensor.dim,
+        _tensor.numel,
+        _tensor.nelement,
+        _tensor.element_size,
+        _tensor.is_floating_point,
+        _tensor.is_complex,
+        _tensor.register_hook,
+        _tensor.register_post_accumulate_grad_hook,
+    }
+)
+"""What can be asked of a parameter without reading its values or its memory."""
+
+
+def storage_of(parameter: nn.Parameter) -> Tensor:
+    """The local tensor itself, not a view of it."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+
+
+def set_storage(parameter: nn.Parameter, local: Tensor) -> None:
+    """Make a parameter be `local`, a tensor of its local shape."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """What lies in `.grad`, whatever class the parameter has for the time."""
+    return cast("Tensor | None", _tensor.grad.__get__(parameter))
+
+
+def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor]:
+    """A class whose tensors call `settle` before anything reads or writes their values.
+
+    `settle` has to give them their own class back.
+    """
+
+    def wait() -> None:
+        settle()
+
+    def torch_function(
+        cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        del cls
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for kind in types:
+            settled = getattr(kind, "_holdfast_settle", None)
+            if settled is not None:
+                settled()
+        return func(*args, **(kwargs or {}))
+
+    def deepcopy(self: Tensor, memo: dict[int, object]) -> object:
+        settle()
+        return copy.deepcopy(self, memo)
+
+    def reduce_ex(self: Tensor, protocol: Any) -> object:
+        settle()
+        untyped: Any = self
+        return untyped.__reduce_ex__(protocol)
+
+    members: dict[str, Any] = {
+        "__slots__": (),
+        "__module__": base.__module__,
+        "__torch_function__": classmethod(_eager(torch_function)),
+        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce_ex,
+        "_holdfast_settle": staticmethod(_eager(wait)),
+    }
+    if issubclass(base, DTensor):
+        slot: Any = DTensor._local_tensor
+
+        def local(self: DTensor) -> Tensor:
+            settle()
+            return cast("Tensor", slot.__get__(self))
+
+        members["_local_tensor"] = property(_eager(local))
+    return type(f"Pending{base.__name__}", (base,), members)
+
+
+class GradientHook:
+    """Takes the gradient of a parameter as it comes, for the sharded optimizer of that name.
+
+    `asked` is called before somebody reads `.grad` of a parameter of a taken class.
+    """
+
+    def __init__(
+        self, name: str, arrive: Callable[[Tensor], None], asked: Callable[[Tensor], None]
+    ) -> None:
+        self.name = name
+        self.asked = asked
+        self._arrive = arrive
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Autograd has put a gradient into `.grad`."""
+        self._arrive(parameter)
+
+
+def gradient_hook(parameter: Tensor) -> GradientHook | None:
+    """The hook by which a sharded optimizer takes the gradients of a parameter, if one does."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return next((hook for hook in hooks.values() if isinstance(hook, GradientHook)), None)
+
+
+def _read_gradient(self: Any) -> Tensor | None:
+    hook = gradient_hook(self)
+    if hook is not None:
+        hook.asked(self)
+    return gradient_of(self)
+
+
+def _as(base: type[Tensor], tensor: Tensor, action: Callable[[Any], object]) -> object:
+    kind = type(tensor)
+    change_class(tensor, base)
+    try:
+        return action(tensor)
+    finally:
+        change_class(tensor, kind)
+
+
+class TakenParameter(nn.Parameter):
+    """A parameter whose gradient is not in `.grad`: reading that tells its optimizer."""
+
+    __slots__ = ()
+    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        return _as(nn.Parameter, self, lambda p: copy.deepcopy(p, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as(nn.Parameter, self, lambda p: p.__reduce_ex__(protocol))
+
+
+class TakenDTensor(DTensor):
+    """As `TakenParameter`, for a parameter that is a DTensor."""
+
+    __slots__ = ()
+    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        return _as(DTensor, self, lambda p: copy.deepcopy(p, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as(DTensor, self, lambda p: p.__reduce_ex__(protocol))
+
+
+def taken_kind(kind: type[Tensor]) -> type[Tensor] | None:
+    """The class for the time in which `.grad` must not be read; None for classes of others.
+
+    Autograd itself, which writes gradients, does not notice, and torch.compile knows it by name.
+    """
+    kinds: dict[type[Tensor], type[Tensor]] = {
+        nn.Parameter: TakenParameter,
+        DTensor: TakenDTensor,
+    }
+    return kinds.get(kind)
+
+
+def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
+    """Give a tensor another class of the same layout; TypeError where it has another one."""
+    parameter.__class__ = kind
+
+
+def placeholder(local: Tensor) -> Tensor:
+    """What lies in a parameter while its values are in flight: NaN everywhere, of one element.
+
+    Code that gets at the tensor past Python (an extension that takes it as it is) finds NaN, not a
+    mixture of old and new values, and cannot write to it.
+    """
+    return torch.full((), torch.nan, dtype=local.dtype, device=local.device).expand(local.shape)
+
+
+def num_uses(values: Tensor) -> int:
+    """How many tensors, and others, hold on to the memory of a tensor."""
+    untyped: Any = torch._C
+    return int(untyped._storage_Use_Count(values.untyped_storage()._cdata))
+
+
+class ModuleHook:
+    """A hook on a module that belongs to one optimizer: copies of the module get none.
+
+    Copied or pickled with its module it becomes a hook that does nothing, so that the copy is a
+    plain model of its own and no process group travels along.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    # torch.compile does not look inside: what is called in a graph must not count as called
+    _torchdynamo_disable = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Torch calls the hook."""
+        self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        return no_hook
+
+    def __copy__(self) -> ModuleHook:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _give_no_hook, ()
+
+
+def no_hook(*args: Any, **kwargs: Any) -> None:
+    """What a copy of a model has in place of its optimizer's hooks."""
+
+
+def _give_no_hook() -> object:
+    return no_hook
+
+
+def _eager(function: Any) -> Any:
+    """Marked so that torch.compile calls it instead of tracing into it."""
+    function._torchdynamo_disable = True
+    return function

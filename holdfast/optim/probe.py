@@ -1,0 +1,212 @@
+"""Proof that an optimizer updates elements one by one: the same values, whole and in two pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import ConfigError
+
+_SHAPES = ((130,), (67, 3), (5, 8, 16), (40, 500))
+"""Whole parameters of the trial: of 1 to 3 dims; the last one has several blocks of any kind."""
+_CUTS = (64, 128, 640, 6464)
+"""How many elements the first piece has; multiples of 64, so that vector units see the same lanes.
+
+A piece as large as the whole leaves nothing for the other.
+"""
+_NUM_STEPS = 7
+"""RAdam changes its formula at the sixth step, Lookahead synchronizes at the sixth."""
+_MAX_GROUPS = 8
+"""Where there are more, those with the same settings are tried once."""
+
+
+class _NotElementwise(Exception):
+    """What the trial found."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """An optimizer and the tensors it updates, one for each shape, or None where it has none."""
+
+    optimizer: torch.optim.Optimizer
+    tensors: list[Tensor | None]
+
+
+def check_elementwise(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    listed: Sequence[Mapping[str, Any]],
+    *,
+    like: Sequence[Tensor],
+    name: str,
+) -> None:
+    """ConfigError unless an optimizer of `make` treats pieces of tensors as it does the whole.
+
+    Three more optimizers are made of the same groups: of four small parameters each, and of their
+    first and their other elements, as two ranks would hold them. All take a few steps with the same
+    gradients; parameters and state have to be the same bits, and state tensors to have one element
+    for each of the parameter's, or none. Norms, factored or blockwise state, numbers drawn at
+    random and whatever else joins elements are found by that.
+
+    `listed`: the parameter groups, whose settings are used (a learning rate of 0 is replaced).
+    `like`: one tensor for each kind (dtype, device) of run; the first of a group stands for it.
+    Random states are put back, the real optimizer is not touched. No collective. Cost: some
+    milliseconds, and memory of about 2 MiB.
+    """
+    if len(listed) > _MAX_GROUPS:
+        listed = list({_settings(group): group for group in listed}.values())
+    try:
+        with _random_states_kept(like[0].device), torch.enable_grad():
+            for kind in {(t.dtype, t.device): t for t in like}.values():
+                _try(make, listed, like=kind)
+    except _NotElementwise as found:
+        raise ConfigError(
+            f"optimizer '{name}': {found}, so runs of elements would be updated otherwise than "
+            f"whole tensors. Take an optimizer that updates elements one by one; if you are sure "
+            f"that this one does, say ShardedOptimizer(..., elementwise=True)"
+        ) from None
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer '{name}': whether it updates elements one by one could not be tried, since "
+            f"a step of it on small tensors failed ({type(error).__name__}: {error}); if you are "
+            f"sure that it does, say ShardedOptimizer(..., elementwise=True)"
+        ) from error
+
+
+def _settings(group: Mapping[str, Any]) -> str:
+    return repr(sorted((k, repr(v)) for k, v in group.items() if k != "params"))
+
+
+def _try(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    listed: Sequence[Mapping[str, Any]],
+    *,
+    like: Tensor,
+) -> None:
+    num_groups = len(listed)
+    generator = torch.Generator().manual_seed(20)
+    values = [_random(shape, generator, like) for shape in _SHAPES for _ in listed]
+    cuts = [cut for cut in _CUTS for _ in listed]
+    pieces = [(v.flatten()[:cut], v.flatten()[cut:]) for v, cut in zip(values, cuts, strict=True)]
+    whole = _trial(make, listed, [v.clone() for v in values])
+    first, second = (
+        _trial(make, listed, [pair[i].clone() if pair[i].numel() else None for pair in pieces])
+        for i in range(2)
+    )
+    kind = type(whole.optimizer).__name__
+    for _ in range(_NUM_STEPS):
+        gradients = [_random(tuple(v.shape), generator, like) for v in values]
+        before = torch.get_rng_state()
+        _step(whole, gradients)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise _NotElementwise(f"{kind} draws random numbers, other ones for other pieces")
+        _step(first, [g.flatten()[:cut] for g, cut in zip(gradients, cuts, strict=True)])
+        _step(second, [g.flatten()[cut:] for g, cut in zip(gradients, cuts, strict=True)])
+        for position, tensor in enumerate(whole.tensors):
+            parts = (first.tensors[position], second.tensors[position])
+            if tensor is None or not _same(tensor, [t for t in parts if t is not None]):
+                where = f" (group {position % num_groups})" if num_groups > 1 else ""
+                raise _NotElementwise(f"{kind}{where} does not update elements one by one")
+    for position in range(len(values)):
+        _compare_state(whole, (first, second), position, kind=kind)
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
+    """Values of both signs, with some zeros, that grow a thousandfold from first to last."""
+    dtype = torch.complex64 if like.is_complex() else torch.float32
+    value = torch.randn(shape, generator=generator, dtype=dtype).flatten()
+    value *= torch.logspace(-2, 1, value.numel())
+    value[5::17] = 0
+    return value.view(shape).to(dtype=like.dtype, device=like.device)
+
+
+def _trial(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    listed: Sequence[Mapping[str, Any]],
+    values: Sequence[Tensor | None],
+) -> _Trial:
+    tensors = [None if v is None else nn.Parameter(v) for v in values]
+    groups = [
+        {**group, "params": [t for t in tensors[i :: len(listed)] if t is not None]}
+        for i, group in enumerate(listed)
+    ]
+    optimizer = make(groups)
+    train: Any = getattr(optimizer, "train", None)
+    if callable(train):  # schedule-free optimizers step in that mode only
+        train()
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and not bool(rate > 0):
+            group["lr"] = torch.full_like(rate, 0.01)
+        elif isinstance(rate, int | float) and not rate > 0:
+            group["lr"] = 0.01
+    return _Trial(optimizer, list(tensors))
+
+
+def _step(trial: _Trial, gradients: Sequence[Tensor]) -> None:
+    for tensor, gradient in zip(trial.tensors, gradients, strict=True):
+        if tensor is not None:
+            tensor.grad = gradient.reshape(tensor.shape).clone()
+    trial.optimizer.step()
+
+
+def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kind: str) -> None:
+    """_NotElementwise for an entry that is neither one value per element nor a single one."""
+    tensor = whole.tensors[position]
+    entries = {} if tensor is None else whole.optimizer.state.get(tensor, {})
+    held = [(part, part.tensors[position]) for part in parts]
+    pieces = [
+        (piece, part.optimizer.state.get(piece, {})) for part, piece in held if piece is not None
+    ]
+    for entry, value in entries.items():
+        if any(entry not in state for _, state in pieces):
+            raise _NotElementwise(f"{kind} keeps '{entry}' for some tensors only")
+        if not isinstance(value, Tensor):
+            continue
+        for piece, state in pieces:
+            if state[entry].ndim and state[entry].shape != piece.shape:
+                raise _NotElementwise(
+                    f"{kind} keeps '{entry}' of shape {list(state[entry].shape)} for "
+                    f"{piece.numel()} elements"
+                )
+        found = [state[entry] for _, state in pieces]
+        is_scalar = [part.ndim == 0 for part in found]
+        same = (
+            all(torch.equal(part, value) for part in found)
+            if value.ndim == 0 and all(is_scalar)
+            else not any(is_scalar) and _same(value, found)
+        )
+        if not same:
+            raise _NotElementwise(f"{kind} has another '{entry}' for pieces of a tensor")
+
+
+def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether the parts one after the other are the whole: equal values, NaN where it has NaN."""
+    joined, flat = torch.cat([part.detach().flatten() for part in parts]), whole.detach().flatten()
+    if joined.shape != flat.shape or joined.dtype != flat.dtype:
+        return False
+    return torch.equal(joined, flat) or bool(
+        ((joined == flat) | (joined.isnan() & flat.isnan())).all()
+    )
+
+
+@contextlib.contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """Every generator that code may draw from without naming one, put back afterwards."""
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if drawn is not None:
+            numpy.random.set_state(drawn)

@@ -1,0 +1,275 @@
+"""What code written for torch optimizers does with a sharded one: it works, or it says so."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lrs
+
+from holdfast import Checkpointer, ConfigError, OptimizerState, ProcessGroups
+from holdfast.optim import ChainedOptimizer, ShardedOptimizer
+from tests.optim.common import adamw, momentum
+
+
+def net_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sharded(net: nn.Module, parameters: Any = None, **options: Any) -> ShardedOptimizer:
+    options = {"make": momentum, "bucket_nbytes": 64, "groups": ProcessGroups.single(), **options}
+    return ShardedOptimizer(
+        net, list(net.parameters()) if parameters is None else parameters,
+        over="dp_cp", divisor=1, **options,
+    )  # fmt: skip
+
+
+def chained(net: nn.Sequential) -> ChainedOptimizer:
+    groups = ProcessGroups.single()
+    return ChainedOptimizer(
+        {
+            "a": sharded(net, list(net[0].parameters()), name="a", groups=groups),
+            "b": sharded(net, list(net[2].parameters()), name="b", make=adamw, groups=groups),
+        }
+    )
+
+
+def backward(net: nn.Module, optimizer: Any, scale: float = 1.0) -> None:
+    with optimizer.microbatch(is_last=True):
+        (net(torch.ones(3, 4)).square().mean() * scale).backward()
+
+
+SCHEDULES: dict[str, Any] = {
+    "step": lambda o: lrs.StepLR(o, 2, gamma=0.5),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=0.3, total_steps=20),
+    "sequence": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1), lrs.ExponentialLR(o, 0.9)], milestones=[3]
+    ),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_take_it_as_it_is(name: str, tmp_path: Any) -> None:
+    net, other = net_of(), net_of()
+    optimizer = sharded(net)
+    whole = momentum([{"params": list(other.parameters())}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "scheduler before optimizer": step has to be counted
+        schedules = [SCHEDULES[name](optimizer), SCHEDULES[name](whole)]
+        for _ in range(6):
+            backward(net, optimizer)
+            outcome = optimizer.step()
+            assert not outcome.skipped
+            other(torch.ones(3, 4)).square().mean().backward()
+            whole.step()
+            whole.zero_grad()
+            for schedule in schedules:
+                schedule.step()
+            assert [g["lr"] for g in optimizer.param_groups] == [
+                g["lr"] for g in whole.param_groups
+            ]
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+    state = {"model": net, "optimizer": OptimizerState(optimizer, net), "schedule": schedules[0]}
+    Checkpointer(tmp_path).save(1, state)
+    fresh = net_of(5)
+    again = sharded(fresh)
+    schedule = SCHEDULES[name](again)
+    into = {"model": fresh, "optimizer": OptimizerState(again, fresh), "schedule": schedule}
+    Checkpointer(tmp_path).load(into, step=1)
+    for _ in range(3):
+        for model, opt, plan in ((net, optimizer, schedules[0]), (fresh, again, schedule)):
+            backward(model, opt)
+            opt.step()
+            plan.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), fresh.parameters(), strict=True))
+    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_schedulers_take_a_chain() -> None:
+    net = net_of()
+    optimizer = chained(net)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    schedule = lrs.LambdaLR(optimizer, [lambda s: 0.5**s, lambda s: 0.1**s])
+    before = [group["lr"] for group in optimizer.param_groups]
+    backward(net, optimizer)
+    optimizer.step()
+    schedule.step()
+    assert optimizer["a"].inner.param_groups[0]["lr"] == before[0] * 0.5
+    assert optimizer["b"].inner.param_groups[0]["lr"] == pytest.approx(before[1] * 0.1)
+    assert len(optimizer.state) == 4
+    plateau = lrs.ReduceLROnPlateau(optimizer["a"], patience=0)
+    plateau.step(1.0), plateau.step(2.0)
+    assert optimizer["a"].param_groups[0]["lr"] == pytest.approx(before[0] * 0.05)
+
+
+@pytest.mark.parametrize("make", [sharded, chained])
+def test_what_means_something_else_here_is_refused(make: Any) -> None:
+    net = net_of()
+    optimizer = make(net)
+    for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(ConfigError, match=r"OptimizerState\(optimizer, model\)"):
+            call()
+    with pytest.raises(ConfigError, match="build another one"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ConfigError, match="call backward yourself"):
+        optimizer.step(lambda: 1.0)
+    with pytest.raises(ConfigError, match="set_to_none"):
+        optimizer.zero_grad(set_to_none=False)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    backward(net, optimizer)
+    with pytest.raises(ConfigError, match="LossScaler"):
+        scaler.step(optimizer)
+    for limit in (-1.0, math.nan, -math.inf, "1", True):
+        with pytest.raises(ConfigError, match="max_norm"):
+            optimizer.step(max_norm=limit)
+    assert optimizer.step(max_norm=math.inf).clipped is False
+    called: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    backward(net, optimizer)
+    optimizer.step(max_norm=1e-3)
+    assert called == [1]
+
+
+@pytest.mark.parametrize("make", [sharded, chained])
+def test_zero_grad_forgets_what_lies_in_buckets(make: Any) -> None:
+    net, other = net_of(), net_of()
+    optimizer, straight = make(net), make(other)
+    backward(net, optimizer, scale=100.0)
+    optimizer.zero_grad()
+    backward(net, optimizer)
+    backward(other, straight)
+    assert optimizer.step() == straight.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", [sharded, chained])
+def test_a_step_without_backward_says_so(make: Any) -> None:
+    net = net_of()
+    optimizer = make(net)
+    with pytest.raises(ConfigError, match=r"no parameter got a gradient.*call backward first"):
+        optimizer.step()
+    backward(net, optimizer)
+    assert optimizer.step().norm > 0
+    with pytest.raises(ConfigError, match="no parameter got a gradient"):
+        optimizer.step()
+    for p in net.parameters():
+        p.requires_grad_(False)
+    frozen = sharded(net_of().requires_grad_(False))
+    assert frozen.step().norm == 0.0  # nothing could get one
+
+
+def test_reading_gradients_before_the_step_says_where_they_are() -> None:
+    net = net_of()
+    optimizer = sharded(net)
+    clip = nn.utils.clip_grad_norm_
+    with optimizer.microbatch(is_last=False):
+        net(torch.ones(3, 4)).mean().backward()
+    backward(net, optimizer)
+    for read in (
+        lambda: clip(net.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_value_(net.parameters(), 1.0),
+        lambda: [p.grad for p in net.parameters()],
+        net.zero_grad,
+    ):
+        with pytest.raises(
+            ConfigError, match=r"0\.weight: its gradient is in the sharded.*max_norm"
+        ):
+            read()
+    assert not net(torch.ones(1, 4)).isnan().any()
+    assert optimizer.step(max_norm=1e-4).clipped
+    assert all(type(p) is nn.Parameter and p.grad is None for p in net.parameters())
+    assert clip(net.parameters(), 1.0) == 0  # after the step there are none, as after zero_grad
+    # without microbatch nobody knows which backward was the last one
+    net(torch.ones(3, 4)).mean().backward()
+    with pytest.warns(RuntimeWarning, match=r"clip_grad_norm_.*find nothing") as warned:
+        clip(net.parameters(), 1.0)
+    assert len(warned) == 1
+    net(torch.ones(3, 4)).mean().backward()
+    assert optimizer.step().norm > 0
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_parameters_that_are_not_the_models_any_more_are_found() -> None:
+    def assign(net: Any) -> None:
+        net[0].weight = nn.Parameter(net[0].weight.detach().clone())
+
+    def tie(net: Any) -> None:
+        net[2].bias = nn.Parameter(torch.zeros(2))
+
+    changes: dict[str, tuple[Any, str]] = {
+        "assigned": (assign, r"0\.weight: the module has another parameter"),
+        "another": (tie, r"2\.bias: the module has another parameter"),
+        "load": (
+            lambda net: net.load_state_dict(
+                {k: v.clone() for k, v in net.state_dict().items()}, assign=True
+            ),
+            "the module has another parameter",
+        ),
+        "cast": (lambda net: net.to(torch.bfloat16), "memory was replaced"),
+        "double": (lambda net: net.double(), "memory was replaced"),
+        "data": (
+            lambda net: setattr(net[0].weight, "data", net[0].weight.data.clone()),
+            r"0\.weight: its memory was replaced",
+        ),
+    }
+    for name, (change, message) in changes.items():
+        net = net_of()
+        optimizer = sharded(net)
+        backward(net, optimizer)
+        optimizer.step()
+        change(net)
+        dtype = net[0].weight.dtype
+        with optimizer.microbatch(is_last=True):
+            net(torch.ones(3, 4, dtype=dtype)).mean().backward()
+        with pytest.raises(ConfigError, match=message):
+            optimizer.step()
+        assert name
+
+
+def test_two_optimizers_share_no_parameter() -> None:
+    net = net_of()
+    first = sharded(net, list(net[0].parameters()), name="first")
+    with pytest.raises(ConfigError, match=r"0\.bias is in sharded optimizer 'first' already"):
+        sharded(net, [net[2].weight, net[0].bias], name="second")
+    second = sharded(net, list(net[2].parameters()), name="second")
+    backward(net, first)
+    first.close()
+    first.close()
+    with pytest.raises(ConfigError, match="'first' is closed"):
+        first.step()
+    with pytest.raises(ConfigError, match="'first' is closed"):
+        first.microbatch(is_last=True)
+    second.close()
+    both = sharded(net)
+    backward(net, both)
+    assert both.step().norm > 0
+    both.close()
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 4)).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    plain.step()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_runs_between_backward_and_step() -> None:
+    """Compilers look at `.grad` and at classes by name; whole graphs pass the hooks, too."""
+    net, other = net_of(), net_of()
+    optimizer, straight = sharded(net, overlap=True), sharded(other)
+    fast = torch.compile(net, backend="eager", fullgraph=True)
+    for _ in range(2):
+        backward(fast, optimizer)
+        backward(other, straight)
+        assert torch.equal(fast(torch.ones(3, 4)), other(torch.ones(3, 4)))
+        assert optimizer.step() == straight.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
