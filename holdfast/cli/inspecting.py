@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cli.report import clean as clean
 from holdfast.errors import ConfigError
 from holdfast.format.manifest import LayoutInfo
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, step_dir
@@ -107,13 +108,6 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def clean(text: str) -> str:
-    """Text from a checkpoint made safe for a terminal: control characters become escapes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_bytes(nbytes: int) -> str:

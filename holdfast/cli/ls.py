@@ -36,7 +36,7 @@ from holdfast.storage import PosixStorage
 class Args:
     """List the checkpoints in a directory."""
 
-    root: Annotated[Path, tyro.conf.Positional] = Path()
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[ROOT]")] = Path()
     """The directory that holds the checkpoints; default the current one."""
 
     json: bool = False

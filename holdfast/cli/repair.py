@@ -34,7 +34,7 @@ _STYLES: dict[Fate, str] = {"finished": "green", "removed": "yellow", "alive": "
 class Args:
     """Finish saves that are complete, remove those that cannot be; checkpoints stay untouched."""
 
-    root: Annotated[Path, tyro.conf.Positional]
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
     """The directory that holds the checkpoints."""
 
     dry_run: bool = False

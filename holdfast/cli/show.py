@@ -44,7 +44,7 @@ _SCALAR_TAGS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy",
 class Args:
     """Show what is in a checkpoint: layouts, parts, tensors, and on request files and values."""
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
     step: int | None = None

@@ -24,13 +24,13 @@ from holdfast.format.tags import list_tags, remove_tag, set_tag
 class Args:
     """List the tags of a directory of checkpoints, set one, or remove one."""
 
-    root: Annotated[Path, tyro.conf.Positional]
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
     """The directory that holds the checkpoints."""
 
-    step: Annotated[int | None, tyro.conf.Positional] = None
+    step: Annotated[int | None, tyro.conf.Positional, tyro.conf.arg(metavar="[STEP]")] = None
     """The committed step to name."""
 
-    name: Annotated[str | None, tyro.conf.Positional] = None
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None
     """Its name; a tag of that name moves."""
 
     remove: str | None = None

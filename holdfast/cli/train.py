@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,6 +89,28 @@ def parse(words: Sequence[str]) -> TrainConfig:
     rest = list(words)
     default = None
     if rest and not rest[0].startswith("-"):
-        first = rest.pop(0)
-        default = PRESETS[first] if first in PRESETS else read_toml(Path(first))
-    return parse_flags(TrainConfig, rest, prog="holdfast train", about=_ABOUT, default=default)
+        default = _named(rest.pop(0))
+    return parse_flags(
+        TrainConfig,
+        rest,
+        prog="holdfast train",
+        about=_ABOUT,
+        default=default,
+        is_reversible=True,
+        stray="a preset or a CONFIG.toml comes first, and everything else is an option",
+    )
+
+
+def _named(word: str) -> TrainConfig:
+    """What the first word means: a preset, or a file."""
+    if word in PRESETS:
+        return PRESETS[word]
+    path = Path(word)
+    if path.suffix == ".toml" or "/" in word or path.exists():
+        return read_toml(path)
+    near = difflib.get_close_matches(word, PRESETS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"unknown preset {word!r}: {hint}the presets are {', '.join(PRESETS)}; "
+        f"a configuration file is named with its ending, CONFIG.toml"
+    )
