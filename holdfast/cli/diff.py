@@ -136,7 +136,7 @@ def _chosen(a: Snapshot, b: Snapshot, pattern: str | None) -> list[str]:
         return list(dict.fromkeys([*a.keys, *b.keys]))
     keys = list(dict.fromkeys([*matching_keys(a, pattern), *matching_keys(b, pattern)]))
     if not keys:
-        raise no_match(pattern, a.keys)
+        raise no_match(pattern, list(dict.fromkeys([*a.keys, *b.keys])))
     return keys
 
 

@@ -17,11 +17,10 @@ from holdfast.cli.inspecting import (
     in_bytes,
     make_console,
     make_table,
-    open_root,
+    open_steps,
     print_json,
 )
 from holdfast.errors import ConfigError
-from holdfast.format.names import MANIFEST
 from holdfast.format.retention import (
     AnyOf,
     KeepBest,
@@ -75,9 +74,7 @@ class Args:
 def run(args: Args) -> int:
     """Print what stays and goes, ask, remove; 1 when something could not be removed."""
     policy = _policy(args)
-    storage = open_root(args.root)
-    if storage.exists(MANIFEST):
-        raise ConfigError(f"{args.root} is one checkpoint; name the directory that holds them")
+    storage = open_steps(args.root, verb="prune")
     plan = plan_retention(storage, policy)
     if not args.json:
         _print_plan(args.root, plan)
