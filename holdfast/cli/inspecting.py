@@ -50,7 +50,7 @@ def open_root(path: Path) -> PosixStorage:
         raise ConfigError(f"{path} cannot be examined: {reason}") from None
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(
-            f"{path} is a file: name a checkpoint or the directory that holds the checkpoints"
+            f"{path} is not a directory: name a checkpoint, or the directory that holds them"
         )
     return PosixStorage(path)
 

@@ -102,8 +102,8 @@ def _usage() -> str:
         "Keeps the whole training state of a distributed PyTorch run safe.\n\n"
         f"commands:\n{verbs}\n\n"
         "holdfast COMMAND --help says what a command takes; holdfast --version, which version.\n\n"
-        "exit codes: 0 done; 1 something stored is damaged, or two things differ; 2 a mistake or a\n"
-        "failure, explained in one line; 128 + N stopped by signal N (130 for Ctrl-C)."
+        "exit codes: 0 done; 1 something stored is damaged, or two things differ; 2 a mistake\n"
+        "or a failure, explained in one line; 128 + N stopped by signal N (130 for Ctrl-C)."
     )
 
 

@@ -36,14 +36,12 @@ def run_command(words: Sequence[str]) -> int:
         config = parse(words)
         if place.is_launched:
             _check_foreign(config, place=place)
-            _work(config, place=place)
-            return 0
+            return _work(config, place=place)
         config.check(world_size=config.nproc)
         check_paths(config.data.data)
         decide(config.checkpoint)
         if config.nproc == 1:
-            _work(config, place=place)
-            return 0
+            return _work(config, place=place)
     except HoldfastError as error:
         if place.is_ours:
             record_failure(error)
@@ -52,24 +50,25 @@ def run_command(words: Sequence[str]) -> int:
             # The same on every process; the first one of the machine says it.
             return EXIT_MISTAKE
         raise
-    return _launch(config.nproc, words)
+    return _launch(config, words)
 
 
-def _launch(nproc: int, words: Sequence[str]) -> int:
+def _launch(config: TrainConfig, words: Sequence[str]) -> int:
     from holdfast.train.launch import launch
 
-    failure = launch(nproc, arguments=words)
+    failure = launch(config, arguments=words)
     if failure is None:
         return 0
-    print_error(failure.message)
+    if failure.message:
+        print_error(failure.message)
     return failure.exit_code
 
 
-def _work(config: TrainConfig, *, place: Place) -> None:
+def _work(config: TrainConfig, *, place: Place) -> int:
     config.check(world_size=place.world_size)
     from holdfast.train.launch import run_worker
 
-    run_worker(config, place=place)
+    return run_worker(config, place=place)
 
 
 def _check_foreign(config: TrainConfig, *, place: Place) -> None:
