@@ -250,7 +250,7 @@ class _Reading:
         return missing
 
     def _hint(self, name: str) -> str:
-        names = [*self._named, *(flag for flag in self._flags if flag not in self._named)]
+        names = [*self._named, *(self._flags if name.startswith("--no") else ())]
         if name.startswith("-") and not name.startswith("--") and f"-{name}" in names:
             return f"; did you mean -{name}?"
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.65)
