@@ -36,6 +36,7 @@ from holdfast.format.retention import (
 )
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_COUNT = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 
 
@@ -93,6 +94,9 @@ def run(args: Args) -> int:
 
 def _policy(args: Args) -> Policy:
     policies: list[Policy] = []
+    for flag, number in (("--keep-last", args.keep_last), ("--keep-every", args.keep_every)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{flag} is {number}; set it to a whole number of 1 or more")
     if args.keep_last is not None:
         policies.append(KeepLast(args.keep_last))
     if args.keep_every is not None:
@@ -121,7 +125,7 @@ def _best(text: str) -> KeepBest:
     metric, *rest = text.split(":")
     mode = rest[0] if rest else ""
     number = rest[1] if len(rest) == 2 else "1"
-    if not metric or mode not in ("min", "max") or len(rest) > 2 or not number.isdecimal():
+    if not metric or mode not in ("min", "max") or len(rest) > 2 or not _COUNT.fullmatch(number):
         raise ConfigError(
             f"--keep-best {text!r} is not of the form path:min:N or path:max:N, "
             "such as progress.loss:min:3"
@@ -138,7 +142,11 @@ def _may_remove(args: Args, plan: RetentionPlan) -> bool:
             "is there to be asked; add --yes to remove, --dry-run to look"
         )
     nbytes = in_bytes(sum(removal.stored_nbytes for removal in plan.remove))
-    answer = input(f"remove {counted(len(plan.remove), 'checkpoint')}, {nbytes}? [y/N] ")
+    try:
+        answer = input(f"remove {counted(len(plan.remove), 'checkpoint')}, {nbytes}? [y/N] ")
+    except EOFError:  # Ctrl-D
+        print()
+        return False
     return answer.strip().lower() in ("y", "yes")
 
 

@@ -20,6 +20,7 @@ MAX_MEMBERS = 40
 """Members of one container that are shown, and tensors beside values."""
 
 _MAX_DEPTH = 40
+_MAX_WIDTH = 80
 _TENSOR_TAGS = ("tensor", "array")
 _SCALAR_TAGS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum")
 
@@ -82,8 +83,9 @@ class _Words:
         """Add the members of a container to a tree, scalars on the line of their name."""
         members = _members(node)
         shown = members[:MAX_MEMBERS]
+        is_per_rank = isinstance(node, dict) and node.get(TAG) == "per_rank"
         for name, child in shown:
-            below = join_path(path, name)
+            below = f"{path}[{name}]" if is_per_rank else join_path(path, name)
             branch = tree.add(_label(name, self.of(child, below)))
             if not self.is_one_line(child):
                 if depth < _MAX_DEPTH:
@@ -226,12 +228,18 @@ def _in_words(node: Node) -> str:
 
 
 def _list_in_words(items: list[Node]) -> str:
-    """A flat list on one line, with its length when it is cut."""
+    """A flat list on one line: all of it, or its length and the first members."""
     if not _is_flat(items):
-        return f"list of {len(items)}"
-    few = "[" + ", ".join(map(_decoded, items[:40])) + (", …]" if len(items) > 40 else "]")
-    cut = shorten(few)
-    return cut if cut == few and len(items) <= 40 else f"list of {len(items):,}: {cut}"
+        return f"list of {len(items):,}"
+    shown: list[str] = []
+    width = 2
+    for item in items:
+        word = shorten(_decoded(item), limit=40)
+        width += len(word) + 2
+        if width > _MAX_WIDTH:
+            return f"list of {len(items):,}: [{', '.join(shown)}, …]"
+        shown.append(word)
+    return f"[{', '.join(shown)}]"
 
 
 def _decoded(node: Node) -> str:
