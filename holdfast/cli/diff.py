@@ -38,10 +38,10 @@ _MAX_ROWS = 50
 class Args:
     """Compare two checkpoints: structure, values, tensors; exit code 1 when they differ."""
 
-    a: Annotated[Path, tyro.conf.Positional]
+    a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
-    b: Annotated[Path, tyro.conf.Positional]
+    b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """The other one."""
 
     tensor: str | None = None
@@ -136,7 +136,7 @@ def _chosen(a: Snapshot, b: Snapshot, pattern: str | None) -> list[str]:
         return list(dict.fromkeys([*a.keys, *b.keys]))
     keys = list(dict.fromkeys([*matching_keys(a, pattern), *matching_keys(b, pattern)]))
     if not keys:
-        raise no_match(pattern, a.keys)
+        raise no_match(pattern, list(dict.fromkeys([*a.keys, *b.keys])))
     return keys
 
 

@@ -36,7 +36,7 @@ _SUFFIX = ".safetensors"
 class Args:
     """Write tensors, whole whatever their sharding, as a safetensors file or as npy files."""
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
     tensor: str

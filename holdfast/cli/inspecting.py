@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -14,10 +17,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cli.report import clean as clean
 from holdfast.errors import ConfigError
 from holdfast.format.manifest import LayoutInfo
-from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, step_dir
+from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.storage import PosixStorage
+
+_MAX_RUN_DEPTH = 2
+_MAX_RUN_PLACES = 2000
 
 EXIT_DAMAGED = 1
 """Something stored is damaged, or two things differ."""
@@ -34,10 +41,75 @@ class Place:
 
 def open_root(path: Path) -> PosixStorage:
     """The store at a directory; ConfigError when there is none."""
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {what}")
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be examined: {reason}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(
+            f"{path} is not a directory: name a checkpoint, or the directory that holds them"
+        )
     return PosixStorage(path)
+
+
+def open_steps(path: Path, *, verb: str) -> PosixStorage:
+    """The store at a directory of checkpoints, for a verb that works on all of them.
+
+    Raises ConfigError for one checkpoint, and for a directory of runs.
+    """
+    storage = open_root(path)
+    if storage.exists(MANIFEST):
+        above = path.resolve().parent
+        raise ConfigError(
+            f"{path} is one checkpoint; name the directory that holds them: "
+            f"`holdfast {verb} {above}`"
+        )
+    if not _has_steps(storage.list("")) and (runs := find_runs(path)):
+        raise ConfigError(_name_one(path, runs))
+    return storage
+
+
+def find_runs(path: Path) -> list[Path]:
+    """Directories of checkpoints one or two levels below a directory, in order of their names.
+
+    Looks at so many directories at most that a mistaken `/` is answered at once; what cannot be
+    read is passed over.
+    """
+    found: list[Path] = []
+    waiting = [(path, 0)]
+    for directory, depth in waiting:
+        names = _directories_in(directory)
+        if depth and _has_steps(p.name for p in names):
+            found.append(directory)
+        elif depth < _MAX_RUN_DEPTH:
+            waiting += [(p, depth + 1) for p in names if not p.name.startswith(".")]
+        if len(waiting) > _MAX_RUN_PLACES:
+            break
+    return sorted(found)
+
+
+def _directories_in(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            few = islice(entries, _MAX_RUN_PLACES)
+            return sorted(Path(e.path) for e in few if e.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def _has_steps(names: Iterable[str]) -> bool:
+    return any(parse_step_dir(name) is not None or parse_saving_dir(name) for name in names)
+
+
+def _name_one(path: Path, runs: list[Path]) -> str:
+    few = ", ".join(map(str, runs[:4])) + (", …" if len(runs) > 4 else "")
+    return (
+        f"{path} holds {counted(len(runs), 'run')} and no checkpoint of its own: name one of them "
+        f"({few}); `holdfast ls {path}` lists them"
+    )
 
 
 def locate(path: Path, *, step: int | None) -> Place:
@@ -64,17 +136,27 @@ def locate(path: Path, *, step: int | None) -> Place:
 def _nothing_at(path: Path, storage: PosixStorage) -> str:
     if any(parse_saving_dir(name) for name in (path.resolve().name, *storage.list(""))):
         return f"{path} holds no committed checkpoint, only a save that was not finished"
+    if runs := find_runs(path):
+        return _name_one(path, runs)
     return (
         f"{path} is no checkpoint: neither a {MANIFEST} nor an iter_*/{MANIFEST} is in it; "
         "name one checkpoint or the directory that holds them"
     )
 
 
+class _Console(Console):
+    """A console that lets its caller know when the reader has left."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich would turn into an exit with a code of its own."""
+        raise BrokenPipeError
+
+
 def make_console(stream: IO[str] | None = None) -> Console:
     """A console for tables: colours on a terminal; in a pipe plain and wide enough for any key."""
     stream = stream or sys.stdout
     is_terminal = stream.isatty()
-    return Console(
+    return _Console(
         file=stream,
         markup=False,
         highlight=False,
@@ -107,13 +189,6 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def clean(text: str) -> str:
-    """Text from a checkpoint made safe for a terminal: control characters become escapes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_bytes(nbytes: int) -> str:

@@ -11,6 +11,8 @@ import tyro
 from holdfast.cli.inspecting import (
     EXIT_DAMAGED,
     clean,
+    counted,
+    find_runs,
     in_bytes,
     layout_in_words,
     make_console,
@@ -36,7 +38,7 @@ from holdfast.storage import PosixStorage
 class Args:
     """List the checkpoints in a directory."""
 
-    root: Annotated[Path, tyro.conf.Positional] = Path()
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[ROOT]")] = Path()
     """The directory that holds the checkpoints; default the current one."""
 
     json: bool = False
@@ -66,14 +68,28 @@ class Leftover:
     what: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A directory of checkpoints below the one that was named; `problem`: why it cannot be read."""
+
+    path: str
+    num_steps: int = 0
+    latest: int | None = None
+    problem: str | None = None
+
+
 def run(args: Args) -> int:
-    """Print the list; 1 when a manifest is damaged. Reads manifests only, no tensor."""
+    """Print the list, or of a directory of runs the runs; 1 when a manifest is damaged.
+
+    Reads manifests only, no tensor.
+    """
     storage = open_root(args.root)
     if storage.exists(MANIFEST):
         raise ConfigError(f"{args.root} is one checkpoint; `holdfast show {args.root}` shows it")
     steps = [_read_step(storage, step) for step in list_steps(storage)]
     leftovers = _leftovers(storage, {step.step for step in steps})
     pointer = _pointer(storage)
+    runs = [] if steps or leftovers else [_run(path) for path in find_runs(args.root)]
     if args.json:
         latest = steps[-1].step if steps else None
         print_json(
@@ -83,8 +99,11 @@ def run(args: Args) -> int:
                 "pointer": pointer,
                 "steps": [asdict(step) for step in steps],
                 "uncommitted": [asdict(leftover) for leftover in leftovers],
+                "runs": [asdict(run) for run in runs],
             }
         )
+    elif runs:
+        _print_runs(args.root, runs)
     else:
         _print(args.root, steps, leftovers, pointer)
     return EXIT_DAMAGED if any(step.damage for step in steps) else 0
@@ -112,6 +131,14 @@ def _summary(manifest: Manifest) -> Step:
     )
 
 
+def _run(path: Path) -> Run:
+    try:
+        steps = list_steps(PosixStorage(path))
+    except HoldfastError as error:
+        return Run(path=str(path), problem=str(error))
+    return Run(path=str(path), num_steps=len(steps), latest=steps[-1] if steps else None)
+
+
 def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Leftover]:
     found = []
     for name in storage.list(""):
@@ -134,6 +161,19 @@ def _pointer(storage: PosixStorage) -> int | None:
     except (HoldfastError, UnicodeDecodeError):
         return None
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _print_runs(root: Path, runs: list[Run]) -> None:
+    console = make_console()
+    console.print(
+        f"{root} holds {counted(len(runs), 'run')} and no checkpoint of its own:", soft_wrap=True
+    )
+    table = make_table([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
+    for run in runs:
+        latest = "" if run.latest is None else f"{run.latest}"
+        table.add_row(clean(run.path), f"{run.num_steps}", latest, clean(run.problem or ""))
+    console.print(table)
+    console.print(f"`holdfast ls {clean(runs[0].path)}` lists the steps of one", soft_wrap=True)
 
 
 def _print(root: Path, steps: list[Step], leftovers: list[Leftover], pointer: int | None) -> None:

@@ -6,14 +6,14 @@ Torch is imported only by verbs that need it.
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from holdfast import __version__
-from holdfast.cli.parse import parse_flags
-from holdfast.cli.report import EXIT_MISTAKE, print_error
+from holdfast.cli.report import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
 from holdfast.errors import ConfigError, HoldfastError
 
 VERBS = {
@@ -40,23 +40,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 for a mistake explained on standard error, or the verb's own.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # File names need not be text: what cannot be printed is shown as an escape.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        return _answer(words)
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        print("holdfast: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (HoldfastError, OSError) as error:
+        print_error(error)
+        return EXIT_MISTAKE
+    finally:
+        _flush()
+
+
+def _answer(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
     if words[0] in ("-V", "--version"):
         print(f"holdfast {__version__}")
         return 0
+    return _dispatch(words[0], words[1:])
+
+
+def _flush() -> None:
+    """Write what is buffered, unless the reader (head, less) has seen enough and left."""
     try:
-        return _dispatch(words[0], words[1:])
-    except HoldfastError as error:
-        print_error(error)
-        return EXIT_MISTAKE
-    except KeyboardInterrupt:
-        return 130
+        sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; keep the interpreter from flushing into it.
+        # The interpreter flushes once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _dispatch(verb: str, words: list[str]) -> int:
@@ -65,6 +82,8 @@ def _dispatch(verb: str, words: list[str]) -> int:
     module = import_module(f"holdfast.cli.{verb}")
     if verb == "train":
         return int(module.run_command(words))
+    from holdfast.cli.parse import parse_flags
+
     args = parse_flags(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
     return int(module.run(args))
 
@@ -82,7 +101,9 @@ def _usage() -> str:
         "usage: holdfast COMMAND [ARGUMENTS]\n\n"
         "Keeps the whole training state of a distributed PyTorch run safe.\n\n"
         f"commands:\n{verbs}\n\n"
-        "holdfast COMMAND --help says what a command takes; holdfast --version, which version."
+        "holdfast COMMAND --help says what a command takes; holdfast --version, which version.\n\n"
+        "exit codes: 0 done; 1 something stored is damaged, or two things differ; 2 a mistake\n"
+        "or a failure, explained in one line; 128 + N stopped by signal N (130 for Ctrl-C)."
     )
 
 

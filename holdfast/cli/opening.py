@@ -25,6 +25,9 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.reading import mark_reading
 from holdfast.storage import PosixStorage
 
+_MAX_LOOKED_AT = 10_000
+"""Names among which a mistyped one is looked for."""
+
 Advance = Callable[[int], None]
 """Called with the number of bytes read since the last call."""
 
@@ -72,10 +75,27 @@ def matching_keys(snapshot: Snapshot, pattern: str) -> list[str]:
 
 
 def no_match(pattern: str, keys: list[str]) -> ConfigError:
-    """The mistake of a pattern that no key matches."""
-    near = difflib.get_close_matches(pattern, keys[:10_000], n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return ConfigError(f"no tensor matches {pattern!r}{hint}")
+    """The mistake of a pattern that no key matches: how wildcards would, or what is near."""
+    few = keys[:_MAX_LOOKED_AT]
+    return ConfigError(f"no tensor matches {pattern!r}{_suggestion(pattern, few)}")
+
+
+def _suggestion(pattern: str, keys: list[str]) -> str:
+    wanted = pattern.strip("*?").lower()
+    inside = [key for key in keys if wanted and wanted in key.lower()]
+    if inside and wanted != "" and not set("*?") & set(wanted):
+        stem = inside[0][inside[0].lower().index(wanted) :][: len(wanted)]
+        if all(stem in key for key in inside):
+            more = "" if len(inside) == 1 else f" and {len(inside) - 1:,} more"
+            return f"; the pattern '*{stem}*' matches {inside[0]}{more}"
+    near = difflib.get_close_matches(pattern, keys, n=3)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    words = sorted({word for key in keys for word in key.split(".") if not word.isdigit()})
+    near = difflib.get_close_matches(wanted, words[:_MAX_LOOKED_AT], n=3)
+    if near:
+        return f"; did you mean {' or '.join(repr(f'*{word}*') for word in near)}?"
+    return f"; there are {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}" if keys else ""
 
 
 @contextmanager

@@ -5,72 +5,109 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import types
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from holdfast.cli.words import HELP, checked_words
 from holdfast.errors import ConfigError
 
 T = TypeVar("T")
 
-_FRAME = "╭╮╰╯│─"
+_Spec = tyro.constructors.PrimitiveConstructorSpec[Any]
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_FRAME = re.compile(r"[╭╮╰╯│─┌┐└┘]")
 
 
 def parse_flags(
-    kind: type[T], words: Sequence[str], *, prog: str, about: str, default: T | None = None
+    kind: type[T],
+    words: Sequence[str],
+    *,
+    prog: str,
+    about: str,
+    default: T | None = None,
+    is_reversible: bool = False,
+    stray: str = "",
 ) -> T:
     """Read words into a dataclass; `--help` prints and exits.
 
     Args:
-        kind: a dataclass; fields of nested dataclasses become flags without a prefix, and a
-            boolean becomes one flag that turns its default round (`--no-x` for true).
+        kind: a dataclass; fields of nested dataclasses become flags without a prefix.
         words: the command line after the verb.
         prog: what the help text calls the command.
         about: one line of help.
         default: where values come from that no flag sets.
+        is_reversible: whether the help lists `--x` and `--no-x` for each boolean, as where a file
+            may set it. Both are understood anyway.
+        stray: what to say about a word that belongs to nothing.
 
     Raises:
-        ConfigError: an unknown flag, a missing or a malformed value.
+        ConfigError: an unknown flag, a missing or a malformed value; the same line on a terminal
+            and through a pipe.
     """
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    said = io.StringIO()
+    before = words[: words.index("--")] if "--" in words else words
+    if any(word in HELP for word in before):
+        plain = ["--help"]
+    else:
+        try:
+            plain = checked_words(words, kind, stray=stray)
+        except ConfigError as error:
+            raise ConfigError(_with_help(str(error), prog)) from None
+    return _filled(kind, plain, prog=prog, about=about, default=default, pairs=is_reversible)
+
+
+def _filled(
+    kind: type[T], words: list[str], *, prog: str, about: str, default: T | None, pairs: bool
+) -> T:
+    """The dataclass that checked words describe, or help and exit."""
+    is_help = words == ["--help"]
+    config: list[Any] = [tyro.conf.OmitArgPrefixes]
+    config += [tyro.conf.FlagCreatePairsOff] if is_help and not pairs else []
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_optional_values)
+    text = io.StringIO()
+    absent = tyro.MISSING_NONPROP
     try:
-        with contextlib.redirect_stderr(said):
-            if default is None:
-                return tyro.cli(kind, args=words, prog=prog, description=about, config=config)
+        with contextlib.redirect_stderr(text):
             return tyro.cli(
-                kind, args=words, prog=prog, description=about, config=config, default=default
+                kind,
+                args=words,
+                prog=prog,
+                description=about,
+                default=absent if default is None else default,
+                config=config,
+                registry=registry,
             )
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ConfigError(f"{_first_sentences(said.getvalue())}; see `{prog} --help`") from None
+        # Not known to happen: whatever it has against words that are in order, on one line.
+        plain = _FRAME.sub(" ", _COLOUR.sub("", text.getvalue()))
+        raise ConfigError(_with_help(" ".join(plain.split()), prog)) from None
 
 
-def _first_sentences(box: str) -> str:
-    """What tyro's framed message says before its first ruler, as one line.
+def _with_help(text: str, prog: str) -> str:
+    return f"{text} See `{prog} --help`" if text.endswith("?") else f"{text}; see `{prog} --help`"
 
-    The nearest flags that it lists after the ruler are added in brackets.
-    """
-    lines = [line.strip(_FRAME + " ") for line in box.splitlines()]
-    said, hints = [], []
-    is_hint = False
-    for raw, line in zip(box.splitlines(), lines, strict=True):
-        if raw.startswith(("╭", "╰")):
-            continue
-        is_hint = is_hint or set(raw.strip("│ ")) == {"─"}
-        if not is_hint and line:
-            said.append(line)
-        elif line.startswith("--"):
-            hints.append(re.split(r"[ ,]", line)[0])
-    text = " ".join(said) or "the command line cannot be read"
-    text = re.sub(r"^Error parsing [\w.]+: (?=--)", "", text)
-    text = re.sub(
-        r"Error parsing (--\S+): (?:invalid literal for int.*|could not convert string to float): "
-        r"(?='[^']*'$)",
-        r"\1 needs a number, not ",
-        text,
+
+def _optional_values(info: tyro.constructors.PrimitiveTypeInfo) -> _Spec | None:
+    """How `int | None` and its like are read and shown: as INT, without a word about None."""
+    if get_origin(info.type) not in (Union, types.UnionType):
+        return None
+    members = [member for member in get_args(info.type) if member is not type(None)]
+    if len(members) != 1 or members[0] not in (int, float, str, Path):
+        return None
+    kind: type = members[0]
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=lambda words: (
+            None if words[0] == "None" and kind is not str else kind(words[0])
+        ),
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
     )
-    new = [hint for hint in hints if not re.search(rf"{hint}(?![\w-])", text)]
-    return text + (f" (did you mean {' or '.join(new[:3])}?)" if new else "")

@@ -17,11 +17,10 @@ from holdfast.cli.inspecting import (
     in_bytes,
     make_console,
     make_table,
-    open_root,
+    open_steps,
     print_json,
 )
 from holdfast.errors import ConfigError
-from holdfast.format.names import MANIFEST
 from holdfast.format.retention import (
     AnyOf,
     KeepBest,
@@ -37,6 +36,7 @@ from holdfast.format.retention import (
 )
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_COUNT = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 
 
@@ -44,7 +44,7 @@ _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 class Args:
     """Remove checkpoints that no --keep… asks to keep; the newest sound one always stays."""
 
-    root: Annotated[Path, tyro.conf.Positional]
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
     """The directory that holds the checkpoints."""
 
     keep_last: int | None = None
@@ -75,9 +75,7 @@ class Args:
 def run(args: Args) -> int:
     """Print what stays and goes, ask, remove; 1 when something could not be removed."""
     policy = _policy(args)
-    storage = open_root(args.root)
-    if storage.exists(MANIFEST):
-        raise ConfigError(f"{args.root} is one checkpoint; name the directory that holds them")
+    storage = open_steps(args.root, verb="prune")
     plan = plan_retention(storage, policy)
     if not args.json:
         _print_plan(args.root, plan)
@@ -96,6 +94,9 @@ def run(args: Args) -> int:
 
 def _policy(args: Args) -> Policy:
     policies: list[Policy] = []
+    for flag, number in (("--keep-last", args.keep_last), ("--keep-every", args.keep_every)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{flag} is {number}; set it to a whole number of 1 or more")
     if args.keep_last is not None:
         policies.append(KeepLast(args.keep_last))
     if args.keep_every is not None:
@@ -124,7 +125,7 @@ def _best(text: str) -> KeepBest:
     metric, *rest = text.split(":")
     mode = rest[0] if rest else ""
     number = rest[1] if len(rest) == 2 else "1"
-    if not metric or mode not in ("min", "max") or len(rest) > 2 or not number.isdecimal():
+    if not metric or mode not in ("min", "max") or len(rest) > 2 or not _COUNT.fullmatch(number):
         raise ConfigError(
             f"--keep-best {text!r} is not of the form path:min:N or path:max:N, "
             "such as progress.loss:min:3"
@@ -141,7 +142,11 @@ def _may_remove(args: Args, plan: RetentionPlan) -> bool:
             "is there to be asked; add --yes to remove, --dry-run to look"
         )
     nbytes = in_bytes(sum(removal.stored_nbytes for removal in plan.remove))
-    answer = input(f"remove {counted(len(plan.remove), 'checkpoint')}, {nbytes}? [y/N] ")
+    try:
+        answer = input(f"remove {counted(len(plan.remove), 'checkpoint')}, {nbytes}? [y/N] ")
+    except EOFError:  # Ctrl-D
+        print()
+        return False
     return answer.strip().lower() in ("y", "yes")
 
 

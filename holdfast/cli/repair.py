@@ -14,11 +14,9 @@ from holdfast.cli.inspecting import (
     counted,
     make_console,
     make_table,
-    open_root,
+    open_steps,
     print_json,
 )
-from holdfast.errors import ConfigError
-from holdfast.format.names import MANIFEST
 from holdfast.writer.repair import Fate, Leftover, repair
 
 _WORDS: dict[Fate, str] = {
@@ -34,7 +32,7 @@ _STYLES: dict[Fate, str] = {"finished": "green", "removed": "yellow", "alive": "
 class Args:
     """Finish saves that are complete, remove those that cannot be; checkpoints stay untouched."""
 
-    root: Annotated[Path, tyro.conf.Positional]
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
     """The directory that holds the checkpoints."""
 
     dry_run: bool = False
@@ -46,9 +44,7 @@ class Args:
 
 def run(args: Args) -> int:
     """Print what was done with each leftover and why; 1 when one could not be dealt with."""
-    storage = open_root(args.root)
-    if storage.exists(MANIFEST):
-        raise ConfigError(f"{args.root} is one checkpoint; name the directory that holds them")
+    storage = open_steps(args.root, verb="repair")
     leftovers = repair(storage, dry_run=args.dry_run)
     if args.json:
         print_json(

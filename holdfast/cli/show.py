@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +10,6 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.text import Text
-from rich.tree import Tree
 
 from holdfast.cli.inspecting import (
     EXIT_DAMAGED,
@@ -29,22 +25,22 @@ from holdfast.cli.inspecting import (
     print_json,
     when,
 )
+from holdfast.cli.opening import matching_keys, no_match
 from holdfast.cli.report import print_error
 from holdfast.cli.tensor_stats import TensorStats, tensor_stats
+from holdfast.cli.value_tree import leaf_keys, num_values, value_tree
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
-from holdfast.format.values import TAG, Node, decode_tree, shorten
 
 _MAX_ROWS = 50
-_SCALAR_TAGS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
     """Show what is in a checkpoint: layouts, parts, tensors, and on request files and values."""
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
     step: int | None = None
@@ -106,31 +102,20 @@ def run(args: Args) -> int:
 
 def _parts_of_keys(manifest: Manifest) -> dict[str, str]:
     """The part that each tensor's key is referred to from."""
-    return {key: part for part, node in manifest.parts.items() for key in _leaf_keys(node)}
-
-
-def _leaf_keys(node: Node) -> Iterator[str]:
-    waiting: list[Node] = [node]
-    while waiting:
-        top = waiting.pop()
-        if isinstance(top, list):
-            waiting += top
-        elif isinstance(top, dict):
-            key = top.get("k")
-            if top.get(TAG) in ("tensor", "array") and isinstance(key, str):
-                yield key
-            else:
-                waiting += top.values()
+    return {key: part for part, node in manifest.parts.items() for key in leaf_keys(node)}
 
 
 def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     parts = _parts_of_keys(snapshot.manifest)
     rows = []
+    chosen = None if args.tensor is None else set(matching_keys(snapshot, args.tensor))
+    if args.tensor is not None and not chosen:
+        raise no_match(args.tensor, snapshot.keys)
     for tensor in snapshot.manifest.tensors:
         part = parts.get(tensor.key, "")
         if args.part is not None and part != args.part:
             continue
-        if args.tensor is not None and not _matches(tensor.key, args.tensor):
+        if chosen is not None and tensor.key not in chosen:
             continue
         stored = snapshot.rows_of(tensor.key)
         copies = snapshot.index.copy[stored]
@@ -150,18 +135,8 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
             )
         )
     if args.tensor is not None and not rows:
-        raise ConfigError(f"no tensor matches {args.tensor!r}{_nearest(args.tensor, snapshot)}")
+        raise ConfigError(f"no tensor of part {args.part!r} matches {args.tensor!r}")
     return rows
-
-
-def _matches(key: str, pattern: str) -> bool:
-    # Keys hold brackets of their own (one per coordinate), so "[" stands for itself.
-    return key == pattern or fnmatch.fnmatchcase(key, pattern.replace("[", "[[]"))
-
-
-def _nearest(wanted: str, snapshot: Snapshot) -> str:
-    near = difflib.get_close_matches(wanted, snapshot.keys[:10_000], n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _as_json(
@@ -240,10 +215,9 @@ def _print(
         _print_stats(console, key, numbers)
     if args.values and not is_narrow:
         parts = snapshot.manifest.parts
+        tensors = {tensor.key: tensor for tensor in snapshot.manifest.tensors}
         for part in parts if args.part is None else [args.part]:
-            tree = Tree(Text(clean(part), style="bold"))
-            _grow(tree, parts[part])
-            console.print(tree)
+            console.print(value_tree(part, parts[part], tensors=tensors))
 
 
 def _print_summary(console: Console, place: Place, manifest: Manifest) -> None:
@@ -271,26 +245,10 @@ def _print_parts(console: Console, manifest: Manifest) -> None:
     )
     sizes = {tensor.key: tensor.nbytes for tensor in manifest.tensors}
     for part, node in manifest.parts.items():
-        keys = [key for key in set(_leaf_keys(node)) if key in sizes]
+        keys = [key for key in set(leaf_keys(node)) if key in sizes]
         nbytes = sum(sizes[key] for key in keys)
-        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{_num_values(node):,}")
+        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{num_values(node):,}")
     console.print(table)
-
-
-def _num_values(node: Node) -> int:
-    """Plain values below a node: neither containers nor tensors."""
-    if isinstance(node, list):
-        return sum(map(_num_values, node))
-    if isinstance(node, dict):
-        if node.get(TAG) in ("tensor", "array", "transient"):
-            return 0
-        if node.get(TAG) in _SCALAR_TAGS:
-            return 1
-        pairs = _pairs(node)
-        if pairs is not None:
-            return sum(_num_values(item) for _, item in pairs)
-        return sum(map(_num_values, node.values() if TAG not in node else [node.get("v")]))
-    return 1
 
 
 def _print_files(console: Console, snapshot: Snapshot) -> None:
@@ -335,73 +293,3 @@ def _print_stats(console: Console, key: str, stats: TensorStats) -> None:
     ]  # fmt: skip
     for name, text in lines:
         console.print(Text(f"  {name:<9}", style="dim") + Text(text), soft_wrap=True)
-
-
-def _grow(tree: Tree, node: Node) -> None:
-    """Add the children of a container to a tree, scalars on the line of their name."""
-    for name, child in _children(node):
-        label = Text(clean(name), style="bold") + Text(f": {_in_words(child)}")
-        _grow(tree.add(label), child)
-
-
-def _children(node: Node) -> list[tuple[str, Node]]:
-    if isinstance(node, list):
-        return [] if _is_flat(node) else [(str(i), item) for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return []
-    tag, inner = node.get(TAG), node.get("v")
-    if tag is None:
-        return list(node.items())
-    if tag in ("per_rank", "dataclass") and isinstance(inner, dict):
-        return list(inner.items())
-    pairs = _pairs(node)
-    if pairs is not None:
-        return [(_in_words(key), item) for key, item in pairs]
-    if tag in ("tuple", "deque", "set", "frozenset", "codec"):
-        return _children(inner)
-    return []
-
-
-def _pairs(node: dict[str, Node]) -> list[tuple[Node, Node]] | None:
-    """The items of a mapping that is stored as pairs; None for anything else."""
-    inner = node.get("v")
-    if node.get(TAG) not in ("dict", "odict", "counter", "defaultdict"):
-        return None
-    if not isinstance(inner, list):
-        return None
-    return [(pair[0], pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2]
-
-
-def _is_flat(items: list[Node]) -> bool:
-    """Whether a list reads best on one line."""
-    return not any(isinstance(item, dict | list) for item in items)
-
-
-def _in_words(node: Node) -> str:
-    """One line for a node: the value of a scalar, the kind of a container."""
-    if isinstance(node, str):
-        return clean(shorten(repr(node)))
-    if isinstance(node, list):
-        if _is_flat(node):
-            return clean(shorten(repr(node)))
-        return f"list of {len(node)}"
-    if not isinstance(node, dict):
-        return str(node)
-    tag, inner = node.get(TAG), node.get("v")
-    if tag is None:
-        return f"dict of {len(node)}" if node else "{}"
-    if tag in ("tensor", "array"):
-        return clean(f"{tag} {node.get('k')}")
-    if tag == "per_rank":
-        axes = node.get("axes")
-        return clean(
-            f"per rank over {', '.join(map(str, axes)) if isinstance(axes, list) else axes}"
-        )
-    if tag in _SCALAR_TAGS and tag != "enum":
-        return clean(shorten(repr(decode_tree(node))))
-    name = f" {node['n']}" if "n" in node else ""
-    if isinstance(inner, list) and not _is_flat(inner):
-        return clean(f"{tag}{name} of {len(inner)}")
-    if isinstance(inner, dict):
-        return clean(f"{tag}{name}")
-    return clean(f"{tag}{name} {shorten(repr(inner)) if inner is not None else ''}".rstrip())

@@ -12,11 +12,11 @@ from holdfast.cli.inspecting import (
     clean,
     make_console,
     make_table,
-    open_root,
+    open_steps,
     print_json,
 )
 from holdfast.errors import ConfigError
-from holdfast.format.names import MANIFEST, list_steps
+from holdfast.format.names import list_steps
 from holdfast.format.tags import list_tags, remove_tag, set_tag
 
 
@@ -24,13 +24,13 @@ from holdfast.format.tags import list_tags, remove_tag, set_tag
 class Args:
     """List the tags of a directory of checkpoints, set one, or remove one."""
 
-    root: Annotated[Path, tyro.conf.Positional]
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
     """The directory that holds the checkpoints."""
 
-    step: Annotated[int | None, tyro.conf.Positional] = None
+    step: Annotated[int | None, tyro.conf.Positional, tyro.conf.arg(metavar="[STEP]")] = None
     """The committed step to name."""
 
-    name: Annotated[str | None, tyro.conf.Positional] = None
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None
     """Its name; a tag of that name moves."""
 
     remove: str | None = None
@@ -42,9 +42,7 @@ class Args:
 
 def run(args: Args) -> int:
     """Do what was asked, and list the tags as they are then."""
-    storage = open_root(args.root)
-    if storage.exists(MANIFEST):
-        raise ConfigError(f"{args.root} is one checkpoint; name the directory that holds them")
+    storage = open_steps(args.root, verb="tag")
     if args.remove is not None:
         if args.step is not None:
             raise ConfigError("--remove NAME takes no step: a tag is removed by its name")

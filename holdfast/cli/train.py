@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,14 +36,12 @@ def run_command(words: Sequence[str]) -> int:
         config = parse(words)
         if place.is_launched:
             _check_foreign(config, place=place)
-            _work(config, place=place)
-            return 0
+            return _work(config, place=place)
         config.check(world_size=config.nproc)
         check_paths(config.data.data)
         decide(config.checkpoint)
         if config.nproc == 1:
-            _work(config, place=place)
-            return 0
+            return _work(config, place=place)
     except HoldfastError as error:
         if place.is_ours:
             record_failure(error)
@@ -51,24 +50,25 @@ def run_command(words: Sequence[str]) -> int:
             # The same on every process; the first one of the machine says it.
             return EXIT_MISTAKE
         raise
-    return _launch(config.nproc, words)
+    return _launch(config, words)
 
 
-def _launch(nproc: int, words: Sequence[str]) -> int:
+def _launch(config: TrainConfig, words: Sequence[str]) -> int:
     from holdfast.train.launch import launch
 
-    failure = launch(nproc, arguments=words)
+    failure = launch(config, arguments=words)
     if failure is None:
         return 0
-    print_error(failure.message)
+    if failure.message:
+        print_error(failure.message)
     return failure.exit_code
 
 
-def _work(config: TrainConfig, *, place: Place) -> None:
+def _work(config: TrainConfig, *, place: Place) -> int:
     config.check(world_size=place.world_size)
     from holdfast.train.launch import run_worker
 
-    run_worker(config, place=place)
+    return run_worker(config, place=place)
 
 
 def _check_foreign(config: TrainConfig, *, place: Place) -> None:
@@ -88,6 +88,28 @@ def parse(words: Sequence[str]) -> TrainConfig:
     rest = list(words)
     default = None
     if rest and not rest[0].startswith("-"):
-        first = rest.pop(0)
-        default = PRESETS[first] if first in PRESETS else read_toml(Path(first))
-    return parse_flags(TrainConfig, rest, prog="holdfast train", about=_ABOUT, default=default)
+        default = _named(rest.pop(0))
+    return parse_flags(
+        TrainConfig,
+        rest,
+        prog="holdfast train",
+        about=_ABOUT,
+        default=default,
+        is_reversible=True,
+        stray="a preset or a CONFIG.toml comes first, and everything else is an option",
+    )
+
+
+def _named(word: str) -> TrainConfig:
+    """What the first word means: a preset, or a file."""
+    if word in PRESETS:
+        return PRESETS[word]
+    path = Path(word)
+    if path.suffix == ".toml" or "/" in word or path.exists():
+        return read_toml(path)
+    near = difflib.get_close_matches(word, PRESETS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"unknown preset {word!r}: {hint}the presets are {', '.join(PRESETS)}; "
+        f"a configuration file is named with its ending, CONFIG.toml"
+    )

@@ -36,7 +36,7 @@ from holdfast.format.verify import Damage, OnProgress, verify_snapshot
 class Args:
     """Check every byte of a checkpoint against its digests."""
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
     step: int | None = None

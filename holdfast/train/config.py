@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError, LayoutError
 from holdfast.models.config import GPTConfig, check_layout
 from holdfast.models.stages import Pipeline, ScheduleName
 from holdfast.parallel.layout import DEFAULT_ORDER, Layout
+from holdfast.train.limits import check_numbers
 
 ModelConfig = GPTConfig
 
@@ -150,8 +151,10 @@ class CheckpointConfig:
     """Directory to resume from, at its newest committed step. May be the same as --save."""
     load_step: int | None = None
     """The step to load; absent means the newest."""
+    fallback: bool = False
+    """Go back to the next older checkpoint where the newest is damaged, instead of failing."""
     save_interval: int = 100
-    """Steps between saves; the last step is always saved."""
+    """Steps between saves; the last step, and the one a signal stops at, are saved as well."""
     async_save: bool = False
     """Go on training while a writer process brings each save to storage."""
     keep_last: int = 0
@@ -159,15 +162,15 @@ class CheckpointConfig:
     keep_every: int = 0
     """With --keep-last: also keep steps divisible by this; 0 for none."""
     save_optim: bool = True
-    """Save the optimizer's state."""
+    """Save the optimizer's state; --no-save-optim leaves it out of checkpoints."""
     load_optim: bool = True
-    """Load the optimizer's state; without it the optimizer starts afresh."""
+    """Load the optimizer's state; with --no-load-optim the optimizer starts afresh."""
     load_scheduler: bool = True
-    """Load the schedules; without it they start afresh, with this run's settings."""
+    """Load the schedules; with --no-load-scheduler they start afresh, with this run's settings."""
     save_rng: bool = True
-    """Save the random number generators."""
+    """Save the random number generators; --no-save-rng leaves them out of checkpoints."""
     load_rng: bool = True
-    """Load the random number generators; without it they start from the seed."""
+    """Load the random number generators; with --no-load-rng they start from the seed."""
     finetune: bool = False
     """Load the weights only, and begin at step 0 and the start of the data."""
     exit_on_missing_checkpoint: bool = False
@@ -224,6 +227,7 @@ class TrainConfig:
         Raises:
             ConfigError, LayoutError: naming the flag and the fix.
         """
+        check_numbers(self)
         _check_counts(self)
         _check_optim(self.optim, steps=self.steps)
         _check_checkpoint(self.checkpoint)
@@ -301,25 +305,6 @@ def _hint(key: str, *, kind: Any) -> str:
 
 
 def _check_counts(config: TrainConfig) -> None:
-    positive = {
-        "--nproc": config.nproc,
-        "--steps": config.steps,
-        "--timeout-s": config.timeout_s,
-        "--seq-len": config.data.seq_len,
-        "--global-batch-size": config.data.global_batch_size,
-        "--log-interval": config.log.log_interval,
-        "--save-interval": config.checkpoint.save_interval,
-        "--bucket-nbytes": config.optim.bucket_nbytes,
-    }
-    for flag, value in positive.items():
-        if value <= 0:
-            raise ConfigError(f"{flag} is {value}; set it to a positive number")
-    for flag, value in (
-        ("--keep-last", config.checkpoint.keep_last),
-        ("--keep-every", config.checkpoint.keep_every),
-    ):
-        if value < 0:
-            raise ConfigError(f"{flag} is {value}; set it to 0 or a positive number")
     if config.checkpoint.keep_every and not config.checkpoint.keep_last:
         raise ConfigError(
             "--keep-every without --keep-last keeps all checkpoints anyway; add --keep-last N"
@@ -328,28 +313,9 @@ def _check_counts(config: TrainConfig) -> None:
         raise ConfigError(
             f"--vocab-size {config.model.vocab_size}: the tokens are bytes; set it to 256 or more"
         )
-    if config.seed < 0:
-        raise ConfigError(f"--seed is {config.seed}; set it to 0 or a positive number")
 
 
 def _check_optim(optim: OptimConfig, *, steps: int) -> None:
-    not_negative = {
-        "--lr": optim.lr,
-        "--min-lr": optim.min_lr,
-        "--warmup-steps": optim.warmup_steps,
-        "--decay-steps": optim.decay_steps,
-        "--weight-decay": optim.weight_decay,
-        "--end-weight-decay": optim.end_weight_decay or 0.0,
-        "--eps": optim.eps,
-        "--momentum": optim.momentum,
-        "--clip-grad": optim.clip_grad,
-    }
-    for flag, value in not_negative.items():
-        if not value >= 0:
-            raise ConfigError(f"{flag} is {value}; set it to 0 or a positive number")
-    for flag, beta in (("--beta1", optim.beta1), ("--beta2", optim.beta2)):
-        if not 0 <= beta < 1:
-            raise ConfigError(f"{flag} is {beta}; set it to a number in [0, 1)")
     if optim.min_lr > optim.lr:
         raise ConfigError(
             f"--min-lr {optim.min_lr:g} is above --lr {optim.lr:g}: the cosine only goes down; "
@@ -370,14 +336,28 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             "--no-load-optim": not checkpoint.load_optim,
             "--no-load-scheduler": not checkpoint.load_scheduler,
             "--no-load-rng": not checkpoint.load_rng,
+            "--fallback": checkpoint.fallback,
             "--finetune": checkpoint.finetune,
             "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
         }
         for flag, is_set in needs_load.items():
             if is_set:
                 raise ConfigError(f"{flag} has no meaning without --load: add --load DIR")
-    if checkpoint.load_step is not None and checkpoint.load_step < 0:
-        raise ConfigError(f"--load-step is {checkpoint.load_step}; a step is 0 or positive")
+    if checkpoint.save is None:
+        needs_save = {
+            "--async-save": checkpoint.async_save,
+            "--keep-last": checkpoint.keep_last > 0,
+            "--no-save-optim": not checkpoint.save_optim,
+            "--no-save-rng": not checkpoint.save_rng,
+        }
+        for flag, is_set in needs_save.items():
+            if is_set:
+                raise ConfigError(f"{flag} has no meaning without --save: add --save DIR")
+    if checkpoint.fallback and checkpoint.load_step is not None:
+        raise ConfigError(
+            f"--fallback with --load-step {checkpoint.load_step}: a step asked for by number is "
+            f"loaded or not; leave one of them out"
+        )
     if checkpoint.finetune and checkpoint.save is not None and checkpoint.save == checkpoint.load:
         raise ConfigError(
             "--finetune begins a new run at step 0, so --save must not be the directory of the "

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,16 @@ from holdfast.train.data import Corpus, read_corpus
 from holdfast.train.loop import Trainer
 from holdfast.train.metrics import Reporter
 from holdfast.train.place import RUN_PREFIX, Place
+from holdfast.train.stopping import (
+    StopRequest,
+    listening,
+    name_of,
+    request_of_launcher,
+    safe_on_disk,
+    say,
+    stop_notes,
+    will_stop,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -33,13 +45,21 @@ class Failure:
     """Why a launched run ended early."""
 
     message: str
-    """One line."""
+    """One line; empty where all has been said."""
     exit_code: int
-    """2 for an error of Holdfast's own, with what to do in it; 1 for a death; 130 for Ctrl-C."""
+    """2 for an error of Holdfast's own, with what to do in it; 1 for a death; 128 and the signal's
+    number for a run that a signal has stopped."""
 
 
-def run_worker(config: TrainConfig, *, place: Place) -> None:
+def run_worker(config: TrainConfig, *, place: Place) -> int:
     """Train as one process of the run that the environment describes.
+
+    SIGTERM or SIGINT on any rank stops all of them after the same step, which is saved; a second
+    one ends the process at once.
+
+    Returns:
+        The exit code: 0, or 128 and the number of the signal that the run stopped for. Our own
+        launcher is left a note instead, and gets 0.
 
     Raises:
         HoldfastError: a mistake or a failure, on every rank.
@@ -47,18 +67,41 @@ def run_worker(config: TrainConfig, *, place: Place) -> None:
     layout = config.check(world_size=place.world_size)
     device = _pick_device(config, place=place)
     _set_determinism(config, device=device)
+    request = request_of_launcher() if place.is_ours else StopRequest()
+    is_speaker = place.rank == 0 and not place.is_ours
     with (
+        listening(request, places=_places(config) if is_speaker else None),
         open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,
         ExitStack() as stack,
     ):
         corpus, reporter = open_inputs(config, groups=groups, stack=stack)
         with Trainer(
-            config, groups=groups, corpus=corpus, reporter=reporter, device=device
+            config, groups=groups, corpus=corpus, reporter=reporter, device=device, stop=request
         ) as trainer:
             if reporter is not None:
                 reporter.note(summary(trainer))
+                if config.checkpoint.save is None:
+                    reporter.note("nothing of this run is saved: --save DIR does", style="yellow")
             with _lost_ranks_explained(groups.rank):
-                trainer.run()
+                asked = trainer.run()
+            if asked and place.rank == 0:
+                say(_farewell(trainer, asked))
+                request.answer(asked)
+    return 128 + asked if asked and not place.is_ours else 0
+
+
+def _places(config: TrainConfig) -> tuple[Path | None, ...]:
+    """Where a checkpoint of this run may be, the likeliest first."""
+    return config.checkpoint.save, config.checkpoint.load
+
+
+def _farewell(trainer: Trainer, asked: int) -> str:
+    """What a run that was stopped leaves behind."""
+    stopped = f"stopped by {name_of(asked)} after step {trainer.progress.step}"
+    if trainer.safe is None:
+        return f"{stopped}: nothing of it is saved; --save DIR does"
+    step, directory = trainer.safe
+    return f"{stopped}: step {step} is safe in {directory}; --load {directory} goes on from it"
 
 
 @contextmanager
@@ -115,11 +158,13 @@ def open_inputs(
     return corpus, reporter
 
 
-def launch(nproc: int, *, arguments: Sequence[str]) -> Failure | None:
-    """Start `nproc` processes of `holdfast train` on this machine and wait for them.
+def launch(config: TrainConfig, *, arguments: Sequence[str]) -> Failure | None:
+    """Start the processes of `holdfast train` on this machine and wait for them.
+
+    A first SIGTERM or SIGINT is passed on as a request to stop; a second one ends them at once.
 
     Args:
-        nproc: how many.
+        config: says how many, and where checkpoints are.
         arguments: the command line after `holdfast train`; each process gets the same.
 
     Returns:
@@ -128,6 +173,8 @@ def launch(nproc: int, *, arguments: Sequence[str]) -> Failure | None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    nproc = config.nproc
 
     # The launcher logs each failure at length; our caller prints the one line that matters.
     logging.disable(logging.CRITICAL)
@@ -141,17 +188,48 @@ def launch(nproc: int, *, arguments: Sequence[str]) -> Failure | None:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=5,
+        # The other two would end the processes at the first; `_passing_on` takes them instead.
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
     command = ["-m", "holdfast.cli.main", "train", *arguments]
+    with stop_notes() as request:
+        try:
+            with _passing_on(request):
+                elastic_launch(settings, entrypoint=sys.executable)(*command)
+        except ChildFailedError as error:
+            return _root_cause(error.failures)
+        except (KeyboardInterrupt, SignalException) as error:
+            number = getattr(error, "sigval", signal.SIGINT)
+            say(f"left at once by {name_of(number)}: {safe_on_disk(_places(config))}")
+            return Failure(message="", exit_code=128 + number)
+        finally:
+            logging.disable(logging.NOTSET)
+        asked = request.answered()
+    return Failure(message="", exit_code=128 + asked) if asked else None
+
+
+@contextmanager
+def _passing_on(request: StopRequest) -> Iterator[None]:
+    """Leave a first SIGTERM or SIGINT for the processes to find; a second one ends the launcher.
+
+    Raises SignalException then, at which the launcher ends them.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def take(number: int, frame: FrameType | None) -> None:
+        del frame
+        if request.signal:
+            raise SignalException("asked twice", sigval=signal.Signals(number))
+        request.ask(number)
+        request.pass_on()
+        say(will_stop(number))
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        elastic_launch(settings, entrypoint=sys.executable)(*command)
-    except ChildFailedError as error:
-        return _root_cause(error.failures)
-    except (KeyboardInterrupt, SignalException):
-        return Failure(message="interrupted", exit_code=130)
+        yield
     finally:
-        logging.disable(logging.NOTSET)
-    return None
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import random
+import signal
 import time
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import torch
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
-from holdfast.errors import ConfigError, FaultDetected
+from holdfast.errors import ConfigError, FaultDetected, HoldfastError
 from holdfast.format.policies import KeepEvery, KeepLast, Policy
 from holdfast.models import ParallelGPT
 from holdfast.optim import LossScaler, StepOutcome
@@ -25,8 +27,9 @@ from holdfast.train.config import CheckpointConfig, OptimConfig, TrainConfig
 from holdfast.train.data import BatchSampler, Corpus
 from holdfast.train.losses import mean_over_rows
 from holdfast.train.metrics import Reporter, StepMetrics, readable_nbytes
-from holdfast.train.resume import find_checkpoint
+from holdfast.train.resume import check_save, find_checkpoint
 from holdfast.train.schedule import Schedule, ScheduleSettings
+from holdfast.train.stopping import StopRequest
 from holdfast.train.update import make_update
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,6 +50,7 @@ class Trainer:
         corpus: Corpus,
         reporter: Reporter | None = None,
         device: torch.device | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         """Build everything at step 0.
 
@@ -56,6 +60,7 @@ class Trainer:
             corpus: the same text on every rank.
             reporter: where this rank reports; absent on all ranks but one.
             device: where to compute; default the CPU.
+            stop: asks for an end at the next step boundary; any rank's counts for all.
 
         Side effect: seeds the process's random generators.
         """
@@ -93,6 +98,11 @@ class Trainer:
         self.progress = Progress(self.sampler, allow_other_data=config.data.allow_other_data)
         self._checkpointer = _checkpointer(config.checkpoint, groups=groups)
         self._pending: tuple[PendingSave, float] | None = None
+        self._stop = stop or StopRequest()
+        self._damaged: tuple[int, ...] = ()
+        self._kept_step = 0
+        self.safe: tuple[int, Path] | None = None
+        """The step that a run can go on from, and the directory it is in; None before any is."""
         _seed_generators(
             config.seed, data_index=groups.index("dp_cp"), stage_index=groups.index("pp")
         )
@@ -125,28 +135,53 @@ class Trainer:
         }
         return state if self.scaler is None else state | {"scaler": self.scaler}
 
-    def run(self) -> None:
+    def run(self) -> int:
         """Resume if asked to, then train to the last step; see `resume` and `train`."""
         self.resume()
-        self.train()
+        if self.progress.step >= self.config.steps:
+            self._note(
+                f"step {self.progress.step} of {self.config.steps}: nothing is left to train; "
+                f"raise --steps to go on"
+            )
+        return self.train()
 
-    def train(self) -> None:
+    def train(self) -> int:
         """Train from where the state is to the last step, and save on the way; collective.
+
+        Returns:
+            0, or the number of the signal that asked on any rank for an end before; the state of
+            the step after which all ranks stopped is saved then.
 
         Raises:
             HoldfastError: on every rank; a save that failed, or a loss or gradient that is not
                 finite.
         """
         checkpoint = self.config.checkpoint
+        asked = 0
         while self.progress.step < self.config.steps:
+            asked = self._asked_to_stop()
+            if asked:
+                break
             metrics = self.train_step()
             if self.reporter is not None:
                 self.reporter.step(metrics)
             is_due = metrics.step % checkpoint.save_interval == 0
             if checkpoint.save is not None and (is_due or metrics.step == self.config.steps):
                 self.save()
+            self._report_finished()
+        if asked and checkpoint.save is not None and self.progress.step != self._kept_step:
+            self.save()
         self.update.synchronize()
         self._finish_save()
+        return asked
+
+    def _asked_to_stop(self) -> int:
+        """The signal that asked any rank to stop, the same on all; 0 if none did. Collective."""
+        mine = self._stop.signal
+        if not mine and self.reporter is not None and not self.reporter.has_reader:
+            mine = signal.SIGPIPE
+        answers = self.groups.control.all_gather(bytes([mine]), phase="step boundary")
+        return max(answer[0] for answer in answers)
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch.
@@ -208,8 +243,8 @@ class Trainer:
     def save(self) -> None:
         """Save the state at the current step; collective.
 
-        With `async_save` it returns once the state is copied; the save is reported when it is
-        committed, at the next save or the end of the training.
+        With `async_save` it returns once the state is copied; the save is reported as saved at the
+        first step after it is committed.
         """
         if self._checkpointer is None:
             raise ConfigError("a save in a run without --save: add --save DIR")
@@ -219,21 +254,33 @@ class Trainer:
         if not self.config.checkpoint.save_rng:
             del state["rng"]
         started = time.perf_counter()
+        step = self._kept_step = self.progress.step
+        overwrite = step in self._damaged
         if self.config.checkpoint.async_save:
             self._finish_save()
-            pending = self._checkpointer.save_async(self.progress.step, state)
+            pending = self._checkpointer.save_async(step, state, overwrite=overwrite)
             self._pending = (pending, time.perf_counter() - started)
         else:
-            report = self._checkpointer.save(self.progress.step, state)
+            report = self._checkpointer.save(step, state, overwrite=overwrite)
             self._report_save(report, time.perf_counter() - started)
 
+    def _report_finished(self) -> None:
+        """Report the asynchronous save in flight once it is committed; waits for nothing.
+
+        One that failed is left to `_finish_save`, which raises on all ranks at the same place.
+        """
+        if self._pending is not None and self._pending[0].phase == "committed":
+            self._finish_save()
+
     def _finish_save(self) -> None:
-        """Wait for the asynchronous save under way, if any, and report it."""
+        """Wait for the asynchronous save in flight, if any, and report it."""
         if self._pending is not None:
             (pending, seconds), self._pending = self._pending, None
             self._report_save(pending.result(), seconds)
 
     def _report_save(self, report: SaveReport, seconds: float) -> None:
+        if self.config.checkpoint.save is not None:
+            self.safe = (report.step, self.config.checkpoint.save)
         if self.reporter is not None:
             self.reporter.event(
                 "save",
@@ -270,9 +317,11 @@ class Trainer:
         started = time.perf_counter()
         report = Checkpointer(checkpoint.load, groups=self.groups).load(
             {name: state[name] for name in wanted},
-            step=step,
+            step=None if checkpoint.fallback else step,
             allow_missing=("scaler",),
+            fallback=checkpoint.fallback,
         )
+        self._take_note_of(report)
         if report.missing:
             self._note("the checkpoint was trained without a loss scale: it starts afresh")
         seconds = time.perf_counter() - started
@@ -280,6 +329,26 @@ class Trainer:
         self.schedule.apply()
         self._report_load(report, seconds=seconds)
         return report
+
+    def _take_note_of(self, report: LoadReport) -> None:
+        """What a fallback leaves behind: steps that this run saves over when it comes to them."""
+        checkpoint = self.config.checkpoint
+        self._kept_step = 0 if checkpoint.finetune else report.step
+        if checkpoint.load is not None:
+            self.safe = (report.step, checkpoint.load)
+        for given_up in report.fell_back:
+            self._note(f"step {given_up.step} was given up: {given_up.why}")
+        if not report.fell_back or checkpoint.save is None or checkpoint.load is None:
+            return
+        error: HoldfastError | None = None
+        if checkpoint.save.resolve() == checkpoint.load.resolve():
+            self._damaged = tuple(given_up.step for given_up in report.fell_back)
+        elif self.groups.control.is_coordinator and not checkpoint.finetune:
+            try:
+                check_save(checkpoint.save, begins_at=report.step)
+            except HoldfastError as reason:
+                error = reason
+        self.groups.control.agree(error, phase="after a fallback")
 
     def _report_load(self, report: LoadReport, *, seconds: float) -> None:
         if self.reporter is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +47,14 @@ class StepMetrics:
     """Whether nothing was updated because a scaled gradient overflowed."""
 
 
+class _Console(Console):
+    """A console that lets its caller know when the reader has left."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich would turn into an exit of this one rank."""
+        raise BrokenPipeError
+
+
 class Reporter:
     """Writes to the terminal, a JSON lines file and TensorBoard; used by one rank.
 
@@ -69,7 +79,9 @@ class Reporter:
         """
         self._num_steps = num_steps
         self._log_interval = log_interval
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or _Console(highlight=False, soft_wrap=True)
+        self.has_reader = True
+        """Whether what is printed still arrives; False once the reader of a pipe has left."""
         self._tensorboard = None if tensorboard is None else _open_tensorboard(tensorboard)
         self._jsonl = None if jsonl is None else _open_jsonl(jsonl)
 
@@ -91,7 +103,18 @@ class Reporter:
 
     def note(self, text: str, *, style: str = "") -> None:
         """One line for the person."""
-        self._console.print(Text(text, style=style))
+        self._print(Text(text, style=style))
+
+    def _print(self, text: Text) -> None:
+        if not self.has_reader:
+            return
+        try:
+            self._console.print(text)
+        except BrokenPipeError:
+            self.has_reader = False
+            # What is left in the buffer goes nowhere, now and when the process ends.
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._console.file.fileno())
 
     def step(self, metrics: StepMetrics) -> None:
         """Report a finished step; on the terminal only every `log_interval` and the last."""
@@ -129,7 +152,7 @@ class Reporter:
             line.append(
                 f"  left out: overflow at loss scale {metrics.loss_scale:,.0f}", style="yellow"
             )
-        self._console.print(line)
+        self._print(line)
 
     def event(self, name: str, values: Mapping[str, object]) -> None:
         """Append a JSON object with the event's name, the wall clock and these values.

@@ -49,7 +49,7 @@ def decide(checkpoint: CheckpointConfig) -> int | None:
     """
     step = None if checkpoint.load is None else _step_in(checkpoint.load, checkpoint=checkpoint)
     if checkpoint.save is not None:
-        _check_save(checkpoint.save, begins_at=0 if checkpoint.finetune else step or 0)
+        check_save(checkpoint.save, begins_at=0 if checkpoint.finetune else step or 0)
     return step
 
 
@@ -102,8 +102,13 @@ def _is_ours(name: str) -> bool:
     )
 
 
-def _check_save(save: Path, *, begins_at: int) -> None:
-    """Refuse now what would only fail at the first save, after training towards it."""
+def check_save(save: Path, *, begins_at: int) -> None:
+    """Refuse now what would only fail at the first save, after training towards it.
+
+    Raises:
+        ConfigError: the directory holds steps later than `begins_at`.
+        StorageError: it cannot be written.
+    """
     try:
         save.mkdir(parents=True, exist_ok=True)
         probe = save / ".probe"

@@ -148,7 +148,7 @@ def test_tags(holdfast: Holdfast, root: Path) -> None:
 def test_mistakes_are_one_line_and_code_2(holdfast: Holdfast, root: Path) -> None:
     cases: list[tuple[list[object], str]] = [
         (["prune", root], "say what to keep"),
-        (["prune", root, "--keep-last", "0"], "KeepLast"),
+        (["prune", root, "--keep-last", "0"], "--keep-last is 0"),
         (["prune", root, "--keep-within", "7 days"], "7d"),
         (["prune", root, "--keep-within", "0d"], "positive"),
         (["prune", root, "--keep-best", "loss"], "path:min:N"),

@@ -82,7 +82,7 @@ def test_a_wrong_file_is_answered_with_the_place_and_the_fix(
     ("words", "said"),
     [
         ("--tpp 2", "--tpp"),
-        ("--steps x", "--steps needs a number, not 'x'"),
+        ("--steps x", "--steps needs a whole number, not 'x'"),
         ("--lr high", "--lr needs a number, not 'high'"),
         ("--mlp relu", "--mlp"),
         ("--steps", "--steps"),

@@ -1,0 +1,197 @@
+"""Stopping a run on request: a signal asks once, and the run ends at a step with everything saved.
+
+Torch-free. Signals are taken off a file descriptor by a thread, because Python runs handlers only
+between two instructions of the main thread: one that waits in a collective would hear nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from holdfast.errors import HoldfastError
+from holdfast.format.names import list_steps, parse_saving_dir
+from holdfast.storage import PosixStorage
+
+STOP_DIR = "HOLDFAST_STOP_DIR"
+"""Variable in the environment of our launcher's processes: where requests and answers lie."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_REQUEST = "stop"
+_ANSWER = "stopped"
+
+
+class StopRequest:
+    """Whether this process has been asked to stop, and by which signal.
+
+    Threads may look at it; it changes once. `notes`: the directory through which our own launcher,
+    which gets the signals of a terminal, passes them on to its processes; None without it.
+    """
+
+    def __init__(self, *, notes: Path | None = None) -> None:
+        self._signal = 0
+        self._notes = notes
+
+    @property
+    def signal(self) -> int:
+        """Number of the signal that asked for it; 0 if none has. Cost: one look at a file."""
+        if not self._signal:
+            self._signal = self._read(_REQUEST)
+        return self._signal
+
+    def ask(self, number: int) -> None:
+        """Ask for a stop; a later one changes nothing."""
+        self._signal = self._signal or number
+
+    def pass_on(self) -> None:
+        """Leave the request where the processes of this launcher find it."""
+        self._write(_REQUEST, self._signal)
+
+    def answer(self, number: int) -> None:
+        """Leave word for our launcher, if there is one, that the run has stopped for a signal."""
+        self._write(_ANSWER, number)
+
+    def answered(self) -> int:
+        """The signal that a launcher's processes have stopped for; 0 if they have not."""
+        return self._read(_ANSWER)
+
+    def _read(self, name: str) -> int:
+        if self._notes is not None:
+            with suppress(OSError, ValueError):
+                return int((self._notes / name).read_text())
+        return 0
+
+    def _write(self, name: str, number: int) -> None:
+        if self._notes is None:
+            return
+        # Whole or not at all: others read it while it is written.
+        temporary = self._notes / f"{name}.{os.getpid()}"
+        with suppress(OSError):
+            temporary.write_text(str(number))
+            temporary.replace(self._notes / name)
+
+
+@contextmanager
+def stop_notes() -> Iterator[StopRequest]:
+    """A launcher's request: a directory that its processes know by their environment."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-stop-") as directory:
+        before = os.environ.get(STOP_DIR)
+        os.environ[STOP_DIR] = directory
+        try:
+            yield StopRequest(notes=Path(directory))
+        finally:
+            os.environ.pop(STOP_DIR)
+            if before is not None:
+                os.environ[STOP_DIR] = before
+
+
+def request_of_launcher() -> StopRequest:
+    """The request of a process that our launcher has started."""
+    directory = os.environ.get(STOP_DIR)
+    return StopRequest(notes=Path(directory) if directory else None)
+
+
+@contextmanager
+def listening(request: StopRequest, *, places: Sequence[Path | None] | None) -> Iterator[None]:
+    """Take SIGTERM and SIGINT as requests to stop; a second one ends the process at once.
+
+    Args:
+        request: gets the first one.
+        places: where `safe_on_disk` looks, to tell a person; None for a process that prints
+            nothing, because another one does.
+
+    Main thread only.
+    """
+    with ExitStack() as stack:
+        ours, theirs = socket.socketpair()
+        stack.enter_context(ours)
+        stack.enter_context(theirs)
+        theirs.setblocking(False)
+        for number in _SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, _only_wake))
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        stack.callback(signal.set_wakeup_fd, before)
+        threading.Thread(target=_listen, args=(ours, request, places), daemon=True).start()
+        yield
+
+
+def _only_wake(number: int, frame: FrameType | None) -> None:
+    """The thread at the other end of the descriptor has got it."""
+    del number, frame
+
+
+def _listen(
+    ours: socket.socket, request: StopRequest, places: Sequence[Path | None] | None
+) -> None:
+    while True:
+        try:
+            numbers = ours.recv(64)
+        except OSError:
+            return
+        if not numbers:
+            return
+        for number in numbers:
+            if number not in _SIGNALS:
+                continue
+            if request.signal:
+                _leave(number, places)
+            request.ask(number)
+            if places is not None:
+                say(will_stop(number))
+
+
+def _leave(number: int, places: Sequence[Path | None] | None) -> None:
+    """End this process now; storage that does not answer does not hold it up."""
+    if places is not None:
+        timer = threading.Timer(2.0, os._exit, args=(128 + number,))
+        timer.daemon = True
+        timer.start()
+        say(f"left at once by {name_of(number)}: {safe_on_disk(places)}")
+    os._exit(128 + number)
+
+
+def say(line: str) -> None:
+    """One line on standard error, from any thread and from a signal handler."""
+    with suppress(OSError):
+        os.write(2, f"holdfast: {line}\n".encode())
+
+
+def name_of(number: int) -> str:
+    """SIGTERM for 15."""
+    return signal.Signals(number).name
+
+
+def will_stop(number: int) -> str:
+    """What the first signal gets as its answer."""
+    return f"{name_of(number)}: stopping after this step; once more leaves at once"
+
+
+def safe_on_disk(places: Sequence[Path | None]) -> str:
+    """Which step a run can go on from, in words.
+
+    Args:
+        places: where it saved to, and where it was loaded from, in order of preference.
+    """
+    for place in places:
+        if place is None:
+            continue
+        try:
+            storage = PosixStorage(place)
+            steps = list_steps(storage)
+            names = storage.list("")
+        except HoldfastError:
+            continue
+        if not steps:
+            continue
+        saving = sorted(s[0] for name in names if (s := parse_saving_dir(name)) is not None)
+        newer = [step for step in saving if step > steps[-1]]
+        also = f" (step {newer[-1]} was being saved)" if newer else ""
+        return f"step {steps[-1]} is safe in {place}{also}; --load {place} goes on from it"
+    return "no step of it is on disk"
