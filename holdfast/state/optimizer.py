@@ -83,13 +83,12 @@ class OptimizerState:
         optimizer = unwrapped(optimizer)
         self._own: Any = None
         """The optimizer where it is whole: a torch optimizer, or one that looks like one."""
+        self._holder: PartitionedOptimizer
         if isinstance(optimizer, PartitionedOptimizer):
-            self._own = None  # asked first: a sharded optimizer is a torch optimizer by type, too
+            self._holder = optimizer  # asked first: a sharded one is a torch optimizer by type, too
         else:
             self._own = _checked(optimizer)
-        self._holder: PartitionedOptimizer = (
-            WholeOptimizer(self._own) if self._own is not None else optimizer
-        )
+            self._holder = WholeOptimizer(self._own)
         self._module = module
         self._owners = Owners(module)
         self._part = "optimizer"
