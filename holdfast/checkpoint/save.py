@@ -193,7 +193,13 @@ class Saver:
         if pending is not None and pending.ticket is not None:
             if pending not in self._unreported:
                 self._unreported.append(pending)
-            raise error
+            if not isinstance(error, Exception):
+                raise error
+            # All that can be missing is a note of how long it took; the other ranks go on, too.
+            logging.getLogger("holdfast").warning(
+                "the save of step %s was handed over, then: %r", pending.step, error
+            )
+            return pending
         opened = Opened(self.async_guard.answers[BEGIN])
         failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
         pending = PendingSave(

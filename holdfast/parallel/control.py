@@ -206,7 +206,9 @@ class Control:
             if isinstance(error, HoldfastError):
                 raise error
             raise_failures([Outcome.of(error)], ranks=self.ranks, phase=phase, cause=error)
-        message = Outcome.of(error, is_shared=error is self.shared).to_json().encode()
+        depth = self.running.depth if self.running is not None else 0
+        outcome = Outcome.of(error, is_shared=error is self.shared, depth=depth)
+        message = outcome.to_json().encode()
         with self._calling(phase):
             self._open(FAILED, phase, message, error=error)
         raise GroupError(f"Phase {phase!r}: a failure was not heard.") from error
@@ -262,10 +264,12 @@ class Control:
         """
         self._is_midway = False
         if self.running is not None:
-            self.running.is_told = False
+            self.running.refuse_more()
         try:
             yield
         except BaseException as error:
+            if self.running is not None:
+                self.running.remember(error)
             if self._is_midway and self._link is not None:
                 self._link.abandon(f"Phase {phase!r}: this rank left in the middle ({error!r}).")
             raise
@@ -301,7 +305,7 @@ class Control:
             if told:
                 raise GroupError(f"Wrong call in {mine}: {'; '.join(told)}.")
         except GroupError:
-            self._all_know()
+            self._all_know(0)
             raise
         return records
 
@@ -321,17 +325,23 @@ class Control:
         ]
         waiting = [record.phase for record in records if record.operation != FAILED]
         places = waiting or [record.phase for record in records]
-        self._all_know()
+        # The rank that has left most guards ends what the others do under theirs, too.
+        self._all_know(min(outcome.depth for outcome in outcomes if outcome.kind))
         if error is not None and all(outcome.is_shared for outcome in outcomes):
             raise error
         raise_failures(outcomes, ranks=self.ranks, phase=places[0], cause=error)
         raise GroupError("a failure came without its reason") from error
 
-    def _all_know(self) -> None:
-        """What is raised now is raised by every rank, and nobody waits for anybody."""
+    def _all_know(self, depth: int) -> None:
+        """What is raised now is raised by every rank, and nobody waits for anybody.
+
+        That ends all guards from `depth` inwards, on every rank.
+        """
         self._is_midway = False
-        if self.running is not None:
-            self.running.is_told = True
+        guard = self.running
+        while guard is not None and guard.depth >= depth:
+            guard.is_told = True
+            guard = guard.outer
 
     def _check_together(self, records: Sequence[Record]) -> None:
         places: dict[tuple[int, str, bytes], list[int]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import HoldfastError
 
@@ -31,7 +31,8 @@ class Guard(Generic[T]):
     `undo`: called when the operation has failed on all ranks, before the error is raised here.
 
     `answers`: what `agree` returned, by phase. `is_left`: this rank has all calls of the operation
-    behind it. `is_told`: the last call failed on all ranks, and no rank waits for another.
+    behind it. `is_told`: the operation failed on all ranks, and no rank waits for another; it can
+    make no more calls. `outer`, `depth`: the guard that this one runs in, and how many there are.
     """
 
     def __init__(
@@ -53,6 +54,9 @@ class Guard(Generic[T]):
         self.answers: dict[str, list[bytes]] = {}
         self.is_left = False
         self.is_told = False
+        self.outer: Guard[Any] | None = None
+        self.depth = 1
+        self._failure: BaseException | None = None
 
     def run(self, body: Callable[[], T]) -> T:
         """The body's result, if no rank failed; else all ranks raise as `Control.agree` does.
@@ -65,8 +69,12 @@ class Guard(Generic[T]):
         Cost: without `is_over`, one collective.
         """
         control = self._control
-        outer, control.running = control.running, self
-        self.answers, self.is_left, self.is_told = {}, False, False
+        outer = control.running
+        if outer is not None:
+            outer.refuse_more()
+        self.outer, self.depth = outer, 1 if outer is None else outer.depth + 1
+        self.answers, self.is_left, self.is_told, self._failure = {}, False, False, None
+        control.running = self
         try:
             result = body()
             if self._has_end:
@@ -83,7 +91,20 @@ class Guard(Generic[T]):
             self._fail(error)
             raise
         finally:
-            control.running = outer
+            control.running = self.outer
+            self.outer, self._failure = None, None
+
+    def refuse_more(self) -> None:
+        """Raise the failure again, if the operation has failed on all ranks."""
+        if self.is_told and self._failure is not None:
+            raise self._failure
+
+    def remember(self, error: BaseException) -> None:
+        """Keep what a call under this guard, or one around it, has failed with on all ranks."""
+        guard: Guard[Any] | None = self
+        while guard is not None and guard.is_told:
+            guard._failure = guard._failure or error
+            guard = guard.outer
 
     def _fail(self, error: BaseException) -> None:
         """Raise what all ranks raise; return where this rank is to raise its own error."""

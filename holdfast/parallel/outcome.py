@@ -16,15 +16,17 @@ _MAX_MESSAGE = 4096
 class Outcome:
     """Success (both fields empty), or class name and message of an error.
 
-    `is_shared`: the error is one that all ranks have raised already.
+    `is_shared`: the error is one that all ranks have raised already. `depth`: how many guards of
+    the rank it has left open.
     """
 
     kind: str = ""
     message: str = ""
     is_shared: bool = False
+    depth: int = 0
 
     @classmethod
-    def of(cls, error: BaseException | None, *, is_shared: bool = False) -> Outcome:
+    def of(cls, error: BaseException | None, *, is_shared: bool = False, depth: int = 0) -> Outcome:
         """The outcome of something that raised `error`, or did not."""
         if error is None:
             return cls()
@@ -35,17 +37,21 @@ class Outcome:
             text = "(its text cannot be had)"
         if not isinstance(error, HoldfastError):
             text = f"{kind}: {text}" if text else kind
-        return cls(kind=kind, message=(text or kind)[:_MAX_MESSAGE], is_shared=is_shared)
+        return cls(
+            kind=kind, message=(text or kind)[:_MAX_MESSAGE], is_shared=is_shared, depth=depth
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
         """Inverse of `to_json`."""
-        kind, message, is_shared = json.loads(text) if text else ("", "", False)
-        return cls(kind=kind, message=message, is_shared=is_shared)
+        kind, message, is_shared, depth = json.loads(text) if text else ("", "", False, 0)
+        return cls(kind=kind, message=message, is_shared=is_shared, depth=depth)
 
     def to_json(self) -> str:
         """Empty for success."""
-        return json.dumps([self.kind, self.message, self.is_shared]) if self.kind else ""
+        if not self.kind:
+            return ""
+        return json.dumps([self.kind, self.message, self.is_shared, self.depth])
 
     def error_type(self) -> type[HoldfastError]:
         """The class of the closed hierarchy to raise it as; HoldfastError for foreign errors."""

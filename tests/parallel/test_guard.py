@@ -1,0 +1,176 @@
+"""The guard over every kind of call: who fails, where, how often, and what goes on after it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.errors import DeadlineError, GroupError, HoldfastError, PlanError, StorageError
+from holdfast.parallel import Control, Layout, ProcessGroups
+from holdfast.parallel.guard import Guard
+from tests.harness import RankContext, run_ranks
+
+Step = Callable[[Control, int], Any]
+
+STEPS: dict[str, Step] = {
+    "agree": lambda c, n: c.agree(None, phase="p", payload=b"x" * n),
+    "all_gather": lambda c, n: c.all_gather(b"x" * n, phase="p"),
+    "gather": lambda c, n: c.gather(b"x" * n, phase="p"),
+    "scatter": lambda c, n: c.scatter([b"y" * n] * c.size if c.index == 0 else None, phase="p"),
+    "broadcast": lambda c, n: c.broadcast(b"z" * n if c.index == 0 else None, phase="p"),
+    "barrier": lambda c, n: c.barrier(phase="p"),
+    "exchange": lambda c, n: c.exchange([], [], phase="p"),
+}
+
+
+def still_well(control: Control) -> None:
+    assert control.all_gather(b"%d" % control.index, phase="well") == [
+        b"%d" % i for i in range(control.size)
+    ]
+
+
+def every_call(context: RankContext) -> int:
+    num = 0
+    with ProcessGroups.create(Layout(dp=3), names=[], timeout_s=20) as groups:
+        control = groups.control
+        for (name, step), victim, long in itertools.product(STEPS.items(), range(3), (False, True)):
+            text = f"{name} " + ("long " * 400 if long else "")
+
+            def body(step: Step = step, victim: int = victim, text: str = text) -> str:
+                control.agree(None, phase="first")
+                if context.rank == victim:
+                    raise ValueError(text)
+                step(control, 2000 if long else 5)  # noqa: B023
+                return "done"
+
+            with pytest.raises(HoldfastError) as caught:
+                Guard(control, "op").run(body)
+            assert str(caught.value) == (
+                f"1 of 3 ranks failed (p):\nrank {victim}: ValueError: {text}"
+            )
+            assert isinstance(caught.value.__cause__, ValueError) == (context.rank == victim)
+            still_well(control)
+            num += 1
+        others(control, context.rank)
+    return num
+
+
+def others(control: Control, rank: int) -> None:
+    """Failures of several, after the last call, on all ranks, of interrupts, and nested ones."""
+
+    def raising(error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    undone: list[int] = []
+    guard = Guard[None](control, "op", undo=lambda: undone.append(1))
+    with pytest.raises(StorageError, match=r"2 of 3 ranks failed \(op: end\):\nrank 0: a\nrank 2:"):
+        guard.run(lambda: raising([StorageError("a"), None, PlanError("b")][rank]))
+    with pytest.raises(PlanError, match=r"3 of 3 ranks failed \(op\):\nranks 0, 1, 2: same"):
+        guard.run(lambda: raising(PlanError("same")))
+    kind = KeyboardInterrupt if rank == 1 else HoldfastError
+    with pytest.raises(kind, match=r"^$" if rank == 1 else "rank 1: KeyboardInterrupt"):
+        guard.run(lambda: raising(KeyboardInterrupt() if rank == 1 else None))
+    assert undone == [1, 1, 1]
+    still_well(control)
+
+    # An error that left an inner guard on all ranks leaves the outer one unchanged ...
+    inner, outer = Guard[None](control, "in"), Guard[None](control, "out")
+    with pytest.raises(PlanError) as caught:
+        outer.run(lambda: inner.run(lambda: raising(PlanError("x") if rank == 2 else None)))
+    assert str(caught.value) == "1 of 3 ranks failed (in: end):\nrank 2: x"
+    still_well(control)
+
+    # ... and a rank that fails while it handles that reaches the ones that go on.
+    def handling() -> None:
+        try:
+            inner.run(lambda: raising(PlanError("x") if rank == 2 else None))
+        except PlanError:
+            raising(MemoryError("in the handler") if rank == 0 else None)
+        control.agree(None, phase="go on")
+
+    with pytest.raises(HoldfastError, match=r"\(go on\):\nrank 0: MemoryError: in the handler"):
+        outer.run(handling)
+    still_well(control)
+
+    # A rank that fails before it enters an inner guard ends what the others do in theirs, and they
+    # cannot go on as if only that had failed.
+    def attempts() -> None:
+        for number in range(3):
+            raising(PlanError("between") if rank == 1 and number == 1 else None)
+            try:
+                inner.run(lambda: control.barrier(phase="within"))
+            except PlanError:
+                continue
+
+    with pytest.raises(PlanError) as caught:
+        outer.run(attempts)
+    assert str(caught.value) == "1 of 3 ranks failed (within):\nrank 1: between"
+    still_well(control)
+
+    # Without an end: what comes after the last call is this rank's own to tell.
+    rescued = Guard[str](
+        control, "free", is_over=lambda answers: "last" in answers, rescue=lambda e: f"saved {e}"
+    )
+
+    def to_the_end() -> str:
+        control.agree(None, phase="last")
+        raising(ValueError("late") if rank == 1 else None)
+        return "done"
+
+    before = control.num_collectives
+    assert rescued.run(to_the_end) == ("saved late" if rank == 1 else "done")
+    assert control.num_collectives == before + 1
+    still_well(control)
+
+
+def test_a_failure_fits_every_call() -> None:
+    assert run_ranks(3, every_call, timeout_s=120).results == [len(STEPS) * 6] * 3
+
+
+def leave_midway(context: RankContext) -> float:
+    """One rank is interrupted where the others wait for its bytes."""
+    with ProcessGroups.create(Layout(dp=2), names=[], timeout_s=30) as groups:
+        control = groups.control
+        control.barrier(phase="begin")
+        began = time.monotonic()
+        if context.rank == 1:
+            with pytest.MonkeyPatch.context() as patch:
+
+                def interrupted(*_: Any) -> None:
+                    raise KeyboardInterrupt
+
+                patch.setattr(control._link, "send", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    Guard(control, "op").run(lambda: control.gather(b"x" * 5000, phase="tables"))
+        else:
+            with pytest.raises(DeadlineError, match=r"'tables'.*a connection broke.*\[1\]"):
+                Guard(control, "op").run(lambda: control.gather(b"x" * 5000, phase="tables"))
+        seconds = time.monotonic() - began
+        with pytest.raises(GroupError, match="cannot be used any more"):
+            Guard(control, "op").run(lambda: control.barrier(phase="after"))
+        return seconds
+
+
+def test_a_rank_interrupted_within_a_call_is_not_waited_for() -> None:
+    assert max(run_ranks(2, leave_midway, timeout_s=60).results) < 20
+
+
+def test_a_lone_process_raises_its_own_error() -> None:
+    guard = Guard[None](Control.single(), "op")
+
+    def raising(error: BaseException) -> None:
+        raise error
+
+    own = PlanError("hole in w")
+    with pytest.raises(PlanError) as caught:
+        guard.run(lambda: raising(own))
+    assert caught.value is own
+    with pytest.raises(HoldfastError, match=r"\(op\):\nrank 0: KeyError: 'w'"):
+        guard.run(lambda: raising(KeyError("w")))
+    with pytest.raises(SystemExit):
+        guard.run(lambda: raising(SystemExit(1)))
