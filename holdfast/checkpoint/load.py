@@ -474,7 +474,7 @@ def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
     """What was loaded, with what the caller has to tell."""
     return LoadReport(
         loaded=tuple(entry.path for entry in result.wanted),
-        missing=tuple(sorted(set(result.missing) | set(result.allowed))),
+        missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
         fresh=tuple(result.fresh),
         cast=tuple(result.cast),
         kept=tuple(result.kept),

@@ -461,9 +461,12 @@ class OptimizerState:
         saved = stored.at("parameters", name, "shape")
         shape = list(held.parameter.shape if padding is None else padding.shape)
         if isinstance(saved, list) and saved != shape:
+            padded = list(held.parameter.shape)
+            declared = "" if padding is None else f", declared as the real one of {padded}"
             raise MismatchError(
                 f"{stored.name}.state.{name} is the state of a parameter of shape {saved}, the "
-                f"optimizer's has {shape}; if they differ by padding alone, declare the real shape "
+                f"optimizer's has {shape}{declared}; if they differ "
+                f"by padding alone, declare the real shape "
                 f"where it is saved and where it is loaded: declare_padding(module, name, shape)"
             )
 
