@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.filling import Asked, Filler
+from holdfast.checkpoint.finding import NUM_TRIES, Finder
 from holdfast.checkpoint.opening import collector_paused
 from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.requests import asked_boxes, decode_boxes, encode_boxes, tensor_shapes
 from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
-from holdfast.format.names import list_steps, step_dir
-from holdfast.format.reader import Records, Snapshot, read_records
-from holdfast.format.reading import mark_reading
+from holdfast.format.names import step_dir
+from holdfast.format.reader import Snapshot
 from holdfast.format.values import Codecs, Node
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.state.flatten import check_part_name
@@ -31,11 +31,9 @@ from holdfast.state.match import Matcher, MatchResult, leaf_paths
 from holdfast.state.parts import Part, TreePart, is_closed, part_of
 from holdfast.state.stored import StoredPart
 from holdfast.storage import Storage
-from holdfast.writer.repair import settle
 
 _MAX_NAMED = 10
-_ALIVE_S = 5.0
-"""A writer gives a sign of life every two seconds; one silent for so long is gone."""
+_MAX_CANDIDATES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +81,10 @@ class Loader:
     def __init__(
         self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, settle_s: float
     ) -> None:
-        self._settle_s = settle_s
         self._storage = storage
         self._groups = groups
         self._codecs = codecs
+        self._finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(
         self, state: Mapping[str, object], *, step: int | None, options: LoadOptions
@@ -94,9 +92,29 @@ class Loader:
         """One load; see `Checkpointer.load`."""
         with collector_paused():
             if options.max_fallbacks == 0:
-                with ExitStack() as marks:
-                    return self._load(state, step, options, marks, Written())
+                return self._load_steady(state, step, options, Written())
             return self._load_good(state, options)
+
+    def _load_steady(
+        self,
+        state: Mapping[str, object],
+        step: int | None,
+        options: LoadOptions,
+        written: Written,
+    ) -> LoadReport:
+        """One load, begun again on all ranks where its checkpoint has gone meanwhile.
+
+        Who reads without a mark (on a storage that it cannot write to) is not waited for.
+        """
+        for left in reversed(range(NUM_TRIES)):
+            self._finder.forget()
+            try:
+                with ExitStack() as marks:
+                    return self._load(state, step, options, marks, written)
+            except (CorruptionError, StorageError):
+                if not left or not self._finder.was_replaced():
+                    raise
+        raise StorageError("the load was begun too often")
 
     def _load_good(self, state: Mapping[str, object], options: LoadOptions) -> LoadReport:
         """Load the newest checkpoint that is good; all ranks try the same ones in the same order.
@@ -107,10 +125,15 @@ class Loader:
         written = Written()
         failed: list[FellBack] = []
         first: HoldfastError | None = None
-        for step in self._candidates(options.max_fallbacks):
+        for _ in range(_MAX_CANDIDATES):
+            step, there = self._finder.candidate(
+                [each.step for each in failed], options.max_fallbacks
+            )
+            failed = [each for each in failed if each.step in there]
+            if step is None:
+                break
             try:
-                with ExitStack() as marks:
-                    report = self._load(state, step, options, marks, written)
+                report = self._load_steady(state, step, options, written)
             except (CorruptionError, StorageError) as error:
                 first = first or error
                 failed.append(FellBack(step=step, why=str(error)))
@@ -127,23 +150,6 @@ class Loader:
         kind = type(first) if first is not None else StorageError
         raise kind(f"no checkpoint could be loaded: {_given_up(failed)}") from first
 
-    def _candidates(self, max_fallbacks: int | None) -> list[int]:
-        """The steps to try, newest first, as the coordinator sees them; one or two collectives."""
-        error: Exception | None = None
-        found: list[int] = []
-        control = self._groups.control
-        if control.is_coordinator:
-            try:
-                newest = self._choose(None)
-                steps = [step for step in list_steps(self._storage) if step <= newest]
-                most = len(steps) if max_fallbacks is None else max_fallbacks + 1
-                found = steps[::-1][:most]
-            except Exception as caught:
-                error = caught
-        payload = msgspec.msgpack.encode(found)
-        answers = control.agree(error, phase="load: candidates", payload=payload)
-        return msgspec.msgpack.decode(answers[0], type=list[int])
-
     def _load(
         self,
         state: Mapping[str, object],
@@ -154,7 +160,7 @@ class Loader:
     ) -> LoadReport:
         """The load itself; `marks` keeps retention away from the checkpoint until it is over."""
         began = time.perf_counter()
-        chosen, records = self._find(step, marks)
+        chosen, records = self._finder.find(step, marks)
         directory = step_dir(chosen)
         snapshot: Snapshot | None = None
         matcher: Matcher | None = None
@@ -196,49 +202,6 @@ class Loader:
                 job=job,
                 seconds=time.perf_counter() - began,
             )
-
-    def _find(self, step: int | None, marks: ExitStack) -> tuple[int, Records]:
-        """The coordinator reads manifest and index once; all ranks get the same bytes."""
-        error: Exception | None = None
-        payload = b""
-        found: Records | None = None
-        if self._groups.control.is_coordinator:
-            try:
-                self._groups.require_complete()
-                chosen = self._choose(step)
-                try:
-                    marks.enter_context(mark_reading(self._storage, step_dir(chosen)))
-                except StorageError:
-                    # Removed by a retention policy in this very moment: a newer one is there.
-                    chosen = self._choose(step)
-                    marks.enter_context(mark_reading(self._storage, step_dir(chosen)))
-                found = read_records(self._storage, step_dir(chosen))
-                payload = msgspec.msgpack.encode((chosen, found.manifest, found.index))
-            except Exception as caught:
-                error = caught
-        self._groups.control.agree(error, phase="load: find")
-        data = self._groups.control.broadcast(payload or None, phase="load: records")
-        chosen, manifest, index = msgspec.msgpack.decode(data, type=tuple[int, bytes, bytes])
-        return chosen, found or Records(manifest=manifest, index=index)
-
-    def _choose(self, step: int | None) -> int:
-        where = self._storage.describe("")
-        if not self._storage.is_dir(""):
-            raise StorageError(f"{where} is not a directory: there is no checkpoint to load")
-        if self._settle_s > 0:
-            settle(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
-            self._settle_s = 0.0
-        steps = list_steps(self._storage)
-        if step is None:
-            if not steps:
-                raise StorageError(
-                    f"{where} holds no committed checkpoint (no iter_… directory with a manifest)"
-                )
-            return steps[-1]
-        if step not in steps:
-            have = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
-            raise StorageError(f"{where} has no committed checkpoint of step {step}; it has {have}")
-        return step
 
     def _match(
         self, snapshot: Snapshot, state: Mapping[str, object], options: LoadOptions

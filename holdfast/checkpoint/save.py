@@ -105,9 +105,10 @@ class Saver:
             directory = saving_dir(ask.step, begun.save_id)
             header = save_header(ask, begun.save_id)
             try:
-                self._sender.write(plan, local, directory, header, clock)
-                with clock.phase("commit"):
-                    committed = self._sender.commit(plan, directory, header)
+                with self._sender.heartbeat(plan, directory):
+                    self._sender.write(plan, local, directory, header, clock)
+                    with clock.phase("commit"):
+                        committed = self._sender.commit(plan, directory, header)
             except BaseException:
                 self._plans = {}
                 if self._groups.control.is_coordinator:
