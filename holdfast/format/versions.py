@@ -107,12 +107,13 @@ def save_id_of(storage: Storage, directory: str) -> str | None:
 def retire(storage: Storage, directory: str, step: int) -> str:
     """Do away with a version that has lost its final name: remove it, or keep it for its readers.
 
-    Returns who reads it, in words; empty when it was removed. Safe to do again at any time.
+    What has its name now must be durable. Returns who reads it, in words; empty when it was
+    removed. Safe to do again at any time.
     Raises StorageError when it can be neither removed nor kept.
     """
     readers = readers_of(storage, step_dir(step), save_id=save_id_of(storage, directory))
     if not readers:
-        storage.remove_tree(directory)
+        storage.remove_tree(directory, durable=False)  # what comes back of it is removed again
         return ""
     if parse_replaced_dir(directory) is None:
         storage.rename_dir(directory, replaced_dir(step, secrets.token_hex(6)), durable=False)

@@ -30,6 +30,7 @@ from holdfast.writer.records import (
     FAILED_FILE,
     HEADER_FILE,
     PLAN_FILE,
+    DoneRecord,
     SaveHeader,
     decode_plan,
     done_file,
@@ -125,8 +126,6 @@ def _treat(
 ) -> Leftover:
     try:
         if save_id_of(storage, step_dir(step)) == unclaimed(save_id):
-            if not dry_run:
-                storage.sync_dir("")  # this may be all there is if the replacement is not durable
             return _retire(storage, name, step, "its save is committed", dry_run)
         if storage.exists(f"{name}/{FAILED_FILE}"):
             return _remove(storage, name, step, "its save failed", dry_run)
@@ -157,6 +156,7 @@ def _retire(storage: Storage, name: str, step: int, why: str, dry_run: bool) -> 
             version = save_id_of(storage, name)
             readers = ", ".join(readers_of(storage, step_dir(step), save_id=version))
         else:
+            storage.sync_dir("")  # this may be all there is if the replacement is not durable
             readers = retire(storage, name, step)
     except StorageError as error:
         return _stuck(storage, name, step, error)
@@ -274,7 +274,17 @@ def _why_incomplete(storage: Storage, name: str) -> str:
         for position in range(len(plan.ranks))
         if done_file(position).rpartition("/")[2] not in present
     ]
-    return f"ranks {missing} did not finish writing" if missing else ""
+    if missing:
+        return f"ranks {missing} did not finish writing"
+    for position, rank in enumerate(plan.ranks):
+        path = f"{name}/{done_file(position)}"
+        record = unseal(storage.read(path), DoneRecord, where=storage.describe(path))
+        file = f"{name}/{record.file}"
+        if record.file is not None and not (
+            storage.exists(file) and storage.size(file) == record.nbytes
+        ):
+            return f"{record.file} of rank {rank} is not what the rank wrote"
+    return ""
 
 
 def _remove(storage: Storage, name: str, step: int | None, why: str, dry_run: bool) -> Leftover:
