@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -203,27 +202,25 @@ def test_retention_never_removes_a_version_saved_since_it_judged(tmp_path: Path)
     assert version_in(state, report.values) == 7
 
 
-_WRITER = """
-import sys, time
-from pathlib import Path
-from tests.checkpoint.test_overwrite_readers import save
-version = 1
-while not Path(sys.argv[2]).exists():
-    version += 1
-    save(Path(sys.argv[1]), version)
-"""
+def _write_on(context: RankContext, root: str, stop: str) -> int:
+    version = 1
+    while not Path(stop).exists():
+        version += 1
+        save(Path(root), version)
+    return version
 
 
 @contextmanager
 def overwriting(root: Path) -> Iterator[None]:
     """Another process saves step 1 again and again."""
     stop = root.parent / "stop"
-    process = subprocess.Popen([sys.executable, "-c", _WRITER, str(root), str(stop)])
-    try:
-        yield
-    finally:
-        stop.touch()
-        assert process.wait(60) == 0
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(run_ranks, 1, _write_on, str(root), str(stop), init=False)
+        try:
+            yield
+        finally:
+            stop.touch()
+            assert writer.result().results[0] > 1
 
 
 def _read_on(context: RankContext, root: str, seconds: float) -> list[int]:
