@@ -17,7 +17,8 @@ import numpy as np
 
 from holdfast.checkpoint.aliasing import shared_memory, without_ties
 from holdfast.checkpoint.filling import Asked, Filler
-from holdfast.checkpoint.opening import collector_paused, refuse_disagreement
+from holdfast.checkpoint.finding import Finder
+from holdfast.checkpoint.opening import collector_paused
 from holdfast.checkpoint.per_rank import Taken, check_claims, find_dropped, taken_of
 from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.requests import asked_boxes, decode_boxes, encode_boxes, tensor_shapes
@@ -28,9 +29,8 @@ from holdfast.errors import (
     MismatchError,
     StorageError,
 )
-from holdfast.format.names import list_steps, step_dir
-from holdfast.format.reader import Records, Snapshot, read_records
-from holdfast.format.reading import mark_reading
+from holdfast.format.names import step_dir
+from holdfast.format.reader import Snapshot
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.guard import Guard
@@ -42,11 +42,9 @@ from holdfast.state.parts import Part, TreePart, is_closed, is_last, part_of
 from holdfast.state.stored import StoredPart
 from holdfast.state.stored_nodes import leaf_paths
 from holdfast.storage import Storage
-from holdfast.writer.repair import settle
 
 _MAX_NAMED = 10
-_ALIVE_S = 5.0
-"""A writer gives a sign of life every two seconds; one silent for so long is gone."""
+_MAX_CANDIDATES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,21 +100,30 @@ class Loader:
     def __init__(
         self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, settle_s: float
     ) -> None:
-        self._settle_s = settle_s
         self._storage = storage
         self._groups = groups
         self._codecs = codecs
+        self._finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(
         self, state: Mapping[str, object] | None, *, step: int | None, options: LoadOptions
     ) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
         _check_asked(state, step, options)
+        self._finder.forget()
         with collector_paused():
             if options.max_fallbacks == 0:
                 with ExitStack() as marks:
                     return self._load(state, step, options, marks, Written())
             return self._load_good(state, options)
+
+    def was_replaced(self, error: BaseException) -> bool:
+        """After a failure of all ranks: whether the checkpoint has been replaced meanwhile.
+
+        The load is then begun again. Who reads without a mark, on a storage that it cannot write
+        to, is not waited for. One collective if a checkpoint had been found.
+        """
+        return isinstance(error, CorruptionError | StorageError) and self._finder.was_replaced()
 
     def _load_good(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
         """Load the newest checkpoint that is good; all ranks try the same ones in the same order.
@@ -132,10 +139,18 @@ class Loader:
             with ExitStack() as marks:
                 return self._load(state, step, options, marks, written)
 
-        for step in self._candidates(options.max_fallbacks):
+        for _ in range(_MAX_CANDIDATES):
+            gone = [each.step for each in failed]
+            step, there = self._finder.candidate(
+                gone, options.max_fallbacks, _settings(None, options)
+            )
+            failed = [each for each in failed if each.step in there]
+            if step is None:
+                break
             try:
                 # Under a guard of its own: all ranks go on to the next one, or none does.
-                guard = Guard[LoadReport](self._groups.control, f"load: step {step}")
+                control, name = self._groups.control, f"load: step {step}"
+                guard = Guard[LoadReport](control, name, again=self.was_replaced)
                 report = guard.run(partial(attempt, step))
             except (CorruptionError, StorageError) as error:
                 first = first or error
@@ -153,23 +168,6 @@ class Loader:
         kind = type(first) if first is not None else StorageError
         raise kind(f"no checkpoint could be loaded: {_given_up(failed)}") from first
 
-    def _candidates(self, max_fallbacks: int | None) -> list[int]:
-        """The steps to try, newest first, as the coordinator sees them; one or two collectives."""
-        error: Exception | None = None
-        found: list[int] = []
-        control = self._groups.control
-        if control.is_coordinator:
-            try:
-                newest = self._choose(None)
-                steps = [step for step in list_steps(self._storage) if step <= newest]
-                most = len(steps) if max_fallbacks is None else max_fallbacks + 1
-                found = steps[::-1][:most]
-            except Exception as caught:
-                error = caught
-        payload = msgspec.msgpack.encode(found)
-        answers = control.agree(error, phase="load: candidates", payload=payload)
-        return msgspec.msgpack.decode(answers[0], type=list[int])
-
     def _load(
         self,
         state: Mapping[str, object] | None,
@@ -180,7 +178,7 @@ class Loader:
     ) -> LoadReport:
         """The load itself; `marks` keeps retention away from the checkpoint until it is over."""
         began = time.perf_counter()
-        chosen, records = self._find(step, options, marks)
+        chosen, records = self._finder.find(step, marks, _settings(step, options))
         directory = step_dir(chosen)
         snapshot: Snapshot | None = None
         matcher: Matcher | None = None
@@ -226,57 +224,6 @@ class Loader:
                 job=job,
                 seconds=time.perf_counter() - began,
             )
-
-    def _find(
-        self, step: int | None, options: LoadOptions, marks: ExitStack
-    ) -> tuple[int, Records]:
-        """The coordinator reads manifest and index once; all ranks get the same bytes."""
-        error: Exception | None = None
-        payload = b""
-        found: Records | None = None
-        if self._groups.control.is_coordinator:
-            try:
-                self._groups.require_complete()
-                chosen = self._choose(step)
-                try:
-                    marks.enter_context(mark_reading(self._storage, step_dir(chosen)))
-                except StorageError:
-                    # Removed by a retention policy in this very moment: a newer one is there.
-                    chosen = self._choose(step)
-                    marks.enter_context(mark_reading(self._storage, step_dir(chosen)))
-                found = read_records(self._storage, step_dir(chosen))
-                payload = msgspec.msgpack.encode((chosen, found.manifest, found.index))
-            except Exception as caught:
-                error = caught
-        asked = msgspec.msgpack.encode(
-            (step, options.verify, options.exchange, options.max_fallbacks)
-        )
-        answers = self._groups.control.agree(error, phase="load: find", payload=asked)
-        told = zip(*(msgspec.msgpack.decode(answer) for answer in answers), strict=True)
-        for what, given in zip(("step", "verify", "exchange", "fallback"), told, strict=True):
-            refuse_disagreement(what, self._groups.control.ranks, given, operation="load")
-        data = self._groups.control.broadcast(payload or None, phase="load: records")
-        chosen, manifest, index = msgspec.msgpack.decode(data, type=tuple[int, bytes, bytes])
-        return chosen, found or Records(manifest=manifest, index=index)
-
-    def _choose(self, step: int | None) -> int:
-        where = self._storage.describe("")
-        if not self._storage.is_dir(""):
-            raise StorageError(f"{where} is not a directory: there is no checkpoint to load")
-        if self._settle_s > 0:
-            settle(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
-            self._settle_s = 0.0
-        steps = list_steps(self._storage)
-        if step is None:
-            if not steps:
-                raise StorageError(
-                    f"{where} holds no committed checkpoint (no iter_… directory with a manifest)"
-                )
-            return steps[-1]
-        if step not in steps:
-            have = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
-            raise StorageError(f"{where} has no committed checkpoint of step {step}; it has {have}")
-        return step
 
     def _match(
         self, snapshot: Snapshot, state: Mapping[str, object], options: LoadOptions
@@ -483,6 +430,16 @@ def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
         replaced=tuple(snapshot.stats.fallbacks),
         **told,
     )
+
+
+def _settings(step: int | None, options: LoadOptions) -> dict[str, object]:
+    """What all ranks have to ask for alike."""
+    return {
+        "step": step,
+        "verify": options.verify,
+        "exchange": options.exchange,
+        "fallback": options.max_fallbacks,
+    }
 
 
 def _check_asked(state: object, step: object, options: LoadOptions) -> None:

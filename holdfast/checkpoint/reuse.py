@@ -121,8 +121,8 @@ def keep_plan(storage: Storage, name: str, encoded: bytes, record: PlanRecord) -
         check_offset=pack_ints(record.check_offset),
         check_extent=pack_ints(record.check_extent),
     )
-    storage.make_dir(PLANS_DIR)
-    storage.replace_file(name, seal(squeeze(msgspec.msgpack.encode(note))))
+    storage.make_dir(PLANS_DIR, durable=False)  # sealed, and only a help: may be lost
+    storage.replace_file(name, seal(squeeze(msgspec.msgpack.encode(note))), durable=False)
     paths = [f"{PLANS_DIR}/{each}" for each in storage.list(PLANS_DIR)]
     by_age = sorted((storage.age_s(path), path) for path in paths if path != name)
     for number, (age_s, path) in enumerate(by_age, start=2):

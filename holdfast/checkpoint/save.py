@@ -113,9 +113,10 @@ class Saver:
             begun = self._begin(ask, state, "wait", clock, in_flight=0)
             plan = begun.plan_or_raise()
             header = save_header(ask, begun.save_id)
-            self._sender.write(plan, begun.local, begun.directory, header, clock)
-            with clock.phase("commit"):
-                self._sender.commit(plan, begun.directory, header)
+            with self._sender.heartbeat(plan, begun.directory):
+                self._sender.write(plan, begun.local, begun.directory, header, clock)
+                with clock.phase("commit"):
+                    self._sender.commit(plan, begun.directory, header)
             with clock.phase("retain"):
                 self._after_commit(plan)
         return SaveReport(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -32,7 +33,8 @@ from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.writer.client import Writer
 from holdfast.writer.commit import commit_save
-from holdfast.writer.job import Heartbeat, SaveOutcome, prepare_directory
+from holdfast.writer.heartbeat import Heartbeat
+from holdfast.writer.job import SaveOutcome, prepare_directory
 from holdfast.writer.records import SaveHeader, column
 from holdfast.writer.write import Gate, Payload, WriteJob, publish_done, write_payload
 
@@ -209,7 +211,7 @@ class Sender:
         staging = self._lay_out(self._slots[0], plan, sources, clock)
         check_sources(staging, sources, plan.names)
         job = self._job(plan, local, directory, header, [])
-        with clock.phase("write"):
+        with clock.phase("write"), self._own_heartbeat(plan, directory):
             payload, checks = self._write_beside(job, plan, local, staging, sources, clock)
             job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
             publish_done(self._storage, job, payload)
@@ -230,8 +232,7 @@ class Sender:
 
         def write() -> Payload:
             prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
-            beat = Heartbeat(self._storage, job) if plan.commit is not None else None
-            return write_payload(self._storage, job, staging.view, gate=gate, on_progress=beat)
+            return write_payload(self._storage, job, staging.view, gate=gate)
 
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-write") as pool:
             written = pool.submit(write)
@@ -244,6 +245,18 @@ class Sender:
                 gate.break_off()
                 raise
             return written.result(), checks
+
+    def heartbeat(self, plan: RankPlan, directory: str) -> AbstractContextManager[object]:
+        """For the whole of a synchronous save, on the committer: other ranks may be slow."""
+        if plan.commit is None:
+            return nullcontext()
+        return Heartbeat(self._storage, directory, position=self._groups.control.index)
+
+    def _own_heartbeat(self, plan: RankPlan, directory: str) -> AbstractContextManager[object]:
+        """While this rank writes; the committer's lasts longer."""
+        if plan.commit is not None:
+            return nullcontext()
+        return Heartbeat(self._storage, directory, position=self._groups.control.index)
 
     def commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> None:
         """Commit on the coordinator; nothing elsewhere."""

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,14 @@ from rich.progress import (
 )
 
 from holdfast.cli.inspecting import Place, locate, make_console
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StorageError
 from holdfast.format.names import parse_step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.reading import mark_reading
+from holdfast.format.reading import Reading, mark_reading
+from holdfast.format.versions import save_id_of
 from holdfast.storage import PosixStorage
 
+_NUM_LOOKS = 5
 _MAX_LOOKED_AT = 10_000
 """Names among which a mistyped one is looked for."""
 
@@ -47,12 +49,34 @@ def open_marked(path: Path, *, step: int | None = None) -> Iterator[Opened]:
     A place that cannot be written to is read all the same. Raises ConfigError as `locate` does,
     StorageError and CorruptionError as `Snapshot.open` does.
     """
-    place = _from_above(path, locate(path, step=step))
     with (
-        mark_reading(place.storage, place.directory),
+        mark_place(path, step=step) as (place, reading),
         Snapshot.open(place.storage, place.directory) as snapshot,
     ):
+        reading.of_version(snapshot.manifest.save_id)
         yield Opened(snapshot=snapshot, label=place.label)
+
+
+@contextmanager
+def mark_place(path: Path, *, step: int | None = None) -> Iterator[tuple[Place, Reading]]:
+    """The checkpoint meant by a path; while this is open, nobody removes what is read of it.
+
+    Raises ConfigError as `locate` does. Of a directory of checkpoints, a newest one that retention
+    removes just now has a newer one beside it: that is taken.
+    """
+    for left in reversed(range(_NUM_LOOKS)):
+        place = _from_above(path, locate(path, step=step))
+        with ExitStack() as stack:
+            try:
+                reading = stack.enter_context(mark_reading(place.storage, place.directory))
+            except StorageError:
+                if not left:
+                    raise
+                continue
+            if left and save_id_of(place.storage, place.directory) is None:
+                continue
+            yield place, reading
+            return
 
 
 def _from_above(path: Path, place: Place) -> Place:

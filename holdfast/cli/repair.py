@@ -23,9 +23,16 @@ _WORDS: dict[Fate, str] = {
     "finished": "finished",
     "removed": "removed",
     "alive": "left alone",
+    "read": "left to its readers",
     "kept": "stuck",
 }
-_STYLES: dict[Fate, str] = {"finished": "green", "removed": "yellow", "alive": "dim", "kept": "red"}
+_STYLES: dict[Fate, str] = {
+    "finished": "green",
+    "removed": "yellow",
+    "alive": "dim",
+    "read": "dim",
+    "kept": "red",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,13 +19,12 @@ from holdfast.cli.inspecting import (
     in_bytes,
     in_ranges,
     layout_in_words,
-    locate,
     make_console,
     make_table,
     print_json,
     when,
 )
-from holdfast.cli.opening import matching_keys, no_match
+from holdfast.cli.opening import mark_place, matching_keys, no_match
 from holdfast.cli.report import print_error
 from holdfast.cli.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.value_tree import leaf_keys, num_values, value_tree
@@ -83,9 +82,12 @@ def run(args: Args) -> int:
     """Print what was asked for; 1 when the checkpoint is damaged."""
     if args.stats and args.tensor is None:
         raise ConfigError("--stats reads tensors: choose them with --tensor KEY or a pattern")
-    place = locate(args.path, step=args.step)
     try:
-        with Snapshot.open(place.storage, place.directory) as snapshot:
+        with (
+            mark_place(args.path, step=args.step) as (place, reading),
+            Snapshot.open(place.storage, place.directory) as snapshot,
+        ):
+            reading.of_version(snapshot.manifest.save_id)
             if args.part is not None:
                 snapshot.read_values(args.part)
             rows = _tensor_rows(snapshot, args)

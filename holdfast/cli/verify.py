@@ -24,11 +24,11 @@ from holdfast.cli.inspecting import (
     clean,
     counted,
     in_bytes,
-    locate,
     make_console,
     make_table,
     print_json,
 )
+from holdfast.cli.opening import mark_place
 from holdfast.format.verify import Damage, OnProgress, verify_snapshot
 
 
@@ -55,10 +55,12 @@ class _Tally:
 
 def run(args: Args) -> int:
     """Print the verdict; 1 when anything is damaged. Reads every byte once."""
-    place = locate(args.path, step=args.step)
     tally = _Tally()
     began = time.monotonic()
-    with _progress(tally, quiet=args.json) as on_progress:
+    with (
+        mark_place(args.path, step=args.step) as (place, _),
+        _progress(tally, quiet=args.json) as on_progress,
+    ):
         damages = verify_snapshot(place.storage, place.directory, on_progress=on_progress)
     seconds = time.monotonic() - began
     if args.json:

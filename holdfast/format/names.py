@@ -16,9 +16,12 @@ INDEX = "index.safetensors"
 DATA_DIR = "data"
 LATEST = "latest_checkpointed_iteration.txt"
 SAVING_PREFIX = ".saving-"
+REPLACED_PREFIX = ".replaced-"
 
 _STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
 _SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-([0-9A-Za-z_.]{1,64})", re.ASCII)
+_ASIDE = re.compile(r"\.old-(iter_[0-9]{7,18})-[0-9a-f]{8}", re.ASCII)
+_REPLACED = re.compile(r"\.replaced-(iter_[0-9]{7,18})-[0-9a-f]{12}", re.ASCII)
 _DATA_FILE = re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII)
 
 
@@ -53,6 +56,34 @@ def parse_saving_dir(name: str) -> tuple[int, str] | None:
         return None
     step = parse_step_dir(match[1])
     return None if step is None else (step, match[2])
+
+
+def claimed_dir(name: str, token: str) -> str:
+    """Another directory name of the same save, which its own processes do not look for."""
+    step, save_id = parse_saving_dir(name) or (-1, "")
+    return saving_dir(step, f"{unclaimed(save_id)}.{token}")
+
+
+def unclaimed(save_id: str) -> str:
+    """The save id in the name of a save that a repair has claimed to finish it."""
+    return save_id.partition(".")[0]
+
+
+def parse_aside_dir(name: str) -> int | None:
+    """The step of a checkpoint that is out of the way for an instant, or None."""
+    match = _ASIDE.fullmatch(name)
+    return None if match is None else parse_step_dir(match[1])
+
+
+def replaced_dir(step: int, token: str) -> str:
+    """Directory name of a replaced version kept for its readers, `.replaced-iter_…-<token>`."""
+    return f"{REPLACED_PREFIX}{step_dir(step)}-{token}"
+
+
+def parse_replaced_dir(name: str) -> int | None:
+    """The step of a version kept for its readers, or None when the name is not of that kind."""
+    match = _REPLACED.fullmatch(name)
+    return None if match is None else parse_step_dir(match[1])
 
 
 def data_file(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -18,10 +19,12 @@ from holdfast.format.index import ChunkIndex, decode_index, describe_row, valida
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, TensorInfo, decode_manifest
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.values import Node
+from holdfast.format.versions import Identity, pin_version
 from holdfast.geometry import Box
 from holdfast.storage import Source, Storage
 
 Ints = npt.NDArray[np.int64]
+_NUM_LOOKS = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,9 +69,17 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
 def read_records(storage: Storage, directory: str) -> Records:
     """Read manifest and index of a checkpoint and check the digests of both.
 
-    `directory` is relative to the storage, "" for its root. Two reads. Raises StorageError when it
-    is not a committed checkpoint, CorruptionError when a record is damaged.
+    Both are of one version, also when it is replaced just then. `directory` is relative to the
+    storage, "" for its root. Two reads. Raises StorageError when it is not a committed checkpoint,
+    CorruptionError when a record is damaged.
     """
+    if not storage.exists(_join(directory, MANIFEST)):
+        read_manifest(storage, directory)  # which says what is wrong
+    with storage.pin(directory) as held:
+        return _read_records(held, directory)
+
+
+def _read_records(storage: Storage, directory: str) -> Records:
     data, decoded = read_manifest(storage, directory)
     index_path = _join(directory, INDEX)
     info = decoded.index
@@ -96,12 +107,24 @@ def _join(directory: str, name: str) -> str:
 class Snapshot:
     """One committed checkpoint, open for reading. A context manager: closes its data files.
 
-    Data files are opened on first use and kept open. Any number of threads may read at once.
+    Data files are opened on first use and kept open, all from the one directory that `identity`
+    was found in, so that a checkpoint that is replaced meanwhile is read as it was. Any number of
+    threads may read at once. Without a mark (`mark_reading`) that version may be removed; then a
+    read raises StorageError and says so.
     """
 
     def __init__(
-        self, storage: Storage, directory: str, *, manifest: Manifest, index: ChunkIndex
+        self,
+        storage: Storage,
+        directory: str,
+        *,
+        manifest: Manifest,
+        index: ChunkIndex,
+        identity: Identity,
     ) -> None:
+        self._identity = identity
+        self._pin = ExitStack()
+        self._held: tuple[Storage, str] | None = None
         self.storage = storage
         self.directory = directory
         self.manifest = manifest
@@ -122,7 +145,14 @@ class Snapshot:
 
         Raises StorageError when it is not a committed checkpoint, CorruptionError for damage.
         """
-        return cls.from_records(storage, directory, records=read_records(storage, directory))
+        for left in reversed(range(_NUM_LOOKS)):
+            records = read_records(storage, directory)
+            try:
+                return cls.from_records(storage, directory, records=records)
+            except StorageError:  # replaced between the two looks
+                if not left:
+                    raise
+        raise StorageError(f"{storage.describe(directory)} is replaced too often to be opened")
 
     @classmethod
     def from_records(
@@ -131,7 +161,8 @@ class Snapshot:
         """Open a checkpoint whose records were read elsewhere, for example by another rank.
 
         `proven` skips the proof of the table (about a second for a million rows) when the sender
-        has made it; digests are checked in any case.
+        has made it; digests are checked in any case. Raises StorageError when this version is not
+        there any more.
         """
         manifest = records.decoded
         if manifest is None:
@@ -142,7 +173,10 @@ class Snapshot:
         index = decode_index(records.index, place=place)
         if not proven:
             validate_index(index, manifest)
-        return cls(storage, directory, manifest=manifest, index=index)
+        identity = Identity.of(records.manifest)
+        snapshot = cls(storage, directory, manifest=manifest, index=index, identity=identity)
+        snapshot._hold()
+        return snapshot
 
     def __enter__(self) -> Snapshot:
         """The snapshot itself."""
@@ -158,11 +192,13 @@ class Snapshot:
         self.close()
 
     def close(self) -> None:
-        """Close the data files; a later read opens them again."""
+        """Close the data files and the directory; a later read opens them again."""
         with self._lock:
             for source in self._sources.values():
                 source.close()
             self._sources.clear()
+            self._pin.close()
+            self._held = None
 
     @property
     def keys(self) -> list[str]:
@@ -382,6 +418,11 @@ class Snapshot:
                 with self._lock:
                     self.stats.fallbacks += [str(problem) for problem in problems]
             return
+        if not self.is_in_place():
+            raise StorageError(
+                f"{self.storage.describe(self.directory)} has been replaced or removed while it "
+                f"was read: read it again ({problems[0]})"
+            ) from problems[0]
         others = "".join(f"; copy: {problem}" for problem in problems[1:])
         raise CorruptionError(f"{problems[0]}{others}") from problems[0]
 
@@ -391,6 +432,17 @@ class Snapshot:
         damage.__cause__ = error
         return damage
 
+    def is_in_place(self) -> bool:
+        """Whether this version still has its final name; one small read."""
+        return self._identity.is_of(self.storage, self.directory)
+
+    def _hold(self) -> tuple[Storage, str]:
+        """The directory that this version is in, held open, and its name when that was done."""
+        if self._held is None:
+            version = pin_version(self.storage, self.directory, self._identity)
+            self._held = self._pin.enter_context(version)
+        return self._held
+
     def _source(self, file: int) -> Source:
         source = self._sources.get(file)
         if source is not None:
@@ -398,7 +450,8 @@ class Snapshot:
         with self._lock:
             if file not in self._sources:
                 info = self.manifest.files[file]
-                source = self.storage.open(_join(self.directory, info.name))
+                held, directory = self._hold()
+                source = held.open(_join(directory, info.name))
                 self.stats.opens += 1
                 if source.nbytes != info.nbytes:
                     source.close()

@@ -4,8 +4,10 @@ Reader and remover each put down a small file in `.reading/` first and look for 
 so that of two at the same time at least one sees the other: the reader waits until the remover has
 gone on or given up, the remover gives up. Files and listings only, no locks, and each side has
 written to the directory before it lists it, which makes a client of a network file system look
-anew. A mark is renewed while its owner lives and expires after it, by the clock: machines that
-share a storage must agree on the time to some minutes.
+again. A mark is renewed while its owner lives and expires after it, by the storage's own clock.
+Marks need not survive the machine: neither do those who put them down.
+
+Who replaces a checkpoint puts down no mark: see `versions`.
 """
 
 from __future__ import annotations
@@ -40,18 +42,44 @@ Kind = Literal["read", "remove"]
 
 
 class _Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """`save_id`: of the version that is read, once that is known."""
+
     host: str
     pid: int
     renewed: float
     life_s: float
+    save_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reading:
-    """How a mark was put down; `problem` says why there is none (a read-only storage, say)."""
+    """A mark put down; `problem` says why there is none (a read-only storage, say)."""
 
+    storage: Storage
     directory: str
+    path: str = ""
+    life_s: float = DEFAULT_LIFE_S
     problem: str | None = None
+    save_id: str | None = None
+
+    def of_version(self, save_id: str) -> None:
+        """Say which version is read, so that no other one is kept for this reader."""
+        self.save_id = save_id
+        if self.problem is None:
+            with suppress(StorageError):
+                self.renew()
+
+    def renew(self) -> None:
+        """Write the mark, or write it again; StorageError when that cannot be."""
+        mark = _Mark(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            renewed=time.time(),
+            life_s=self.life_s,
+            save_id=self.save_id,
+        )
+        self.storage.make_dir(READING_DIR, durable=False)
+        self.storage.replace_file(self.path, msgspec.json.encode(mark), durable=False)
 
 
 @contextmanager
@@ -69,31 +97,32 @@ def mark_reading(
     about to remove the checkpoint; raises StorageError when it is gone then, or still threatened.
     Cost: one small file, written anew every `life_s / 8` seconds by a thread.
     """
+    reading = Reading(storage=storage, directory=directory, life_s=life_s)
     if parse_step_dir(directory) is None:
-        yield Reading(directory=directory, problem=f"{directory!r} is not the name of a step")
+        reading.problem = f"{directory!r} is not the name of a step"
+        yield reading
         return
-    problem = None
-    path = _new_path(directory, "read")
+    reading.path = _new_path(directory, "read")
     try:
-        _put(storage, path, life_s)
+        reading.renew()
     except StorageError as error:
-        problem = str(error)
+        reading.problem = str(error)
     stop = threading.Event()
     renewer = threading.Thread(
-        target=_renew, args=(storage, path, life_s, stop), name="holdfast-reading", daemon=True
+        target=_renew, args=(reading, stop), name="holdfast-reading", daemon=True
     )
     try:
         _await_removers(storage, directory, wait_s)
-        if problem is None:
+        if reading.problem is None:
             renewer.start()
-        yield Reading(directory=directory, problem=problem)
+        yield reading
     finally:
         stop.set()
-        if problem is None:
+        if reading.problem is None:
             if renewer.ident is not None:
                 renewer.join()
             with suppress(StorageError):
-                storage.remove_tree(path)
+                storage.remove_tree(reading.path)
 
 
 @contextmanager
@@ -106,7 +135,7 @@ def mark_removing(
     the mark cannot be put down.
     """
     path = _new_path(directory, "remove")
-    _put(storage, path, life_s)
+    Reading(storage=storage, directory=directory, path=path, life_s=life_s).renew()
     try:
         yield readers_of(storage, directory)
     finally:
@@ -114,25 +143,22 @@ def mark_removing(
             storage.remove_tree(path)
 
 
-def readers_of(storage: Storage, directory: str) -> list[str]:
-    """Who reads a checkpoint now, each in words; marks that have expired are cleared away."""
-    return _live(storage, directory, "read")
+def readers_of(storage: Storage, directory: str, *, save_id: str | None = None) -> list[str]:
+    """Who reads a checkpoint now, each in words; marks that have expired are cleared away.
+
+    With `save_id`, only who reads that version, or has not yet said which.
+    """
+    return _live(storage, directory, "read", save_id)
 
 
 def _new_path(directory: str, kind: Kind) -> str:
     return f"{READING_DIR}/{directory}.{kind}-{secrets.token_hex(8)}"
 
 
-def _put(storage: Storage, path: str, life_s: float) -> None:
-    mark = _Mark(host=socket.gethostname(), pid=os.getpid(), renewed=time.time(), life_s=life_s)
-    storage.make_dir(READING_DIR)
-    storage.replace_file(path, msgspec.json.encode(mark))
-
-
-def _renew(storage: Storage, path: str, life_s: float, stop: threading.Event) -> None:
-    while not stop.wait(life_s / _RENEWALS_PER_LIFE):
+def _renew(reading: Reading, stop: threading.Event) -> None:
+    while not stop.wait(reading.life_s / _RENEWALS_PER_LIFE):
         with suppress(StorageError):
-            _put(storage, path, life_s)
+            reading.renew()
 
 
 def _await_removers(storage: Storage, directory: str, wait_s: float) -> None:
@@ -149,7 +175,18 @@ def _await_removers(storage: Storage, directory: str, wait_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _live(storage: Storage, directory: str, kind: Kind) -> list[str]:
+def quiet_s(storage: Storage, path: str, *, said: float | None) -> float:
+    """Seconds since a file that is renewed while its owner lives was renewed last.
+
+    By the storage's clock, or by the owner's (`said`: the time in the file), whichever says less. A
+    time that has not come yet says nothing, so that no clock makes the dead look alive for long.
+    """
+    found = storage.age_s(path)
+    by_owner = time.time() - said if said is not None else found
+    return min(found, by_owner) if by_owner >= 0 else found
+
+
+def _live(storage: Storage, directory: str, kind: Kind, save_id: str | None = None) -> list[str]:
     """Owners of the marks of one kind that have not expired."""
     if not storage.is_dir(READING_DIR):
         return []
@@ -158,14 +195,14 @@ def _live(storage: Storage, directory: str, kind: Kind) -> list[str]:
         match = _MARK.fullmatch(name)
         if match is None or match[1] != directory or match[2] != kind:
             continue
-        owner = _owner(storage, f"{READING_DIR}/{name}")
+        owner = _owner(storage, f"{READING_DIR}/{name}", save_id)
         if owner is not None:
             owners.append(owner)
     return owners
 
 
-def _owner(storage: Storage, path: str) -> str | None:
-    """Whose mark it is, or None when it has gone or expired."""
+def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
+    """Whose mark it is, or None when it has gone, has expired, or is of another version."""
     try:
         data = storage.read(path, nbytes=min(storage.size(path), _MAX_NBYTES))
     except StorageError:
@@ -176,8 +213,14 @@ def _owner(storage: Storage, path: str) -> str | None:
         mark = msgspec.json.decode(data, type=_Mark)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return f"somebody unknown ({storage.describe(path)} cannot be understood; remove it)"
-    if time.time() - mark.renewed > mark.life_s:
+    try:
+        expired = quiet_s(storage, path, said=mark.renewed) >= mark.life_s
+    except StorageError:
+        expired = not storage.exists(path)
+    if expired:
         with suppress(StorageError):
             storage.remove_tree(path)
+        return None
+    if None not in (save_id, mark.save_id) and mark.save_id != save_id:
         return None
     return f"process {mark.pid} on {mark.host}"

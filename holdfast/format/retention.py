@@ -286,7 +286,12 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
             return f"tagged {', '.join(sorted(tags))} since the plan was made"
         if _read_manifest(storage, step_dir(plan.newest))[0] != plan.newest_stamp:
             return f"step {plan.newest}, which would be restarted from, has changed meanwhile"
-        storage.remove_tree(directory)
+        # Judged once more when it has lost its name: what goes is that, and no version saved since.
+        storage.remove_tree(
+            directory, only_if=lambda aside: _read_manifest(storage, aside)[0] == removal.stamp
+        )
+        if storage.exists(directory):
+            return "saved again since the plan was made"
     return None
 
 

@@ -20,9 +20,11 @@ from holdfast.format.manifest import (
     decode_manifest,
 )
 from holdfast.format.names import DATA_DIR, INDEX, MANIFEST
+from holdfast.format.versions import save_id_of
 from holdfast.storage import Source, Storage
 
 _PIECE_NBYTES = 8 << 20
+_NUM_TRIES = 8
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes checked, bytes to check)."""
@@ -55,9 +57,21 @@ def verify_snapshot(
     Checks the records and their agreement, headers against digests and rows, each block of each
     copy, file sizes, and that no other file lies in the directory. Goes on after damage as far as
     the records allow. Memory: the records and 8 MiB (one digest block, if larger).
+    One version is looked at, also when the step is saved again meanwhile; where it is removed
+    before the end (nothing marked it as read) the newer one is looked at instead.
     Raises StorageError only when there is no checkpoint at all.
     """
-    return _Verifier(storage, directory, on_progress or _ignore).run()
+    for left in reversed(range(_NUM_TRIES)):
+        before = save_id_of(storage, directory)
+        if not storage.exists(f"{directory}/{MANIFEST}" if directory else MANIFEST):
+            break
+        with storage.pin(directory) as held:
+            damages = _Verifier(held, directory, on_progress or _ignore).run()
+        if not damages or not left or save_id_of(storage, directory) == before:
+            return damages
+    raise StorageError(
+        f"{storage.describe(directory)} is not a committed checkpoint: it has no {MANIFEST}"
+    )
 
 
 def _ignore(done: int, total: int) -> None:

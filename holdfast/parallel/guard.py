@@ -15,6 +15,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Over = Callable[[Mapping[str, list[bytes]]], bool]
 
+_MAX_RUNS = 8
+"""How often an operation is begun again at most."""
+
 
 class Guard(Generic[T]):
     """An operation that several ranks do together, such as a save or a load.
@@ -29,6 +32,8 @@ class Guard(Generic[T]):
     phase, whether this rank has all calls of the operation behind it. What is raised after that
     goes to `rescue`, which must let the others know in another way and returns for the operation.
     `undo`: called when the operation has failed on all ranks, before the error is raised here.
+    `again`: asked on all ranks then, with the error: whether to begin again. It may make calls of
+    its own, and must answer alike on all ranks.
 
     `answers`: what `agree` returned, by phase. `is_left`: this rank has all calls of the operation
     behind it. `is_told`: the operation failed on all ranks, and no rank waits for another; it can
@@ -43,6 +48,7 @@ class Guard(Generic[T]):
         is_over: Over | None = None,
         rescue: Callable[[BaseException], T] | None = None,
         undo: Callable[[], None] | None = None,
+        again: Callable[[BaseException], bool] | None = None,
     ) -> None:
         self._control = control
         self._operation = operation
@@ -51,6 +57,8 @@ class Guard(Generic[T]):
         self._is_over = is_over if is_over is not None else self._is_ended
         self._rescue = rescue
         self._undo = undo
+        self._again = again
+        self._has_failed = False
         self.answers: dict[str, list[bytes]] = {}
         self.is_left = False
         self.is_told = False
@@ -68,6 +76,17 @@ class Guard(Generic[T]):
         where an interrupt is met by nobody.
         Cost: without `is_over`, one collective.
         """
+        for _ in range(_MAX_RUNS - 1):
+            try:
+                return self._run_once(body)
+            except BaseException as error:
+                together = self._has_failed and not self._control.is_broken
+                if not together or self._again is None or not self._again(error):
+                    raise
+        return self._run_once(body)
+
+    def _run_once(self, body: Callable[[], T]) -> T:
+        self._has_failed = False
         control = self._control
         outer = control.running
         if outer is not None:
@@ -109,6 +128,7 @@ class Guard(Generic[T]):
     def _fail(self, error: BaseException) -> None:
         """Raise what all ranks raise; return where this rank is to raise its own error."""
         control = self._control
+        self._has_failed = True
         together = error
         if not (self.is_told or control.is_broken):
             try:

@@ -66,13 +66,25 @@ class Storage(Protocol):
         """Whether the name is there, whatever it is (a dangling link is there)."""
 
     def age_s(self, path: str) -> float:
-        """Seconds since a file or directory was last changed, by this machine's clock."""
+        """Seconds since a file or directory was last changed, by the storage's own clock.
+
+        The clock that stamps the files is the one to ask, not this machine's, which may be minutes
+        off; this machine's only where nothing can be written that would show the other.
+        """
 
     def is_dir(self, path: str) -> bool:
         """Whether it is a directory (a link to one is not)."""
 
     def list(self, path: str) -> list[str]:
         """Names in a directory, sorted; temporary names (`.tmp-…`) included."""
+
+    def pin(self, path: str) -> AbstractContextManager[Storage]:
+        """The same storage, for reading, in which the directory at `path` stays what it is now.
+
+        Under that path it gives the content of this one directory, whatever is renamed, or put in
+        its place, while it is open. It does not keep the directory from being removed: what is
+        gone is a StorageError, never another directory's content.
+        """
 
     def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Write a small file whole: no reader ever sees a part of it.
@@ -88,16 +100,20 @@ class Storage(Protocol):
         """Create a file of `nbytes` to be filled through a Sink; it must not exist yet."""
 
     def make_dir(self, path: str, *, durable: bool = True) -> None:
-        """Make a directory and its parents; one that is there already is fine.
+        """Make a directory and its parents, the root included; one that is there already is fine.
 
-        New names are durable when this returns, unless `durable` is False.
+        All these names are durable when this returns, unless `durable` is False; those above the
+        root as far as they are new or this process may sync them.
         """
 
     def sync_dir(self, path: str) -> None:
         """Make the names in a directory durable."""
 
-    def rename_dir(self, src: str, dst: str) -> None:
-        """Rename durably and atomically; a destination that exists is an error."""
+    def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
+        """Rename atomically; a destination that exists is an error.
+
+        It is durable when this returns, unless `durable` is False.
+        """
 
     def exchange_dir(self, first: str, second: str) -> None:
         """Let two directories change names, durably; atomic where the file system can.
@@ -106,11 +122,16 @@ class Storage(Protocol):
         not at its name if the machine stops just then.
         """
 
-    def remove_tree(self, path: str, *, durable: bool = True) -> None:
+    def remove_tree(
+        self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
+    ) -> None:
         """Remove a file or a directory with all in it; links are removed, never followed.
 
         A directory loses its name first, in one step. Unless `durable` is False that is durable
-        before anything in it goes, so that it never comes back with a part of its content.
+        before anything in it goes, so that it never comes back with a part of its content. Several
+        processes may remove the same directory at once. `only_if` is asked for a directory that has
+        lost its name, with the path where it is now (`.old-…`); it gets its name back where the
+        answer is no, or an error.
         """
 
     def free_nbytes(self) -> int:

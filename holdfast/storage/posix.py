@@ -7,14 +7,16 @@ file outside the root can be reached, not even by somebody who swaps names meanw
 from __future__ import annotations
 
 import builtins
+import copy
 import errno
 import os
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import StorageError
@@ -27,6 +29,9 @@ _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+_CLOCK_S = 10.0
+"""How long one look at the storage's clock serves."""
+_NUM_SWEEPS = 20
 
 
 class PosixStorage:
@@ -38,6 +43,9 @@ class PosixStorage:
     def __init__(self, root: str | Path, *, observer: Observer | None = None) -> None:
         self._root = Path(root).absolute()
         self._observer = observer
+        self._pinned: _Pinned | None = None
+        self._is_named = False
+        self._clock: tuple[float, float] | None = None
 
     @property
     def root(self) -> Path:
@@ -94,9 +102,10 @@ class PosixStorage:
             return self._mode(path) is not None
 
     def age_s(self, path: str) -> float:
-        """See `Storage.age_s`."""
+        """See `Storage.age_s`; the clock is read off a file made for that, every ten seconds."""
         with self._guard("examine", path):
-            return max(time.time() - self._lstat(path).st_mtime, 0.0)
+            changed = self._lstat(path).st_mtime
+        return max(self._now() - changed, 0.0)
 
     def is_dir(self, path: str) -> bool:
         """See `Storage.is_dir`."""
@@ -109,6 +118,19 @@ class PosixStorage:
         self._observe("list", path, 0, 0)
         with self._guard("list", path), self._dir(split_path(path)) as fd:
             return sorted(os.listdir(fd))
+
+    @contextmanager
+    def pin(self, path: str) -> Iterator[PosixStorage]:
+        """See `Storage.pin`: the directory is held open, and every path below it begins there."""
+        names = split_path(path)
+        with self._guard("open", path), self._dir(names) as fd:
+            view = copy.copy(self)
+            view._pinned = _Pinned(names, os.dup(fd))
+        try:
+            yield view
+        finally:
+            os.close(view._pinned.fd)
+            view._pinned = _Pinned(names, -1)
 
     def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """See `Storage.write_file`: temporary name, file sync, rename, directory sync."""
@@ -129,11 +151,12 @@ class PosixStorage:
         self._observe("make_dir", path, 0, 0)
         names = split_path(path)
         with self._guard("make the directory", path):
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._make_root(durable=durable, asked=not names)
             for depth in range(len(names)):
-                with self._dir(names[:depth]) as fd, suppress(FileExistsError):
-                    os.mkdir(names[depth], dir_fd=fd)
-                    if durable:
+                with self._dir(names[:depth]) as fd:
+                    with suppress(FileExistsError):
+                        os.mkdir(names[depth], dir_fd=fd)
+                    if durable:  # one that is there may have been made by who died before the sync
                         _sync_dir_fd(fd)
             with self._dir(names):
                 return
@@ -144,7 +167,7 @@ class PosixStorage:
         with self._guard("sync", path), self._dir(split_path(path)) as fd:
             _sync_dir_fd(fd)
 
-    def rename_dir(self, src: str, dst: str) -> None:
+    def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
         """See `Storage.rename_dir`; both parent directories are synced before it returns."""
         self._observe("rename", src, 0, 0)
         with (
@@ -156,7 +179,8 @@ class PosixStorage:
                 if self._mode(dst) is not None:
                     raise FileExistsError(errno.EEXIST, "destination exists")
                 os.rename(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd)
-            _sync_dir_fds(dst_fd, src_fd)
+            if durable:
+                _sync_dir_fds(dst_fd, src_fd)
 
     def exchange_dir(self, first: str, second: str) -> None:
         """See `Storage.exchange_dir`; both parent directories are synced before it returns."""
@@ -169,25 +193,37 @@ class PosixStorage:
             if not linux.rename_exchange(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd):
                 aside = f".old-{two[:200]}-{secrets.token_hex(4)}"
                 os.stat(one, dir_fd=first_fd, follow_symlinks=False)
+                # Synced one by one: of later renames without earlier ones nobody could make sense.
                 os.rename(two, aside, src_dir_fd=second_fd, dst_dir_fd=second_fd)
+                _sync_dir_fd(second_fd)
                 os.rename(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd)
+                _sync_dir_fds(second_fd, first_fd)
                 os.rename(aside, one, src_dir_fd=second_fd, dst_dir_fd=first_fd)
             _sync_dir_fds(second_fd, first_fd)
 
-    def remove_tree(self, path: str, *, durable: bool = True) -> None:
+    def remove_tree(
+        self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
+    ) -> None:
         """See `Storage.remove_tree`; a directory first gets a `.trash-…` name, in one step."""
         self._observe("remove", path, 0, 0)
         with self._guard("remove", path), self._parent(path) as (fd, name):
             if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=fd)
                 return
+            if only_if is not None:
+                aside = f".old-{name[:200]}-{secrets.token_hex(4)}"
+                os.rename(name, aside, src_dir_fd=fd, dst_dir_fd=fd)
+                place = "/".join((*split_path(path)[:-1], aside))
+                if not _judge(only_if, place, fd=fd, aside=aside, name=name):
+                    return
+                name = aside
             trash = name
             if not name.startswith(".trash-"):
                 trash = f".trash-{name[:200]}-{secrets.token_hex(4)}"
                 os.rename(name, trash, src_dir_fd=fd, dst_dir_fd=fd)
-                if durable:
-                    _sync_dir_fd(fd)
-            shutil.rmtree(trash, dir_fd=fd)  # works on descriptors and never follows a link
+            if durable:  # also of what has that name already: who gave it may not have come so far
+                _sync_dir_fd(fd)
+            _remove_all(trash, fd)
 
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`; asks the nearest parent when the root is not there yet."""
@@ -204,7 +240,7 @@ class PosixStorage:
 
     def is_shareable(self) -> bool:
         """True unless it is watched or of a derived class, whose ways another process lacks."""
-        return type(self) is PosixStorage and self._observer is None
+        return type(self) is PosixStorage and self._observer is None and self._pinned is None
 
     def local_path(self, path: str) -> Path | None:
         """The absolute path; never None here."""
@@ -226,7 +262,12 @@ class PosixStorage:
     @contextmanager
     def _dir(self, names: tuple[str, ...]) -> Iterator[int]:
         """An open directory, reached from the root without following a link."""
-        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        pinned = self._pinned
+        if pinned is not None and names[: len(pinned.names)] == pinned.names:
+            fd = os.open(".", _DIR_FLAGS, dir_fd=pinned.fd)
+            names = names[len(pinned.names) :]
+        else:
+            fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in names:
                 below = os.open(name, _DIR_FLAGS, dir_fd=fd)
@@ -246,7 +287,56 @@ class PosixStorage:
         with self._dir(names[:-1]) as fd:
             yield fd, names[-1]
 
+    def _make_root(self, *, durable: bool, asked: bool) -> None:
+        """Make the root and what is above it, durably where they are new.
+
+        Where it was asked for by itself, its name is synced once even so: who made it may have died
+        before that.
+        """
+        new: list[Path] = []
+        place = self._root
+        while not place.exists():
+            new.append(place)
+            place = place.parent
+        self._root.mkdir(parents=True, exist_ok=True)
+        if asked and not self._is_named and not new:
+            new.append(self._root.resolve())
+        if not durable or not new:
+            return
+        for place in new:
+            with suppress(PermissionError):  # of a directory that may be passed through only
+                fd = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    _sync_dir_fd(fd)
+                finally:
+                    os.close(fd)
+        self._is_named = True
+
+    def _now(self) -> float:
+        """The storage's clock: the time that a file made just now would get."""
+        here = time.monotonic()
+        if self._clock is None or here - self._clock[1] > _CLOCK_S:
+            try:
+                ahead = self._stamp() - time.monotonic()
+            except OSError:
+                return time.time()
+            self._clock = (ahead, here)
+        return self._clock[0] + time.monotonic()
+
+    def _stamp(self) -> float:
+        name = f".tmp-clock-{secrets.token_hex(4)}"
+        with self._dir(()) as root:
+            fd = os.open(name, _NEW_FLAGS, 0o666, dir_fd=root)
+            try:
+                return os.fstat(fd).st_mtime
+            finally:
+                os.close(fd)
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=root)
+
     def _lstat(self, path: str) -> os.stat_result:
+        if self._pinned is not None and split_path(path) == self._pinned.names:
+            return os.fstat(self._pinned.fd)
         if not path:
             return os.stat(self._root)
         with self._parent(path) as (fd, name):
@@ -321,6 +411,43 @@ class PosixStorage:
             with suppress(OSError), self._parent(path) as (parent, name):
                 os.unlink(name, dir_fd=parent)
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Pinned:
+    """A directory held open, and the names it was reached by."""
+
+    names: tuple[str, ...]
+    fd: int
+
+
+def _judge(only_if: Callable[[str], bool], place: str, *, fd: int, aside: str, name: str) -> bool:
+    """Whether what is at `place` is to go; it gets its name back, if that is free, where not."""
+    goes = False
+    try:
+        goes = only_if(place)
+    finally:
+        if not goes:
+            with suppress(FileExistsError, NotADirectoryError):
+                if not linux.rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
+                    os.rename(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
+    return goes
+
+
+def _remove_all(name: str, parent: int) -> None:
+    """Remove a directory tree that others may be removing, or still put names into, as well."""
+    for left in reversed(range(_NUM_SWEEPS)):
+        try:
+            shutil.rmtree(name, dir_fd=parent)  # works on descriptors and never follows a link
+            return
+        except FileNotFoundError:
+            try:
+                os.stat(name, dir_fd=parent, follow_symlinks=False)
+            except FileNotFoundError:
+                return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not left:
+                raise
 
 
 def _sync_dir_fds(one: int, other: int) -> None:

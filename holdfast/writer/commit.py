@@ -36,14 +36,16 @@ from holdfast.format.names import (
     latest_step,
     parse_saving_dir,
     step_dir,
+    unclaimed,
 )
+from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, merge_nodes
+from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader, done_file, unseal
 
 _LOG = logging.getLogger("holdfast")
 _NUM_LOOKS = 3
-_PEEK_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +74,41 @@ def commit_save(
     the previous checkpoint is untouched in each case but one, which the error names: the rename was
     made, could not be made durable and could not be taken back. What fails after the commit (the
     pointer, removing what was replaced) is logged as a warning, and set right by the next save or
-    repair.
+    repair. What was replaced goes once nobody reads it; until then it is kept under another name.
     Cost: O(rows) vector work, two small files, five syncs and two for the pointer.
     """
+    try:
+        manifest = _complete(storage, directory, plan, plan_digest, header)
+    except StorageError:
+        final = step_dir(header.step)
+        if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
+            raise
+        # A repair took this save for abandoned, and has finished it.
+        manifest = Snapshot.open(storage, final).manifest
+    else:
+        _publish(storage, directory, step_dir(header.step), header)
+    try:
+        point_to_newest(storage)
+    except HoldfastError as error:
+        _LOG.warning(
+            "step %d is committed, but %s could not be replaced; the next save or `holdfast "
+            "repair` does that: %s",
+            header.step,
+            storage.describe(LATEST),
+            error,
+        )
+    return Committed(
+        directory=step_dir(header.step),
+        num_tensors=len(plan.keys),
+        nbytes=manifest.totals.nbytes,
+        stored_nbytes=manifest.totals.stored_nbytes,
+    )
+
+
+def _complete(
+    storage: Storage, directory: str, plan: CommitPlan, plan_digest: str, header: SaveHeader
+) -> Manifest:
+    """Make a durable checkpoint of what the ranks wrote, which lacks only its name."""
     try:
         index_bytes, manifest = _assemble(storage, directory, plan, plan_digest, header)
     except HoldfastError:
@@ -93,24 +127,7 @@ def commit_save(
     if plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
-    final = step_dir(header.step)
-    _publish(storage, directory, final, header)
-    try:
-        point_to_newest(storage)
-    except HoldfastError as error:
-        _LOG.warning(
-            "step %d is committed, but %s could not be replaced; the next save or `holdfast "
-            "repair` does that: %s",
-            header.step,
-            storage.describe(LATEST),
-            error,
-        )
-    return Committed(
-        directory=final,
-        num_tensors=len(plan.keys),
-        nbytes=manifest.totals.nbytes,
-        stored_nbytes=manifest.totals.stored_nbytes,
-    )
+    return manifest
 
 
 def _assemble(
@@ -162,31 +179,55 @@ def _write_synced(storage: Storage, path: str, data: bytes) -> None:
 
 def _publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
     """The rename that commits. An old checkpoint of the step lives until then."""
-    if header.overwrite and storage.exists(final):
-        try:
-            storage.exchange_dir(directory, final)
-        except StorageError as error:
-            _take_back(storage, directory, final, header, error)
-            raise
-        try:
-            storage.remove_tree(directory)
-        except StorageError as error:
-            _LOG.warning(
-                "step %d is committed, but what it replaced could not be removed; `holdfast "
-                "repair` does that: %s",
-                header.step,
-                error,
-            )
+    if header.overwrite and storage.exists(final) and _replace(storage, directory, final, header):
         return
     try:
         storage.rename_dir(directory, final)
     except StorageError as error:
+        if save_id_of(storage, final) == header.save_id and _was_not_made(error):
+            return  # a repair that took this save for abandoned has finished it
         _take_back(storage, directory, final, header, error)
         if storage.exists(final):
             raise StorageError(
                 f"{storage.describe(final)} exists already; to replace it save with overwrite=True"
             ) from error
         raise
+
+
+def _replace(storage: Storage, directory: str, final: str, header: SaveHeader) -> bool:
+    """Give the final name to the new version, and do away with the old one once nobody reads it.
+
+    False when there is nothing to replace any more.
+    """
+    try:
+        storage.exchange_dir(directory, final)
+    except StorageError as error:
+        if _was_not_made(error):
+            if storage.exists(directory) and not storage.exists(final):
+                return False
+            raise
+        _take_back(storage, directory, final, header, error)
+        raise
+    try:
+        retire(storage, directory, header.step)
+        retire_replaced(storage)
+    except StorageError as error:
+        if storage.exists(directory):  # nobody else, a repair for example, has done it meanwhile
+            _LOG.warning(
+                "step %d is committed, but what it replaced could not be removed; `holdfast "
+                "repair` does that: %s",
+                header.step,
+                error,
+            )
+    return True
+
+
+def _was_not_made(error: StorageError) -> bool:
+    """Whether a failed rename left everything as it was: there was nothing to rename, or no room.
+
+    A sync that fails after the rename has other causes.
+    """
+    return isinstance(error.__cause__, FileNotFoundError | FileExistsError)
 
 
 def _take_back(
@@ -196,32 +237,19 @@ def _take_back(
 
     Returns where the new version is not at its final name, be it that it never was.
     """
-    if committed_save_id(storage, final) != header.save_id:
+    if save_id_of(storage, final) != header.save_id:
         return
     with suppress(StorageError):
         if storage.exists(directory):
             storage.exchange_dir(directory, final)
         else:
             storage.rename_dir(final, directory)
-    if committed_save_id(storage, final) == header.save_id:
+    if save_id_of(storage, final) == header.save_id:
         raise StorageError(
             f"{storage.describe(final)}: the new version is in place and complete, but whether it "
             f"stays there if the machine stops is unproven: {cause}. It can be loaded; look at the "
             f"storage, then save again"
         ) from cause
-
-
-def committed_save_id(storage: Storage, directory: str) -> str | None:
-    """The save id at the beginning of a committed manifest, or None; reads half a kilobyte."""
-    path = f"{directory}/{MANIFEST}"
-    try:
-        if not storage.exists(path):
-            return None
-        head = storage.read(path, nbytes=min(storage.size(path), _PEEK_NBYTES))
-    except StorageError:
-        return None
-    _, found, after = head.partition(b'"save_id":"')
-    return after.partition(b'"')[0].decode(errors="replace") if found else None
 
 
 def _read_done(
@@ -476,7 +504,7 @@ def discard_save(storage: Storage, directory: str) -> None:
     """
     try:
         parsed = parse_saving_dir(directory)
-        if parsed is not None and committed_save_id(storage, step_dir(parsed[0])) == parsed[1]:
+        if parsed is not None and save_id_of(storage, step_dir(parsed[0])) == unclaimed(parsed[1]):
             return
         if storage.exists(directory):
             storage.remove_tree(directory)

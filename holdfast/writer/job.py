@@ -14,8 +14,10 @@ import msgspec
 from holdfast import errors
 from holdfast.errors import DeadlineError, HoldfastError, StorageError
 from holdfast.format.names import step_dir
+from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.commit import Committed, commit_save, committed_save_id
+from holdfast.writer.commit import Committed, commit_save
+from holdfast.writer.heartbeat import Heartbeat
 from holdfast.writer.records import (
     ALIVE_FILE,
     DONE_DIR,
@@ -34,7 +36,6 @@ from holdfast.writer.write import WriteJob, write_share
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
 _LONGER = 1.25
-_HEARTBEAT_S = 2.0
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,22 +75,17 @@ def run_job(
     began = time.monotonic()
     written = began
     try:
-        prepare_directory(storage, job, plan, encoded_plan)
-        beat = Heartbeat(storage, job) if plan is not None else None
-
-        def report(nbytes: int) -> None:
-            for told in (on_progress, beat):
-                if told is not None:
-                    told(nbytes)
-
-        write_share(storage, job, image, on_progress=report)
-        written = time.monotonic()
-        if on_written is not None:
-            on_written()
-        if plan is not None:
-            made = _commit_when_complete(storage, job, plan, began + job.deadline_s)
-        else:
-            made = _learn_outcome(storage, job, began + job.deadline_s)
+        with Heartbeat(storage, job.directory, position=job.position) as beat:
+            prepare_directory(storage, job, plan, encoded_plan)
+            write_share(storage, job, image, on_progress=on_progress)
+            written = time.monotonic()
+            if on_written is not None:
+                on_written()
+            if plan is not None:
+                made = _commit_when_complete(storage, job, plan, began + job.deadline_s)
+            else:
+                beat.rest()
+                made = _learn_outcome(storage, job, began + job.deadline_s)
     except Exception as caught:
         error = _told_failure(storage, job) or caught
         publish_failure(storage, job, error, committer=plan is not None)
@@ -109,25 +105,9 @@ def run_job(
 
 
 def give_sign(storage: Storage, job: WriteJob) -> None:
-    """The committer's sign of life: a file that holds its clock's time and has the storage's."""
+    """The committer's first sign: a file that holds its clock's time and has the storage's."""
     word = f"{time.time():.3f}".encode()
     storage.replace_file(f"{job.directory}/{ALIVE_FILE}", word, durable=False)
-
-
-class Heartbeat:
-    """Gives the committer's sign of life every two seconds while bytes move."""
-
-    def __init__(self, storage: Storage, job: WriteJob) -> None:
-        self._storage = storage
-        self._job = job
-        self._last = time.monotonic()
-
-    def __call__(self, nbytes: int) -> None:
-        """Give a sign if the last one is old; `nbytes` handed over so far do not matter."""
-        del nbytes
-        if time.monotonic() - self._last > _HEARTBEAT_S:
-            self._last = time.monotonic()
-            give_sign(self._storage, self._job)
 
 
 def prepare_directory(
@@ -148,7 +128,10 @@ def prepare_directory(
 
 
 def publish_failure(storage: Storage, job: WriteJob, error: Exception, *, committer: bool) -> None:
-    """Leave word of a failure for the other ranks; a storage that refuses even that is let be."""
+    """Leave word of a failure for the other ranks; a storage that refuses even that is let be.
+
+    It need not outlive the machine: neither do those who wait for it.
+    """
     where = f"rank {job.rank}: " if not committer else ""
     text = str(error) if isinstance(error, HoldfastError) else repr(error)
     failure = Failure(
@@ -158,16 +141,16 @@ def publish_failure(storage: Storage, job: WriteJob, error: Exception, *, commit
     path = f"{job.directory}/{FAILED_FILE if committer else failed_file(job.position)}"
     word = seal(msgspec.msgpack.encode(failure))
     try:
-        storage.make_dir(f"{job.directory}/{DONE_DIR}")
-        storage.write_file(path, word)
+        storage.make_dir(f"{job.directory}/{DONE_DIR}", durable=False)
+        storage.write_file(path, word, durable=False)
     except HoldfastError:
         # The data of a failed save is of no use, and may be what filled the disk. But where its
         # replacement of a step could not be taken back, this is what was replaced.
         with suppress(HoldfastError):
-            in_place = committed_save_id(storage, step_dir(job.header.step)) == job.header.save_id
+            in_place = save_id_of(storage, step_dir(job.header.step)) == job.header.save_id
             if job.file is not None and not in_place:
                 storage.remove_tree(f"{job.directory}/{job.file}")
-            storage.write_file(path, word)
+            storage.write_file(path, word, durable=False)
 
 
 def _commit_when_complete(
@@ -175,7 +158,6 @@ def _commit_when_complete(
 ) -> Committed:
     """Wait for every rank's done-record, then commit."""
     expected = {done_file(p).rpartition("/")[2] for p in range(len(plan.ranks))}
-    beat = Heartbeat(storage, job)
     pause = _FIRST_PAUSE_S
     while True:
         present = set(storage.list(f"{job.directory}/{DONE_DIR}"))
@@ -194,7 +176,6 @@ def _commit_when_complete(
                 f"save of step {job.header.step}: ranks {late} did not finish writing within "
                 f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone"
             )
-        beat(0)
         time.sleep(min(pause, max(deadline - now, 0.0)))
         pause = min(pause * _LONGER, _LONGEST_PAUSE_S)
 
@@ -204,13 +185,13 @@ def _learn_outcome(storage: Storage, job: WriteJob, deadline: float) -> Committe
     final = step_dir(job.header.step)
     pause = _FIRST_PAUSE_S
     while True:
-        if committed_save_id(storage, final) == job.header.save_id:
+        if save_id_of(storage, final) == job.header.save_id:
             return Committed(directory=final, num_tensors=0, nbytes=0, stored_nbytes=0)
         if storage.exists(f"{job.directory}/{FAILED_FILE}"):
             raise _read_failure(storage, f"{job.directory}/{FAILED_FILE}")
         if not storage.exists(job.directory):
             # Renamed between the two looks, or discarded; a committed one has its name by now.
-            if committed_save_id(storage, final) == job.header.save_id:
+            if save_id_of(storage, final) == job.header.save_id:
                 continue
             raise StorageError(
                 f"{storage.describe(job.directory)} is gone and step {job.header.step} was not "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,20 +10,27 @@ from typing import Literal
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.names import LATEST, MANIFEST, parse_saving_dir, step_dir
-from holdfast.storage import Storage
-from holdfast.writer.commit import (
-    commit_save,
-    committed_save_id,
-    discard_save,
-    point_to_newest,
+from holdfast.format.names import (
+    LATEST,
+    MANIFEST,
+    claimed_dir,
+    parse_aside_dir,
+    parse_replaced_dir,
+    parse_saving_dir,
+    step_dir,
+    unclaimed,
 )
+from holdfast.format.reading import readers_of
+from holdfast.format.versions import retire, save_id_of
+from holdfast.storage import Storage
+from holdfast.writer.commit import commit_save, discard_save, point_to_newest
+from holdfast.writer.heartbeat import clear_beats, silent_s
 from holdfast.writer.records import (
-    ALIVE_FILE,
     DONE_DIR,
     FAILED_FILE,
     HEADER_FILE,
     PLAN_FILE,
+    DoneRecord,
     SaveHeader,
     decode_plan,
     done_file,
@@ -31,14 +39,18 @@ from holdfast.writer.records import (
 
 _PAUSE_S = 0.1
 ALIVE_S = 30.0
-"""A save whose committer has given no sign for so long is abandoned."""
+"""A save none of whose processes has given a sign for so long is abandoned."""
 
-Fate = Literal["finished", "removed", "alive", "kept"]
+Fate = Literal["finished", "removed", "alive", "read", "kept"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """One leftover and what was (or would be) done with it."""
+    """One leftover and what was (or would be) done with it.
+
+    `fate`: "finished", "removed"; left alone because its owner is "alive" or it is being "read";
+    "kept" because nothing could be done.
+    """
 
     name: str
     step: int | None
@@ -49,59 +61,78 @@ class Leftover:
 def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False) -> list[Leftover]:
     """Go through everything under the root that is no checkpoint but was made by a save.
 
-    A save with all its done-records is committed now; one whose committer gave a sign of life
-    within `alive_s` is left alone; any other is removed, as are half-removed directories and files
-    that were never given their name. A committed checkpoint is not touched, unless a complete save
-    that began after it was to replace it. A pointer file that does not name the newest committed
-    step is replaced. Safe to run beside a training job, and at any time again.
+    A save with all its done-records is committed now; one of whose processes any gave a sign of
+    life within `alive_s`, by the storage's clock, is left alone; any other is removed, as are
+    half-removed directories, files that were never given their name, and replaced versions that
+    nobody reads any more. A committed checkpoint is not touched, unless a complete save that began
+    after it was to replace it; one that an interrupted replacement left without its name gets it
+    back. A pointer file that does not name the newest committed step is replaced. Safe to run
+    while jobs save, load and remove here, and at any time again.
     """
     found = []
     for name in storage.list(""):
-        if name.startswith((".trash-", ".old-")):
-            found.append(_remove(storage, name, None, "half removed", dry_run))
-            continue
-        if name.startswith(".tmp-"):
-            found += _treat_file(storage, name, alive_s=alive_s, dry_run=dry_run)
-            continue
-        parsed = parse_saving_dir(name)
-        if parsed is not None and storage.is_dir(name):
-            found.append(_treat(storage, name, *parsed, alive_s=alive_s, dry_run=dry_run))
+        found += _look(storage, name, alive_s=alive_s, dry_run=dry_run)
+    if not dry_run:
+        clear_beats(storage)
     return [*found, *_treat_pointer(storage, dry_run=dry_run)]
 
 
 def settle(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
     """Wait while writers that outlived their run finish a save; finish what they left complete.
 
-    Returns at once where nothing is under way, and after `timeout_s` at the latest. A storage that
-    cannot be written to is left as it is.
+    Returns at once where nothing is being written, and after `timeout_s` at the latest. Removes
+    nothing: `alive_s` is short here. A storage that cannot be written to is left as it is.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        found = repair(storage, alive_s=alive_s, dry_run=True)
-        fates = {each.fate for each in found if each.name != LATEST}
-        if "alive" not in fates:
+        found = [
+            each
+            for name in storage.list("")
+            for each in _look(storage, name, alive_s=alive_s, dry_run=True)
+            if not name.startswith(".tmp-")
+        ]
+        if not any(each.fate == "alive" for each in found):
             break
         if time.monotonic() > deadline:
             return
         time.sleep(_PAUSE_S)
-    if "finished" in fates:
-        repair(storage, alive_s=alive_s)
+    complete = [each.name for each in found if each.fate == "finished"]
+    for name in complete:
+        _look(storage, name, alive_s=alive_s, dry_run=False)
+    if complete:
+        _treat_pointer(storage, dry_run=False)
+
+
+def _look(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list[Leftover]:
+    """What is done with one name under the root; nothing for one that is no leftover."""
+    if name.startswith(".tmp-"):
+        return _treat_file(storage, name, alive_s=alive_s, dry_run=dry_run)
+    step = parse_aside_dir(name)
+    if step is not None and storage.is_dir(name):
+        return [_put_back(storage, name, step, alive_s=alive_s, dry_run=dry_run)]
+    if name.startswith((".trash-", ".old-")):
+        return [_remove(storage, name, None, "half removed", dry_run)]
+    step = parse_replaced_dir(name)
+    if step is not None and storage.is_dir(name):
+        return [_retire(storage, name, step, "replaced", dry_run)]
+    parsed = parse_saving_dir(name)
+    if parsed is not None and storage.is_dir(name):
+        return [_treat(storage, name, *parsed, alive_s=alive_s, dry_run=dry_run)]
+    return []
 
 
 def _treat(
     storage: Storage, name: str, step: int, save_id: str, *, alive_s: float, dry_run: bool
 ) -> Leftover:
     try:
-        if committed_save_id(storage, step_dir(step)) == save_id:
-            if not dry_run:
-                storage.sync_dir("")  # this may be all there is if the replacement is not durable
-            return _remove(storage, name, step, "its save is committed", dry_run)
+        if save_id_of(storage, step_dir(step)) == unclaimed(save_id):
+            return _retire(storage, name, step, "its save is committed", dry_run)
         if storage.exists(f"{name}/{FAILED_FILE}"):
             return _remove(storage, name, step, "its save failed", dry_run)
-        quiet_s = _quiet_s(storage, name)
+        quiet_s = silent_s(storage, name)
         why = _why_not(storage, name, step)
         if quiet_s < alive_s:
-            sign = f"last sign {quiet_s:.0f} s ago"
+            sign = f"last sign of life {quiet_s:.0f} s ago"
             return Leftover(name=name, step=step, fate="alive", why=f"{why or 'complete'}, {sign}")
         if why:
             return _remove(storage, name, step, f"abandoned: {why}", dry_run)
@@ -109,9 +140,54 @@ def _treat(
             return Leftover(name=name, step=step, fate="finished", why="all records are there")
         return _finish(storage, name, step)
     except StorageError as error:
-        if not storage.exists(name):
-            return Leftover(name=name, step=step, fate="finished", why="another process did it")
-        return Leftover(name=name, step=step, fate="kept", why=str(error))
+        return _stuck(storage, name, step, error)
+
+
+def _stuck(storage: Storage, name: str, step: int, error: StorageError) -> Leftover:
+    if not storage.exists(name):
+        return Leftover(name=name, step=step, fate="finished", why="another process did it")
+    return Leftover(name=name, step=step, fate="kept", why=str(error))
+
+
+def _retire(storage: Storage, name: str, step: int, why: str, dry_run: bool) -> Leftover:
+    """A version that was replaced: it goes once nobody reads it."""
+    try:
+        if dry_run:
+            version = save_id_of(storage, name)
+            readers = ", ".join(readers_of(storage, step_dir(step), save_id=version))
+        else:
+            storage.sync_dir("")  # this may be all there is if the replacement is not durable
+            readers = retire(storage, name, step)
+    except StorageError as error:
+        return _stuck(storage, name, step, error)
+    if readers:
+        return Leftover(name=name, step=step, fate="read", why=f"{why}, but read by {readers}")
+    return Leftover(name=name, step=step, fate="removed", why=why)
+
+
+def _put_back(storage: Storage, name: str, step: int, *, alive_s: float, dry_run: bool) -> Leftover:
+    """A version that lost its name to another one, by renames, because no exchange was to be had.
+
+    Where those were interrupted between the two, the step has no version under its name.
+    """
+    final = step_dir(step)
+    try:
+        if save_id_of(storage, final) is not None:
+            return _retire(storage, name, step, "replaced", dry_run)
+        for other in storage.list(""):
+            parsed = parse_saving_dir(other)
+            if parsed is None or parsed[0] != step:
+                continue
+            if (quiet_s := silent_s(storage, other)) < alive_s:
+                why = f"{other} is to replace it, last sign of life {quiet_s:.0f} s ago"
+                return Leftover(name=name, step=step, fate="alive", why=why)
+        if not dry_run:
+            storage.rename_dir(name, final)
+    except StorageError as error:
+        return _stuck(storage, name, step, error)
+    return Leftover(
+        name=name, step=step, fate="finished", why="its replacement or removal was interrupted"
+    )
 
 
 def _treat_pointer(storage: Storage, *, dry_run: bool) -> list[Leftover]:
@@ -132,22 +208,31 @@ def _treat_file(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -
     except StorageError:
         return []
     if age_s < alive_s:
-        return []
+        why = f"made {age_s:.0f} s ago, and may be about to get its name"
+        return [Leftover(name=name, step=None, fate="alive", why=why)]
     return [_remove(storage, name, None, "never given its name", dry_run)]
 
 
 def _finish(storage: Storage, name: str, step: int) -> Leftover:
-    """Commit a save whose records are all there."""
+    """Commit a save whose records are all there.
+
+    Under a name of its own: a process of the save that was only slow finds its directory gone, and
+    nobody else finishes it at the same time.
+    """
+    claimed = claimed_dir(name, secrets.token_hex(4))
+    storage.rename_dir(name, claimed, durable=False)
     try:
-        data = storage.read(f"{name}/{PLAN_FILE}")
-        plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}"))
-        path = f"{name}/{HEADER_FILE}"
+        data = storage.read(f"{claimed}/{PLAN_FILE}")
+        plan = decode_plan(data, where=storage.describe(f"{claimed}/{PLAN_FILE}"))
+        path = f"{claimed}/{HEADER_FILE}"
         header = unseal(storage.read(path), SaveHeader, where=storage.describe(path))
-        commit_save(storage, name, plan=plan, plan_digest=digest128(data), header=header)
-    except StorageError:
-        raise
+        commit_save(storage, claimed, plan=plan, plan_digest=digest128(data), header=header)
+    except StorageError as error:
+        with suppress(StorageError):
+            storage.rename_dir(claimed, name, durable=False)
+        return Leftover(name=name, step=step, fate="kept", why=str(error))
     except HoldfastError as error:
-        discard_save(storage, name)
+        discard_save(storage, claimed)
         return Leftover(name=name, step=step, fate="removed", why=f"cannot be committed: {error}")
     return Leftover(name=name, step=step, fate="finished", why="all records were there")
 
@@ -182,28 +267,24 @@ def _why_incomplete(storage: Storage, name: str) -> str:
             return f"{path} was not written"
     data = storage.read(f"{name}/{PLAN_FILE}")
     plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}"))
-    present = set(storage.list(f"{name}/{DONE_DIR}"))
+    has_records = storage.is_dir(f"{name}/{DONE_DIR}")
+    present = set(storage.list(f"{name}/{DONE_DIR}")) if has_records else set()
     missing = [
         plan.ranks[position]
         for position in range(len(plan.ranks))
         if done_file(position).rpartition("/")[2] not in present
     ]
-    return f"ranks {missing} did not finish writing" if missing else ""
-
-
-def _quiet_s(storage: Storage, name: str) -> float:
-    """Seconds since the committer's last sign of life, or since the directory was made.
-
-    By the storage's clock or by the committer's, whichever says less: the clock of a file server
-    may be minutes off, and may count in seconds.
-    """
-    path = f"{name}/{ALIVE_FILE}"
-    if not storage.exists(path):
-        return storage.age_s(name)
-    quiet_s = storage.age_s(path)
-    with suppress(ValueError, StorageError):
-        quiet_s = min(quiet_s, max(time.time() - float(storage.read(path)), 0.0))
-    return quiet_s
+    if missing:
+        return f"ranks {missing} did not finish writing"
+    for position, rank in enumerate(plan.ranks):
+        path = f"{name}/{done_file(position)}"
+        record = unseal(storage.read(path), DoneRecord, where=storage.describe(path))
+        file = f"{name}/{record.file}"
+        if record.file is not None and not (
+            storage.exists(file) and storage.size(file) == record.nbytes
+        ):
+            return f"{record.file} of rank {rank} is not what the rank wrote"
+    return ""
 
 
 def _remove(storage: Storage, name: str, step: int | None, why: str, dry_run: bool) -> Leftover:

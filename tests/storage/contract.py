@@ -222,6 +222,54 @@ class StorageContract:
                 storage.exchange_dir(one, two)
         assert storage.read("old/f") == b"new"
 
+    def test_a_pinned_directory_stays_what_it_is(self, storage: Storage) -> None:
+        for name in ("new", "old"):
+            storage.make_dir(f"{name}/data")
+            storage.write_file(f"{name}/data/f", name.encode())
+        with storage.pin("old") as held:
+            storage.exchange_dir("new", "old")
+            assert storage.read("old/data/f") == b"new"
+            for _ in range(2):
+                source = held.open("old/data/f")
+                buffer = bytearray(3)
+                source.readinto(memoryview(buffer), start=0)
+                source.close()
+                assert bytes(buffer) == held.read("old/data/f") == b"old"
+                assert held.list("old/data") == ["f"]
+                assert held.size("old/data/f") == 3
+                assert held.exists("old/data/f")
+                assert held.is_dir("old")
+                storage.rename_dir("new", "away")  # what is pinned has no name of its own by now
+                storage.rename_dir("away", "new")
+            storage.remove_tree("new")
+            assert not held.exists("old/data/f")
+            with pytest.raises(StorageError):
+                held.read("old/data/f")
+            assert storage.read("old/data/f") == b"new"
+        for path in ("nothing", "old/data/f", "../x"):
+            with pytest.raises(StorageError), storage.pin(path):
+                pass
+
+    def test_a_directory_is_removed_only_if_it_is_still_the_one(self, storage: Storage) -> None:
+        storage.make_dir("in/a")
+        storage.write_file("in/a/f", b"1")
+        seen = []
+
+        def answer(place: str) -> bool:
+            seen.append(storage.read(f"{place}/f"))
+            assert not storage.exists("in/a")
+            if len(seen) == 2:
+                raise KeyError("mine")
+            return len(seen) == 3
+
+        storage.remove_tree("in/a", only_if=answer)
+        with pytest.raises(KeyError, match="mine"):
+            storage.remove_tree("in/a", only_if=answer)
+        assert storage.read("in/a/f") == b"1"
+        storage.remove_tree("in/a", only_if=answer)
+        assert storage.list("in") == []
+        assert seen == [b"1"] * 3
+
     def test_removing_trees_and_files(self, storage: Storage) -> None:
         storage.make_dir("a/b/c")
         storage.write_file("a/b/f", b"")

@@ -1,0 +1,180 @@
+"""A save lives as long as any of its processes does, and is abandoned soon after the last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups
+from holdfast.checkpoint import send
+from holdfast.format.names import parse_saving_dir
+from holdfast.format.reading import READING_DIR, mark_reading, readers_of
+from holdfast.format.verify import verify_snapshot
+from holdfast.writer import heartbeat, job
+from holdfast.writer import repair as repairing
+from holdfast.writer.heartbeat import Heartbeat, silent_s
+from holdfast.writer.repair import repair, settle
+from tests.crash.common import leftovers, state_of, versions
+from tests.harness import RankContext, run_ranks
+
+ALIVE_S = 1.5
+
+
+def _slow(context: RankContext, root: str, slow: int, mode: str) -> list[str]:
+    """A save in which one rank is slow for longer than a sign of life lasts."""
+    heartbeat.HEARTBEAT_S = 0.3
+    with ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups:
+        storage = _Unshared(root)
+        real = send.stage_by_segments if mode == "sync" else job.write_share
+
+        def late(*args: object, **kwargs: object) -> object:
+            if mode == "async":
+                done = real(*args, **kwargs) if context.rank != slow else None  # type: ignore[operator]
+            time.sleep(3.5 * ALIVE_S if context.rank == slow else 0)
+            return real(*args, **kwargs) if mode == "sync" or context.rank == slow else done  # type: ignore[operator]
+
+        if mode == "sync":
+            send.stage_by_segments = late  # type: ignore[assignment]
+        else:
+            job.write_share = late  # type: ignore[assignment]
+        checkpointer = Checkpointer(storage, groups=groups, settle_s=0.0)
+        state = state_of(5, index=context.rank, size=2)
+        if mode == "sync":
+            checkpointer.save(5, state)
+        else:
+            checkpointer.save_async(5, state).result(60)
+        checkpointer.close()
+    return []
+
+
+class _Unshared(PosixStorage):
+    """Asynchronous saves are written by a thread of the rank."""
+
+
+@pytest.mark.parametrize(("slow", "mode"), [(1, "sync"), (0, "sync"), (1, "async")])
+def test_a_save_with_a_slow_rank_is_left_alone(tmp_path: Path, slow: int, mode: str) -> None:
+    """Item 19: by a repair, and by the first save of another run; and it is committed."""
+    import threading
+
+    said: list[tuple[str, str]] = []
+    stop = threading.Event()
+
+    def repair_on() -> None:
+        storage = PosixStorage(tmp_path)
+        while not stop.wait(0.1):
+            found = repair(storage, alive_s=ALIVE_S)
+            said.extend((f.fate, f.why) for f in found if parse_saving_dir(f.name) is not None)
+
+    repairer = threading.Thread(target=repair_on)
+    repairer.start()
+    try:
+        run_ranks(2, _slow, str(tmp_path), slow, mode)
+    finally:
+        stop.set()
+        repairer.join()
+    assert {fate for fate, _ in said} == {"alive"}, said
+    assert any("last sign of life" in why for _, why in said)
+    assert versions(tmp_path) == {5: 5}
+    assert leftovers(tmp_path) == []
+    assert list((tmp_path / READING_DIR).iterdir()) == []
+
+
+def _die(context: RankContext, root: str) -> None:
+    heartbeat.HEARTBEAT_S = 0.1
+    with ProcessGroups.create(Layout(dp=2), timeout_s=20) as groups:
+
+        def never(*args: object, **kwargs: object) -> None:
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        send.stage_by_segments = never  # type: ignore[assignment]
+        state = state_of(5, index=context.rank, size=2)
+        Checkpointer(root, groups=groups, settle_s=0.0).save(5, state)
+
+
+def test_a_killed_save_is_cleared_away_when_its_signs_are_old(tmp_path: Path) -> None:
+    run_ranks(2, _die, str(tmp_path), expect_failure=True)
+    storage = PosixStorage(tmp_path)
+    assert [f.fate for f in repair(storage, alive_s=30.0)] == ["alive"]
+    began = time.monotonic()
+    while [f.fate for f in repair(storage, alive_s=ALIVE_S)] == ["alive"]:
+        assert time.monotonic() - began < 5 * ALIVE_S
+        time.sleep(0.1)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("off_s", [-7200.0, -40.0, 40.0, 7200.0])
+def test_signs_are_judged_by_the_clock_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off_s: float
+) -> None:
+    """Neither the giver's clock nor the judge's makes the living dead, or the dead live long."""
+    storage = PosixStorage(tmp_path)
+    saving = ".saving-iter_0000001-abc"
+    storage.make_dir(f"{saving}/plan")
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    real = time.time
+    with monkeypatch.context() as there:
+        there.setattr(time, "time", lambda: real() + off_s)
+        with Heartbeat(storage, saving, position=3), mark_reading(storage, "iter_0000001"):
+            time.sleep(0.5)
+            (beat,) = (tmp_path / READING_DIR).glob("*.save-*")
+            os.utime(tmp_path / saving, (1, 1))
+            there.setattr(time, "time", real)
+            assert silent_s(storage, saving) < 10
+            assert [f.fate for f in repair(storage, alive_s=10)] == ["alive"]
+            assert len(readers_of(storage, "iter_0000001")) == 1
+            data = beat.read_bytes()
+    assert list((tmp_path / READING_DIR).iterdir()) == []
+    # The same sign, left by one who died a minute ago: no clock helps it.
+    beat.write_bytes(data)
+    minute = real() - 60
+    os.utime(beat, (minute, minute))
+    if abs(off_s) > 60:
+        assert silent_s(storage, saving) > 50
+        assert [f.fate for f in repair(storage, alive_s=30)] == ["removed"]
+
+
+def test_a_judge_whose_own_clock_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = PosixStorage(tmp_path)
+    storage.write_file("f", b"")
+    real = time.time
+    for off_s in (-7200.0, 7200.0):
+        monkeypatch.setattr(time, "time", lambda off_s=off_s: real() + off_s)
+        assert PosixStorage(tmp_path).age_s("f") < 60
+
+
+def test_the_first_look_of_a_run_removes_nothing(tmp_path: Path) -> None:
+    """It judges after five seconds; what it takes for dead may only have been slow."""
+    storage = PosixStorage(tmp_path)
+    Checkpointer(tmp_path).save(1, state_of(1))
+    storage.make_dir(".saving-iter_0000002-abc/plan")
+    settle(storage, alive_s=0.0, timeout_s=1.0)
+    assert storage.exists(".saving-iter_0000002-abc")
+
+
+def test_a_save_that_a_repair_finished_meanwhile_is_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The committer was only slow: what it finds committed under its name is its own save."""
+    storage = PosixStorage(tmp_path)
+    Checkpointer(tmp_path).save(1, state_of(10))
+    real = send.commit_save
+    for step, version in ((1, 11), (2, 20)):
+        fates: list[str] = []
+
+        def slow(*args: object, fates: list[str] = fates, **kwargs: object) -> object:
+            monkeypatch.setattr(send, "commit_save", real)
+            fates.extend(f.fate for f in repairing.repair(PosixStorage(tmp_path), alive_s=0.0))
+            return real(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(send, "commit_save", slow)
+        report = Checkpointer(tmp_path).save(step, state_of(version), overwrite=True)
+        assert fates[0] == "finished"
+        assert report.step == step
+        assert versions(tmp_path)[step] == version
+        assert verify_snapshot(storage, f"iter_000000{step}") == []
+    assert leftovers(tmp_path) == []
