@@ -235,7 +235,9 @@ class Checkpointer:
         much memory. `fallback`: two more collectives.
         """
         if state is None:
-            raise ConfigError("load(None): there is nothing to load into; load_all() needs nothing")
+            raise ConfigError(
+                "the state must map names to parts, got NoneType; load_all() needs no state"
+            )
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
             allow_missing=_patterns(allow_missing),

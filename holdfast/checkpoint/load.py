@@ -245,8 +245,8 @@ class Loader:
             scope = name if source is not None else ""
             matcher.move_to(layout, scope=scope)
             part = part_of(name, value)
-            node = stored.part_or_below(name if source is None else source)
-            if node is None:
+            node = stored.part_or_below(source or name)
+            if node is None and (source or name) not in snapshot.manifest.parts:
                 target = (
                     matcher.result.allowed if matcher.may_miss(name) else matcher.result.missing
                 )

@@ -213,9 +213,9 @@ def lied_to(context: RankContext, root: str) -> dict[str, str]:
             assert checkpointer.steps() == [1], name
         checkpointer.save(3, state)
         target = make_state(layout, context.rank, blank=True)
-        target["model"]["plain"] = torch.zeros(3, dtype=torch.int64)  # type: ignore[index]
+        target["model"].mapping["plain"] = torch.zeros(3, dtype=torch.int64)  # type: ignore[index]
         assert checkpointer.load(target).step == 3
-        del target["model"]["plain"]  # type: ignore[attr-defined]
+        del target["model"].mapping["plain"]  # type: ignore[attr-defined]
         assert_equal(target, layout, context.rank)
     return said
 

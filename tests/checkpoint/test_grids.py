@@ -108,11 +108,10 @@ def _drift(context: RankContext, root: str) -> list[str]:
                 _finished(save(3, state, check_replicas=True))
             messages.append(str(caught.value))
             if save == checkpointer.save_async:
-                with pytest.raises(PlanError):
-                    checkpointer.save(4, state)
+                checkpointer.save(4, state)  # every rank has raised the failure already
         with pytest.raises(PlanError, match="disagree on check_replicas"):
             checkpointer.save(5, state, check_replicas=context.rank == 0)
-        assert checkpointer.latest() == 2
+        assert checkpointer.latest() == 4
         checkpointer.save(6, state)
     return messages
 

@@ -165,8 +165,9 @@ class _Ledger:
                 source = f"{_path_of(kwargs['src_dir_fd'])}/{args[0]}"
                 target = f"{_path_of(kwargs['dst_dir_fd'])}/{args[1]}"
                 self.unsynced = {p.replace(source, target, 1) for p in self.unsynced}
-                self._name_changed(kwargs["src_dir_fd"])
-                self._name_changed(kwargs["dst_dir_fd"])
+                if "/.trash-" not in target:  # what comes back from there is removed again
+                    self._name_changed(kwargs["src_dir_fd"])
+                    self._name_changed(kwargs["dst_dir_fd"])
             return result
 
         return watched
