@@ -74,17 +74,21 @@ class Finder:
     def was_replaced(self) -> bool:
         """Whether the version found last has lost its name since; one collective if one was found.
 
-        For all ranks together, after an error that all of them raise.
+        For all ranks together, after an error that all of them raise, which is the one to raise if
+        this cannot be found out.
         """
         if self._version is None:
             return False
         step, save_id = self._version
         answer = b""
         if self._groups.control.is_coordinator:
-            answer = b"%d" % (save_id_of(self._storage, step_dir(step)) != save_id)
+            try:
+                answer = b"%d" % (save_id_of(self._storage, step_dir(step)) != save_id)
+            except Exception:  # a storage of the caller's that breaks its contract
+                answer = b"0"
         try:
             answers = self._groups.control.agree(None, phase="load: replaced", payload=answer)
-        except HoldfastError:  # the error was not one of all ranks: it is the one to raise
+        except HoldfastError:  # some rank was interrupted, or cannot go on
             return False
         return answers[0] == b"1"
 
