@@ -116,6 +116,9 @@ def flatten_state(
             tree = _declared(part, part.tree())
         except HoldfastError as error:
             raise type(error)(f"state part '{name}': {error}") from error
+        except Exception as error:
+            error.add_note(f"state part '{name}'")
+            raise
         nodes[name] = flattener.encode(tree, path=name)
     if cache is not None:
         cache.entries, cache.shelves = flattener.entries, flattener.shelves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,7 +250,7 @@ def test_an_operation_within_itself_is_refused() -> None:
     for again in (None, lambda error: False):
         guard = Guard[None](Control.single(), "op", again=again)
         with pytest.raises(HoldfastError, match="op is called from within itself"):
-            guard.run(lambda: guard.run(lambda: None))
+            guard.run(partial(guard.run, lambda: None))
         guard.run(lambda: None)
 
 
