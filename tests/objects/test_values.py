@@ -22,6 +22,7 @@ from holdfast import (
     Codec,
     Codecs,
     FromPart,
+    HoldfastError,
     MismatchError,
     PerRank,
     PerRankValues,
@@ -606,3 +607,13 @@ def test_a_failing_codec_is_named_with_its_path_and_is_no_damage(
     ):
         with pytest.raises(MismatchError, match=r"x\.a\.0: the codec 'wound' cannot decode"):
             load()
+
+
+def test_names_that_are_no_text_are_refused_where_they_name_tensors(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(PlacementError, match=r"x\.\\ud800.*surrogate"):
+        checkpointer.save(1, {"x": {"\ud800": torch.ones(1)}})
+    with pytest.raises(HoldfastError, match=r"\\ud800.*surrogate"):
+        checkpointer.save(1, {"\ud800": 1})
+    checkpointer.save(1, {"x": {"\ud800": 1, "é": torch.ones(1)}})
+    assert list(checkpointer.load({"x": Stored()}).values["x"]) == ["\ud800", "é"]

@@ -215,10 +215,11 @@ class _Encoder:
 
 
 def _is_plain_key(key: str) -> bool:
-    return not key.startswith(TAG) and (key.isascii() or _is_unicode(key))
+    return not key.startswith(TAG) and (key.isascii() or is_unicode(key))
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold it: it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -242,7 +243,7 @@ def _encode_float(value: float) -> Node:
 
 
 def _encode_str(value: str) -> Node:
-    if value.isascii() or _is_unicode(value):
+    if value.isascii() or is_unicode(value):
         return value
     raw = value.encode("utf-8", "surrogatepass")
     return {TAG: "str", "v": base64.b64encode(raw).decode()}
