@@ -328,7 +328,7 @@ def call_wrongly(context: RankContext, root: str, victim: int) -> list[str]:
             checkpointer.save(*((200, broken) if context.rank else ("x", state)))
         assert "2 of 2 ranks failed" in str(both.value)
         assert "rank 0: step must be" in str(both.value)
-        assert "rank 1: ValueError: here" in str(both.value)
+        assert "rank 1: state part 'o': ValueError: here" in str(both.value)
         with pytest.raises(PlanError, match="disagree on kind"):
             (checkpointer.save if context.rank else checkpointer.save_async)(300, state)
         checkpointer.save_async(301, state).result(60)
