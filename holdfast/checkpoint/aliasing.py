@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.geometry import Box
-from holdfast.state.match import Wanted
+from holdfast.state.match_result import Wanted
 
 _MAX_RUNS = 1 << 22
 """Up to so many contiguous runs of strided targets are compared one by one, beyond it by a map."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -240,8 +240,8 @@ class Checkpointer:
             )
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
-            allow_missing=_patterns(allow_missing),
-            allow_dropped=_patterns(allow_dropped),
+            allow_missing=_patterns(allow_missing, "allow_missing"),
+            allow_dropped=_patterns(allow_dropped, "allow_dropped"),
             cast=cast,
             verify=verify,
             exchange=exchange,
@@ -330,8 +330,12 @@ def _max_fallbacks(fallback: bool | int, step: int | None) -> int | None:
     return None if fallback is True else int(fallback)
 
 
-def _patterns(given: Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _patterns(given: object, name: str) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
+        raise ConfigError(f"{name}={given!r} must be patterns of paths")
+    return tuple(given)
 
 
 def _groups_in_force() -> ProcessGroups:

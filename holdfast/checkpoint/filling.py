@@ -18,7 +18,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.parallel import Control
-from holdfast.state.match import Wanted
+from holdfast.state.match_result import Wanted
 from holdfast.state.torch_dtypes import torch_dtype
 
 _COUNTERS = struct.Struct("<4Q")

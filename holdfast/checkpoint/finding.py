@@ -24,7 +24,17 @@ _ALIVE_S = 5.0
 """A writer gives a sign of life every two seconds; one silent for so long is gone."""
 
 
+_FIRST = "load: find"
+"""The phase of a load's first collective, whatever it is asked for: so all ranks compare that."""
+
 Candidate = tuple[int | None, list[int]]
+
+
+class _Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says first: what it was asked for, and a fallback's next candidate."""
+
+    settings: dict[str, object]
+    candidate: Candidate = (None, [])
 
 
 class Finder:
@@ -56,10 +66,9 @@ class Finder:
                 payload = msgspec.msgpack.encode((chosen, save_id, found.manifest, found.index))
             except Exception as caught:
                 error = caught
-        asked = msgspec.msgpack.encode(dict(settings))
-        answers = self._groups.control.agree(error, phase="load: find", payload=asked)
-        said = [msgspec.msgpack.decode(each, type=dict[str, object]) for each in answers]
-        _refuse_other_settings(said, self._groups.control.ranks)
+        asked = msgspec.msgpack.encode(_Asked(dict(settings)))
+        answers = self._groups.control.agree(error, phase=_FIRST, payload=asked)
+        _refuse_other_settings(answers, self._groups.control.ranks)
         data = self._groups.control.broadcast(payload or None, phase="load: records")
         chosen, save_id, manifest, index = msgspec.msgpack.decode(
             data, type=tuple[int, str, bytes, bytes]
@@ -74,17 +83,21 @@ class Finder:
     def was_replaced(self) -> bool:
         """Whether the version found last has lost its name since; one collective if one was found.
 
-        For all ranks together, after an error that all of them raise.
+        For all ranks together, after an error that all of them raise, which is the one to raise if
+        this cannot be found out.
         """
         if self._version is None:
             return False
         step, save_id = self._version
         answer = b""
         if self._groups.control.is_coordinator:
-            answer = b"%d" % (save_id_of(self._storage, step_dir(step)) != save_id)
+            try:
+                answer = b"%d" % (save_id_of(self._storage, step_dir(step)) != save_id)
+            except Exception:  # a storage of the caller's that breaks its contract
+                answer = b"0"
         try:
             answers = self._groups.control.agree(None, phase="load: replaced", payload=answer)
-        except HoldfastError:  # the error was not one of all ranks: it is the one to raise
+        except HoldfastError:  # some rank was interrupted, or cannot go on
             return False
         return answers[0] == b"1"
 
@@ -111,14 +124,10 @@ class Finder:
                 found = (None if enough else max(left, default=None), there)
             except Exception as caught:
                 error = caught
-        payload = msgspec.msgpack.encode((dict(settings), found))
-        answers = control.agree(error, phase="load: candidates", payload=payload)
-        said = [
-            msgspec.msgpack.decode(each, type=tuple[dict[str, object], Candidate])
-            for each in answers
-        ]
-        _refuse_other_settings([each for each, _ in said], control.ranks)
-        return said[0][1]
+        payload = msgspec.msgpack.encode(_Asked(dict(settings), found))
+        answers = control.agree(error, phase=_FIRST, payload=payload)
+        _refuse_other_settings(answers, control.ranks)
+        return msgspec.msgpack.decode(answers[0], type=_Asked).candidate
 
     def _open(self, step: int | None, marks: ExitStack) -> tuple[int, str, Records]:
         """Choose a step, mark it as read, and read its records, both of one version.
@@ -162,7 +171,9 @@ class Finder:
         return step
 
 
-def _refuse_other_settings(settings: Sequence[Mapping[str, object]], ranks: Sequence[int]) -> None:
+def _refuse_other_settings(answers: Sequence[bytes], ranks: Sequence[int]) -> None:
+    """PlanError where the ranks ask for different loads."""
+    settings = [msgspec.msgpack.decode(answer, type=_Asked).settings for answer in answers]
     for what in settings[0]:
         given = [each.get(what) for each in settings]
         refuse_disagreement(what, ranks, given, operation="load")

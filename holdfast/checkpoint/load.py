@@ -22,6 +22,14 @@ from holdfast.checkpoint.opening import collector_paused
 from holdfast.checkpoint.per_rank import Taken, check_claims, find_dropped, taken_of
 from holdfast.checkpoint.report import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.requests import asked_boxes, decode_boxes, encode_boxes, tensor_shapes
+from holdfast.checkpoint.verdict import (
+    MAX_NAMED,
+    given_up,
+    make_report,
+    raise_mismatch,
+    some,
+    warn_of_kept,
+)
 from holdfast.errors import (
     ConfigError,
     CorruptionError,
@@ -37,13 +45,13 @@ from holdfast.parallel.guard import Guard
 from holdfast.state.coordinates import Claim
 from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import FromPart, On, Stored
-from holdfast.state.match import Matcher, MatchResult
+from holdfast.state.match import Matcher
+from holdfast.state.match_result import MatchResult
 from holdfast.state.parts import Part, TreePart, is_closed, is_last, part_of
 from holdfast.state.stored import StoredPart
 from holdfast.state.stored_nodes import leaf_paths
 from holdfast.storage import Storage
 
-_MAX_NAMED = 10
 _MAX_CANDIDATES = 10_000
 
 
@@ -159,14 +167,14 @@ class Loader:
             except MismatchError as error:
                 if not failed:
                     raise
-                raise MismatchError(f"{error} ({_given_up(failed)})") from error
+                raise MismatchError(f"{error} ({given_up(failed)})") from error
             if failed and self._groups.control.is_coordinator:
                 logging.getLogger("holdfast").warning(
-                    "loaded step %s instead of a newer one: %s", step, _given_up(failed)
+                    "loaded step %s instead of a newer one: %s", step, given_up(failed)
                 )
             return replace(report, fell_back=tuple(failed))
         kind = type(first) if first is not None else StorageError
-        raise kind(f"no checkpoint could be loaded: {_given_up(failed)}") from first
+        raise kind(f"no checkpoint could be loaded: {given_up(failed)}") from first
 
     def _load(
         self,
@@ -195,7 +203,7 @@ class Loader:
             if state is None:
                 state = dict.fromkeys(snapshot.manifest.parts, Stored(all_ranks=True))
             matcher, requests = self._match(snapshot, state, options)
-            _raise_mismatch(matcher.result, snapshot)
+            raise_mismatch(matcher.result, snapshot)
             written.refuse_left_over(matcher.result, chosen)
             payload = _asked(snapshot, requests, matcher.result, self._codecs)
         except Exception as caught:
@@ -209,8 +217,8 @@ class Loader:
             dropped = self._judge_coordinates(snapshot, said, options)
             filler, job = self._fill(snapshot, said, matcher.result, options, written)
             values = self._restore(matcher, requests)
-            _warn_of_kept(matcher.result, self._groups.rank)
-            return _report(
+            warn_of_kept(matcher.result, self._groups.rank)
+            return make_report(
                 snapshot,
                 matcher.result,
                 step=chosen,
@@ -245,14 +253,19 @@ class Loader:
             scope = name if source is not None else ""
             matcher.move_to(layout, scope=scope)
             part = part_of(name, value)
-            node = stored.part_or_below(source or name)
-            if node is None and (source or name) not in snapshot.manifest.parts:
+            node = stored.part_or_below(name if source is None else source)
+            if node is None and not stored.has_part_or_below(source or name):
                 target = (
                     matcher.result.allowed if matcher.may_miss(name) else matcher.result.missing
                 )
                 target.append(name if source is None else f"{name} (from {source})")
                 continue
-            template = part.template(StoredPart(node, tensors, name))
+            try:
+                template = part.template(StoredPart(node, tensors, name))
+            except Exception as error:
+                if not isinstance(error, HoldfastError):
+                    error.add_note(f"state part '{name}'")
+                raise
             matcher.match_part(template, node, name, closed=is_closed(part))
             requests.append(
                 _Request(
@@ -294,7 +307,7 @@ class Loader:
         if found and not options.ignore_unexpected:
             raise MismatchError(
                 f"the checkpoint holds {len(found)} entries that the state does not ask for: "
-                f"{_some(found)}; pass ignore_unexpected=True to leave them"
+                f"{some(found)}; pass ignore_unexpected=True to leave them"
             )
         return found
 
@@ -343,7 +356,7 @@ class Loader:
             touched = filler.touched()
             written.add(result, touched)
             raise type(caught)(
-                f"{caught}. Targets already written on this rank: {_some(touched) or 'none'}; load "
+                f"{caught}. Targets already written on this rank: {some(touched) or 'none'}; load "
                 f"again from a good checkpoint before using them"
             ) from caught
         if snapshot.stats.fallbacks:
@@ -351,7 +364,7 @@ class Loader:
                 "rank %s: %s damaged or missing copies were replaced by good ones: %s",
                 self._groups.rank,
                 len(snapshot.stats.fallbacks),
-                "; ".join(snapshot.stats.fallbacks[:_MAX_NAMED]),
+                "; ".join(snapshot.stats.fallbacks[:MAX_NAMED]),
             )
         return filler, job
 
@@ -369,7 +382,12 @@ class Loader:
         # Streams after all parts that may draw from them while they are restored.
         built = zip(requests, trees, strict=True)
         for request, tree in sorted(built, key=lambda each: is_last(each[0].part)):
-            request.part.restore(tree)
+            try:
+                request.part.restore(tree)
+            except Exception as error:
+                if not isinstance(error, HoldfastError):
+                    error.add_note(f"state part '{request.name}'")
+                raise
             if isinstance(request.part, TreePart):
                 values[request.name] = tree
         return values
@@ -391,7 +409,7 @@ class Written:
         if left:
             raise CorruptionError(
                 f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
-                f"already written to: {_some(left)}; load step {step} into a fresh state"
+                f"already written to: {some(left)}; load step {step} into a fresh state"
             )
 
 
@@ -417,28 +435,13 @@ def _not_requested(
     return tuple(sorted(set(parts) - asked))
 
 
-def _report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
-    """What was loaded, with what the caller has to tell."""
-    return LoadReport(
-        loaded=tuple(entry.path for entry in result.wanted),
-        missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
-        fresh=tuple(result.fresh),
-        cast=tuple(result.cast),
-        kept=tuple(result.kept),
-        nbytes_read=snapshot.stats.nbytes_read,
-        num_opens=snapshot.stats.opens,
-        replaced=tuple(snapshot.stats.fallbacks),
-        **told,
-    )
-
-
 def _settings(step: int | None, options: LoadOptions) -> dict[str, object]:
     """What all ranks have to ask for alike."""
     return {
         "step": step,
         "verify": options.verify,
         "exchange": options.exchange,
-        "fallback": options.max_fallbacks,
+        "fallback": True if options.max_fallbacks is None else options.max_fallbacks,
     }
 
 
@@ -448,56 +451,16 @@ def _check_asked(state: object, step: object, options: LoadOptions) -> None:
         raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise ConfigError(f"step must be an int or None, got {step!r}")
+    if step is not None and not 0 <= step < 10**18:
+        raise ConfigError(f"step {step}: there is no such step; it must be in [0, 10**18)")
     for name in ("ignore_unexpected", "cast", "verify", "exchange"):
         value = getattr(options, name)
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r} must be True or False")
-    if any(not isinstance(pattern, str) for pattern in options.allow_missing):
-        raise ConfigError(f"allow_missing={options.allow_missing!r} must be patterns of paths")
-
-
-def _warn_of_kept(result: MatchResult, rank: int) -> None:
-    """Say once that values of this rank's coordinates are not stored and stay as they are."""
-    if result.kept:
-        logging.getLogger("holdfast").warning(
-            "rank %s: the checkpoint has nothing for this rank's coordinates in %s; what the rank "
-            "has stays",
-            rank,
-            _some(sorted(result.kept)),
-        )
-
-
-def _given_up(failed: Sequence[FellBack]) -> str:
-    """In words: which checkpoints were given up, and why."""
-    return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
-
-
-def _raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
-    sentences = []
-    if result.missing:
-        sentences.append(
-            f"the checkpoint lacks {len(result.missing)} entries that the state asks for: "
-            f"{_some(result.missing)} (allow_missing=[patterns] lets them be)"
-        )
-        if any(path.endswith("]") for path in result.missing):
-            sentences[-1] += (
-                "; a value per rank may have a policy for coordinates that are not stored: "
-                "PerRank(..., missing='keep'), or merge=callable"
-            )
-    if result.mismatched:
-        sentences.append(f"{len(result.mismatched)} entries do not fit: {_some(result.mismatched)}")
-    if result.unagreed:
-        sentences.append(
-            f"{len(result.unagreed)} entries would start fresh: {_some(result.unagreed)} "
-            f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
-        )
-    if sentences:
-        raise MismatchError(f"step {snapshot.manifest.step}: " + "; ".join(sentences))
-
-
-def _patterns(unagreed: Sequence[str]) -> str:
-    """What `allow_missing` could be for these entries."""
-    return str([f"{each.split(' (')[0]}*" for each in unagreed[:_MAX_NAMED]])
+    for name in ("allow_missing", "allow_dropped"):
+        patterns = getattr(options, name)
+        if any(not isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError(f"{name}={patterns!r} must be patterns of paths")
 
 
 def _asked(
@@ -528,9 +491,3 @@ def _asked(
             result.claims,
         )
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMED])
-    rest = len(names) - _MAX_NAMED
-    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import MismatchError
 from holdfast.format.values import Node
-from holdfast.parallel.layout import shorten_ranks
+from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.coordinates import Claim, matches
-from holdfast.state.match import Use
+from holdfast.state.match_result import Use
 
 _MAX_NAMED = 10
 

@@ -13,7 +13,7 @@ from holdfast.checkpoint.overlap import BoxTable, Ints
 from holdfast.errors import CorruptionError
 from holdfast.format.manifest import Manifest
 from holdfast.geometry import pad_shapes
-from holdfast.state.match import Wanted
+from holdfast.state.match_result import Wanted
 
 _COLUMN_TYPES = ("<u1", "<u2", "<u4", "<u8")
 

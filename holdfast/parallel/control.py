@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.errors import GroupError, HoldfastError
 from holdfast.parallel.guard import Guard
-from holdfast.parallel.layout import shorten_ranks
 from holdfast.parallel.outcome import Outcome, raise_failures
+from holdfast.parallel.ranks import shorten_ranks
 from holdfast.parallel.record import FAILED, INLINE_NBYTES, RECORD_NBYTES, Record
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 
 if TYPE_CHECKING:
     from holdfast.parallel.control import Control
@@ -32,8 +32,9 @@ class Guard(Generic[T]):
     phase, whether this rank has all calls of the operation behind it. What is raised after that
     goes to `rescue`, which must let the others know in another way and returns for the operation.
     `undo`: called when the operation has failed on all ranks, before the error is raised here.
-    `again`: asked on all ranks then, with the error: whether to begin again. It may make calls of
-    its own, and must answer alike on all ranks.
+    `again`: asked on all ranks when a run has failed on all of them, with the error: whether to
+    begin again. It may make calls of its own, and must answer alike on all ranks. Not together with
+    `is_over`.
 
     `answers`: what `agree` returned, by phase. `is_left`: this rank has all calls of the operation
     behind it. `is_told`: the operation failed on all ranks, and no rank waits for another; it can
@@ -53,12 +54,12 @@ class Guard(Generic[T]):
         self._control = control
         self._operation = operation
         self._end = f"{operation}: end"
-        self._has_end = is_over is None
+        self._has_end = is_over is None and again is None  # else each run has an end of its own
         self._is_over = is_over if is_over is not None else self._is_ended
         self._rescue = rescue
         self._undo = undo
         self._again = again
-        self._has_failed = False
+        self._attempt: Guard[T] | None = None
         self.answers: dict[str, list[bytes]] = {}
         self.is_left = False
         self.is_told = False
@@ -70,32 +71,24 @@ class Guard(Generic[T]):
         """The body's result, if no rank failed; else all ranks raise as `Control.agree` does.
 
         A rank that was interrupted (KeyboardInterrupt, SystemExit) raises that, the others an error
-        that says so. Guards may be nested, and one may be run again and again. An error that left
-        an inner guard on all ranks leaves the outer one as it is.
+        that says so. Guards may be nested, and one may be run again and again, though not within
+        itself (ConfigError). An error that left an inner guard on all ranks leaves the outer one as
+        it is.
         A function and not a context manager: between the body of a `with` and its exit is a place
         where an interrupt is met by nobody.
-        Cost: without `is_over`, one collective.
+        Cost: without `is_over`, one collective. With `again`, one more for each failed run.
         """
-        for _ in range(_MAX_RUNS - 1):
-            try:
-                return self._run_once(body)
-            except BaseException as error:
-                together = self._has_failed and not self._control.is_broken
-                if not together or self._again is None or not self._again(error):
-                    raise
-        return self._run_once(body)
-
-    def _run_once(self, body: Callable[[], T]) -> T:
-        self._has_failed = False
         control = self._control
         outer = control.running
+        self._refuse_within(outer)
         if outer is not None:
             outer.refuse_more()
         self.outer, self.depth = outer, 1 if outer is None else outer.depth + 1
         self.answers, self.is_left, self.is_told, self._failure = {}, False, False, None
+        self._attempt = None
         control.running = self
         try:
-            result = body()
+            result = body() if self._again is None else self._attempts(body, self._again)
             if self._has_end:
                 control.agree(None, phase=self._end)
             self.is_left = True
@@ -113,6 +106,31 @@ class Guard(Generic[T]):
             control.running = self.outer
             self.outer, self._failure = None, None
 
+    def _attempts(self, body: Callable[[], T], again: Callable[[BaseException], bool]) -> T:
+        """The body under a guard of its own, until it succeeds or is not to begin again.
+
+        The question is asked under this guard: a rank that cannot ask it any more, because it was
+        interrupted, say, ends it for the others, too.
+        """
+        for _ in range(_MAX_RUNS - 1):
+            self._attempt = attempt = Guard[T](self._control, self._operation)
+            try:
+                return attempt.run(body)
+            except HoldfastError as error:
+                if self._control.is_broken or not again(error):
+                    raise
+        self._attempt = attempt = Guard[T](self._control, self._operation)
+        return attempt.run(body)
+
+    def _refuse_within(self, outer: Guard[Any] | None) -> None:
+        while outer is not None:
+            if outer is self:
+                raise ConfigError(
+                    f"{self._operation} is called from within itself, by code that it runs "
+                    f"(state_dict, load_state_dict, a codec, merge); call it before or after"
+                )
+            outer = outer.outer
+
     def refuse_more(self) -> None:
         """Raise the failure again, if the operation has failed on all ranks."""
         if self.is_told and self._failure is not None:
@@ -128,7 +146,6 @@ class Guard(Generic[T]):
     def _fail(self, error: BaseException) -> None:
         """Raise what all ranks raise; return where this rank is to raise its own error."""
         control = self._control
-        self._has_failed = True
         together = error
         if not (self.is_told or control.is_broken):
             try:
@@ -144,6 +161,8 @@ class Guard(Generic[T]):
             raise together from error
 
     def _is_ended(self, answers: Mapping[str, list[bytes]]) -> bool:
+        if self._again is not None:
+            return self._attempt is not None and self._attempt.is_left
         return self._end in answers
 
     def _where(self) -> str:

@@ -17,13 +17,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import LayoutError
 from holdfast.parallel.group_names import ALIASES, CLONED, GROUP_NAMES, NAMED_AXES, SLICED
+from holdfast.parallel.ranks import (
+    STAGES,
+    checked_ranks,
+    checked_size,
+    shorten_ranks,
+    sums_of_strides,
+)
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("expt_tp", "ep", "expt_dp", "pp")
@@ -80,11 +86,11 @@ class Layout:
         sizes["expt_tp"] = tp if expt_tp is None else expt_tp
         sizes["replicas"] = replicas
         for field, value in sizes.items():
-            object.__setattr__(self, field, _size(field, value, name))
+            object.__setattr__(self, field, checked_size(field, value, name))
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "order", order)
         world = self.tp * self.cp * self.dp * self.pp
-        object.__setattr__(self, "ranks", _ranks(ranks, world, name))
+        object.__setattr__(self, "ranks", checked_ranks(ranks, world, name))
         self._check_world(world)
         self._check_order()
         self._check_pipeline()
@@ -110,8 +116,10 @@ class Layout:
 
         Raises LayoutError if the sizes do not multiply to `world_size`.
         """
-        rest = math.prod(_size(axis, n, name) for axis, n in (("tp", tp), ("cp", cp), ("pp", pp)))
-        world_size = _size("world_size", world_size, name)
+        rest = math.prod(
+            checked_size(axis, n, name) for axis, n in (("tp", tp), ("cp", cp), ("pp", pp))
+        )
+        world_size = checked_size("world_size", world_size, name)
         product = f"tp * cp * pp = {tp} * {cp} * {pp} = {rest}"
         if dp is None:
             if world_size % rest:
@@ -120,7 +128,7 @@ class Layout:
                     f"(remainder {world_size % rest}). Change a size or the number of ranks."
                 )
             dp = world_size // rest
-        elif rest * _size("dp", dp, name) != world_size:
+        elif rest * checked_size("dp", dp, name) != world_size:
             raise LayoutError(
                 f"Layout {name!r}: {product}, times dp = {dp} makes {rest * dp} ranks, "
                 f"but there are {world_size}. Leave dp out to have it derived."
@@ -241,8 +249,8 @@ class Layout:
         Cost: one pass over the ranks.
         """
         axes = self._own_name(axes)
-        if axes in _STAGES:
-            return tuple(_STAGES[axes](group) for group in self.groups("pp"))
+        if axes in STAGES:
+            return tuple(STAGES[axes](group) for group in self.groups("pp"))
         if axes == "intra_dist_opt":
             return self._instances()
         if axes in SLICED:
@@ -260,8 +268,8 @@ class Layout:
         """
         axes = self._own_name(axes)
         position = self._position(rank)
-        if axes in _STAGES:
-            ends = _STAGES[axes](self.group("pp", rank))
+        if axes in STAGES:
+            ends = STAGES[axes](self.group("pp", rank))
             if rank not in ends:
                 where = "an interior" if axes == "embd" else "not the first"
                 raise LayoutError(
@@ -275,7 +283,7 @@ class Layout:
             pieces = self._slices(self.group(SLICED[axes], rank), axes.endswith("_inter"))
             return next(piece for piece in pieces if rank in piece)
         tokens, strides = self._view(axes)
-        members = _steps(strides[token] for token in tokens)
+        members = sums_of_strides(strides[token] for token in tokens)
         for token in tokens:
             size, stride = strides[token]
             position -= position // stride % size * stride
@@ -285,7 +293,7 @@ class Layout:
         """Whether `rank` is in a group of `axes`; all are, but for `embd` and `pos_embd`."""
         self.size(axes)
         self._position(rank)
-        ends = _STAGES.get(self._own_name(axes))
+        ends = STAGES.get(self._own_name(axes))
         return ends is None or rank in ends(self.group("pp", rank))
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -415,8 +423,8 @@ class Layout:
     def _offsets(self, axes: str) -> tuple[list[int], list[int]]:
         """Positions of a group's members from its first, and of all groups' first members."""
         tokens, strides = self._view(axes)
-        members = _steps(strides[token] for token in tokens)
-        origins = _steps(strides[axis] for axis in strides if axis not in tokens)
+        members = sums_of_strides(strides[token] for token in tokens)
+        origins = sums_of_strides(strides[axis] for axis in strides if axis not in tokens)
         return members, origins
 
     def _slices(self, whole: tuple[int, ...], inter: bool) -> list[tuple[int, ...]]:
@@ -488,56 +496,3 @@ class Layout:
         firsts = [p for p in range(self.world_size) if p % span < stride]
         shown = [list(self.ranks[p : p + span : stride]) for p in firsts[:8]]
         return f"{shown}{' ...' if len(firsts) > 8 else ''}"
-
-
-def shorten_ranks(ranks: Sequence[int]) -> str:
-    """Ranks for a message: a range where they are one, at most 16 of them otherwise."""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}-{ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:16]))
-    return shown if len(ranks) <= 16 else f"{shown}, ... ({len(ranks)} in all)"
-
-
-def _size(field: str, value: int, name: str) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = 0
-    if size < 1 or isinstance(value, bool):
-        raise LayoutError(f"Layout {name!r}: {field} must be a whole number >= 1, got {value!r}.")
-    return size
-
-
-def _ranks(ranks: Sequence[int] | None, world: int, name: str) -> tuple[int, ...]:
-    if ranks is None:
-        return tuple(range(world))
-    try:
-        numbers = tuple(operator.index(rank) for rank in ranks)
-    except TypeError:
-        raise LayoutError(f"Layout {name!r}: ranks must be whole numbers, got {ranks!r}.") from None
-    negative = [rank for rank in numbers if rank < 0]
-    if negative:
-        raise LayoutError(f"Layout {name!r}: ranks must not be negative, got {negative}.")
-    if len(set(numbers)) != len(numbers):
-        twice = sorted({rank for rank in numbers if numbers.count(rank) > 1})
-        raise LayoutError(f"Layout {name!r}: ranks {twice} are in the list more than once.")
-    return numbers
-
-
-def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])
-
-
-def _first(pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    return pipeline[:1]
-
-
-_STAGES = {"embd": _ends, "pos_embd": _first}
-
-
-def _steps(axes: Iterable[tuple[int, int]]) -> list[int]:
-    """Every sum of index * stride, the first axis fastest."""
-    steps = [0]
-    for size, stride in axes:
-        steps = [step + index * stride for index in range(size) for step in steps]
-    return steps

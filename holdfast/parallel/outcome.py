@@ -37,6 +37,7 @@ class Outcome:
             text = "(its text cannot be had)"
         if not isinstance(error, HoldfastError):
             text = f"{kind}: {text}" if text else kind
+            text = "".join(f"{note}: " for note in _notes(error)) + text
         return cls(
             kind=kind, message=(text or kind)[:_MAX_MESSAGE], is_shared=is_shared, depth=depth
         )
@@ -85,6 +86,12 @@ def raise_failures(
     raise failures[0][1].error_type()(
         f"{len(failures)} of {len(outcomes)} ranks failed ({phase}):\n{listed}"
     ) from cause
+
+
+def _notes(error: BaseException) -> list[str]:
+    """Where it happened, as `add_note` has it."""
+    notes = getattr(error, "__notes__", ())
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
 def _who(ranks: Sequence[int]) -> str:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import DeadlineError, GroupError, HoldfastError, LayoutError
 from holdfast.parallel import _torch
-from holdfast.parallel.layout import shorten_ranks
 from holdfast.parallel.outcome import Outcome, raise_failures
+from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

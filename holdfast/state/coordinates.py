@@ -77,6 +77,13 @@ class PickedPerRank(PerRank):
     pick: Callable[[Place], Source] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PerRankIn(PerRank):
+    """One in what an object hands out as its state: `local` is handed back where it stays."""
+
+    local: object = None
+
+
 def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
     """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
     known = layout.coordinates(rank)
@@ -193,7 +200,10 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def settle(template: object, merged: object, path: str) -> object:
-    """A merged tree, with the template's own tensors filled where it has some."""
+    """A merged tree, with the template's own tensors filled where it has some.
+
+    MismatchError where one of them would be left as it was, or filled with rounded values.
+    """
     target = template.local if isinstance(template, Marked) else template
     if isinstance(target, torch.Tensor):
         if not isinstance(merged, torch.Tensor) or merged.shape != target.shape:
@@ -202,14 +212,56 @@ def settle(template: object, merged: object, path: str) -> object:
                 f"{path}: merge returned {found!r} for a tensor of shape {list(target.shape)}"
             )
         with torch.no_grad():
+            if not _fits(merged, target.dtype):
+                raise MismatchError(
+                    f"{path}: merge returned {merged.dtype} values that a {target.dtype} tensor "
+                    f"cannot hold; let it return {target.dtype}"
+                )
             target.copy_(merged)
         return target
-    if isinstance(template, Mapping) and type(merged) is dict:
-        return {
-            name: settle(template[name], child, f"{path}.{name}") if name in template else child
-            for name, child in merged.items()
-        }
+    if isinstance(template, Mapping) and isinstance(merged, Mapping):
+        for name in template:
+            if name not in merged:
+                _refuse_tensors(template[name], f"{path}.{name}")
+        if type(merged) is dict:
+            return {
+                name: settle(template[name], child, f"{path}.{name}") if name in template else child
+                for name, child in merged.items()
+            }
     if isinstance(template, list) and type(merged) is list and len(template) == len(merged):
         pairs = enumerate(zip(template, merged, strict=True))
         return [settle(old, new, f"{path}.{i}") for i, (old, new) in pairs]
+    if type(template) is not type(merged):
+        _refuse_tensors(template, path)
     return merged
+
+
+def _fits(merged: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every value of the tensor is one of that dtype."""
+    if merged.dtype == dtype:
+        return True
+    if merged.is_complex() and not dtype.is_complex:
+        return False
+    held = merged.detach()
+    wide = torch.complex128 if held.is_complex() else torch.float64
+    exact = wide if held.is_complex() or held.is_floating_point() else held.dtype
+    held, back = held.to(exact), held.to(dtype).to(exact)
+    same = held == back
+    if exact is wide:
+        same |= held.isnan() & back.isnan()
+    return bool(same.all())
+
+
+def _refuse_tensors(template: object, path: str) -> None:
+    """MismatchError where the template has a tensor, which nothing fills."""
+    if isinstance(template, torch.Tensor | Marked):
+        raise MismatchError(
+            f"{path}: merge returned nothing for this tensor of the marker's tree, which would "
+            f"stay as it was; return one, or leave it out of the tree"
+        )
+    if isinstance(template, Mapping):
+        for name, child in template.items():
+            _refuse_tensors(child, f"{path}.{name}")
+    elif isinstance(template, list | tuple):
+        for i, child in enumerate(template):
+            _refuse_tensors(child, f"{path}.{i}")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
-from holdfast.format.values import UNION, Codecs, Node, encode_tree
+from holdfast.format.values import UNION, Codecs, Node, encode_tree, is_unicode
 from holdfast.parallel.layout import Layout
 from holdfast.state.arrays import array_tensor
 from holdfast.state.coordinates import coordinate_label
@@ -116,6 +116,9 @@ def flatten_state(
             tree = _declared(part, part.tree())
         except HoldfastError as error:
             raise type(error)(f"state part '{name}': {error}") from error
+        except Exception as error:
+            error.add_note(f"state part '{name}'")
+            raise
         nodes[name] = flattener.encode(tree, path=name)
     if cache is not None:
         cache.entries, cache.shelves = flattener.entries, flattener.shelves
@@ -140,6 +143,8 @@ def check_part_name(name: object) -> None:
         raise ConfigError(
             f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
         )
+    if not is_unicode(name):
+        raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is no text")
 
 
 class _Flattener:
@@ -285,6 +290,11 @@ class _Flattener:
             return known
         if path == "__metadata__":
             raise PlacementError("the key '__metadata__' is reserved by safetensors; rename it")
+        if not path.isascii() and not is_unicode(path):
+            raise PlacementError(
+                f"{path!r}: a tensor's key must be text that UTF-8 can hold; it has a lone "
+                f"surrogate; rename it"
+            )
         if path in self.leaves:
             raise PlacementError(
                 f"{path}: two tensors of the state have this key (a name with a dot in it, or a "

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast.errors import HoldfastError, MismatchError
 from holdfast.format.values import (
@@ -19,12 +17,11 @@ from holdfast.format.values import (
     mapping_of,
     sequence_of,
 )
-from holdfast.geometry import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.arrays import tensor_array
 from holdfast.state.casting import refused_cast
 from holdfast.state.coordinates import (
-    Claim,
+    PerRankIn,
     Source,
     coordinate_label,
     find_source,
@@ -32,18 +29,18 @@ from holdfast.state.coordinates import (
     settle,
     stored_trees,
 )
+from holdfast.state.held import PLAIN, Targets, other_shape
 from holdfast.state.markers import (
     Fresh,
     Marked,
-    Padded,
     PerRank,
     PerRankValues,
     Stored,
     Transient,
     Union,
 )
-from holdfast.state.padding import clip_leaf, padding_views
-from holdfast.state.placement import Domains, is_tensor_like, tensor_leaf
+from holdfast.state.match_result import MatchResult, Use, Wanted
+from holdfast.state.placement import is_tensor_like
 from holdfast.state.registered import Registered
 from holdfast.state.stored_nodes import (
     Members,
@@ -52,68 +49,12 @@ from holdfast.state.stored_nodes import (
     key_token,
     kind_in_words,
     leaf_paths,
+    stored_kind,
     tag_of,
 )
-from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
+from holdfast.state.torch_dtypes import torch_dtype
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_Held = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
-"""Dtype name, global shape, boxes (None: the whole), and what is filled."""
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
-
-
-class Wanted(NamedTuple):
-    """One tensor of a request and what fills it on this rank.
-
-    `path`: in the state. `tensor`: position of the stored one in the checkpoint's table. `locals`:
-    what is filled, one for each of `boxes`; a single one for the whole where `boxes` is None.
-    `is_fresh`: memory made for this load, which nobody else knows.
-    """
-
-    path: str
-    tensor: int
-    boxes: tuple[Box, ...] | None
-    locals: tuple[torch.Tensor, ...]
-    is_fresh: bool = False
-
-
-class Use(NamedTuple):
-    """A stored value per coordinate that a request met: what this rank takes of it."""
-
-    path: str
-    node: Any
-    labels: tuple[str, ...]
-    may_drop: bool
-
-
-@dataclass(slots=True)
-class MatchResult:
-    """What a request and a checkpoint have to do with each other, on one rank.
-
-    `wanted`: the tensors to fill, in the order of the request; one met again has nothing to fill.
-    `missing`: paths asked for and not stored. `mismatched`: one sentence for each difference in
-    shape, dtype or kind. `cast`: keys that are converted. `kept`: per-rank paths whose local value
-    stays by their policy. `allowed`: paths absent by the caller's leave. `fresh`: what starts fresh
-    by the caller's leave. `unagreed`: what would start fresh without it, path and reason.
-    `touched`: stored leaf paths that the request uses. `cleared`: padding that is set to zero in
-    the end. `uses`: the values per coordinate that it asks for. `claims`: what has to be equal on
-    several ranks after the load. `dropped`: stored entries of this rank's coordinate that nothing
-    here can take.
-    """
-
-    wanted: list[Wanted] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    cast: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    allowed: list[str] = field(default_factory=list)
-    fresh: list[str] = field(default_factory=list)
-    unagreed: list[str] = field(default_factory=list)
-    touched: set[str] = field(default_factory=set)
-    cleared: list[Wanted] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
 
 
 class Matcher:
@@ -143,14 +84,12 @@ class Matcher:
         self._cast = cast
         self._scope = ""
         self._fresh: dict[tuple[str, str], torch.Tensor] = {}
-        self._domains: Domains = {}
         self._sources: dict[int, str] = {}
-        self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
-        self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._targets = Targets(layout, rank)
         self._registered = Registered(codecs)
         self._closed = False
         self._found: dict[str, Source] = {}
-        self.result = MatchResult()
+        self.result = MatchResult(cleared=self._targets.cleared)
 
     def move_to(self, layout: Layout, *, scope: str = "") -> None:
         """What follows lives on this layout.
@@ -159,6 +98,7 @@ class Matcher:
         of its own.
         """
         self._layout = layout
+        self._targets.move_to(layout)
         self._scope = scope
 
     def may_miss(self, path: str) -> bool:
@@ -210,8 +150,7 @@ class Matcher:
         if isinstance(template, torch.Tensor):
             return template
         if isinstance(template, Marked):
-            for view in self._paddings.get(id(template), ()):
-                view.zero_()
+            self._targets.clear_padding(template)
             return template.local
         if isinstance(template, Stored):
             return self._decode(node, path, all_ranks=template.all_ranks)
@@ -241,7 +180,7 @@ class Matcher:
         for stored, (name, child) in named.items():
             if stored in own:
                 value = template[own[stored]]
-                if type(value) not in _PLAIN:
+                if type(value) not in PLAIN:
                     value = self.build(value, child, f"{path}.{key_name(name)}", closed=closed)
                 found[name] = value
             elif not closed:
@@ -254,7 +193,7 @@ class Matcher:
         codec = self._codecs.codec_for(type(template))
         parts = self._registered.parts(template)
         if codec is not None:
-            return codec.decode(self.build(parts, node["v"], path, closed=closed))
+            return codec.decoded(self.build(parts, node["v"], path, closed=closed), path)
         return dataclass_of(
             type(template),
             {
@@ -268,7 +207,7 @@ class Matcher:
         if named is None:
             if any(self._registered.holds_tensors(v) for v in template.values()):
                 self.result.mismatched.append(
-                    f"{path}: the state has a mapping here, the checkpoint {kind_in_words(node)}"
+                    f"{path}: the state has a mapping here, the checkpoint {stored_kind(node)}"
                 )
             else:
                 self._want_all(node, path)
@@ -282,7 +221,7 @@ class Matcher:
             tokens.add(token)
             if token is not None and token in named:
                 stored = named[token][1]
-                if type(child) in _PLAIN and isinstance(child, torch.Tensor):
+                if type(child) in PLAIN and isinstance(child, torch.Tensor):
                     self._match_tensor(child, stored, here)
                 else:
                     self.match(child, stored, here)
@@ -348,7 +287,7 @@ class Matcher:
         if tag_of(node) != "per_rank":
             self.result.mismatched.append(
                 f"{path}: the state has a value per {','.join(template.axes)} here, the checkpoint "
-                f"{kind_in_words(node)}"
+                f"{kind_in_words(node)}; ask for it without PerRank"
             )
             return
         source = find_source(template, node, layout=self._layout, rank=self._rank, path=path)
@@ -397,16 +336,18 @@ class Matcher:
                     f"{path}: merge of {len(trees)} stored values failed: {error!r}"
                 ) from error
             return settle(template.tree, merged, path)
+        if not source.labels and isinstance(template, PerRankIn):
+            return template.local
         if not source.labels:
             return None if isinstance(template.tree, Stored) else _unmarked(template.tree)
         label = source.labels[0]
         return self.build(template.tree, node["v"][label], f"{path}[{label}]", closed=closed)
 
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
-        held_dtype, held_shape, boxes, locals_ = self._held(template, path)
+        held_dtype, held_shape, boxes, locals_ = self._targets.held(template, path)
         if tag_of(node) not in ("tensor", "array"):
             self.result.mismatched.append(
-                f"{path}: the state has a tensor here, the checkpoint {kind_in_words(node)}"
+                f"{path}: the state has a tensor here, the checkpoint {stored_kind(node)}"
             )
             return
         key = node["k"]
@@ -421,7 +362,7 @@ class Matcher:
             )
             return
         if shape != held_shape:
-            self.result.mismatched.append(_other_shape(template, path, held_shape, shape))
+            self.result.mismatched.append(other_shape(template, path, held_shape, shape))
         elif dtype != held_dtype and (why := self._refused_cast(dtype, held_dtype)):
             self.result.mismatched.append(
                 f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; {why}"
@@ -440,40 +381,6 @@ class Matcher:
         if why:
             return f"{why}; load it with Stored() and convert it as it is meant"
         return "" if self._cast else "pass cast=True to convert"
-
-    def _held(self, template: torch.Tensor | Marked, path: str) -> _Held:
-        """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
-
-        Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
-        has the boxes of that one.
-        """
-        if type(template) in _PLAIN and isinstance(template, torch.Tensor):
-            dtype = TORCH_TO_NAME.get(template.dtype)
-            if dtype is not None and _is_readable(template):
-                return dtype, tuple(template.shape), None, (template,)
-        like: tuple[object, ...] | None = None
-        if type(template) is DTensor:
-            local = template._local_tensor
-            like = (id(template.device_mesh), template.placements, template.shape, local.shape)
-            boxes = self._boxes.get(like)
-            dtype = TORCH_TO_NAME.get(local.dtype)
-            if boxes is not None and dtype is not None and _is_readable(local):
-                return dtype, tuple(template.shape), boxes, (local,)
-        leaf = tensor_leaf(
-            template.value if isinstance(template, Padded) else template,
-            key=path,
-            layout=self._layout,
-            rank=self._rank,
-            domains=self._domains,
-        )
-        if isinstance(template, Padded):
-            if id(template) not in self._paddings:
-                views = self._paddings[id(template)] = padding_views(leaf, template.shape)
-                self.result.cleared.append(Wanted(f"the padding of {path}", -1, None, views))
-            leaf = clip_leaf(leaf, template.shape)
-        if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
-            self._boxes[like] = leaf.boxes
-        return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
 
     def _left(self, template: Mapping[Any, object], path: str) -> dict[Any, object]:
         """What stays of a template's entries for which nothing is stored."""
@@ -562,17 +469,6 @@ class Matcher:
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor_leaf` has nothing to say against a plain tensor."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and type(tensor) in _PLAIN
-    )
-
-
 def _unmarked(template: object) -> object:
     """What stays of a template for which nothing is stored: the tensors as they are."""
     if isinstance(template, Marked):
@@ -595,18 +491,3 @@ def _used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Code
     """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
     trees = {label: _only(tree, names) for label, tree in node["v"].items()}
     return leaf_paths({**node, "v": trees}, path, codecs)
-
-
-def _other_shape(
-    template: torch.Tensor | Marked, path: str, held: tuple[int, ...], stored: tuple[int, ...]
-) -> str:
-    """In words: the state and the checkpoint differ in shape, and whether padding may be why."""
-    said = f"{path}: the state's shape is {list(held)}, the checkpoint's {list(stored)}"
-    if isinstance(template, Padded):
-        return f"{said}; the state's is declared as the real one of {list(template.padded_shape)}"
-    if len(held) == len(stored):
-        said += (
-            "; if they differ by padding alone, declare the real shape where it is saved and where "
-            "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
-        )
-    return said

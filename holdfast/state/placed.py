@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.state.coordinates import PerRankIn
 from holdfast.state.exported import local
 from holdfast.state.markers import FlatShard, Marked, Padded, PerRank, Replicated, Sharded, Stored
 from holdfast.state.stored import StoredPart
@@ -42,7 +43,8 @@ class Placer:
         if isinstance(node, Mapping) and node.get("$") == "tensor":
             return self._tensor(current, str(node["k"]))
         if isinstance(current, PerRank):
-            return replace(current, tree=Stored())
+            policies = {f.name: getattr(current, f.name) for f in fields(PerRank)}
+            return PerRankIn(**policies | {"tree": Stored()}, local=current.tree)
         if isinstance(current, Mapping):
             children = self._stored.children(node)
             if children is None:

@@ -48,6 +48,15 @@ class StoredPart:
         found: object = parts[path] if path in parts else self.find(path)
         return found
 
+    def has_part_or_below(self, path: str) -> bool:
+        """Whether there is one; its node is None as well where the value None is stored."""
+        parts = self.node if isinstance(self.node, Mapping) else {}
+        if path in parts or self.find(path) is not None:
+            return True
+        above, _, name = path.rpartition(".")
+        node = self.find(above) if above else None
+        return isinstance(node, Mapping) and "$" not in node and name in node
+
     def name_in(self, path: str) -> str:
         """Of a checkpoint's parts by name: the one in which `part_or_below` finds a path."""
         parts = self.node if isinstance(self.node, Mapping) else {}

@@ -119,8 +119,13 @@ def kind_in_words(node: Any) -> str:
     tag = tag_of(node)
     if tag == "per_rank":
         return f"a value per {','.join(node['axes'])}"
-    if tag is not None:
-        return f"a {tag}"
-    if isinstance(node, dict):
-        return "a mapping"
-    return f"a list of {len(node)}" if isinstance(node, list) else f"a {type(node).__name__}"
+    if isinstance(node, list):
+        return f"a list of {len(node)}"
+    name = tag or ("mapping" if isinstance(node, dict) else type(node).__name__)
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def stored_kind(node: Any) -> str:
+    """What is stored, and how to ask for it where it is a value per coordinate."""
+    said = kind_in_words(node)
+    return said if tag_of(node) != "per_rank" else f"{said}; ask for it with PerRank(..., axes=...)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ def equal(a: object, b: object) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float) and isinstance(b, float):
-        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+        return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, complex) and isinstance(b, complex):
         return equal(a.real, b.real) and equal(a.imag, b.imag)
     if isinstance(a, np.generic) and isinstance(b, np.generic):
@@ -135,6 +135,15 @@ TREES = st.recursive(
     ),
     max_leaves=12,
 )
+
+
+def test_every_nan_keeps_its_bits() -> None:
+    for bits in (0x7FF8 << 48, 0xFFF8 << 48, (0x7FF8 << 48) + 0xABC, (0xFFFF << 48) + 1):
+        value = struct.unpack("<d", struct.pack("<Q", bits))[0]
+        assert equal(round_trip([value, complex(1, value)]), [value, complex(1, value)])
+    for text in ("nan:7ff0000000000000", "nan:3ff0000000000000", "nan:7ff8", "nan:", "NaN"):
+        with pytest.raises(CorruptionError):
+            decode_tree({"$": "float", "v": text})
 
 
 @settings(max_examples=300, deadline=None)

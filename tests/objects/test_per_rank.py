@@ -272,12 +272,20 @@ def test_merge_makes_one_of_all(four: Path) -> None:
         (lambda trees: trees["dp=7"], "merge of 2 stored values failed: KeyError"),
         (lambda trees: {"x": torch.zeros(4)}, "shape"),
         (lambda trees: {"x": 1}, "merge returned 1"),
+        (lambda trees: {"dp": 1}, r"n\.x: merge returned nothing for this tensor"),
+        (lambda trees: None, r"n\.x: merge returned nothing for this tensor"),
+        (lambda trees: {"x": torch.full((3,), 0.1).double()}, None),
+        (lambda trees: {"x": torch.full((3,), 0.1, dtype=torch.float64)}, "cannot hold"),
+        (lambda trees: {"x": torch.full((3,), 1j)}, "cannot hold"),
     ):
         whole = WholeLoader(0)
         state = {
             "whole": WholeLoader(0, surplus="drop"),
             "plain": {"n": PerRank({"x": target}, axes=("dp",), merge=bad)},
         }
+        if said is None:
+            one(four, state)
+            continue
         with pytest.raises(MismatchError, match=said):
             one(four, state)
         assert whole.got is None
@@ -340,8 +348,11 @@ def load_four(context: RankContext, root: str) -> list[Any]:
             with pytest.raises(MismatchError) as caught:
                 checkpointer.load(state)
             found.append(str(caught.value))
-        kept = checkpointer.load(asked(missing="keep")).kept
-        allowed = checkpointer.load(asked(), allow_missing=["whole"]).kept
+        keeping, allowing = asked(missing="keep"), asked()
+        kept = checkpointer.load(keeping).kept
+        allowed = checkpointer.load(allowing, allow_missing=["whole"]).kept
+        for each in (keeping["whole"], allowing["whole"]):  # what stays is handed back to its owner
+            assert each.got == {"at": 20 + rank if rank < 2 else rank}  # type: ignore[attr-defined]
         stored = checkpointer.load({"whole": Stored()}, allow_missing=["whole"])
         merging = asked(merge=lambda trees: sorted(trees))
         checkpointer.load(merging)

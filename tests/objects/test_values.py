@@ -21,6 +21,8 @@ from holdfast import (
     Checkpointer,
     Codec,
     Codecs,
+    FromPart,
+    HoldfastError,
     MismatchError,
     PerRank,
     PerRankValues,
@@ -252,7 +254,7 @@ def test_every_dtype_of_the_format(tmp_path: Path) -> None:
         (np.array(["a"]), "<U1"),
         (np.zeros(2, dtype=np.longdouble), "longdouble|float128"),
         (np.array([b"ab"]), "S2"),
-        ({1.0: 0, float("nan"): 1, -float("nan"): 2}, "stored alike"),
+        ({1.0: 0, float("nan"): 1, float("nan"): 2}, "stored alike"),
     ],
     ids=str,
 )
@@ -554,3 +556,64 @@ def test_generated_trees_round_trip(tmp_path: Path, tree: Any) -> None:
         # The one thing that is refused: two tensors of which the paths are the same (1 and "1").
         if "have this key" not in str(error):
             raise
+
+
+def test_a_part_may_be_none(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"x": None, "y": {"z": None}})
+    for state in ({"x": None, "y": {"z": None}}, {"x": Stored(), "y": Stored()}):
+        report = checkpointer.load(state)
+        assert report.values == {"x": None, "y": {"z": None}}
+        assert (report.missing, report.not_requested) == ((), ())
+    assert checkpointer.load({"v": FromPart("y.z", 3)}).values == {"v": None}
+    for absent in ("w", "x.z", "y.w"):
+        with pytest.raises(MismatchError, match="the checkpoint lacks"):
+            checkpointer.load({"v": FromPart(absent, 3)})
+        with pytest.raises(MismatchError, match="the checkpoint lacks"):
+            checkpointer.load({absent: None})
+
+
+class Wound:
+    """A user's type whose codec can fail."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), TypeError("t"), RuntimeError("r")])
+def test_a_failing_codec_is_named_with_its_path_and_is_no_damage(
+    tmp_path: Path, error: Exception
+) -> None:
+    def failing(value: Any) -> Any:
+        raise error
+
+    def with_codec(**of: Any) -> Checkpointer:
+        how = {"encode": lambda w: {"v": w.value}, "decode": lambda v: Wound(v["v"])} | of
+        codec = Codec(name="wound", type=Wound, **how)
+        return Checkpointer(tmp_path, codecs=Codecs(codecs=[codec]))
+
+    state = {"x": {"a": [Wound(torch.ones(2))]}}
+    with pytest.raises(
+        PlacementError, match=r"x\.a\.0: the codec 'wound' cannot encode this Wound"
+    ):
+        with_codec(encode=failing).save(1, state)
+    with_codec().save(1, state)
+    with_codec().save(2, state)
+    broken = with_codec(decode=failing)
+    for load in (
+        lambda: broken.load(state, fallback=True),
+        lambda: broken.load({"x": Stored()}, fallback=True),
+        lambda: broken.load_all(fallback=True),
+    ):
+        with pytest.raises(MismatchError, match=r"x\.a\.0: the codec 'wound' cannot decode"):
+            load()
+
+
+def test_names_that_are_no_text_are_refused_where_they_name_tensors(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(PlacementError, match=r"x\.\\ud800.*surrogate"):
+        checkpointer.save(1, {"x": {"\ud800": torch.ones(1)}})
+    with pytest.raises(HoldfastError, match=r"\\ud800.*surrogate"):
+        checkpointer.save(1, {"\ud800": 1})
+    checkpointer.save(1, {"x": {"\ud800": 1, "é": torch.ones(1)}})
+    assert list(checkpointer.load({"x": Stored()}).values["x"]) == ["\ud800", "é"]

@@ -24,7 +24,7 @@ from holdfast import (
 from holdfast.checkpoint import aliasing
 from holdfast.checkpoint.aliasing import shared_memory, without_ties
 from holdfast.geometry import Box
-from holdfast.state.match import Wanted
+from holdfast.state.match_result import Wanted
 
 
 def save_apart(root: Path, **tensors: torch.Tensor) -> Checkpointer:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from holdfast.errors import DeadlineError, GroupError, HoldfastError, PlanError, StorageError
+from holdfast.errors import (
+    CorruptionError,
+    DeadlineError,
+    GroupError,
+    HoldfastError,
+    PlanError,
+    StorageError,
+)
 from holdfast.parallel import Control, Layout, ProcessGroups
 from holdfast.parallel.guard import Guard
 from tests.harness import RankContext, run_ranks
@@ -158,6 +166,92 @@ def leave_midway(context: RankContext) -> float:
 
 def test_a_rank_interrupted_within_a_call_is_not_waited_for() -> None:
     assert max(run_ranks(2, leave_midway, timeout_s=60).results) < 20
+
+
+class Repeated:
+    """An operation whose first run fails, and what one rank does when the others begin it again."""
+
+    def __init__(self, control: Control, first: list[BaseException | None]) -> None:
+        self.control, self.first, self.num_runs, self.num_asked = control, first, 0, 0
+        self.asking: list[BaseException | None] = [None] * control.size
+
+    def body(self) -> int:
+        self.num_runs += 1
+        self.control.barrier(phase="within")
+        error = self.first[self.control.index] if self.num_runs == 1 else None
+        if error is not None:
+            raise error
+        self.control.agree(None, phase="done")
+        return self.num_runs
+
+    def again(self, error: BaseException) -> bool:
+        self.num_asked += 1
+        own = self.asking[self.control.index]
+        if own is not None:
+            raise own
+        if not isinstance(error, CorruptionError):
+            return False
+        return self.control.agree(None, phase="again?", payload=b"1")[0] == b"1"
+
+    def run(self) -> int:
+        return Guard[int](self.control, "op", again=self.again).run(self.body)
+
+
+def begin_again(context: RankContext) -> float:
+    """Whatever a rank meets while the others ask whether to begin again, nobody waits for it."""
+    began = time.monotonic()
+    rank = context.rank
+    with ProcessGroups.create(Layout(dp=2), names=[], timeout_s=20) as groups:
+        control = groups.control
+        damaged = CorruptionError("damaged")
+        for first in ([damaged, None], [None, damaged], [damaged, damaged]):
+            assert Repeated(control, first).run() == 2
+            still_well(control)
+
+        refused = Repeated(control, [None, PlanError("no")])
+        with pytest.raises(PlanError, match=r"^1 of 2 ranks failed \(done\):\nrank 1: no$"):
+            refused.run()
+        assert (refused.num_runs, refused.num_asked) == (1, 1)
+        still_well(control)
+
+        # One is interrupted while the other meets what could be begun again.
+        case = Repeated(control, [damaged, KeyboardInterrupt()])
+        with pytest.raises(KeyboardInterrupt if rank == 1 else HoldfastError) as caught:
+            case.run()
+        assert rank == 1 or "rank 1: KeyboardInterrupt" in str(caught.value)
+        assert case.num_runs == 1
+        still_well(control)
+
+        # One fails, or is interrupted, while it is asked whether to begin again.
+        for error in (StorageError("gone"), KeyboardInterrupt(), MemoryError("no more")):
+            for victim in range(2):
+                case = Repeated(control, [damaged, None])
+                case.asking[victim] = error
+                with pytest.raises((HoldfastError, KeyboardInterrupt)):
+                    case.run()
+                assert case.num_runs == 1
+                still_well(control)
+
+        # In the end it is not begun again any more.
+        never = Repeated(control, [])
+        never.body = lambda: control.fail(damaged, phase="p")  # type: ignore[method-assign]
+        with pytest.raises(CorruptionError, match="damaged"):
+            never.run()
+        assert never.num_asked == 7
+        still_well(control)
+    return time.monotonic() - began
+
+
+def test_an_operation_is_begun_again_on_all_ranks_or_on_none() -> None:
+    assert max(run_ranks(2, begin_again, timeout_s=100).results) < 20
+
+
+def test_an_operation_within_itself_is_refused() -> None:
+    for again in (None, lambda error: False):
+        guard = Guard[None](Control.single(), "op", again=again)
+        with pytest.raises(HoldfastError, match="op is called from within itself"):
+            guard.run(partial(guard.run, lambda: None))
+        guard.run(lambda: None)
 
 
 def test_a_lone_process_raises_its_own_error() -> None:

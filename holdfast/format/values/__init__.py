@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from holdfast.format.values.codecs import Codec, Codecs
 from holdfast.format.values.decode import dataclass_of, decode_tree, mapping_of, sequence_of
-from holdfast.format.values.encode import encode_tree
+from holdfast.format.values.encode import encode_tree, is_unicode
 from holdfast.format.values.merge import merge_nodes
 from holdfast.format.values.nodes import (
     MAX_DEPTH,
@@ -32,6 +32,7 @@ __all__ = [
     "dataclass_of",
     "decode_tree",
     "encode_tree",
+    "is_unicode",
     "join_path",
     "key_name",
     "mapping_of",

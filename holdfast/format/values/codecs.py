@@ -8,7 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
 
 T = TypeVar("T")
 
@@ -21,6 +21,33 @@ class Codec:
     type: type[Any]
     encode: Callable[[Any], object]
     decode: Callable[[Any], Any]
+
+    def encoded(self, value: object, path: str) -> object:
+        """What `encode` makes of a value; PlacementError with the path where it fails."""
+        try:
+            return self.encode(value)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise PlacementError(
+                f"{path}: the codec {self.name!r} cannot encode this "
+                f"{type(value).__name__}: {type(error).__name__}: {error}"
+            ) from error
+
+    def decoded(self, plain: object, path: str) -> Any:
+        """What `decode` makes of a stored tree; MismatchError with the path where it fails.
+
+        The stored bytes have been proved by then: it is no damage, and no older checkpoint helps.
+        """
+        try:
+            return self.decode(plain)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise MismatchError(
+                f"{path}: the codec {self.name!r} cannot decode what is stored: "
+                f"{type(error).__name__}: {error}; register one that knows this form"
+            ) from error
 
 
 class Codecs:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import fields
@@ -23,6 +25,7 @@ _DECIMAL = re.compile(r"-?[1-9][0-9]{0,4000}", re.ASCII)
 _HEXADECIMAL = re.compile(r"-?0x[1-9a-f][0-9a-f]*", re.ASCII)
 _SCALAR = re.compile(r"[|<](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[[0-9A-Za-z]{1,12}\])?)", re.ASCII)
 _FLOATS = ("nan", "inf", "-inf")
+_NAN = re.compile(r"nan:[0-9a-f]{16}", re.ASCII)
 
 
 def decode_tree(
@@ -145,7 +148,7 @@ class _Decoder:
             if codec is None:
                 raise _unregistered("codec", name, path, "codecs")
             plain = self.decode(node["v"], path, depth + 1)
-            return codec.decode(plain) if self._run_codecs else plain
+            return codec.decoded(plain, path) if self._run_codecs else plain
         if tag == "enum":
             return self._enum(name, node, path)
         _expect(node, "n", "v")
@@ -258,8 +261,13 @@ def _decode_scalar(tag: str, node: dict[str, Node], path: str) -> object:
 def _decode_float(node: Node) -> float:
     if type(node) is float:
         return node
-    if isinstance(node, dict) and node.get(TAG) == "float" and node.get("v") in _FLOATS:
-        return float(str(node["v"]))
+    text = node.get("v") if isinstance(node, dict) and node.get(TAG) == "float" else None
+    if text in _FLOATS:
+        return float(str(text))
+    if isinstance(text, str) and _NAN.fullmatch(text):
+        (value,) = struct.unpack(">d", bytes.fromhex(text[4:]))
+        if math.isnan(value):
+            return float(value)
     raise ValueError("not a floating-point number")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -27,6 +28,8 @@ from holdfast.format.values.nodes import (
 
 OnLeaf = Callable[[str, object], Node]
 
+USUAL_NAN = "7ff8000000000000"
+"""The bits of `float("nan")`; any other NaN is stored with its own."""
 FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
 """The default factories of a defaultdict that can be stored; others would be code."""
 
@@ -119,7 +122,11 @@ class _Encoder:
         cls = type(value)
         codec = self._codecs.codec_for(cls)
         if codec is not None:
-            return {TAG: "codec", "n": codec.name, "v": self.encode(codec.encode(value), path)}
+            return {
+                TAG: "codec",
+                "n": codec.name,
+                "v": self.encode(codec.encoded(value, path), path),
+            }
         if isinstance(value, np.generic):
             return self._numpy_scalar(value, path)
         if isinstance(value, Enum) and self._codecs.enum_named(cls.__qualname__) is cls:
@@ -208,10 +215,11 @@ class _Encoder:
 
 
 def _is_plain_key(key: str) -> bool:
-    return not key.startswith(TAG) and (key.isascii() or _is_unicode(key))
+    return not key.startswith(TAG) and (key.isascii() or is_unicode(key))
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold it: it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -227,11 +235,15 @@ def _encode_int(value: int) -> Node:
 
 
 def _encode_float(value: float) -> Node:
-    return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if math.isfinite(value):
+        return value
+    bits = struct.pack(">d", value).hex()
+    is_usual = not math.isnan(value) or bits == USUAL_NAN
+    return {TAG: "float", "v": repr(value) if is_usual else f"nan:{bits}"}
 
 
 def _encode_str(value: str) -> Node:
-    if value.isascii() or _is_unicode(value):
+    if value.isascii() or is_unicode(value):
         return value
     raw = value.encode("utf-8", "surrogatepass")
     return {TAG: "str", "v": base64.b64encode(raw).decode()}

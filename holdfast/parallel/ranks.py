@@ -1,0 +1,64 @@
+"""Small arithmetic over ranks, and how they are written in messages."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+from holdfast.errors import LayoutError
+
+
+def shorten_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message: a range where they are one, at most 16 of them otherwise."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown if len(ranks) <= 16 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def checked_size(field: str, value: int, name: str) -> int:
+    """A size of the layout `name`; LayoutError if it is none."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = 0
+    if size < 1 or isinstance(value, bool):
+        raise LayoutError(f"Layout {name!r}: {field} must be a whole number >= 1, got {value!r}.")
+    return size
+
+
+def checked_ranks(ranks: Sequence[int] | None, world: int, name: str) -> tuple[int, ...]:
+    """The ranks of the layout `name`, by default the first `world`; LayoutError if wrong."""
+    if ranks is None:
+        return tuple(range(world))
+    try:
+        numbers = tuple(operator.index(rank) for rank in ranks)
+    except TypeError:
+        raise LayoutError(f"Layout {name!r}: ranks must be whole numbers, got {ranks!r}.") from None
+    negative = [rank for rank in numbers if rank < 0]
+    if negative:
+        raise LayoutError(f"Layout {name!r}: ranks must not be negative, got {negative}.")
+    if len(set(numbers)) != len(numbers):
+        twice = sorted({rank for rank in numbers if numbers.count(rank) > 1})
+        raise LayoutError(f"Layout {name!r}: ranks {twice} are in the list more than once.")
+    return numbers
+
+
+def sums_of_strides(axes: Iterable[tuple[int, int]]) -> list[int]:
+    """Every sum of index * stride, the first axis fastest."""
+    steps = [0]
+    for size, stride in axes:
+        steps = [step + index * stride for index in range(size) for step in steps]
+    return steps
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])
+
+
+def _first(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    return pipeline[:1]
+
+
+STAGES = {"embd": _ends, "pos_embd": _first}
+"""Which ranks of a pipeline hold what: by the token of the group."""
