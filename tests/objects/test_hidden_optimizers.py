@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from holdfast import (
     Checkpointer,
@@ -22,7 +23,7 @@ from holdfast import (
     ProcessGroups,
 )
 from tests.harness import RankContext, run_ranks
-from tests.objects.containers import Sharpness, Silent
+from tests.objects.containers import Lookahead, Sharpness, Silent
 from tests.objects.test_whole_states import contents
 
 
@@ -177,3 +178,35 @@ def test_flat_shards_say_what_to_use_instead(strategy: str, tmp_path: Path) -> N
 def test_an_owner_that_is_no_module_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="pass the module whose parameters"):
         OptimizerState(torch.optim.SGD(nn.Linear(1, 1).parameters()), wrong)
+
+
+def numbered(context: RankContext, root: str) -> None:
+    """A form that numbers parameters, and keys what is theirs by numbers and tuples."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+
+        def made() -> tuple[nn.Module, Lookahead]:
+            torch.manual_seed(0)
+            model = fully_shard(nn.Linear(4, 4), mesh=groups.mesh("dp_cp"))
+            return model, Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+        model, optimizer = made()
+        step(model, optimizer)
+        checkpointer = Checkpointer(root, groups=groups)
+        checkpointer.save(1, {"m": model, "o": OptimizerState(optimizer, model)})
+        for is_stale in (False, True):
+            twin, other = made()
+            if is_stale:
+                step(twin, other, -2.0)
+            checkpointer.load({"m": twin, "o": OptimizerState(other, twin)}, step=1)
+            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                pairs = [(optimizer.state[mine]["slow"], other.state[theirs]["slow"])]
+                one, two = optimizer.optimizer.state[mine], other.optimizer.state[theirs]
+                pairs.append((one["momentum_buffer"], two["momentum_buffer"]))
+                for kept, given in pairs:
+                    assert isinstance(given, DTensor)
+                    assert given.placements == kept.placements
+                    assert torch.equal(given.to_local(), kept.to_local())
+
+
+def test_a_numbered_form_is_sharded_again(tmp_path: Path) -> None:
+    run_ranks(2, numbered, str(tmp_path))
