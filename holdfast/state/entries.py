@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.errors import MismatchError
 from holdfast.state.holding import HeldParameter, local_of
 from holdfast.state.markers import FlatShard, Padded, Stored, Transient
 from holdfast.state.mirror import MakeTarget, mirror, placed_like
@@ -65,6 +66,22 @@ def entry_targets(
             target = marked(target, held, padding)
         entries[entry] = made[info.key] = target
     return entries
+
+
+def refuse_other_shape(
+    name: str, held: HeldParameter, stored: StoredPart, padding: Declaration | None
+) -> None:
+    """MismatchError where the stored state belongs to a parameter of another shape."""
+    saved = stored.at("parameters", name, "shape")
+    shape = list(held.parameter.shape if padding is None else padding.shape)
+    if isinstance(saved, list) and saved != shape:
+        padded = list(held.parameter.shape)
+        declared = "" if padding is None else f", declared as the real one of {padded}"
+        raise MismatchError(
+            f"{stored.name}.state.{name} is the state of a parameter of shape {saved}, the "
+            f"optimizer's has {shape}{declared}; if they differ by padding alone, declare the real "
+            f"shape where it is saved and where it is loaded: declare_padding(module, name, shape)"
+        )
 
 
 def entries_of(held: HeldParameter, view: TorchForm | None) -> tuple[bool, Any]:

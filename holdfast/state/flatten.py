@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -133,8 +134,18 @@ def _declared(part: Part, tree: object) -> object:
     if isinstance(part, ModulePart) and isinstance(tree, Mapping):
         return Union(tree)
     if isinstance(part, OptimizerState) and isinstance(tree, Mapping):
-        return Union({k: Union(v) if type(v) is dict else v for k, v in tree.items()})
+        return _optimizer_union(tree)
     return tree
+
+
+def _optimizer_union(tree: Mapping[str, object]) -> Union:
+    """The tree of an optimizer, and of those inside of it, whose stages hold other parameters."""
+    declared: dict[str, object] = {}
+    for key, value in tree.items():
+        if key == "inner" and isinstance(value, Mapping):
+            value = {path: _optimizer_union(inner) for path, inner in value.items()}
+        declared[key] = Union(value) if type(value) is dict else value
+    return Union(declared)
 
 
 def check_part_name(name: object) -> None:
@@ -202,6 +213,12 @@ class _Flattener:
             return {"$": "transient"}
         if isinstance(obj, Stored):
             raise PlacementError(f"{path}: Stored() asks a load for what is there; nothing to save")
+        if isinstance(obj, nn.Module | OptimizerState | torch.optim.Optimizer):
+            raise PlacementError(
+                f"{path}: a {type(obj).__name__} inside of a tree is not taken apart; make it a "
+                f"part of its own, as in {{'{path.rpartition('.')[2]}': ...}}, or several modules "
+                f"one part by nn.ModuleDict or nn.ModuleList"
+            )
         return None
 
     def _encode_marked(self, tree: object, *, path: str) -> Node:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from holdfast.state.groups import hyperparameters
 from holdfast.state.holding import HeldParameter
+from holdfast.state.markers import Fresh
 from holdfast.state.stored import StoredPart
 
 
@@ -31,7 +32,33 @@ def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | N
     return None
 
 
-def absent_settings(
+def absent_groups(
+    groups: Sequence[Mapping[str, Any]],
+    named: Iterable[tuple[str, HeldParameter]],
+    stored: StoredPart,
+) -> dict[str, object]:
+    """Groups and settings of groups of which the checkpoint knows nothing, by path."""
+    found: dict[str, object] = {}
+    homes = {name: stored.value("membership", name) for name in stored.keys_under("membership")}
+    members: list[list[str]] = [[] for _ in groups]
+    optimizers: dict[int, Any] = {}
+    for name, held in named:
+        members[held.group].append(name)
+        optimizers[held.group] = held.optimizer
+    for i, names in enumerate(members):
+        known = [home for name in names if isinstance(home := homes.get(name), int)]
+        if names and not known:
+            listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+            found[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
+            continue
+        keys = stored.keys_under("groups", min(known, default=i))
+        if keys and i in optimizers:
+            for key, is_required in _absent_settings(optimizers[i], groups[i], keys):
+                found[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
+    return found
+
+
+def _absent_settings(
     optimizer: Any, group: Mapping[str, Any], stored: Sequence[str]
 ) -> Iterator[tuple[str, bool]]:
     """Each setting of a group that the checkpoint lacks, and whether the optimizer needs it.

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from holdfast.errors import MismatchError
 from holdfast.state.inner import inner_optimizers
+from holdfast.state.markers import Fresh
 
 _NOT_STORED = ("params", "param_names")
 
@@ -79,7 +81,7 @@ def equal_trees(one: object, other: object) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def own_copies(chosen: Sequence[int | None], groups: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+def _own_copies(chosen: Sequence[int | None], groups: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     """The stored settings for each group; tensors are not shared by groups that took them twice."""
     taken: set[int] = set()
     for position in chosen:
@@ -89,6 +91,41 @@ def own_copies(chosen: Sequence[int | None], groups: Sequence[Mapping[str, Any]]
         values = groups[position]
         yield copy.deepcopy(dict(values)) if position in taken else dict(values)
         taken.add(position)
+
+
+def stored_settings(
+    tree: Mapping[str, Any],
+    members: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any] | None]:
+    """The settings of each local group, found by its members; None: it stays as it was built.
+
+    `tree`: an optimizer's part as loaded. `members[i]`: names of the parameters of group `i`, whose
+    settings are `groups[i]`. MismatchError where a group's members were in groups that differ.
+    """
+    stored, membership = tree["groups"], tree["membership"]
+    chosen: list[int | None] = []
+    for position, names in enumerate(members):
+        homes = sorted({membership[name] for name in names if name in membership})
+        if any(not equal_trees(stored[home], stored[homes[0]]) for home in homes):
+            raise MismatchError(
+                f"optimizer group {position} holds parameters that the checkpoint has in "
+                f"groups {homes}, whose settings differ; build the same parameter groups as "
+                f"the saved run"
+            )
+        if homes:
+            chosen.append(homes[0])
+        else:  # nobody is known: it stays as it was built, by consent or for want of any
+            chosen.append(None if names or position >= len(stored) else position)
+    found: list[dict[str, Any] | None] = list(_own_copies(chosen, stored))
+    for position, values in enumerate(found):
+        if values is not None:
+            values |= {
+                key: value
+                for key, value in groups[position].items()
+                if isinstance(tree.get(f"groups.{position}.{key}"), Fresh)
+            }
+    return found
 
 
 class GroupsKept:

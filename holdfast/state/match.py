@@ -358,7 +358,7 @@ class Matcher:
         if source != key:
             self.result.mismatched.append(
                 f"{path}: the state ties this tensor to the one stored as {source}, the checkpoint "
-                f"holds them as two"
+                f"holds them as two; untie them for the load, or ask for one of them alone"
             )
             return
         if shape != held_shape:

@@ -22,8 +22,7 @@ def mirror(
     """A template of the shape of what is stored, with `make`'s target for each tensor.
 
     `current`: what the owner has in the place; looked up along the same keys. Entries of dicts that
-    are not wanted are left out. What is neither a dict with text keys, a list nor a tuple is taken
-    as it is stored.
+    are not wanted are left out. What is no dict, list or tuple is taken as it is stored.
     """
     node = stored.node
     info = stored.tensor(node)
@@ -39,6 +38,20 @@ def mirror(
                     stored.below(name), inside, make, path=below, is_wanted=is_wanted
                 )
         return found
+    pairs = stored.children(node) if isinstance(node, Mapping) and node.get("$") == "dict" else None
+    if pairs is not None:  # keys that are no texts: numbers of parameters
+        numbered: dict[Any, Any] = {}
+        for key, child in pairs:
+            below = f"{path}.{key}" if path else str(key)
+            if is_wanted(below):
+                numbered[key] = mirror(
+                    StoredPart(child, stored.tensors, f"{stored.name}.{key}"),
+                    current.get(key) if isinstance(current, Mapping) else None,
+                    make,
+                    path=below,
+                    is_wanted=is_wanted,
+                )
+        return numbered
     children = node if isinstance(node, list) else None
     if isinstance(node, Mapping) and node.get("$") == "tuple" and isinstance(node.get("v"), list):
         children = node["v"]

@@ -82,7 +82,13 @@ class ModulePart:
                 declared = None
                 if isinstance(target, torch.Tensor):
                     declared = padded.find(target, entry.name)
-                if entry.is_form or (declared is None and _may_grow(entry, nodes[name], stored)):
+                is_padded = declared is not None and (
+                    _stored_shape(nodes[name], stored) == tuple(declared.shape)
+                )
+                if entry.is_form and is_padded and isinstance(target, torch.Tensor):
+                    pending.copied.add(entry.name)
+                    target = fresh_like(target, target.dtype)
+                elif entry.is_form or (declared is None and _may_grow(entry, nodes[name], stored)):
                     pending.copied.add(entry.name)
                     target = _form_target(target, nodes[name], stored)
                 if declared is not None and isinstance(target, torch.Tensor):

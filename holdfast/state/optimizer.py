@@ -17,9 +17,10 @@ from holdfast.state.entries import (
     marked,
     on_device_of,
     placed_target,
+    refuse_other_shape,
 )
-from holdfast.state.fresh import absent_settings, as_built, why_fresh
-from holdfast.state.groups import equal_trees, hyperparameters, own_copies, set_group
+from holdfast.state.fresh import absent_groups, as_built, why_fresh
+from holdfast.state.groups import hyperparameters, set_group, stored_settings
 from holdfast.state.holding import HeldParameter, PartitionedOptimizer, WholeOptimizer
 from holdfast.state.inner import inner_optimizers, unwrapped
 from holdfast.state.markers import Fresh, Stored, Transient
@@ -34,7 +35,6 @@ from holdfast.state.own_form import (
     torch_form,
 )
 from holdfast.state.owners import Owners
-from holdfast.state.padding import Declaration
 from holdfast.state.stored import StoredPart, StoredTensor
 
 _RECORD = "param_state_sharding_type"
@@ -264,7 +264,7 @@ class OptimizerState:
             if held.updated is None:
                 continue
             if stored.has("state", name):
-                self._check_shape(name, held, stored, padding)
+                refuse_other_shape(name, held, stored, padding)
                 state[name] = entry_targets(
                     name, held, stored, padding, is_live=view is None, made=made, taken=taken
                 )
@@ -289,7 +289,7 @@ class OptimizerState:
             template["extra"] = extra | {
                 key: Fresh("the checkpoint lacks it", is_required=False) for key in lacking
             }
-        template |= self._absent_settings(stored)
+        template |= absent_groups(self._holder.param_groups, list(self._named()), stored)
         once = (_COUNTS, _RECORD, "parameters")
         return template | {name: Transient() for name in once if stored.has(name)}
 
@@ -345,7 +345,11 @@ class OptimizerState:
                 state._own.state.clear()  # the saved run had none there
 
     def _restore_by_name(self, tree: Mapping[str, Any], view: TorchForm | None) -> None:
-        settings = self._settings(tree, view)
+        settings = stored_settings(
+            tree,
+            self._members(),
+            self._holder.param_groups if view is None else view.groups,
+        )
         main = tree.get("main")
         entries: dict[int, Any] = {}
         for name, held in self._named():
@@ -454,22 +458,6 @@ class OptimizerState:
             if held.parameter in names
         }
 
-    def _check_shape(
-        self, name: str, held: HeldParameter, stored: StoredPart, padding: Declaration | None
-    ) -> None:
-        """MismatchError where the state belongs to a parameter of another shape."""
-        saved = stored.at("parameters", name, "shape")
-        shape = list(held.parameter.shape if padding is None else padding.shape)
-        if isinstance(saved, list) and saved != shape:
-            padded = list(held.parameter.shape)
-            declared = "" if padding is None else f", declared as the real one of {padded}"
-            raise MismatchError(
-                f"{stored.name}.state.{name} is the state of a parameter of shape {saved}, the "
-                f"optimizer's has {shape}{declared}; if they differ "
-                f"by padding alone, declare the real shape "
-                f"where it is saved and where it is loaded: declare_padding(module, name, shape)"
-            )
-
     def _check_counts(self, stored: StoredPart) -> None:
         """MismatchError where an optimizer of the same name had another number of groups."""
         for name, count in self._holder.num_groups().items():
@@ -485,55 +473,6 @@ class OptimizerState:
         for name, held in self._named():
             members[held.group].append(name)
         return members
-
-    def _absent_settings(self, stored: StoredPart) -> dict[str, object]:
-        """Groups and settings of groups of which the checkpoint knows nothing."""
-        found: dict[str, object] = {}
-        homes = {name: stored.value("membership", name) for name in stored.keys_under("membership")}
-        optimizers = {held.group: held.optimizer for _, held in self._named()}
-        for i, names in enumerate(self._members()):
-            known = [home for name in names if isinstance(home := homes.get(name), int)]
-            if names and not known:
-                listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-                found[f"groups.{i}"] = Fresh(
-                    f"the checkpoint knows none of its parameters: {listed}"
-                )
-                continue
-            keys = stored.keys_under("groups", min(known, default=i))
-            if keys and i in optimizers:
-                group = self._holder.param_groups[i]
-                for key, is_required in absent_settings(optimizers[i], group, keys):
-                    found[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
-        return found
-
-    def _settings(
-        self, tree: Mapping[str, Any], view: TorchForm | None
-    ) -> list[dict[str, Any] | None]:
-        """The settings of each local group, found by its members; None: as it was built."""
-        groups, membership = tree["groups"], tree["membership"]
-        chosen: list[int | None] = []
-        for position, names in enumerate(self._members()):
-            homes = sorted({membership[name] for name in names if name in membership})
-            if any(not equal_trees(groups[home], groups[homes[0]]) for home in homes):
-                raise MismatchError(
-                    f"optimizer group {position} holds parameters that the checkpoint has in "
-                    f"groups {homes}, whose settings differ; build the same parameter groups as "
-                    f"the saved run"
-                )
-            if homes:
-                chosen.append(homes[0])
-            else:  # nobody is known: it stays as it was built, by consent or for want of any
-                chosen.append(None if names or position >= len(groups) else position)
-        found: list[dict[str, Any] | None] = list(own_copies(chosen, groups))
-        for position, values in enumerate(found):
-            current = self._holder.param_groups[position] if view is None else view.groups[position]
-            if values is not None:
-                values |= {
-                    key: value
-                    for key, value in current.items()
-                    if isinstance(tree.get(f"groups.{position}.{key}"), Fresh)
-                }
-        return found
 
 
 def _checked(optimizer: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.errors import ConfigError
-from holdfast.state.names import parameter_names
+from holdfast.errors import ConfigError, PlacementError
+from holdfast.state.names import parameter_names, walk_all
 from holdfast.state.padding import Declaration, declarations
 
 
@@ -20,6 +20,11 @@ class Owners:
     """
 
     def __init__(self, module: nn.Module | Mapping[str, nn.Module]) -> None:
+        if not isinstance(module, nn.Module | Mapping):
+            raise ConfigError(
+                f"OptimizerState: a {type(module).__name__} is no module; pass the module whose "
+                f"parameters the optimizer updates, or a dict of modules by name"
+            )
         self._modules = {"": module} if isinstance(module, nn.Module) else dict(module)
         for name, each in self._modules.items():
             if not isinstance(each, nn.Module) or not isinstance(name, str):
@@ -35,6 +40,7 @@ class Owners:
         found: dict[torch.Tensor, str] = {}
         homes: dict[str, torch.Tensor] = {}
         for prefix, module in self._modules.items():
+            _refuse_flat_shards(module)
             for parameter, name in parameter_names(module).items():
                 full = f"{prefix}.{name}" if prefix else name
                 if parameter in found:
@@ -66,3 +72,21 @@ class Owners:
                 " after the optimizer was built), build the optimizer again"
             )
         return f"{said}. For one optimizer over several modules pass a dict of them by name"
+
+
+def _refuse_flat_shards(module: nn.Module) -> None:
+    """PlacementError where FSDP1 has cut parameters into pieces that say nothing of the whole.
+
+    Each rank then has another part of the elements under one name and without a placement.
+    """
+    for _, actual, inner, is_wrapper in walk_all(module):
+        if not is_wrapper or "_fsdp_wrapped_module" not in inner._modules:
+            continue
+        strategy = getattr(getattr(inner, "sharding_strategy", None), "name", "")
+        if getattr(inner, "world_size", 1) > 1 and strategy != "NO_SHARD":
+            raise PlacementError(
+                f"OptimizerState: {type(inner).__name__} at '{actual or '(root)'}' shards "
+                f"parameters as flat pieces, whose optimizer state has no place in the whole "
+                f"parameter; shard with fully_shard (FSDP2), whose parameters are DTensors, or "
+                f"use NO_SHARD. The module itself can be saved as it is"
+            )

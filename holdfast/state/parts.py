@@ -113,6 +113,8 @@ def part_of(name: str, value: object) -> Part:
         raise ConfigError(
             f"state part '{name}': FromPart says where a load finds a part; save the value itself"
         )
+    if isinstance(value, type):
+        raise ConfigError(f"state part '{name}': {value!r} is a class; pass an object of it")
     if isinstance(value, nn.Module):
         return ModulePart(value)
     if isinstance(value, torch.optim.Optimizer | PartitionedOptimizer):

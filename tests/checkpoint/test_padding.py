@@ -340,6 +340,8 @@ def refused(context: RankContext, root: str) -> list[str]:
                 if declare == 90:
                     with pytest.raises(MismatchError, match=r"real one of \[1[02]\d, 6\]"):
                         loader.load({"optimizer": run.state["optimizer"]}, step=1)
+                    with pytest.raises(MismatchError, match=r"shape is \[90, 6\], .*'s \[100, 6\]"):
+                        loader.load({"model": run.model}, step=1)
                 assert_unchanged(run, before)
     run = Run("tp2")
     with run.groups:
@@ -353,19 +355,23 @@ def refused(context: RankContext, root: str) -> list[str]:
         for key, value in run.tensors().items():
             padding = truth[key] == GARBAGE
             assert torch.equal(value[padding], before[key][padding]), key
-        # What is not there and may be missing stays as it is, in its own place.
+        # What is not there and may be missing stays as it is, in its own place; state that the
+        # saved optimizer did not have of a parameter that it knew is gone.
         run.pollute()
         held = {key: value.data_ptr() for key, value in run.tensors().items()}
-        report = loader.load(
-            run.state, step=3, allow_missing=["model.embed.*", "model.tied.*", "optimizer.*"]
-        )
-        assert "optimizer.state.embed.weight" in report.missing
+        report = loader.load(run.state, step=3, allow_missing=["model.embed.*", "model.tied.*"])
+        assert "model.embed.weight" in report.missing
+        assert report.fresh == ()
         after = run.tensors()
-        assert held == {key: value.data_ptr() for key, value in after.items()}
+        gone = held.keys() - after.keys()
+        assert gone == {f"optimizer.state.embed.weight.{e}" for e in ("exp_avg", "exp_avg_sq")}
+        assert {key: held[key] for key in after} == {
+            key: value.data_ptr() for key, value in after.items()
+        }
         for key, value in after.items():
             if "embed" in key:
                 assert bool((value == GARBAGE).all()), key
-            elif key.startswith("model."):
+            else:
                 assert torch.equal(value, run.truth(padding=0.0)[key]), key
     return said
 
@@ -400,9 +406,7 @@ def test_what_is_not_declared_or_is_another_shape_is_refused(tmp_path: Path) -> 
             )
             assert "[100, 6]" in missing
             assert "declare_padding(module, name, shape)" in missing
-            assert (
-                "the state's shape is [90, 6], the checkpoint's [100, 6]; the state's is" in other
-            )
+            assert "of a parameter of shape [100, 6], the optimizer's has [90, 6]" in other
             assert "differ by padding alone" in one_rank
 
 

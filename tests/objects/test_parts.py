@@ -20,6 +20,8 @@ from holdfast import (
     ModuleState,
     OptimizerState,
     PlacementError,
+    Stored,
+    declare_padding,
     declare_wrapper,
 )
 from holdfast.format.names import step_dir
@@ -287,3 +289,42 @@ def test_wrappers_that_are_none_are_refused(tmp_path: Path) -> None:
     for kind, attribute in ((int, "x"), (nn.Module, "x"), (Holder, "a.b"), (Holder, 3)):
         with pytest.raises(ConfigError, match="declare_wrapper"):
             declare_wrapper(kind, attribute)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", ["list", "dict", "optimizer"])
+def test_a_module_inside_of_a_tree_is_named_with_the_remedy(place: str, tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = OptimizerState(torch.optim.SGD(module.parameters()), module)
+    inside: dict[str, object] = {"list": [module], "dict": {"a": module}, "optimizer": [optimizer]}
+    with pytest.raises(PlacementError, match=r"x\.\w+: a \w+ inside of a tree.*part of its own"):
+        Checkpointer(tmp_path).save(1, {"x": inside[place]})
+    with pytest.raises(ConfigError, match=r"is a class; pass an object"):
+        Checkpointer(tmp_path).save(1, {"x": nn.Linear})
+
+
+class Cloning(nn.Module):
+    """Shows a copy of a padded weight, and takes it back by code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+        declare_padding(self, "weight", (6, 4))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight.detach().clone()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[prefix + "weight"])
+
+
+def test_a_form_whose_padding_is_declared_comes_back(tmp_path: Path) -> None:
+    module, twin = Cloning(), Cloning()
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"m": module})
+    checkpointer.load({"m": twin})
+    assert torch.equal(twin.weight[:6], module.weight[:6])
+    assert not twin.weight[6:].any()
+    checkpointer.save(2, {"m": twin})
+    one, two = (checkpointer.load({"m": Stored()}, step=n).values["m"] for n in (1, 2))
+    assert torch.equal(one["weight"], two["weight"])  # type: ignore[call-overload]

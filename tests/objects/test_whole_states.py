@@ -111,7 +111,8 @@ SPECS = st.fixed_dictionaries(
         "steps": st.integers(0, 4),
         "stale steps": st.integers(0, 3),
     }
-)
+    # torch's LBFGS takes no gradient of other strides.
+).filter(lambda spec: spec["optimizer"] != "lbfgs" or "scalar" not in spec["modules"])
 
 
 def hold_to_the_invariant(spec: dict[str, Any]) -> None:
