@@ -106,7 +106,9 @@ class GradientReducer:
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Around the backward of one microbatch, see `ShardedOptimizer.microbatch`."""
         if self._is_inside:
-            raise ConfigError("microbatch(...) inside of microbatch(...): leave the first one first")
+            raise ConfigError(
+                "microbatch(...) inside of microbatch(...): leave the first one first"
+            )
         if self._is_reduced:
             raise ConfigError(
                 "a microbatch after the last one of this step: its gradients would be lost; call "
