@@ -137,7 +137,7 @@ class GradientReducer:
         """
         if self._is_inside:
             raise ConfigError(
-                "step() inside of microbatch(...), where gradients are still being taken: leave the "
+                "step() inside of microbatch(...), where gradients are still taken: leave the "
                 "context first"
             )
         if self._is_finished:

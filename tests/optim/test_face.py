@@ -262,8 +262,10 @@ def test_contexts_do_not_nest_and_steps_are_outside() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"bucket_nbytes": 0}, {"bucket_nbytes": -1}, {"bucket_nbytes": math.nan}]
-    + [{"bucket_nbytes": "8"}, {"align_nbytes": 0}, {"align_nbytes": True}],
+    [
+        *({"bucket_nbytes": size} for size in (0, -1, math.nan, "8")),
+        *({"align_nbytes": size} for size in (0, True)),
+    ],
 )
 def test_sizes_are_whole_numbers(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(wrong))}=.* whole number of at least 1"):
