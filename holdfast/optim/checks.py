@@ -57,6 +57,15 @@ def check_divisor(divisor: int, *, stage: int, groups: ProcessGroups, name: str)
         raise ConfigError(f"optimizer '{name}': stage={stage!r} is not 1 or 2")
 
 
+def check_sizes(*, name: str, **sizes: int) -> None:
+    """ConfigError for a number of bytes that is no whole number from 1 on."""
+    for what, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"optimizer '{name}': {what}={size!r} is not a whole number of at least 1"
+            )
+
+
 def check_inner(
     inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], *, name: str
 ) -> None:

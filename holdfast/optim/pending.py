@@ -61,6 +61,11 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     return cast("Tensor | None", _tensor.grad.__get__(parameter))
 
 
+def forget_gradient(parameter: Tensor) -> None:
+    """Empty `.grad`, whatever class the parameter has for the time."""
+    _tensor.grad.__set__(parameter, None)
+
+
 def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor]:
     """A class whose tensors call `settle` before anything reads or writes their values.
 
@@ -114,14 +119,21 @@ def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor
 class GradientHook:
     """Takes the gradient of a parameter as it comes, for the sharded optimizer of that name.
 
-    `asked` is called before somebody reads `.grad` of a parameter of a taken class.
+    `asked` is called before somebody reads `.grad` of a parameter of a taken class, `forgotten`
+    before somebody sets it to None.
     """
 
     def __init__(
-        self, name: str, arrive: Callable[[Tensor], None], asked: Callable[[Tensor], None]
+        self,
+        name: str,
+        arrive: Callable[[Tensor], None],
+        *,
+        asked: Callable[[Tensor], None],
+        forgotten: Callable[[Tensor], None],
     ) -> None:
         self.name = name
         self.asked = asked
+        self.forgotten = forgotten
         self._arrive = arrive
 
     def __call__(self, parameter: Tensor) -> None:
@@ -142,6 +154,20 @@ def _read_gradient(self: Any) -> Tensor | None:
     return gradient_of(self)
 
 
+def _write_gradient(self: Any, value: Tensor | None) -> None:
+    hook = gradient_hook(self)
+    if value is None and hook is not None:
+        hook.forgotten(self)
+    _tensor.grad.__set__(self, value)
+
+
+def _delete_gradient(self: Any) -> None:
+    hook = gradient_hook(self)
+    if hook is not None:
+        hook.forgotten(self)
+    _tensor.grad.__delete__(self)
+
+
 def _as(base: type[Tensor], tensor: Tensor, action: Callable[[Any], object]) -> object:
     kind = type(tensor)
     change_class(tensor, base)
@@ -155,7 +181,7 @@ class TakenParameter(nn.Parameter):
     """A parameter whose gradient is not in `.grad`: reading that tells its optimizer."""
 
     __slots__ = ()
-    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)
+    grad = property(_read_gradient, _write_gradient, _delete_gradient)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
         return _as(nn.Parameter, self, lambda p: copy.deepcopy(p, memo))
@@ -168,7 +194,7 @@ class TakenDTensor(DTensor):
     """As `TakenParameter`, for a parameter that is a DTensor."""
 
     __slots__ = ()
-    grad = property(_read_gradient, _tensor.grad.__set__, _tensor.grad.__delete__)
+    grad = property(_read_gradient, _write_gradient, _delete_gradient)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
         return _as(DTensor, self, lambda p: copy.deepcopy(p, memo))

@@ -18,7 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.errors import ConfigError
 from holdfast.optim import wires
 from holdfast.optim.buckets import Bucket
-from holdfast.optim.pending import GradientHook, change_class, gradient_of, taken_kind
+from holdfast.optim.pending import (
+    GradientHook,
+    change_class,
+    forget_gradient,
+    gradient_of,
+    taken_kind,
+)
 from holdfast.optim.wires import Wires
 
 Stage = Literal[1, 2]
@@ -67,7 +73,12 @@ class GradientReducer:
         self._is_finished = False
         self._handles: list[RemovableHandle] = [
             cast("Any", parameter).register_post_accumulate_grad_hook(
-                GradientHook(name, self._arrive, self._gradient_read)
+                GradientHook(
+                    name,
+                    self._arrive,
+                    asked=self._gradient_read,
+                    forgotten=self._gradient_forgotten,
+                )
             )
             for parameter in self._home
         ]
@@ -94,6 +105,10 @@ class GradientReducer:
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Around the backward of one microbatch, see `ShardedOptimizer.microbatch`."""
+        if self._is_inside:
+            raise ConfigError(
+                "microbatch(...) inside of microbatch(...): leave the first one first"
+            )
         if self._is_reduced:
             raise ConfigError(
                 "a microbatch after the last one of this step: its gradients would be lost; call "
@@ -120,6 +135,11 @@ class GradientReducer:
 
         Nothing happens the second time in a step. Every rank makes the same calls.
         """
+        if self._is_inside:
+            raise ConfigError(
+                "step() inside of microbatch(...), where gradients are still taken: leave the "
+                "context first"
+            )
         if self._is_finished:
             return
         if not self._is_reduced:
@@ -143,7 +163,7 @@ class GradientReducer:
             bucket.drop_gradients()
         self.show_gradients()
         for parameter in self._home:
-            parameter.grad = None
+            forget_gradient(parameter)
         self._used.clear()
         self._next = 0
         self._is_reduced = self._is_finished = False
@@ -161,8 +181,7 @@ class GradientReducer:
         if not isinstance(parameter, nn.Parameter) or gradient_of(parameter) is None:
             return
         position = self._take(parameter)
-        if not self._is_inside:
-            self._mark_taken(parameter)
+        self._mark_taken(parameter)
         if self._is_eager:
             self._fresh[position].add(parameter)
             while self._next < len(self._buckets) and self._is_full(self._next):
@@ -179,10 +198,12 @@ class GradientReducer:
             raise ConfigError(
                 f"{self._names[parameter]}: a gradient came after its bucket was reduced, and "
                 f"would be lost. Make one backward call in each microbatch(...), mark only the "
-                f"last one is_last=True, and step() before the next"
+                f"last one is_last=True, and step() before the next. (A model in "
+                f"DistributedDataParallel is reduced twice: take it out, the sharded optimizer "
+                f"reduces gradients itself)"
             )
         gradient = gradient_of(parameter)
-        parameter.grad = None
+        forget_gradient(parameter)
         if gradient is not None:
             self._used.add(parameter)
             self._buckets[position].add_gradient(number, self._local(parameter, gradient))
@@ -238,11 +259,17 @@ class GradientReducer:
         caller = str(sys._getframe(2).f_globals.get("__name__", ""))
         if caller.startswith(_MACHINERY):
             return
-        if self._is_reduced:
+        if self._is_reduced or self._is_inside:
             raise ConfigError(self._where_gradients_are(parameter))
         if gradient_of(cast("nn.Parameter", parameter)) is None and not self._has_warned:
             self._has_warned = True
             warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=3)
+
+    def _gradient_forgotten(self, parameter: Tensor) -> None:
+        """Somebody is about to set `.grad` of a parameter that was marked to None: no effect."""
+        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+        if not caller.startswith(_MACHINERY):
+            raise ConfigError(self._where_gradients_are(parameter))
 
     def _where_gradients_are(self, parameter: Tensor) -> str:
         name = self._names[cast("nn.Parameter", parameter)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from holdfast.errors import ConfigError, MismatchError
@@ -29,11 +31,15 @@ class LossScaler:
         growth_interval: int = 2000,
         minimum: float = 1.0,
     ) -> None:
-        if not (initial >= minimum > 0 and growth > 1 and 0 < backoff < 1 and growth_interval > 0):
+        numbers = (initial, growth, backoff, growth_interval, minimum)
+        are_finite = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
+        if not are_finite or not (
+            initial >= minimum > 0 and growth > 1 and 0 < backoff < 1 and growth_interval > 0
+        ):
             raise ConfigError(
                 f"LossScaler(initial={initial}, growth={growth}, backoff={backoff}, "
-                f"growth_interval={growth_interval}, minimum={minimum}): needs initial >= minimum "
-                f"> 0, growth > 1, 0 < backoff < 1, growth_interval > 0"
+                f"growth_interval={growth_interval}, minimum={minimum}): needs finite numbers with "
+                f"initial >= minimum > 0, growth > 1, 0 < backoff < 1, growth_interval > 0"
             )
         self._scale = float(initial)
         self._growth = growth

@@ -19,6 +19,7 @@ from holdfast.optim.checks import (
     check_inner,
     check_kind,
     check_parameter,
+    check_sizes,
     read_groups,
 )
 from holdfast.optim.face import TorchFace, refuse_closure
@@ -122,6 +123,7 @@ class ShardedOptimizer(TorchFace):
         listed = read_groups(parameters)
         self._all = [(p, i) for i, group in enumerate(listed) for p in group["params"]]
         check_divisor(divisor, stage=stage, groups=groups, name=name)
+        check_sizes(name=name, bucket_nbytes=bucket_nbytes, align_nbytes=align_nbytes)
         for parameter, _ in self._all:
             check_parameter(parameter, names=self._names, joined=self._wires, groups=groups)
         trained = [parameter for parameter, _ in self._all if parameter.requires_grad]

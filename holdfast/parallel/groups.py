@@ -183,10 +183,15 @@ class ProcessGroups:
 
         The members are those of the existing communicator; nothing is derived from the layout.
         Called by all members of that group; no other rank takes part. Raises on all of them if
-        they disagree or one does not come. Cost: a few store operations, one communicator.
+        they disagree or one does not come. A clone that is made by default (`dp_cp_ag` of `dp_cp`)
+        and is there already is given back. Cost: a few store operations, one communicator.
         """
         source = self.group(name)
         name = self._resolved(name)
+        held = self._built.held.get(purpose)
+        is_default = held is not None and clone_source(purpose) == name
+        if held is not None and is_default and held.group is not source:
+            return held.group
         error: Exception | None = None
         if purpose in self._built.held:
             error = GroupError(f"There is a communicator {purpose!r} already on rank {self.rank}.")

@@ -6,6 +6,7 @@ import builtins
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,10 +121,10 @@ def test_a_failure_is_said_and_exits_with_1(
 ) -> None:
     remove = PosixStorage.remove_tree
 
-    def fail(self: PosixStorage, path: str) -> None:
+    def fail(self: PosixStorage, path: str, **options: Any) -> None:
         if path == "iter_0000020":
             raise OSError("no permission")
-        remove(self, path)
+        remove(self, path, **options)
 
     monkeypatch.setattr(PosixStorage, "remove_tree", fail)
     said = holdfast("prune", root, "--keep-last", "1", "--yes")

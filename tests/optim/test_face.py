@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from holdfast import Checkpointer, ConfigError, OptimizerState, ProcessGroups
-from holdfast.optim import ChainedOptimizer, ShardedOptimizer
+from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
 from tests.optim.common import adamw, momentum
 
 
@@ -197,6 +197,88 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
     net(torch.ones(3, 4)).mean().backward()
     assert optimizer.step().norm > 0
     assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_reading_gradients_inside_of_microbatch_says_so_too() -> None:
+    """As is usual, right after backward, in the context; and between two microbatches."""
+    net = net_of()
+    optimizer = sharded(net)
+    for is_last in (False, True):
+        with optimizer.microbatch(is_last=is_last):
+            net(torch.ones(3, 4)).mean().backward()
+            with pytest.raises(ConfigError, match=r"its gradient is in the sharded.*max_norm"):
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if not is_last:
+            with pytest.warns(RuntimeWarning, match="find nothing"):
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    assert optimizer.step().norm > 0
+    # a hook of the user's that comes after ours
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad)
+    with (
+        optimizer.microbatch(is_last=True),
+        pytest.raises(ConfigError, match=r"0\.weight: its gradient is in the sharded"),
+    ):
+        net(torch.ones(3, 4)).mean().backward()
+    optimizer.drop_gradients()
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_gradients_in_buckets_are_not_forgotten_by_hand() -> None:
+    """`p.grad = None` would leave them there; where there are none, it is what it always is."""
+    net = net_of()
+    optimizer = sharded(net)
+    net[0].weight.grad = None
+    net(torch.ones(3, 4)).mean().backward()
+    with pytest.raises(ConfigError, match=r"forget gradients with zero_grad\(\) of the opt"):
+        net[0].weight.grad = None
+    with pytest.raises(ConfigError, match=r"forget gradients with zero_grad\(\) of the opt"):
+        del net[0].weight.grad
+    net[0].weight.grad = torch.ones_like(net[0].weight)  # more may come
+    optimizer.zero_grad()
+    net[0].weight.grad = None
+    del net[0].weight.grad
+    with pytest.raises(ConfigError, match="no parameter got a gradient"):
+        optimizer.step()
+
+
+def test_contexts_do_not_nest_and_steps_are_outside() -> None:
+    net = net_of()
+    optimizer = sharded(net)
+    with optimizer.microbatch(is_last=True):
+        net(torch.ones(3, 4)).mean().backward()
+        with pytest.raises(ConfigError, match=r"step\(\) inside of microbatch"):
+            optimizer.step()
+    optimizer.drop_gradients()
+    with (
+        optimizer.microbatch(is_last=True),
+        pytest.raises(ConfigError, match="leave the first"),
+        optimizer.microbatch(is_last=True),
+    ):
+        pass
+    optimizer.drop_gradients()
+    backward(net, optimizer)
+    assert optimizer.step().norm > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"bucket_nbytes": size} for size in (0, -1, math.nan, "8")),
+        *({"align_nbytes": size} for size in (0, True)),
+    ],
+)
+def test_sizes_are_whole_numbers(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(wrong))}=.* whole number of at least 1"):
+        sharded(net_of(), **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"initial": math.inf}, {"growth": math.inf}, {"initial": "x"}, {"backoff": math.nan}],
+)
+def test_a_scaler_takes_numbers_that_work(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        LossScaler(**wrong)
 
 
 def test_parameters_that_are_not_the_models_any_more_are_found() -> None:

@@ -198,7 +198,7 @@ def clip_weights(net: Net) -> Any:
 def write_data(net: Net) -> Any:
     for p in net.parameters():
         p.data.mul_(0.5)
-        p[0] = 0.125
+        p[0].fill_(0.125)  # DTensor has no p[0] = number
     return list(net.parameters())
 
 

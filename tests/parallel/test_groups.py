@@ -410,6 +410,11 @@ def check_other_names(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
     with ProcessGroups.create(sliced) as groups:
         assert groups.group("dp_cp_intra_ag") is not groups.group("dp_cp_intra")
         assert groups.ranks("dp_cp_intra_ag") == groups.ranks("intra_dp_cp")
+        # who asks for a clone that is made by default has it
+        made = groups.clone("intra_dp_cp", purpose="dp_cp_intra_ag")
+        assert made is groups.group("dp_cp_intra_ag")
+        with pytest.raises(GroupError, match="already"):
+            groups.clone("dp_cp", purpose="dp_cp_intra_ag")
         assert members_in_order(groups.group("inter_dist_opt")) == [me % 2, me % 2 + 2]
 
 
