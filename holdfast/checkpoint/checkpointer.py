@@ -236,7 +236,7 @@ class Checkpointer:
         """
         if state is None:
             raise ConfigError(
-                "the state must map names to parts, got NoneType; load_all() needs no state"
+                "load(None): the state must map names to parts; load_all() needs no state"
             )
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
