@@ -129,12 +129,14 @@ def _overlapping(targets: Sequence[_Target]) -> list[tuple[int, int]]:
     order = np.lexsort((stop, start))
     reach = np.maximum.accumulate(stop[order])
     # A cluster begins where everything before has ended; within one, ranges overlap.
-    begins = np.concatenate([[True], start[order][1:] >= reach[:-1]])
+    first = np.flatnonzero(np.concatenate([[True], start[order][1:] >= reach[:-1]]))
+    sizes = np.diff(first, append=len(order))
+    strided = np.array([each.is_strided for each in targets], dtype=np.bool_)[order]
     found: list[tuple[int, int]] = []
-    for members in np.split(order, np.flatnonzero(begins)[1:]):
+    # Nearly all targets are contiguous and alone: only the other clusters are looked at.
+    for cluster in np.flatnonzero((sizes > 1) | np.logical_or.reduceat(strided, first)).tolist():
+        members = order[first[cluster] : first[cluster] + sizes[cluster]]
         inside = [targets[i] for i in members.tolist()]
-        if len(inside) == 1 and not inside[0].is_strided:
-            continue
         if any(each.is_strided for each in inside):
             pair = _exactly(inside)
         else:

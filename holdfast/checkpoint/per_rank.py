@@ -39,6 +39,7 @@ def taken_of(uses: Sequence[Use], nodes: Mapping[str, Node]) -> list[Taken]:
     places = {
         id(node): (part, number)
         for part, tree in nodes.items()
+        if any(use.path.startswith(part) for use in uses)  # other parts may be large
         for number, node in enumerate(_per_rank_nodes(tree))
     }
     return [Taken(*places[id(use.node)], use.path, use.labels, use.may_drop) for use in uses]
