@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Tracer:
 
     def __init__(self, error: BaseException | None = None, at: int = -1) -> None:
         self.places: list[Place] = []
+        self.has_raised = False
         self._error, self._at = error, at
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -51,6 +53,7 @@ class Tracer:
             self.places.append((name, frame.f_lineno))
             if len(self.places) - 1 == self._at:
                 assert self._error is not None
+                self.has_raised = True
                 raise self._error
         return self
 
@@ -169,9 +172,14 @@ def judge(
     counter: Counter[str],
 ) -> None:
     """All ranks raised the same; or an asynchronous save was complete before the fault."""
-    mine = repr((*ended, fault.places[-1] if fault is not None else "")).encode()
+    where = fault.places[-1] if fault is not None and fault.has_raised else None
+    mine = repr((*ended, where)).encode()
     ends = [eval(end) for end in bench.groups.control.all_gather(mine, phase="test: ends")]
     kinds = [kind for kind, _, _ in ends]
+    if ends[victim][2] is None:  # it waited less than when its lines were counted
+        assert set(kinds) == {"done"}, ends
+        counter["not reached"] += 1
+        return
     if "done" not in kinds:
         assert all("injected" in text for _, text, _ in ends), (operation, ends)
         counter["raised"] += 1
@@ -191,6 +199,7 @@ def _assert_met(results: list[dict[str, Counter[str]]], operations: list[str]) -
         for operation, counter in found.items():
             assert counter["raised"] > 0, found
             assert counter["complete"] <= counter["raised"] / 3, (operation, counter)
+            assert counter["not reached"] <= counter["raised"] / 20 + 2, (operation, counter)
 
 
 def test_a_fault_at_a_sample_of_lines_reaches_both_ranks(tmp_path: Path) -> None:
@@ -207,11 +216,18 @@ def test_an_interrupt_reaches_all_of_three_ranks(tmp_path: Path) -> None:
     _assert_met(results, operations)
 
 
+# Every line takes minutes an operation; every fourth one is what continuous integration has time
+# for. HOLDFAST_FAULT_STEP=1 runs them all.
+FAULT_STEP = int(os.environ.get("HOLDFAST_FAULT_STEP", "4"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("operation", ALL)
-def test_a_fault_at_every_line_reaches_both_ranks(tmp_path: Path, operation: str) -> None:
-    results = run_ranks(2, inject, str(tmp_path), [operation], 1, Injected, timeout_s=1400).results
+def test_a_fault_at_many_lines_reaches_both_ranks(tmp_path: Path, operation: str) -> None:
+    results = run_ranks(
+        2, inject, str(tmp_path), [operation], FAULT_STEP, Injected, timeout_s=1400
+    ).results
     _assert_met(results, [operation])
 
 
