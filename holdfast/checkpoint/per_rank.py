@@ -9,13 +9,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast.checkpoint.verdict import some
 from holdfast.errors import MismatchError
 from holdfast.format.values import Node
 from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.coordinates import Claim, matches
 from holdfast.state.match_result import Use
-
-_MAX_NAMED = 10
 
 
 class Taken(NamedTuple):
@@ -69,7 +68,7 @@ def find_dropped(
                 refused.setdefault(path, []).append(label)
     if refused:
         shown = "; ".join(
-            f"{path}: {len(labels)} ({_some(labels)})" for path, labels in refused.items()
+            f"{path}: {len(labels)} ({some(labels)})" for path, labels in refused.items()
         )
         raise MismatchError(
             f"the checkpoint holds values of coordinates that no rank of this layout takes: "
@@ -98,7 +97,7 @@ def check_claims(ranks: Sequence[int], claims: Sequence[Sequence[Claim]], *, war
     if sentences[True]:
         raise MismatchError(
             f"{len(sentences[True])} random streams are shared by ranks that would have different "
-            f"ones after this load: {_some(sentences[True])}. The checkpoint has none for some of "
+            f"ones after this load: {some(sentences[True])}. The checkpoint has none for some of "
             f"these ranks, which keep what they have: seed it alike on them before the load, or "
             f"declare streams that differ: RNG(shared=())"
         )
@@ -107,7 +106,7 @@ def check_claims(ranks: Sequence[int], claims: Sequence[Sequence[Claim]], *, war
             "%s random streams differ between ranks that may have to draw alike: %s; if they do, "
             "seed them alike and declare it: RNG(shared=(axis,)); if not, RNG(shared=())",
             len(sentences[False]),
-            _some(sentences[False]),
+            some(sentences[False]),
         )
 
 
@@ -124,9 +123,3 @@ def _per_rank_nodes(tree: Any) -> list[dict[str, Any]]:
         elif isinstance(node, list):
             waiting.extend(node)
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMED])
-    rest = len(names) - _MAX_NAMED
-    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -17,7 +17,7 @@ from holdfast.state.handing import Handover, has_user_loader, runs_code
 from holdfast.state.markers import Marked, Stored
 from holdfast.state.names import plain_root
 from holdfast.state.padding import declarations
-from holdfast.state.placed import Placer, as_stored, fresh_like
+from holdfast.state.placed import Placer, fresh_like
 from holdfast.state.stored import StoredPart
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
@@ -40,7 +40,6 @@ class ModulePart:
         self._only = only
         self._prefix = prefix
         self._pending: Handover | None = None
-        self._stored: StoredPart | None = None
 
     def tree(self) -> dict[str, object]:
         """Logical name -> tensor, marked where padding is declared, or extra state.
@@ -94,7 +93,7 @@ class ModulePart:
                 if declared is not None and isinstance(target, torch.Tensor):
                     target = declared.mark(target)
             found[name] = target
-        self._pending, self._stored = pending, stored
+        self._pending = pending
         return found
 
     def restore(self, tree: object) -> None:
@@ -106,7 +105,7 @@ class ModulePart:
         if not isinstance(tree, Mapping) or pending is None:
             raise PlacementError(f"the stored state of {type(self._module).__name__} is no mapping")
         loaded = {
-            entry.name: self._loaded(entry, tree[self._prefix + entry.name])
+            entry.name: _loaded(tree[self._prefix + entry.name])
             for entry in pending.entries
             if self._prefix + entry.name in tree and entry.name not in pending.absent
         }
@@ -114,15 +113,6 @@ class ModulePart:
             pending.copied or runs_code(self._module)
         ):
             pending.hand_over(loaded)
-
-    def _loaded(self, entry: Entry, value: object) -> object:
-        """What is handed over for an entry: values as they were saved, kinds of dicts included."""
-        if isinstance(value, dict) and value.keys() == {_BYTES_IO}:
-            return io.BytesIO(value[_BYTES_IO])
-        if isinstance(value, torch.Tensor) or self._stored is None:
-            return value
-        nodes = dict(self._stored.children(self._stored.node) or ())
-        return as_stored(value, nodes.get(self._prefix + entry.name), self._stored)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -200,6 +190,13 @@ class ModuleState(ModulePart):
         if not isinstance(prefix, str) or (prefix and not prefix.endswith(".")):
             raise ConfigError(f"ModuleState: prefix={prefix!r} does not end in a dot")
         super().__init__(module, only=only, prefix=prefix)
+
+
+def _loaded(value: object) -> object:
+    """What is handed over for an entry, as it was saved."""
+    if isinstance(value, dict) and value.keys() == {_BYTES_IO}:
+        return io.BytesIO(value[_BYTES_IO])
+    return value
 
 
 def _owners(name: str, registered: Mapping[str, Registered]) -> Iterator[Registered]:

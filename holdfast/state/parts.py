@@ -11,7 +11,7 @@ from holdfast.errors import ConfigError
 from holdfast.state.holding import PartitionedOptimizer
 from holdfast.state.markers import FromPart, On
 from holdfast.state.module import ModulePart
-from holdfast.state.placed import Placer, as_stored
+from holdfast.state.placed import Placer
 from holdfast.state.rng import RNG
 from holdfast.state.stored import StoredPart
 
@@ -61,7 +61,6 @@ class StatefulPart:
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
-        self._stored: StoredPart | None = None
 
     def tree(self) -> object:
         """The object's state dict."""
@@ -69,14 +68,11 @@ class StatefulPart:
 
     def template(self, stored: StoredPart) -> object:
         """Whatever is stored, placed as it is now; a per-rank state dict asks for its own."""
-        self._stored = stored
         current: object = self._value.state_dict()
         return Placer(stored, in_place=True).template(current, stored.node)
 
     def restore(self, tree: object) -> None:
         """Hand the tree to the object."""
-        if self._stored is not None:
-            tree = as_stored(tree, self._stored.node, self._stored)
         self._value.load_state_dict(tree)  # type: ignore[arg-type]
 
 

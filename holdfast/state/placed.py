@@ -7,7 +7,6 @@ cut here; a plain tensor says nothing, and comes whole.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
@@ -84,24 +83,6 @@ class Placer:
         is_new = place not in self._used
         self._used.add(place)
         return is_new
-
-
-def as_stored(tree: object, node: object, stored: StoredPart) -> object:
-    """A loaded tree with ordered dicts where they are stored: templates make plain ones of them."""
-    if isinstance(tree, list | tuple) and isinstance(node, list | Mapping):
-        items = node if isinstance(node, list) else node["v"] if node.get("$") == "tuple" else None
-        if type(tree) not in (list, tuple) or not isinstance(items, list):
-            return tree
-        listed = [as_stored(*pair, stored) for pair in zip(tree, items, strict=True)]
-        return type(tree)(listed)
-    children = stored.children(node) if type(tree) is dict else None
-    if children is None:
-        return tree
-    assert isinstance(tree, dict)
-    nodes = dict(children)
-    made = {k: as_stored(v, nodes[k], stored) if k in nodes else v for k, v in tree.items()}
-    is_ordered = isinstance(node, Mapping) and node.get("$") == "odict"
-    return OrderedDict(made) if is_ordered else made
 
 
 def fresh_like(current: torch.Tensor | Marked, dtype: torch.dtype) -> torch.Tensor | Marked:
