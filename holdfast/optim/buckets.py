@@ -81,6 +81,10 @@ class Bucket:
         self._failure: Exception | None = None
         self._is_hidden = False
         self._num_own_uses = self._num_uses = 0
+        # The same memory as another storage: a backend's thread may hold on to what it gathered
+        # for a while after the wait, and would be counted as somebody's view (`num_uses`).
+        as_bytes = self.values.view(torch.uint8)
+        self._for_gather = torch.from_dlpack(as_bytes).view(self.values.dtype)
 
     @property
     def is_in_flight(self) -> bool:
@@ -178,14 +182,14 @@ class Bucket:
         An earlier gather is waited for. `update` has counted the change for autograd already.
         """
         self.finish_gather()
-        self._num_uses = num_uses(self.values)  # the gather itself holds some, too
+        self._num_uses = num_uses(self.values)
         if self.has_main:
             self.share.copy_(self.main)
         if self._wires.gather is not None and self.packing.share > 0:
-            # `.data` has a version counter of its own
-            self._gathering = wires.all_gather(
-                self.values.data, self.share.data, self._wires.gather
-            )
+            # its version counter is not the parameters'
+            begin = self._wires.index * self.packing.share
+            share = self._for_gather[begin : begin + self.packing.share]
+            self._gathering = wires.all_gather(self._for_gather, share, self._wires.gather)
 
     def hide(self, *, num_other_uses: int) -> bool:
         """Keep everybody from the parameters until the gather is done; whether that worked.

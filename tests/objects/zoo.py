@@ -101,8 +101,9 @@ class Cloned(nn.Module):
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         found = super().state_dict(*args, **options)
-        for name, value in found.items():
-            found[name] = value.detach().clone()
+        prefix = options.get("prefix", "")
+        for name in [f"{prefix}inner.weight", f"{prefix}inner.bias"]:
+            found[name] = found[name].detach().clone()
         return found
 
 

@@ -1,0 +1,15 @@
+"""What holds for every test: drawn examples are the same on every machine and in every run.
+
+A red run can so be repeated anywhere, and a green one means the same everywhere. To look for new
+failures, draw others: `HYPOTHESIS_PROFILE=random make test`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
