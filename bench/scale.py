@@ -26,8 +26,7 @@ from bench.gpt import TIMEOUT_S, RankFound
 from bench.results import Found, Target
 from bench.timing import Measured, Series, interleave, median_of, values_of
 from holdfast import Codecs, Layout, Sharded
-from holdfast.checkpoint.plan import make_plan
-from holdfast.checkpoint.table import (
+from holdfast.checkpoint.plan.claims import (
     ChunkTable,
     chunk_table,
     decode_table,
@@ -35,6 +34,7 @@ from holdfast.checkpoint.table import (
     read_messages,
     table_message,
 )
+from holdfast.checkpoint.plan.proof import make_plan
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index, validate_index
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals

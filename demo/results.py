@@ -22,11 +22,11 @@ from demo.plan import (
     Scenario,
 )
 from demo.supervisor import Ended
+from holdfast.arrays.boxes import Box
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
-from holdfast.geometry import Box
 from holdfast.storage import PosixStorage
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from demo.plan import KILLED, NUM_STEPS, REFERENCE, RESUME_STEP, SCENARIOS
 from demo.results import Curve, Results, largest_difference
-from holdfast.train.metrics import readable_nbytes
+from holdfast.reference.train.metrics import readable_nbytes
 
 SHOWN_STEPS = (1, 10, 20, 30, 31, 32, 35, 40, 50, 60)
 

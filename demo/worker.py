@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint import Checkpointer
-from holdfast.cli.report import EXIT_MISTAKE, print_error
-from holdfast.cli.train import parse
+from holdfast.cli.commands.train import parse
+from holdfast.cli.support.report import EXIT_MISTAKE, print_error
 from holdfast.errors import HoldfastError
-from holdfast.train.config import TrainConfig
-from holdfast.train.launch import open_groups, open_inputs
-from holdfast.train.loop import Trainer
-from holdfast.train.place import Place
+from holdfast.reference.train.config import TrainConfig
+from holdfast.reference.train.launch import open_groups, open_inputs
+from holdfast.reference.train.launch_environment import Place
+from holdfast.reference.train.loop import Trainer
 
 
 def main(words: list[str]) -> int:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
         PlanError,
         StorageError,
     )
-    from holdfast.format.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
     from holdfast.format.values import Codec, Codecs
     from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
     from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
+    from holdfast.retention.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
     from holdfast.state import (
         RNG,
         FlatShard,
@@ -106,7 +106,7 @@ __all__ = [
 _ROOMS = {
     "holdfast.checkpoint": ("Checkpointer", "LoadReport", "PartInfo", "PendingSave", "SaveReport"),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultDetected"),
-    "holdfast.format.policies": (
+    "holdfast.retention.policies": (
         "KeepBest",
         "KeepEvery",
         "KeepLast",

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.checkpoint.inventory import stored_parts
-from holdfast.checkpoint.load import Loader, LoadOptions
-from holdfast.checkpoint.opening import SaveAsk
-from holdfast.checkpoint.pending import PendingSave
-from holdfast.checkpoint.report import LoadReport, PartInfo, SaveReport
-from holdfast.checkpoint.save import Saver, WhenBusy
-from holdfast.checkpoint.send import SaverOptions
+from holdfast.checkpoint.load.inventory import stored_parts
+from holdfast.checkpoint.load.loader import Loader, LoadOptions
+from holdfast.checkpoint.reports import LoadReport, PartInfo, SaveReport
+from holdfast.checkpoint.save.executor import SaverOptions
+from holdfast.checkpoint.save.handshake import SaveAsk
+from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.saver import Saver, WhenBusy
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.names import list_steps
-from holdfast.format.policies import Policy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
-from holdfast.parallel.guard import Guard, guarded
+from holdfast.parallel.control.guard import Guard, guarded
+from holdfast.retention.policies import Policy
 from holdfast.storage import PosixStorage, Storage
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from holdfast import __version__
-from holdfast.cli.report import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
+from holdfast.cli.support.report import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
 from holdfast.errors import ConfigError, HoldfastError
 
 VERBS = {
@@ -79,10 +79,10 @@ def _flush() -> None:
 def _dispatch(verb: str, words: list[str]) -> int:
     if verb not in VERBS:
         raise _unknown(verb)
-    module = import_module(f"holdfast.cli.{verb}")
+    module = import_module(f"holdfast.cli.commands.{verb}")
     if verb == "train":
         return int(module.run_command(words))
-    from holdfast.cli.parse import parse_flags
+    from holdfast.cli.support.parse import parse_flags
 
     args = parse_flags(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
     return int(module.run(args))

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes
 from holdfast.errors import CorruptionError
 from holdfast.format.index import ChunkIndex
-from holdfast.geometry import Box, contiguous_start, cover, flat_range_boxes
 from holdfast.storage import Source
 
 _SCRATCH_NBYTES = 4 << 20

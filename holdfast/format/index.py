@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.arrays.boxes import Box, check_tilings, pad_shapes
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import (
@@ -23,7 +24,6 @@ from holdfast.format.image import (
     parse_header,
 )
 from holdfast.format.manifest import MAX_INDEX_NBYTES, Manifest
-from holdfast.geometry import Box, check_tilings, pad_shapes
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

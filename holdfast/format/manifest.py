@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.errors import CorruptionError, PlanError
-from holdfast.format.compact import fill_implied_keys, without_implied_keys
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import MAX_HEADER_NBYTES, MAX_NDIM
+from holdfast.format.implied_keys import fill_implied_keys, without_implied_keys
 from holdfast.format.names import is_data_file
 
 FORMAT = "holdfast"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from holdfast.arrays.boxes import Box
 from holdfast.errors import PlanError
-from holdfast.geometry import Box
 
 
 def split_box(box: Box, *, max_numel: int) -> Iterator[Box]:

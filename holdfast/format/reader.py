@@ -11,6 +11,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
 from holdfast.format.blocks import BlockReader, ChunkRead
 from holdfast.format.digest import digest128
@@ -20,7 +21,6 @@ from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, TensorInfo, 
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.values import Node
 from holdfast.format.versions import Identity, pin_version
-from holdfast.geometry import Box
 from holdfast.storage import Source, Storage
 
 Ints = npt.NDArray[np.int64]

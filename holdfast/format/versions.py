@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from holdfast.errors import StorageError
+from holdfast.format.leases import readers_of
 from holdfast.format.names import (
     MANIFEST,
     parse_replaced_dir,
@@ -23,7 +24,6 @@ from holdfast.format.names import (
     replaced_dir,
     step_dir,
 )
-from holdfast.format.reading import readers_of
 from holdfast.storage import Storage
 
 _PEEK_NBYTES = 512

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
-from holdfast.optim import wires
-from holdfast.optim.packing import Packing, Run, pack
-from holdfast.optim.pending import (
+from holdfast.optim import shard_groups as wires
+from holdfast.optim.bucket_layout import Packing, Run, pack
+from holdfast.optim.in_flight import (
     change_class,
     num_uses,
     pending_class,
@@ -22,8 +22,8 @@ from holdfast.optim.pending import (
     set_storage,
     storage_of,
 )
-from holdfast.optim.wires import Wires
-from holdfast.state.holding import local_of
+from holdfast.optim.shard_groups import Wires
+from holdfast.state.optimizer.protocol import local_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -84,7 +84,7 @@ class Bucket:
         # The same memory as another storage: a backend's thread may hold on to what it gathered
         # for a while after the wait, and would be counted as somebody's view (`num_uses`).
         as_bytes = self.values.view(torch.uint8)
-        self._for_gather = torch.from_dlpack(as_bytes).view(self.values.dtype)
+        self._for_gather = torch.utils.dlpack.from_dlpack(as_bytes).view(self.values.dtype)
 
     @property
     def is_in_flight(self) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.optim.face import TorchFace, refuse_closure
 from holdfast.optim.norms import GradientPart
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.sharded import ShardedOptimizer, microbatch_of
 from holdfast.optim.stepping import StepOutcome, take_step
-from holdfast.state.holding import HeldParameter
+from holdfast.optim.torch_interface import TorchFace, refuse_closure
+from holdfast.state.optimizer.protocol import HeldParameter
 
 
 class ChainedOptimizer(TorchFace):

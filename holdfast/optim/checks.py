@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
-from holdfast.optim.pending import gradient_hook
-from holdfast.optim.wires import Wires
+from holdfast.optim.in_flight import gradient_hook
+from holdfast.optim.shard_groups import Wires
 from holdfast.parallel import ProcessGroups
 
 _NOT_ELEMENTWISE = (

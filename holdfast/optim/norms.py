@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.optim.checks import check_limit
-from holdfast.optim.wires import flag_device
+from holdfast.optim.shard_groups import flag_device
 from holdfast.parallel import ProcessGroups
 
 _CHUNK = 1 << 20

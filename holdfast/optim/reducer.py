@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import ConfigError
-from holdfast.optim import wires
+from holdfast.optim import shard_groups as wires
 from holdfast.optim.buckets import Bucket
-from holdfast.optim.pending import (
+from holdfast.optim.in_flight import (
     GradientHook,
     change_class,
     forget_gradient,
     gradient_of,
     taken_kind,
 )
-from holdfast.optim.wires import Wires
+from holdfast.optim.shard_groups import Wires
 
 Stage = Literal[1, 2]
 _MAX_IN_FLIGHT = 2

@@ -22,17 +22,17 @@ from holdfast.optim.checks import (
     check_sizes,
     read_groups,
 )
-from holdfast.optim.face import TorchFace, refuse_closure
+from holdfast.optim.elementwise import check_elementwise
 from holdfast.optim.norms import GradientPart, num_copies
-from holdfast.optim.probe import check_elementwise
+from holdfast.optim.parameter_watch import ParameterWatch
 from holdfast.optim.reducer import GradientReducer, Stage
 from holdfast.optim.scaler import LossScaler
+from holdfast.optim.shard_groups import Wires
 from holdfast.optim.stepping import StepOutcome, take_step
-from holdfast.optim.watch import ParameterWatch
-from holdfast.optim.wires import Wires
+from holdfast.optim.torch_interface import TorchFace, refuse_closure
 from holdfast.parallel import ProcessGroups
-from holdfast.state.holding import HeldParameter
 from holdfast.state.names import parameter_names
+from holdfast.state.optimizer.protocol import HeldParameter
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

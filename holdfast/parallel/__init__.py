@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.parallel.control import Control
-    from holdfast.parallel.groups import ProcessGroups, current_groups
+    from holdfast.parallel.control.control import Control
+    from holdfast.parallel.groups.process_groups import ProcessGroups, current_groups
     from holdfast.parallel.layout import Layout
 
 __all__ = ["Control", "Layout", "ProcessGroups", "current_groups"]
@@ -22,11 +22,11 @@ def __getattr__(name: str) -> Any:
 
         return Layout
     if name == "Control":
-        from holdfast.parallel.control import Control
+        from holdfast.parallel.control.control import Control
 
         return Control
     if name in ("ProcessGroups", "current_groups"):
-        from holdfast.parallel import groups
+        from holdfast.parallel.groups import process_groups as groups
 
         return getattr(groups, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

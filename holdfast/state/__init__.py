@@ -1,7 +1,6 @@
 """What a training state is made of: parts, placements, markers, random streams."""
 
 from holdfast.state.flatten import flatten_state
-from holdfast.state.holding import HeldParameter, PartitionedOptimizer
 from holdfast.state.leaves import Domain, FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
@@ -16,13 +15,14 @@ from holdfast.state.markers import (
     Transient,
     Union,
 )
-from holdfast.state.module import ModuleState
+from holdfast.state.match.stored import StoredPart, StoredTensor
+from holdfast.state.module.part import ModuleState
 from holdfast.state.names import declare_wrapper
-from holdfast.state.optimizer import OptimizerState
+from holdfast.state.optimizer.part import OptimizerState
+from holdfast.state.optimizer.protocol import HeldParameter, PartitionedOptimizer
 from holdfast.state.padding import declare_padding
 from holdfast.state.parts import Part, Stateful
 from holdfast.state.rng import RNG, Stream
-from holdfast.state.stored import StoredPart, StoredTensor
 
 __all__ = [
     "RNG",

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.format.values import UNION, Codecs, Node, encode_tree, is_unicode
 from holdfast.parallel.layout import Layout
-from holdfast.state.arrays import array_tensor
 from holdfast.state.coordinates import coordinate_label
 from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import (
@@ -32,8 +31,9 @@ from holdfast.state.markers import (
     Transient,
     Union,
 )
-from holdfast.state.module import ModulePart
-from holdfast.state.optimizer import OptimizerState
+from holdfast.state.module.part import ModulePart
+from holdfast.state.numpy_arrays import array_tensor
+from holdfast.state.optimizer.part import OptimizerState
 from holdfast.state.parts import Part, is_last, part_of
 from holdfast.state.placement import Domains, tensor_leaf
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.geometry import Box
+from holdfast.arrays.boxes import Box
 from holdfast.parallel.layout import Layout
 
 

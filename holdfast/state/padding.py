@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from holdfast.arrays.boxes import Box
 from holdfast.errors import PlacementError
-from holdfast.geometry import Box
 from holdfast.state.leaves import TensorLeaf
 from holdfast.state.markers import FlatShard, Padded, Replicated, Sharded, check_real_shape
 from holdfast.state.names import walk

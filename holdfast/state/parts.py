@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.state.holding import PartitionedOptimizer
 from holdfast.state.markers import FromPart, On
-from holdfast.state.module import ModulePart
-from holdfast.state.placed import Placer
+from holdfast.state.match.stored import StoredPart
+from holdfast.state.module.part import ModulePart
+from holdfast.state.module.placed import Placer
+from holdfast.state.optimizer.protocol import PartitionedOptimizer
 from holdfast.state.rng import RNG
-from holdfast.state.stored import StoredPart
 
 
 @runtime_checkable

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.errors import LayoutError, PlacementError
-from holdfast.geometry import Box, flat_range_boxes
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import Domain, TensorLeaf
 from holdfast.state.markers import FlatShard, Marked, Padded, Replicated, Sharded

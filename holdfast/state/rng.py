@@ -28,7 +28,7 @@ from holdfast.state.generators import (
     state_digest,
 )
 from holdfast.state.markers import PerRank, Stored
-from holdfast.state.stored import StoredPart
+from holdfast.state.match.stored import StoredPart
 
 _REPLICATING = ("tp", "expt_tp")
 """Axes whose ranks compute the same activations, so that they have to draw the same masks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.storage.base import Observer, Sink, Source, Storage, split_path
-from holdfast.storage.posix import PosixStorage
+from holdfast.storage.posix.store import PosixStorage
+from holdfast.storage.protocol import Observer, Sink, Source, Storage, split_path
 
 __all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage", "split_path"]

@@ -13,8 +13,8 @@ from contextlib import suppress
 from types import TracebackType
 
 from holdfast.errors import StorageError
+from holdfast.format.leases import DEFAULT_LIFE_S, READING_DIR, quiet_s
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
-from holdfast.format.reading import DEFAULT_LIFE_S, READING_DIR, quiet_s
 from holdfast.storage import Storage
 from holdfast.writer.records import ALIVE_FILE
 

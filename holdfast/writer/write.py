@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.arrays.boxes import Box
 from holdfast.errors import StorageError
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.fingerprint import fingerprint_box
-from holdfast.geometry import Box
 from holdfast.storage import Storage
 from holdfast.writer.records import DoneRecord, SaveHeader, column, done_file, seal
 

@@ -25,7 +25,7 @@ from holdfast import (
     Sharded,
     StorageError,
 )
-from holdfast.checkpoint import budget
+from holdfast.checkpoint.save import budget
 from tests.checkpoint.common import assert_equal, make_state
 from tests.harness import RankContext, run_ranks
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, HoldfastError, Layout, PlanError, ProcessGroups
-from holdfast.checkpoint.plan import make_plan
-from holdfast.checkpoint.table import ChunkTable, TensorNames, decode_names
+from holdfast.checkpoint.plan.claims import ChunkTable, TensorNames, decode_names
+from holdfast.checkpoint.plan.proof import make_plan
 from holdfast.state.leaves import Domain
 from holdfast.writer import commit
 from holdfast.writer.records import DoneRecord
 from tests.checkpoint.common import assert_equal, make_state
-from tests.checkpoint.test_plan import synthetic
+from tests.checkpoint.plan.test_proof import synthetic
 from tests.harness import RankContext, run_ranks
 
 NUM_RANKS = 1024

@@ -11,8 +11,8 @@ import torch
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.models import GPT, GPTConfig
-from holdfast.models.stages import Pipeline
+from holdfast.reference.models import GPT, GPTConfig
+from holdfast.reference.models.stages import Pipeline
 from holdfast.storage import PosixStorage
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks

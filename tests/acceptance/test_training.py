@@ -11,14 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast import Checkpointer
-from holdfast.cli.train import parse
+from holdfast.cli.commands.train import parse
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.parallel import ProcessGroups
+from holdfast.reference.train.config import TrainConfig
+from holdfast.reference.train.data import read_corpus
+from holdfast.reference.train.loop import Trainer
 from holdfast.storage import PosixStorage
-from holdfast.train.config import TrainConfig
-from holdfast.train.data import read_corpus
-from holdfast.train.loop import Trainer
 from tests.harness import RankContext, run_ranks
 
 WORDS = (

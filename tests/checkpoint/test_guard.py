@@ -15,8 +15,8 @@ import torch
 
 import holdfast
 from holdfast import RNG, Checkpointer, Layout, PerRank, ProcessGroups, Sharded, Stored
-from holdfast.checkpoint import local as local_module
-from holdfast.checkpoint.stage import Arena
+from holdfast.checkpoint.save import local_state as local_module
+from holdfast.checkpoint.save.staging import Arena
 from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
 from holdfast.storage import PosixStorage
 from holdfast.writer import write

@@ -29,8 +29,8 @@ from holdfast import (
     declare_padding,
 )
 from holdfast.state import HeldParameter
-from holdfast.state.holding import WholeOptimizer
 from holdfast.state.names import parameter_names
+from holdfast.state.optimizer.protocol import WholeOptimizer
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 

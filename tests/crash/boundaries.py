@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage import linux
+from holdfast.storage.posix import syscalls as linux
 
 Act = Callable[[], None]
 _CALLS = (

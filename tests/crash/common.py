@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
-from holdfast.checkpoint.reuse import PLANS_DIR
+from holdfast.checkpoint.plan.cache import PLANS_DIR
+from holdfast.format.leases import READING_DIR
 from holdfast.format.names import LATEST, list_steps, step_dir
-from holdfast.format.reading import READING_DIR
 from holdfast.format.verify import verify_snapshot
 from holdfast.writer.repair import repair
 

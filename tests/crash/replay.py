@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.reading import READING_DIR
-from holdfast.storage import linux
+from holdfast.format.leases import READING_DIR
+from holdfast.storage.posix import syscalls as linux
 
 _SECTOR = 512
 

@@ -13,7 +13,8 @@ import pytest
 
 from holdfast import Checkpointer, PosixStorage, StorageError
 from holdfast.format.names import LATEST
-from holdfast.storage import linux, posix
+from holdfast.storage.posix import store as posix
+from holdfast.storage.posix import syscalls as linux
 from holdfast.writer.repair import repair
 from tests.crash.common import assert_recovers, leftovers, state_of, versions
 
@@ -226,8 +227,8 @@ def _interrupted(
 
     before = set(storage.root.glob(".saving-*"))
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.send.commit_save", stop)
-        monkey.setattr("holdfast.checkpoint.save.discard_save", lambda *a: None)
+        monkey.setattr("holdfast.checkpoint.save.executor.commit_save", stop)
+        monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(StorageError, match="stopped"):
             save(storage, "sync", step, version, overwrite=overwrite)
     (left,) = set(storage.root.glob(".saving-*")) - before

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Checkpointer, PosixStorage, StorageError
-from holdfast.storage import linux
+from holdfast.storage.posix import syscalls as linux
 from tests.crash.boundaries import BROKEN, FULL, Act, Boundaries
 from tests.crash.common import assert_recovers, state_of, versions
 from tests.crash.mounts import Mounts

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups
-from holdfast.checkpoint import send
+from holdfast.checkpoint.save import executor as send
+from holdfast.format.leases import READING_DIR, mark_reading, readers_of
 from holdfast.format.names import parse_saving_dir
-from holdfast.format.reading import READING_DIR, mark_reading, readers_of
 from holdfast.format.verify import verify_snapshot
 from holdfast.writer import heartbeat, job
 from holdfast.writer import repair as repairing

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast import Checkpointer, HoldfastError, PosixStorage
-from holdfast.checkpoint.reuse import PLANS_DIR
-from holdfast.storage import linux
+from holdfast.checkpoint.plan.cache import PLANS_DIR
+from holdfast.storage.posix import syscalls as linux
 from holdfast.writer.repair import repair
 from tests.crash.boundaries import Boundaries
 from tests.crash.common import assert_recovers, leftovers, state_of, versions

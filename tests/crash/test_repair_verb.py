@@ -10,7 +10,7 @@ import pytest
 from holdfast import Checkpointer
 from holdfast.errors import HoldfastError
 from holdfast.writer.records import ALIVE_FILE
-from tests.cli_inspect.conftest import Holdfast, holdfast
+from tests.cli.conftest import Holdfast, holdfast
 from tests.crash.common import state_of, versions
 
 __all__ = ["holdfast"]
@@ -27,8 +27,8 @@ def _leave_behind(root: Path, step: int) -> Path:
         raise _Stop
 
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.send.commit_save", stop)
-        monkey.setattr("holdfast.checkpoint.save.discard_save", lambda *a: None)
+        monkey.setattr("holdfast.checkpoint.save.executor.commit_save", stop)
+        monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="_Stop"):
             Checkpointer(root).save(step, state_of(step))
     return next(root.glob(f".saving-iter_{step:07d}-*"))

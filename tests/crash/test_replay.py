@@ -16,13 +16,13 @@ import torch
 
 from holdfast import Checkpointer, KeepLast, PosixStorage
 from holdfast.errors import HoldfastError
+from holdfast.format.leases import READING_DIR, mark_reading
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.reading import READING_DIR, mark_reading
-from holdfast.format.retention import apply_retention, plan_retention
-from holdfast.format.tags import TAGS_DIR, list_tags, remove_tag, set_tag
 from holdfast.format.verify import verify_snapshot
-from holdfast.storage import linux
+from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.retention.tags import TAGS_DIR, list_tags, remove_tag, set_tag
+from holdfast.storage.posix import syscalls as linux
 from holdfast.writer.repair import repair
 from tests.crash.common import leftovers
 from tests.crash.replay import Frozen, Op, Recorder, after_loss, losses, pending, write_tree

@@ -11,7 +11,7 @@ import pytest
 from demo.plan import SCENARIOS
 from demo.results import Curve, read_curve
 from demo.supervisor import Kill, RunFailed, run_ranks
-from holdfast.cli.train import parse
+from holdfast.cli.commands.train import parse
 
 # Rank 0 reports a step every tenth of a second; every rank leaves its process id.
 WORKER = """

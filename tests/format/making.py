@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.arrays.boxes import Box
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import ImageEntry, chunk_name, layout_image
@@ -24,7 +25,6 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import INDEX, MANIFEST, data_file, step_dir
 from holdfast.format.values import Node
-from holdfast.geometry import Box
 from holdfast.storage import Storage
 
 Bytes = npt.NDArray[np.uint8]

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from holdfast.arrays.boxes import Box
 from holdfast.format.manifest import LayoutInfo
 from holdfast.format.names import list_steps
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, decode_tree, encode_tree
 from holdfast.format.verify import verify_snapshot
-from holdfast.geometry import Box
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, Made, Tensor, make, write
 

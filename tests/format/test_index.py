@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
+from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.digest import block_digests, digest128, num_blocks
 from holdfast.format.image import ImageEntry, layout_image
@@ -28,7 +29,6 @@ from holdfast.format.index import (
     validate_index,
 )
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
-from holdfast.geometry import Box
 from tests.format.making import Chunk, Made, make, random_tensor, sample_tensors
 
 COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy", "digest_ptr", "digest")

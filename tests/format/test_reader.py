@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, MismatchError, StorageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot, read_records
-from holdfast.geometry import Box
 from holdfast.storage import PosixStorage
+from tests.arrays.test_tiling import split
 from tests.format.making import Chunk, Tensor, make, random_tensor, sample_tensors, write
-from tests.geometry.test_tiling import split
 
 
 def read(snapshot: Snapshot, key: str, box: Box, **options: object) -> bytes:

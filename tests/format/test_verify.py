@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from holdfast.arrays.boxes import Box
 from holdfast.errors import StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.image import ImageEntry, layout_image
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import Damage, verify_snapshot
-from holdfast.geometry import Box
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, make, random_tensor, sample_tensors, write
 

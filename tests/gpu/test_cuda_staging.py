@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, PosixStorage, Stored
-from holdfast.checkpoint.copier import Copiers, CudaPageLock
-from holdfast.checkpoint.stage import Arena, content_digest, prepare_staging, stage
+from holdfast.checkpoint.save.copier import Copiers, CudaPageLock
+from holdfast.checkpoint.save.staging import Arena, content_digest, prepare_staging, stage
 from holdfast.format.image import ImageEntry, layout_image
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 

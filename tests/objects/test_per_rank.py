@@ -22,10 +22,10 @@ from holdfast import (
     ProcessGroups,
     Stored,
 )
-from holdfast.checkpoint.per_rank import find_dropped, taken_of
+from holdfast.checkpoint.load.per_rank import find_dropped, taken_of
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
-from holdfast.state.match import Matcher
+from holdfast.state.match.matcher import Matcher
 from tests.harness import RankContext, run_ranks
 
 AXES = ("tp", "cp", "dp", "pp")

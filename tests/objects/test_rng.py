@@ -24,11 +24,11 @@ from holdfast import (
     ProcessGroups,
     Stream,
 )
-from holdfast.checkpoint.per_rank import check_claims
+from holdfast.checkpoint.load.per_rank import check_claims
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
-from holdfast.state.match import Matcher
-from holdfast.state.stored import StoredPart
+from holdfast.state.match.matcher import Matcher
+from holdfast.state.match.stored import StoredPart
 from tests.harness import RankContext, run_ranks
 
 BITS = (

@@ -21,10 +21,10 @@ from holdfast import (
     Sharded,
     Stored,
 )
-from holdfast.checkpoint import aliasing
-from holdfast.checkpoint.aliasing import shared_memory, without_ties
-from holdfast.geometry import Box
-from holdfast.state.match_result import Wanted
+from holdfast.arrays.boxes import Box
+from holdfast.checkpoint.load import aliasing
+from holdfast.checkpoint.load.aliasing import shared_memory, without_ties
+from holdfast.state.match.result import Wanted
 
 
 def save_apart(root: Path, **tensors: torch.Tensor) -> Checkpointer:

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast import RNG, Checkpointer, OptimizerState
+from holdfast.arrays.boxes import Box
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.geometry import Box
 from holdfast.storage import PosixStorage
 from tests.objects import zoo
 

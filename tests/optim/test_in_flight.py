@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer, Layout, OptimizerState, ProcessGroups
 from holdfast.errors import HoldfastError
-from holdfast.optim import ShardedOptimizer, wires
+from holdfast.optim import ShardedOptimizer
+from holdfast.optim import shard_groups as wires
 from tests.harness import RankContext, run_ranks
 
 adamw = partial(torch.optim.AdamW, lr=0.05)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import Layout, ProcessGroups
 from holdfast.optim import ShardedOptimizer
-from holdfast.parallel.recorder import Launch, LaunchRecorder
+from holdfast.parallel.groups.launches import Launch, LaunchRecorder
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import adamw, build, sharded, train
 from tests.optim.experts import build_sparse, chain, rows_of

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.reading import READING_DIR, mark_reading, mark_removing, readers_of
-from holdfast.format.retention import KeepLast, apply_retention, plan_retention
-from holdfast.format.tags import list_tags, remove_tag, set_tag
+from holdfast.format.leases import READING_DIR, mark_reading, mark_removing, readers_of
+from holdfast.retention.removal import KeepLast, apply_retention, plan_retention
+from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import PosixStorage
 from tests.retention.common import fill, steps_of
 
@@ -23,7 +23,7 @@ ONE = "iter_0000001"
 
 READER = """
 import sys, time
-from holdfast.format.reading import mark_reading
+from holdfast.format.leases import mark_reading
 from holdfast.storage import PosixStorage
 with mark_reading(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv[2])):
     print("reading", flush=True)

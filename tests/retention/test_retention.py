@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptionError, StorageError
+from holdfast.format.leases import mark_reading
 from holdfast.format.names import step_dir
-from holdfast.format.reading import mark_reading
-from holdfast.format.retention import (
+from holdfast.retention.removal import (
     KeepBest,
     KeepEvery,
     KeepLast,
@@ -27,7 +27,7 @@ from holdfast.format.retention import (
     apply_retention,
     plan_retention,
 )
-from holdfast.format.tags import set_tag
+from holdfast.retention.tags import set_tag
 from holdfast.storage import PosixStorage
 from tests.retention.common import DAMAGES, LATEST, damage, fill, is_whole, put, steps_of
 

@@ -1,0 +1,58 @@
+"""What is in a checkpoint, from its manifest alone: nothing of the data is read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from holdfast.checkpoint.reports import PartInfo
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.names import step_dir
+from holdfast.format.reader import read_manifest
+from holdfast.state.match.stored_nodes import kind_in_words
+from holdfast.storage import Storage
+
+_TENSORS = ("tensor", "array")
+
+
+def stored_parts(storage: Storage, step: int) -> dict[str, PartInfo]:
+    """Part name -> what it holds. One read; linear in the manifest. Raises as `read_manifest`."""
+    _, manifest = read_manifest(storage, step_dir(step))
+    sizes = {
+        info.key: math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in manifest.tensors
+    }
+    found = {}
+    for name, node in manifest.parts.items():
+        keys: set[str] = set()
+        num_values = _count(node, keys)
+        found[name] = PartInfo(
+            kind=kind_in_words(node).removeprefix("a "),
+            num_tensors=len(keys),
+            nbytes=sum(sizes[key] for key in keys),
+            num_values=num_values,
+        )
+    return found
+
+
+def _count(node: Any, keys: set[str]) -> int:
+    """Values under a node; the keys of its tensors go into `keys`. Any depth."""
+    waiting, num_values = [node], 0
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif not isinstance(node, dict):
+            num_values += 1
+        elif node.get("$") in _TENSORS:
+            keys.add(node["k"])
+        elif "$" not in node:
+            waiting += node.values()
+        elif node["$"] in ("dict", "odict", "counter", "defaultdict"):
+            waiting += [child for _, child in node["v"]]
+        elif node["$"] in ("per_rank", "dataclass"):
+            waiting += node["v"].values()
+        elif node["$"] in ("tuple", "deque", "codec"):
+            waiting.append(node["v"])
+        else:
+            num_values += 1
+    return num_values

@@ -1,0 +1,1 @@
+"""Planning a save: claims of ranks, the proof that they cover, and who writes which box."""

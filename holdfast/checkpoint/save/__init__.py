@@ -1,0 +1,1 @@
+"""Saving: handshake of the ranks, staging, and handing the image to the writer."""

@@ -1,0 +1,207 @@
+"""`holdfast ls ROOT`: the checkpoints in a directory. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from holdfast.cli.support.inspecting import (
+    EXIT_DAMAGED,
+    clean,
+    counted,
+    find_runs,
+    in_bytes,
+    layout_in_words,
+    make_console,
+    make_table,
+    open_root,
+    print_json,
+    when,
+)
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
+from holdfast.format.names import (
+    LATEST,
+    MANIFEST,
+    list_steps,
+    parse_saving_dir,
+    parse_step_dir,
+    step_dir,
+)
+from holdfast.storage import PosixStorage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Args:
+    """List the checkpoints in a directory."""
+
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[ROOT]")] = Path()
+    """The directory that holds the checkpoints; default the current one."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One committed step, or what is wrong with its manifest."""
+
+    step: int
+    created: str = ""
+    num_tensors: int = 0
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    num_files: int = 0
+    layouts: tuple[str, ...] = ()
+    damage: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A directory that is no checkpoint: a save under way or abandoned, or one being removed."""
+
+    name: str
+    step: int | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A directory of checkpoints below the one that was named; `problem`: why it cannot be read."""
+
+    path: str
+    num_steps: int = 0
+    latest: int | None = None
+    problem: str | None = None
+
+
+def run(args: Args) -> int:
+    """Print the list, or of a directory of runs the runs; 1 when a manifest is damaged.
+
+    Reads manifests only, no tensor.
+    """
+    storage = open_root(args.root)
+    if storage.exists(MANIFEST):
+        raise ConfigError(f"{args.root} is one checkpoint; `holdfast show {args.root}` shows it")
+    steps = [_read_step(storage, step) for step in list_steps(storage)]
+    leftovers = _leftovers(storage, {step.step for step in steps})
+    pointer = _pointer(storage)
+    runs = [] if steps or leftovers else [_run(path) for path in find_runs(args.root)]
+    if args.json:
+        latest = steps[-1].step if steps else None
+        print_json(
+            {
+                "root": str(args.root),
+                "latest": latest,
+                "pointer": pointer,
+                "steps": [asdict(step) for step in steps],
+                "uncommitted": [asdict(leftover) for leftover in leftovers],
+                "runs": [asdict(run) for run in runs],
+            }
+        )
+    elif runs:
+        _print_runs(args.root, runs)
+    else:
+        _print(args.root, steps, leftovers, pointer)
+    return EXIT_DAMAGED if any(step.damage for step in steps) else 0
+
+
+def _read_step(storage: PosixStorage, step: int) -> Step:
+    path = f"{step_dir(step)}/{MANIFEST}"
+    try:
+        if storage.size(path) > MAX_MANIFEST_NBYTES:
+            raise ConfigError("the manifest is larger than any manifest may be")
+        return _summary(decode_manifest(storage.read(path)))
+    except HoldfastError as error:
+        return Step(step=step, damage=str(error))
+
+
+def _summary(manifest: Manifest) -> Step:
+    return Step(
+        step=manifest.step,
+        created=manifest.created,
+        num_tensors=manifest.totals.num_tensors,
+        nbytes=manifest.totals.nbytes,
+        stored_nbytes=manifest.totals.stored_nbytes,
+        num_files=len(manifest.files),
+        layouts=tuple(layout_in_words(layout) for layout in manifest.layouts),
+    )
+
+
+def _run(path: Path) -> Run:
+    try:
+        steps = list_steps(PosixStorage(path))
+    except HoldfastError as error:
+        return Run(path=str(path), problem=str(error))
+    return Run(path=str(path), num_steps=len(steps), latest=steps[-1] if steps else None)
+
+
+def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Leftover]:
+    found = []
+    for name in storage.list(""):
+        saving, step = parse_saving_dir(name), parse_step_dir(name)
+        if saving is not None:
+            what = "a save under way, or one that was not finished"
+            found.append(Leftover(name=name, step=saving[0], what=what))
+        elif name.startswith((".trash-", ".old-")):
+            found.append(Leftover(name=name, step=None, what="being removed, or left from it"))
+        elif step is not None and step not in committed:
+            what = f"has the name of a step, but no {MANIFEST}"
+            found.append(Leftover(name=name, step=step, what=what))
+    return found
+
+
+def _pointer(storage: PosixStorage) -> int | None:
+    """What the pointer file says, for people and other tools; None without a readable one."""
+    try:
+        text = storage.read(LATEST, nbytes=min(storage.size(LATEST), 64)).decode().strip()
+    except (HoldfastError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _print_runs(root: Path, runs: list[Run]) -> None:
+    console = make_console()
+    console.print(
+        f"{root} holds {counted(len(runs), 'run')} and no checkpoint of its own:", soft_wrap=True
+    )
+    table = make_table([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
+    for run in runs:
+        latest = "" if run.latest is None else f"{run.latest}"
+        table.add_row(clean(run.path), f"{run.num_steps}", latest, clean(run.problem or ""))
+    console.print(table)
+    console.print(f"`holdfast ls {clean(runs[0].path)}` lists the steps of one", soft_wrap=True)
+
+
+def _print(root: Path, steps: list[Step], leftovers: list[Leftover], pointer: int | None) -> None:
+    console = make_console()
+    if steps:
+        table = make_table(
+            [
+                ("step", "right"), ("", "green"), ("created (UTC)", ""), ("tensors", "right"),
+                ("size", "right"), ("files", "right"), ("layout", ""),
+            ]
+        )  # fmt: skip
+        for step in steps:
+            mark = "latest" if step is steps[-1] else ""
+            if step.damage is not None:
+                table.add_row(f"{step.step}", "damaged", "", "", "", "", clean(step.damage),
+                              style="red")  # fmt: skip
+                continue
+            table.add_row(
+                f"{step.step}", mark, when(step.created), f"{step.num_tensors:,}",
+                in_bytes(step.stored_nbytes), f"{step.num_files}", "; ".join(step.layouts),
+            )  # fmt: skip
+        console.print(table)
+    else:
+        console.print(f"no committed checkpoint in {root}")
+    newest = steps[-1].step if steps else None
+    if pointer is not None and pointer != newest:
+        console.print(f"{LATEST} says {pointer}; the newest committed step is {newest}")
+    if leftovers:
+        console.print("uncommitted:")
+        for leftover in leftovers:
+            console.print(f"  {clean(leftover.name)}  {leftover.what}", style="dim")

@@ -1,0 +1,201 @@
+"""`holdfast prune ROOT`: remove old checkpoints by a policy. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import tyro
+
+from holdfast.cli.support.inspecting import (
+    EXIT_DAMAGED,
+    clean,
+    counted,
+    in_bytes,
+    make_console,
+    make_table,
+    open_steps,
+    print_json,
+)
+from holdfast.errors import ConfigError
+from holdfast.retention.removal import (
+    AnyOf,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepTagged,
+    KeepWithin,
+    Policy,
+    RetentionPlan,
+    RetentionResult,
+    apply_retention,
+    plan_retention,
+)
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_COUNT = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
+_TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Args:
+    """Remove checkpoints that no --keep… asks to keep; the newest sound one always stays."""
+
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
+    """The directory that holds the checkpoints."""
+
+    keep_last: int | None = None
+    """Keep the newest so many steps."""
+
+    keep_every: int | None = None
+    """Keep the steps that this number divides."""
+
+    keep_within: str | None = None
+    """Keep what was saved within this time: 90s, 30m, 12h, 7d, 2w."""
+
+    keep_best: tuple[str, ...] = ()
+    """Keep the best by a stored number: path:min:N or path:max:N, such as progress.loss:min:3."""
+
+    keep_tagged: bool = False
+    """Keep steps that have a tag (see `holdfast tag`)."""
+
+    dry_run: bool = False
+    """Only say what would be done."""
+
+    yes: bool = False
+    """Do not ask."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def run(args: Args) -> int:
+    """Print what stays and goes, ask, remove; 1 when something could not be removed."""
+    policy = _policy(args)
+    storage = open_steps(args.root, verb="prune")
+    plan = plan_retention(storage, policy)
+    if not args.json:
+        _print_plan(args.root, plan)
+    result = RetentionResult()
+    if plan.remove and not args.dry_run:
+        if not _may_remove(args, plan):
+            print("nothing was removed")
+            return 0
+        result = apply_retention(storage, plan)
+    if args.json:
+        print_json(_as_json(args, plan, result))
+    elif not args.dry_run:
+        _print_result(plan, result)
+    return EXIT_DAMAGED if result.failed or result.pointer_problem else 0
+
+
+def _policy(args: Args) -> Policy:
+    policies: list[Policy] = []
+    for flag, number in (("--keep-last", args.keep_last), ("--keep-every", args.keep_every)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{flag} is {number}; set it to a whole number of 1 or more")
+    if args.keep_last is not None:
+        policies.append(KeepLast(args.keep_last))
+    if args.keep_every is not None:
+        policies.append(KeepEvery(args.keep_every))
+    if args.keep_within is not None:
+        policies.append(KeepWithin(_seconds(args.keep_within)))
+    policies += [_best(text) for text in args.keep_best]
+    if args.keep_tagged:
+        policies.append(KeepTagged())
+    if not policies:
+        raise ConfigError(
+            "say what to keep: --keep-last N, --keep-every M, --keep-within 7d, "
+            "--keep-best progress.loss:min:3, --keep-tagged"
+        )
+    return AnyOf(tuple(policies))
+
+
+def _seconds(text: str) -> float:
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--keep-within {text!r} is no time; write 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _best(text: str) -> KeepBest:
+    metric, *rest = text.split(":")
+    mode = rest[0] if rest else ""
+    number = rest[1] if len(rest) == 2 else "1"
+    if not metric or mode not in ("min", "max") or len(rest) > 2 or not _COUNT.fullmatch(number):
+        raise ConfigError(
+            f"--keep-best {text!r} is not of the form path:min:N or path:max:N, "
+            "such as progress.loss:min:3"
+        )
+    return KeepBest(metric, int(number), cast(Literal["min", "max"], mode))
+
+
+def _may_remove(args: Args, plan: RetentionPlan) -> bool:
+    if args.yes:
+        return True
+    if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(
+            f"nothing was removed: {counted(len(plan.remove), 'checkpoint')} would go, and nobody "
+            "is there to be asked; add --yes to remove, --dry-run to look"
+        )
+    nbytes = in_bytes(sum(removal.stored_nbytes for removal in plan.remove))
+    try:
+        answer = input(f"remove {counted(len(plan.remove), 'checkpoint')}, {nbytes}? [y/N] ")
+    except EOFError:  # Ctrl-D
+        print()
+        return False
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _print_plan(root: Path, plan: RetentionPlan) -> None:
+    console = make_console()
+    if not plan.keep and not plan.remove and not plan.spared:
+        console.print(f"no committed checkpoint in {root}")
+        return
+    table = make_table([("step", "right"), ("", ""), ("why", ""), ("size", "right")])
+    removals = {removal.step: removal for removal in plan.remove}
+    for step in sorted({*plan.keep, *removals}):
+        if step in removals:
+            tags = removals[step].tags
+            why = f"no policy keeps it, though tagged {', '.join(tags)}" if tags else ""
+            size = in_bytes(removals[step].stored_nbytes)
+            table.add_row(f"{step}", "goes", clean(why), size, style="yellow")
+        else:
+            table.add_row(f"{step}", "stays", clean(plan.keep[step]), "")
+    for name, why in sorted(plan.spared.items()):
+        table.add_row(clean(name), "left alone", clean(why), "", style="dim")
+    console.print(table)
+
+
+def _print_result(plan: RetentionPlan, result: RetentionResult) -> None:
+    console = make_console()
+    sizes = {removal.step: removal.stored_nbytes for removal in plan.remove}
+    for step, why in result.spared.items():
+        console.print(f"step {step} was left: {clean(why)}")
+    for step, why in result.failed.items():
+        console.print(f"step {step} could not be removed: {clean(why)}", style="red")
+    if result.pointer_problem is not None:
+        console.print(f"pointer file: {clean(result.pointer_problem)}", style="red")
+    freed = in_bytes(sum(sizes[step] for step in result.removed))
+    console.print(f"removed {counted(len(result.removed), 'checkpoint')}, {freed}")
+
+
+def _as_json(args: Args, plan: RetentionPlan, result: RetentionResult) -> dict[str, object]:
+    return {
+        "root": str(args.root),
+        "dry_run": args.dry_run,
+        "newest_sound": plan.newest,
+        "keep": {str(step): why for step, why in plan.keep.items()},
+        "remove": [
+            {"step": removal.step, "stored_nbytes": removal.stored_nbytes, "tags": removal.tags}
+            for removal in plan.remove
+        ],
+        "left_alone": dict(plan.spared),
+        "removed": result.removed,
+        "spared": {str(step): why for step, why in result.spared.items()},
+        "failed": {str(step): why for step, why in result.failed.items()},
+        "pointer_problem": result.pointer_problem,
+    }

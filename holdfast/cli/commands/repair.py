@@ -1,0 +1,88 @@
+"""`holdfast repair ROOT`: finish or remove what saves have left behind. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from holdfast.cli.support.inspecting import (
+    EXIT_DAMAGED,
+    clean,
+    counted,
+    make_console,
+    make_table,
+    open_steps,
+    print_json,
+)
+from holdfast.writer.repair import Fate, Leftover, repair
+
+_WORDS: dict[Fate, str] = {
+    "finished": "finished",
+    "removed": "removed",
+    "alive": "left alone",
+    "read": "left to its readers",
+    "kept": "stuck",
+}
+_STYLES: dict[Fate, str] = {
+    "finished": "green",
+    "removed": "yellow",
+    "alive": "dim",
+    "read": "dim",
+    "kept": "red",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Args:
+    """Finish saves that are complete, remove those that cannot be; checkpoints stay untouched."""
+
+    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
+    """The directory that holds the checkpoints."""
+
+    dry_run: bool = False
+    """Only say what would be done."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def run(args: Args) -> int:
+    """Print what was done with each leftover and why; 1 when one could not be dealt with."""
+    storage = open_steps(args.root, verb="repair")
+    leftovers = repair(storage, dry_run=args.dry_run)
+    if args.json:
+        print_json(
+            {
+                "root": str(args.root),
+                "dry_run": args.dry_run,
+                "leftovers": [asdict(leftover) for leftover in leftovers],
+            }
+        )
+    else:
+        _print(args, leftovers)
+    return EXIT_DAMAGED if any(leftover.fate == "kept" for leftover in leftovers) else 0
+
+
+def _print(args: Args, leftovers: list[Leftover]) -> None:
+    console = make_console()
+    if not leftovers:
+        console.print(f"nothing is left behind in {args.root}")
+        return
+    table = make_table([("step", "right"), ("leftover", ""), ("", ""), ("why", "")])
+    for leftover in leftovers:
+        would = args.dry_run and leftover.fate in ("finished", "removed")
+        table.add_row(
+            "" if leftover.step is None else str(leftover.step),
+            clean(leftover.name),
+            f"{'would be ' if would else ''}{_WORDS[leftover.fate]}",
+            clean(leftover.why),
+            style=_STYLES[leftover.fate],
+        )
+    console.print(table)
+    fates = [leftover.fate for leftover in leftovers]
+    counts = [f"{fates.count(fate)} {word}" for fate, word in _WORDS.items() if fate in fates]
+    prefix = "nothing was changed: " if args.dry_run else ""
+    console.print(f"{prefix}{counted(len(leftovers), 'leftover')}: {', '.join(counts)}")

@@ -1,0 +1,297 @@
+"""`holdfast show PATH`: what is in a checkpoint. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from holdfast.cli.support.inspecting import (
+    EXIT_DAMAGED,
+    Place,
+    clean,
+    counted,
+    in_bytes,
+    in_ranges,
+    layout_in_words,
+    make_console,
+    make_table,
+    print_json,
+    when,
+)
+from holdfast.cli.support.opening import mark_place, matching_keys, no_match
+from holdfast.cli.support.report import print_error
+from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
+from holdfast.cli.support.value_tree import leaf_keys, num_values, value_tree
+from holdfast.errors import ConfigError, CorruptionError
+from holdfast.format.manifest import Manifest
+from holdfast.format.reader import Snapshot
+
+_MAX_ROWS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Args:
+    """Show what is in a checkpoint: layouts, parts, tensors, and on request files and values."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
+
+    step: int | None = None
+    """Which step of a directory of checkpoints."""
+
+    tensor: str | None = None
+    """Only tensors whose key is this, or matches this pattern (`*`, `?`)."""
+
+    part: str | None = None
+    """Only this part of the state."""
+
+    files: bool = False
+    """List the data files and who wrote them."""
+
+    values: bool = False
+    """Show the tree of values."""
+
+    stats: bool = False
+    """Read the tensors chosen with --tensor: least, greatest, mean, norm, first elements."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor as listed: `writers` are global ranks, `num_copies` the most of any chunk."""
+
+    key: str
+    part: str
+    dtype: str
+    shape: list[int]
+    num_chunks: int
+    num_copies: int
+    writers: list[int]
+    nbytes: int
+
+
+def run(args: Args) -> int:
+    """Print what was asked for; 1 when the checkpoint is damaged."""
+    if args.stats and args.tensor is None:
+        raise ConfigError("--stats reads tensors: choose them with --tensor KEY or a pattern")
+    try:
+        with (
+            mark_place(args.path, step=args.step) as (place, reading),
+            Snapshot.open(place.storage, place.directory) as snapshot,
+        ):
+            reading.of_version(snapshot.manifest.save_id)
+            if args.part is not None:
+                snapshot.read_values(args.part)
+            rows = _tensor_rows(snapshot, args)
+            stats = {row.key: tensor_stats(snapshot, row.key) for row in rows if args.stats}
+            if args.json:
+                print_json(_as_json(place, snapshot, args, rows, stats))
+            else:
+                _print(place, snapshot, args, rows, stats)
+    except CorruptionError as error:
+        print_error(error)
+        return EXIT_DAMAGED
+    return 0
+
+
+def _parts_of_keys(manifest: Manifest) -> dict[str, str]:
+    """The part that each tensor's key is referred to from."""
+    return {key: part for part, node in manifest.parts.items() for key in leaf_keys(node)}
+
+
+def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
+    parts = _parts_of_keys(snapshot.manifest)
+    rows = []
+    chosen = None if args.tensor is None else set(matching_keys(snapshot, args.tensor))
+    if args.tensor is not None and not chosen:
+        raise no_match(args.tensor, snapshot.keys)
+    for tensor in snapshot.manifest.tensors:
+        part = parts.get(tensor.key, "")
+        if args.part is not None and part != args.part:
+            continue
+        if chosen is not None and tensor.key not in chosen:
+            continue
+        stored = snapshot.rows_of(tensor.key)
+        copies = snapshot.index.copy[stored]
+        writers = {
+            snapshot.manifest.files[f].writer for f in set(snapshot.index.file[stored].tolist())
+        }
+        rows.append(
+            TensorRow(
+                key=tensor.key,
+                part=part,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                num_chunks=int((copies == 0).sum()),
+                num_copies=int(copies.max()) + 1 if len(copies) else 0,
+                writers=sorted(writers),
+                nbytes=tensor.nbytes,
+            )
+        )
+    if args.tensor is not None and not rows:
+        raise ConfigError(f"no tensor of part {args.part!r} matches {args.tensor!r}")
+    return rows
+
+
+def _as_json(
+    place: Place,
+    snapshot: Snapshot,
+    args: Args,
+    rows: list[TensorRow],
+    stats: dict[str, TensorStats],
+) -> dict[str, object]:
+    manifest = snapshot.manifest
+    document: dict[str, object] = {
+        "checkpoint": place.label,
+        "step": manifest.step,
+        "created": manifest.created,
+        "save_id": manifest.save_id,
+        "format_version": manifest.version,
+        "holdfast": manifest.holdfast,
+        "torch": manifest.torch,
+        "layouts": [
+            {"name": x.name, "axes": x.axes, "order": x.order, "ranks": x.ranks}
+            for x in manifest.layouts
+        ],
+        "totals": {
+            "num_tensors": manifest.totals.num_tensors,
+            "nbytes": manifest.totals.nbytes,
+            "stored_nbytes": manifest.totals.stored_nbytes,
+            "num_files": len(manifest.files),
+            "num_rows": manifest.index.num_rows,
+        },
+        "parts": list(manifest.parts),
+        "tensors": [
+            asdict(row) | ({"stats": _stats_json(stats[row.key])} if row.key in stats else {})
+            for row in rows
+        ],
+    }
+    if args.files:
+        document["files"] = [
+            {
+                "name": file.name, "nbytes": file.nbytes, "writer": file.writer,
+                "coordinate": file.coordinate,
+                "num_chunks": int((snapshot.index.file == number).sum()),
+            }
+            for number, file in enumerate(manifest.files)
+        ]  # fmt: skip
+    if args.values:
+        chosen = manifest.parts if args.part is None else {args.part: manifest.parts[args.part]}
+        document["values"] = chosen
+    return document
+
+
+def _stats_json(stats: TensorStats) -> dict[str, object]:
+    table = asdict(stats)
+    if isinstance(stats.mean, complex):
+        table["mean"] = [stats.mean.real, stats.mean.imag]
+    return table
+
+
+def _print(
+    place: Place,
+    snapshot: Snapshot,
+    args: Args,
+    rows: list[TensorRow],
+    stats: dict[str, TensorStats],
+) -> None:
+    console = make_console()
+    is_narrow = args.tensor is not None
+    if not is_narrow:
+        _print_summary(console, place, snapshot.manifest)
+        if args.part is None:
+            _print_parts(console, snapshot.manifest)
+    if args.files:
+        _print_files(console, snapshot)
+    if not args.values or is_narrow:
+        _print_tensors(console, rows, is_all=is_narrow)
+    for key, numbers in stats.items():
+        _print_stats(console, key, numbers)
+    if args.values and not is_narrow:
+        parts = snapshot.manifest.parts
+        tensors = {tensor.key: tensor for tensor in snapshot.manifest.tensors}
+        for part in parts if args.part is None else [args.part]:
+            console.print(value_tree(part, parts[part], tensors=tensors))
+
+
+def _print_summary(console: Console, place: Place, manifest: Manifest) -> None:
+    totals = manifest.totals
+    extra = totals.stored_nbytes - totals.nbytes
+    copies = f" + {in_bytes(extra)} of copies" if extra else ""
+    lines = [
+        ("checkpoint", place.label),
+        ("step", f"{manifest.step}, saved {when(manifest.created)} UTC, id {manifest.save_id}"),
+        ("by", f"holdfast {manifest.holdfast}, torch {manifest.torch}, format {manifest.version}"),
+        ("holds", f"{counted(totals.num_tensors, 'tensor')}, {in_bytes(totals.nbytes)}{copies} "
+                  f"in {counted(len(manifest.files), 'file')}"),
+    ]  # fmt: skip
+    lines += [
+        ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {clean(x.order)}")
+        for x in manifest.layouts
+    ]
+    for name, text in lines:
+        console.print(Text(f"{name:<11}", style="dim") + Text(clean(text)), soft_wrap=True)
+
+
+def _print_parts(console: Console, manifest: Manifest) -> None:
+    table = make_table(
+        [("part", "bold"), ("tensors", "right"), ("size", "right"), ("values", "right")]
+    )
+    sizes = {tensor.key: tensor.nbytes for tensor in manifest.tensors}
+    for part, node in manifest.parts.items():
+        keys = [key for key in set(leaf_keys(node)) if key in sizes]
+        nbytes = sum(sizes[key] for key in keys)
+        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{num_values(node):,}")
+    console.print(table)
+
+
+def _print_files(console: Console, snapshot: Snapshot) -> None:
+    table = make_table(
+        [("file", ""), ("size", "right"), ("chunks", "right"), ("rank", "right"), ("at", "")]
+    )
+    counts = np.bincount(snapshot.index.file, minlength=len(snapshot.manifest.files)).tolist()
+    for file, count in zip(snapshot.manifest.files, counts, strict=True):
+        at = " ".join(f"{axis}={index}" for axis, index in file.coordinate.items())
+        table.add_row(file.name, in_bytes(file.nbytes), f"{count:,}", f"{file.writer}", clean(at))
+    console.print(table)
+
+
+def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> None:
+    table = make_table(
+        [
+            ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("chunks", "right"),
+            ("copies", "right"), ("written by", ""), ("size", "right"),
+        ]
+    )  # fmt: skip
+    shown = rows if is_all else rows[:_MAX_ROWS]
+    for row in shown:
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        table.add_row(
+            clean(row.key), row.dtype, shape, f"{row.num_chunks:,}", f"{row.num_copies}",
+            in_ranges(row.writers), in_bytes(row.nbytes),
+        )  # fmt: skip
+    console.print(table)
+    if len(shown) < len(rows):
+        more = counted(len(rows) - len(shown), "more tensor")
+        console.print(f"… and {more}; --tensor '*' lists all", style="dim")
+
+
+def _print_stats(console: Console, key: str, stats: TensorStats) -> None:
+    console.print(Text(clean(key), style="cyan"))
+    lines = [
+        ("elements", f"{stats.numel:,} ({stats.num_zero:,} zero, {stats.num_nan:,} nan, "
+                     f"{stats.num_inf:,} infinite)"),
+        ("least", f"{stats.lowest}"), ("greatest", f"{stats.highest}"),
+        ("mean", f"{stats.mean}"), ("norm", f"{stats.norm}"),
+        ("first", ", ".join(stats.head) + (", …" if stats.numel > len(stats.head) else "")),
+    ]  # fmt: skip
+    for name, text in lines:
+        console.print(Text(f"  {name:<9}", style="dim") + Text(text), soft_wrap=True)

@@ -1,0 +1,115 @@
+"""`holdfast train [PRESET | CONFIG.toml] [--flags]`: train the reference model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.cli.support.parse import parse_flags
+from holdfast.cli.support.report import EXIT_MISTAKE, print_error
+from holdfast.errors import ConfigError, HoldfastError, LayoutError
+from holdfast.reference.train.config import TrainConfig, read_toml
+from holdfast.reference.train.data import check_paths
+from holdfast.reference.train.launch_environment import Place, record_failure
+from holdfast.reference.train.presets import PRESETS
+from holdfast.reference.train.resume import decide
+
+_ABOUT = (
+    "Train the reference model: holdfast train [dense | moe | hybrid | CONFIG.toml] [--flags]. "
+    "Flags win over preset and file. Start it under torchrun, or with --nproc N by itself, or "
+    "alone as one process."
+)
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Parse, check, and train here or in processes of our own; the exit code.
+
+    Everything that can be refused without torch is refused before it is imported, and before any
+    process is started.
+
+    Raises:
+        HoldfastError: to be printed as one line by the caller.
+    """
+    place = Place.from_environment()
+    try:
+        config = parse(words)
+        if place.is_launched:
+            _check_foreign(config, place=place)
+            return _work(config, place=place)
+        config.check(world_size=config.nproc)
+        check_paths(config.data.data)
+        decide(config.checkpoint)
+        if config.nproc == 1:
+            return _work(config, place=place)
+    except HoldfastError as error:
+        if place.is_ours:
+            record_failure(error)
+            return EXIT_MISTAKE
+        if place.local_rank != 0 and isinstance(error, (ConfigError, LayoutError)):
+            # The same on every process; the first one of the machine says it.
+            return EXIT_MISTAKE
+        raise
+    return _launch(config, words)
+
+
+def _launch(config: TrainConfig, words: Sequence[str]) -> int:
+    from holdfast.reference.train.launch import launch
+
+    failure = launch(config, arguments=words)
+    if failure is None:
+        return 0
+    if failure.message:
+        print_error(failure.message)
+    return failure.exit_code
+
+
+def _work(config: TrainConfig, *, place: Place) -> int:
+    config.check(world_size=place.world_size)
+    from holdfast.reference.train.launch import run_worker
+
+    return run_worker(config, place=place)
+
+
+def _check_foreign(config: TrainConfig, *, place: Place) -> None:
+    if config.nproc > 1 and not place.is_ours:
+        raise ConfigError(
+            f"--nproc {config.nproc} inside of another launcher, which has started "
+            f"{place.world_size} processes already: leave --nproc out"
+        )
+
+
+def parse(words: Sequence[str]) -> TrainConfig:
+    """The run that a command line describes: a preset or a TOML file, if named first, and flags.
+
+    Raises:
+        ConfigError: a mistake in either.
+    """
+    rest = list(words)
+    default = None
+    if rest and not rest[0].startswith("-"):
+        default = _named(rest.pop(0))
+    return parse_flags(
+        TrainConfig,
+        rest,
+        prog="holdfast train",
+        about=_ABOUT,
+        default=default,
+        is_reversible=True,
+        stray="a preset or a CONFIG.toml comes first, and everything else is an option",
+    )
+
+
+def _named(word: str) -> TrainConfig:
+    """What the first word means: a preset, or a file."""
+    if word in PRESETS:
+        return PRESETS[word]
+    path = Path(word)
+    if path.suffix == ".toml" or "/" in word or path.exists():
+        return read_toml(path)
+    near = difflib.get_close_matches(word, PRESETS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"unknown preset {word!r}: {hint}the presets are {', '.join(PRESETS)}; "
+        f"a configuration file is named with its ending, CONFIG.toml"
+    )

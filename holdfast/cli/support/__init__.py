@@ -1,0 +1,1 @@
+"""What the commands share: arguments, opening checkpoints, tables and messages."""

@@ -1,0 +1,249 @@
+"""The tree of values in a checkpoint, in lines for a screen: long things are summed up. No torch.
+
+A tensor is one line with dtype and shape; what holds nothing but tensors is one line with their
+number and size; numbers in rows are one line with their shape; of many members the first are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.text import Text
+from rich.tree import Tree
+
+from holdfast.cli.support.inspecting import clean, counted, in_bytes
+from holdfast.errors import HoldfastError
+from holdfast.format.manifest import TensorInfo
+from holdfast.format.values import TAG, Node, decode_tree, join_path, shorten
+
+MAX_MEMBERS = 40
+"""Members of one container that are shown, and tensors beside values."""
+
+_MAX_DEPTH = 40
+_MAX_WIDTH = 80
+_TENSOR_TAGS = ("tensor", "array")
+_SCALAR_TAGS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum")
+
+
+def value_tree(part: str, node: Node, *, tensors: Mapping[str, TensorInfo]) -> Tree:
+    """A part as a tree of lines.
+
+    Args:
+        part: its name.
+        node: its values, as the manifest has them.
+        tensors: what the manifest says about each key.
+    """
+    tree = Tree(Text(clean(part), style="bold"))
+    words = _Words(tensors)
+    if words.is_one_line(node):
+        tree.label = _label(part, words.of(node, part))
+    else:
+        words.grow(tree, node, part, depth=0)
+    return tree
+
+
+def leaf_keys(node: Node) -> Iterator[str]:
+    """The keys of the tensors that a node refers to."""
+    waiting: list[Node] = [node]
+    while waiting:
+        top = waiting.pop()
+        if isinstance(top, list):
+            waiting += top
+        elif isinstance(top, dict):
+            key = top.get("k")
+            if top.get(TAG) in _TENSOR_TAGS and isinstance(key, str):
+                yield key
+            else:
+                waiting += top.values()
+
+
+def num_values(node: Node) -> int:
+    """Plain values below a node: neither containers nor tensors."""
+    if isinstance(node, list):
+        return sum(map(num_values, node))
+    if isinstance(node, dict):
+        if node.get(TAG) in (*_TENSOR_TAGS, "transient"):
+            return 0
+        if node.get(TAG) in _SCALAR_TAGS:
+            return 1
+        pairs = _pairs(node)
+        if pairs is not None:
+            return sum(num_values(item) for _, item in pairs)
+        return sum(map(num_values, node.values() if TAG not in node else [node.get("v")]))
+    return 1
+
+
+class _Words:
+    """Nodes in words, with what is known about tensors."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = tensors
+
+    def grow(self, tree: Tree, node: Node, path: str, *, depth: int) -> None:
+        """Add the members of a container to a tree, scalars on the line of their name."""
+        members = _members(node)
+        shown = members[:MAX_MEMBERS]
+        is_per_rank = isinstance(node, dict) and node.get(TAG) == "per_rank"
+        for name, child in shown:
+            below = f"{path}[{name}]" if is_per_rank else join_path(path, name)
+            branch = tree.add(_label(name, self.of(child, below)))
+            if not self.is_one_line(child):
+                if depth < _MAX_DEPTH:
+                    self.grow(branch, child, below, depth=depth + 1)
+                else:
+                    branch.add(Text("…; --json shows the rest", style="dim"))
+        if len(shown) < len(members):
+            rest: list[Node] = [child for _, child in members[len(shown) :]]
+            keys = list(leaf_keys(rest))
+            what = f", {self._sum(keys)} in them" if keys else ""
+            more = f"… and {len(rest):,} more{what}; --json lists all"
+            tree.add(Text(more, style="dim"))
+
+    def is_one_line(self, node: Node) -> bool:
+        """Whether a node is fully told, or summed up, by `of`."""
+        return not _members(node) or _row_shape(node) is not None or self._is_all_tensors(node)
+
+    def of(self, node: Node, path: str) -> str:
+        """One line for a node: the value of a scalar, the kind of a container."""
+        if isinstance(node, dict) and node.get(TAG) in _TENSOR_TAGS:
+            return self._tensor(node, path)
+        if _members(node) and self._is_all_tensors(node):
+            return self._sum(list(leaf_keys(node)))
+        shape = _row_shape(node)
+        if shape is not None:
+            return clean(f"numbers {' x '.join(map(str, shape))}: {shorten(repr(node), limit=60)}")
+        return clean(_in_words(node))
+
+    def _tensor(self, node: dict[str, Node], path: str) -> str:
+        key = str(node.get("k"))
+        info = self._tensors.get(key)
+        what = str(node.get(TAG))
+        if info is not None:
+            what += f" {info.dtype} {' x '.join(map(str, info.shape)) or 'scalar'}"
+        return clean(what if key == path else f"{what}, stored as {key}")
+
+    def _is_all_tensors(self, node: Node) -> bool:
+        if isinstance(node, dict) and node.get(TAG) in _TENSOR_TAGS:
+            return False
+        return next(leaf_keys(node), None) is not None and num_values(node) == 0
+
+    def _sum(self, keys: list[str]) -> str:
+        sizes = [self._tensors[key].nbytes for key in set(keys) if key in self._tensors]
+        return f"{counted(len(keys), 'tensor')}, {in_bytes(sum(sizes))}"
+
+
+def _label(name: str, words: str) -> Text:
+    return Text(clean(name), style="bold") + Text(f": {words}")
+
+
+def _members(node: Node) -> list[tuple[str, Node]]:
+    """What a container shows below itself; nothing for what is told on its own line."""
+    if isinstance(node, list):
+        return [] if _is_flat(node) else [(str(i), item) for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return []
+    tag, inner = node.get(TAG), node.get("v")
+    if tag is None:
+        return list(node.items())
+    if tag in _TENSOR_TAGS or tag in _SCALAR_TAGS:
+        return []
+    pairs = _pairs(node)
+    if pairs is not None:
+        return [(_in_words(key), item) for key, item in pairs]
+    if isinstance(inner, dict) and TAG not in inner:
+        return list(inner.items())
+    return _members(inner)
+
+
+def _pairs(node: dict[str, Node]) -> list[tuple[Node, Node]] | None:
+    """The items of a mapping that is stored as pairs; None for anything else."""
+    inner = node.get("v")
+    if node.get(TAG) not in ("dict", "odict", "counter", "defaultdict"):
+        return None
+    if not isinstance(inner, list):
+        return None
+    return [(pair[0], pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2]
+
+
+def _is_scalar(node: Node) -> bool:
+    if isinstance(node, list):
+        return False
+    return not isinstance(node, dict) or node.get(TAG) in _SCALAR_TAGS
+
+
+def _is_flat(items: list[Node]) -> bool:
+    """Whether a list reads best on one line."""
+    return all(map(_is_scalar, items))
+
+
+def _row_shape(node: Node) -> tuple[int, ...] | None:
+    """The shape of numbers in rows of equal length, two dimensions or more; None for the rest."""
+    if not isinstance(node, list) or not node or not isinstance(node[0], list):
+        return None
+    inner: tuple[int, ...] | None
+    if node[0] and all(_is_number(item) for item in node[0]):
+        inner = (len(node[0]),)
+        is_even = all(
+            isinstance(row, list) and len(row) == inner[0] and all(map(_is_number, row))
+            for row in node
+        )
+        return (len(node), *inner) if is_even else None
+    inner = _row_shape(node[0])
+    if inner is None or any(_row_shape(row) != inner for row in node):
+        return None
+    return (len(node), *inner)
+
+
+def _is_number(node: Node) -> bool:
+    if isinstance(node, dict):
+        return node.get(TAG) in ("int", "float", "complex")
+    return isinstance(node, int | float) and not isinstance(node, bool)
+
+
+def _in_words(node: Node) -> str:
+    if isinstance(node, str):
+        return shorten(repr(node))
+    if isinstance(node, list):
+        return _list_in_words(node)
+    if not isinstance(node, dict):
+        return str(node)
+    tag, inner = node.get(TAG), node.get("v")
+    if tag is None:
+        return f"dict of {len(node)}" if node else "{}"
+    if tag in _TENSOR_TAGS:
+        return f"{tag} {node.get('k')}"
+    if tag == "per_rank":
+        axes = node.get("axes")
+        return f"per rank over {', '.join(map(str, axes)) if isinstance(axes, list) else axes}"
+    if tag in _SCALAR_TAGS and tag != "enum":
+        return shorten(_decoded(node))
+    name = f" {node['n']}" if "n" in node else ""
+    if isinstance(inner, list) and _is_flat(inner):
+        return f"{tag}{name} {_list_in_words(inner)}"
+    if isinstance(inner, list):
+        return f"{tag}{name} of {len(inner)}"
+    if isinstance(inner, dict):
+        return f"{tag}{name}"
+    return f"{tag}{name} {shorten(repr(inner)) if inner is not None else ''}".rstrip()
+
+
+def _list_in_words(items: list[Node]) -> str:
+    """A flat list on one line: all of it, or its length and the first members."""
+    if not _is_flat(items):
+        return f"list of {len(items):,}"
+    shown: list[str] = []
+    width = 2
+    for item in items:
+        word = shorten(_decoded(item), limit=40)
+        width += len(word) + 2
+        if width > _MAX_WIDTH:
+            return f"list of {len(items):,}: [{', '.join(shown)}, …]"
+        shown.append(word)
+    return f"[{', '.join(shown)}]"
+
+
+def _decoded(node: Node) -> str:
+    try:
+        return repr(decode_tree(node)) if isinstance(node, dict) else repr(node)
+    except HoldfastError:  # a type that only its program knows
+        return shorten(repr(node))

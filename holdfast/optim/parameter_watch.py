@@ -1,0 +1,121 @@
+"""Who may read parameters while they are gathered: hooks on modules, and what else holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from holdfast.errors import ConfigError
+from holdfast.optim.buckets import Bucket
+from holdfast.optim.in_flight import ModuleHook
+
+
+class ParameterWatch:
+    """The modules that parameters are registered in: entered, saved, loaded, or given others.
+
+    A module's forward waits for each bucket that holds one of its parameters, as soon as *any* of
+    the modules that share the bucket is entered. A bucket may stay in flight after a step only if
+    *all* of them were entered through their hooks since the last one: what is called past hooks
+    (compiled, scripted, or by its parent's hand) is not waited for by anybody in time.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        *,
+        names: Mapping[nn.Parameter, str],
+        settle: Callable[[], None],
+        after_load: Callable[[Sequence[Bucket], nn.Module], None],
+    ) -> None:
+        self._module = module
+        self._buckets = buckets
+        self._names = names
+        self._settle = settle
+        self._after_load = after_load
+        home = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._places = [
+            (inner, name, parameter)
+            for inner in module.modules()
+            for name, parameter in inner._parameters.items()
+            if parameter is not None and parameter in home
+        ]
+        self._owners: list[set[nn.Module]] = [set() for _ in buckets]
+        for inner, _, parameter in self._places:
+            self._owners[home[parameter]].add(inner)
+        self._called: set[nn.Module] = set()
+        self._handles: list[RemovableHandle] = []
+        self._hook()
+
+    def was_entered(self, position: int) -> bool:
+        """Whether all modules of a bucket were called through their hooks since `begin`."""
+        owners = self._owners[position]
+        return bool(owners) and owners <= self._called
+
+    def begin(self) -> None:
+        """Parameters are about to change: calls count from here."""
+        self._called.clear()
+
+    def check(self) -> None:
+        """ConfigError naming a parameter that is not its module's any more."""
+        for inner, name, parameter in self._places:
+            if inner._parameters.get(name) is not parameter:
+                raise ConfigError(
+                    f"{self._names[parameter]}: the module has another parameter there since the "
+                    f"sharded optimizer was built (an assignment, load_state_dict(assign=True), "
+                    f"a conversion?), which would not be trained; change the model first, then "
+                    f"build the optimizer"
+                )
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self) -> None:
+        for owner in dict.fromkeys(inner for inner, _, _ in self._places):
+            mine = [b for b, o in zip(self._buckets, self._owners, strict=True) if owner in o]
+            untyped: Any = owner
+            self._handles += [
+                owner.register_forward_pre_hook(ModuleHook(self._before_forward(mine))),
+                untyped.register_state_dict_pre_hook(ModuleHook(self._before_state)),
+                untyped.register_load_state_dict_pre_hook(ModuleHook(self._before_load(mine))),
+            ]
+            if any(bucket.has_main for bucket in mine):
+                hook = ModuleHook(self._when_loaded(mine))
+                self._handles.append(untyped.register_load_state_dict_post_hook(hook))
+
+    def _before_forward(self, buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
+        def hook(owner: nn.Module, args: Any) -> None:
+            del args
+            self._called.add(owner)
+            self._settle()
+            for bucket in buckets:
+                bucket.finish_gather()
+
+        return hook
+
+    def _before_state(self, owner: nn.Module, prefix: str, keep_vars: bool) -> None:
+        del owner, prefix, keep_vars
+        self._settle()
+        for bucket in self._buckets:
+            bucket.finish_gather()
+
+    def _before_load(self, buckets: Sequence[Bucket]) -> Callable[..., None]:
+        def hook(owner: nn.Module, *args: Any) -> None:
+            del owner, args
+            for bucket in buckets:
+                bucket.finish_gather()
+
+        return hook
+
+    def _when_loaded(self, buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
+        def hook(owner: nn.Module, keys: Any) -> None:
+            del keys
+            self._after_load(buckets, owner)
+
+        return hook

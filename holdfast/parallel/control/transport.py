@@ -1,0 +1,236 @@
+"""Bytes over one gloo communicator, with deadlines, and names for those who do not come."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from holdfast.errors import DeadlineError, GroupError
+from holdfast.parallel.groups import _torch
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+
+_SLACK_S = 0.1
+"""Waits may end this much before their deadline."""
+_SETTLE_S = 2.0
+"""How long to look for the others' marks before a rank is called missing or silent."""
+
+
+class Link:
+    """The wire under `Control`: exact bytes between group indices, no protocol.
+
+    Before a collective each rank leaves a mark, ``sequence:phase``, under one store key of its own
+    (overwritten, so the store does not grow). When a wait fails, the marks say who is missing and
+    where each was last seen; that is a DeadlineError, and the link is broken from then on: it is
+    closed at once, so that ranks which wait for this one notice too. A store that has gone costs
+    the names, not the collective. The link owns its communicator.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        store: Store,
+        timeout_s: float,
+        name: str,
+    ) -> None:
+        """Wrap a communicator of exactly `ranks`, in that order; `store` holds the marks."""
+        self.num_collectives = 0
+        self.nbytes_sent = 0
+        self._group: ProcessGroup | None = group
+        self._ranks = tuple(ranks)
+        self._rank = rank
+        self._store = store
+        self._timeout_s = timeout_s
+        self._name = name
+        self._sequence = 0
+        self._phase = "created"
+        self._deadline = 0.0
+        self._broken = ""
+        self._mark("created")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it failed, or was abandoned or closed."""
+        return bool(self._broken) or self._group is None
+
+    def enter(self, sequence: int, phase: str, deadline: float) -> None:
+        """Leave the mark of the next call; GroupError if the link broke in an earlier one."""
+        if self._broken:
+            raise GroupError(
+                f"Phase {phase!r}: the control communicator of layout {self._name!r} failed "
+                f"earlier and cannot be used any more. It said: {self._broken}"
+            )
+        self._sequence, self._phase, self._deadline = sequence, phase, deadline
+        self._mark(phase)
+
+    def close(self) -> None:
+        """Destroy the communicator; nothing happens the second time."""
+        group, self._group = self._group, None
+        if group is not None:
+            _torch.destroy(group)
+
+    def abandon(self, why: str) -> None:
+        """Break the link on purpose; the others' waits end with a DeadlineError that names us."""
+        if not self._broken:
+            self._broken = why
+            self.close()
+
+    def all_gather(self, data: bytes, row_nbytes: int) -> list[bytes]:
+        """Every rank's `data`, padded to `row_nbytes`, by group index."""
+        mine = _tensor(data.ljust(row_nbytes, b"\0"))
+        rows = torch.empty((len(self._ranks), row_nbytes), dtype=torch.uint8)
+        with self._naming_the_missing():
+            self._count(row_nbytes)
+            options = c10d.AllgatherOptions()
+            options.timeout = self._left()
+            self._wait([self._live().allgather([list(rows.unbind(0))], [mine], options)])
+        return [_bytes(row) for row in rows]
+
+    def broadcast(self, data: bytes | None, nbytes: int) -> bytes:
+        """The `data` of index 0, `nbytes` long, at every rank."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8) if data is None else _tensor(data)
+        with self._naming_the_missing():
+            self._count(0 if data is None else nbytes)
+            options = c10d.BroadcastOptions()
+            options.rootRank = 0
+            options.timeout = self._left()
+            self._wait([self._live().broadcast([buffer], options)])
+        return data if data is not None else _bytes(buffer)
+
+    def send(self, messages: Sequence[tuple[int, bytes]]) -> None:
+        """Send each (index, data), all in flight at once; empty data is not sent."""
+        tensors = [(index, _tensor(data)) for index, data in messages if data]
+        with self._naming_the_missing():
+            for _, tensor in tensors:
+                self._count(tensor.numel())
+            self._wait([self._live().send([tensor], index, 0) for index, tensor in tensors])
+
+    def receive(self, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
+        """One message from each (index, nbytes), all in flight at once; 0 bytes are not waited for.
+
+        Messages of one sender arrive in the order in which they were sent.
+        """
+        buffers = [torch.empty(nbytes, dtype=torch.uint8) for _, nbytes in sizes]
+        expected = [(index, b) for (index, _), b in zip(sizes, buffers, strict=True) if b.numel()]
+        with self._naming_the_missing():
+            for _ in expected:
+                self._count(0)
+            self._wait([self._live().recv([buffer], index, 0) for index, buffer in expected])
+        return [_bytes(buffer) for buffer in buffers]
+
+    def renew(self, deadline: float) -> None:
+        """Move the deadline of the call under way."""
+        self._deadline = deadline
+
+    def swap(
+        self,
+        outgoing: Sequence[tuple[int, torch.Tensor]],
+        incoming: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send and receive each (index, bytes), all in flight at once, without a copy.
+
+        Messages of one sender arrive in the order in which they were sent; empty ones are left out
+        on both sides.
+        """
+        with self._naming_the_missing():
+            works: list[Work] = []
+            for index, tensor in incoming:
+                if tensor.numel():
+                    self._count(0)
+                    works.append(self._live().recv([tensor], index, 0))
+            for index, tensor in outgoing:
+                if tensor.numel():
+                    self._count(tensor.numel())
+                    works.append(self._live().send([tensor], index, 0))
+            self._wait(works)
+
+    def _wait(self, works: list[Work]) -> None:
+        try:
+            while works:
+                works.pop(0).wait(self._left())
+        finally:
+            works.clear()  # work that a traceback keeps alive would keep the connections open
+
+    def _live(self) -> ProcessGroup:
+        """The communicator; callers keep no reference, so that `close` really closes it."""
+        if self._group is None:
+            raise GroupError(f"The control communicator of layout {self._name!r} is closed.")
+        return self._group
+
+    def _left(self) -> timedelta:
+        return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
+
+    def _count(self, nbytes: int) -> None:
+        self.num_collectives += 1
+        self.nbytes_sent += nbytes
+
+    def _mark(self, phase: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"mark/{self._rank}", f"{self._sequence}:{phase}")
+
+    @contextlib.contextmanager
+    def _naming_the_missing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._mark(f"{self._phase} (gave up)")
+            broke = time.monotonic() < self._deadline - _SLACK_S
+            self.close()
+            self._broken = self._describe(str(error), broke=broke)
+            raise DeadlineError(self._broken) from error
+
+    def _describe(self, cause: str, *, broke: bool) -> str:
+        where = f"Phase {self._phase!r} (collective {self._sequence} of layout {self._name!r})"
+        what = "a connection broke" if broke else f"not complete after {self._timeout_s:g} s"
+        try:
+            missing, silent = self._look_for_marks(broke=broke)
+        except RuntimeError as error:
+            return f"{where}: {what}, and the store cannot say who is missing ({error}). {cause}"
+        if missing:
+            seen = "; ".join(f"rank {rank}: {mark}" for rank, mark in missing.items())
+            who = f"ranks {list(missing)} did not arrive, last seen in {seen}"
+        elif silent:
+            who = f"all had arrived, but ranks {silent} have not been heard of since"
+        else:
+            who = "all had arrived"
+        return (
+            f"{where}: {what}; {who}. Look at what happened on those ranks first. The control "
+            f"communicator is of no further use; start again from the last checkpoint. ({cause})"
+        )
+
+    def _look_for_marks(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
+        """Ranks that have not reached this collective, with their marks; and who gave no sign."""
+        until = time.monotonic() + _SETTLE_S
+        while True:
+            missing, silent = {}, []
+            marks = self._store.multi_get([f"mark/{rank}" for rank in self._ranks])
+            for rank, mark in zip(self._ranks, marks, strict=True):
+                number, _, phase = bytes(mark).decode().partition(":")
+                if int(number) < self._sequence:
+                    missing[rank] = f"phase {phase!r} (collective {number})"
+                elif int(number) == self._sequence and not phase.endswith(" (gave up)"):
+                    silent.append(rank)
+            late = bool(missing) and not broke  # the deadline has passed: late is late
+            if late or not (missing or silent) or time.monotonic() >= until:
+                return missing, silent
+            time.sleep(0.05)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # torch wants a writable buffer
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

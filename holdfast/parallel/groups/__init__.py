@@ -1,0 +1,1 @@
+"""Process groups of a layout: created, adopted, cloned, verified, owned."""

@@ -1,0 +1,309 @@
+"""The communicators of a layout: made once, verified, owned, never looked up in a global."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from holdfast.errors import GroupError, LayoutError
+from holdfast.parallel.control.control import Control
+from holdfast.parallel.group_names import clone_source
+from holdfast.parallel.groups import building
+from holdfast.parallel.groups.building import Built, Held
+from holdfast.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import Store
+
+_CURRENT: ContextVar[ProcessGroups] = ContextVar("holdfast_process_groups")
+
+
+def current_groups() -> ProcessGroups:
+    """The groups of the innermost `as_default()` of this context; GroupError outside of one."""
+    groups = _CURRENT.get(None)
+    if groups is None:
+        raise GroupError(
+            "No process groups were given, and none are the default here. Pass groups=..., or wrap "
+            "the calls in `with groups.as_default():`."
+        )
+    return groups
+
+
+class ProcessGroups:
+    """Every communicator of one layout on one rank; use it as a context manager.
+
+    Made by `create`, `adopt` or `single`. A group that is not there is an error by name: absent is
+    never None, never size 1, never the default world. Groups are asked for with `group("tp")`;
+    there are no attributes named after groups to probe. Leaving the context destroys what was
+    created here; adopted communicators stay the caller's.
+    """
+
+    __slots__ = ("_built", "_closed", "control", "layout", "rank")
+
+    def __init__(self, built: Built) -> None:
+        """Not for callers: use `create`, `adopt` or `single`."""
+        self.layout: Layout = built.layout
+        self.rank: int = built.rank
+        self.control: Control = built.control
+        self._built = built
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        layout: Layout,
+        *,
+        names: Iterable[str] | None = None,
+        backend: str | None = None,
+        timeout_s: float = 60.0,
+        rank: int | None = None,
+        store: Store | None = None,
+    ) -> ProcessGroups:
+        """Make the communicators of `layout`; called by all of its ranks, and by no other.
+
+        `names` are the groups to make (default: every named group of more than one rank; the
+        `_intra` and `_inter` slices only if the layout has replicas). `backend` is that of the
+        default group unless given. `store` is where ranks meet first: the default group's unless
+        given. `timeout_s` bounds every stage here and every later call of `control`. Ranks meet
+        under the layout's name and a count of their meetings under it: layouts of different ranks
+        in one program need different names.
+
+        Before anything is made all ranks compare layouts. Raises on all ranks of the layout:
+        LayoutError naming the ranks that differ, DeadlineError naming those that did not come,
+        GroupError for unknown names; what was made by then is destroyed. Cost: a few store
+        operations per rank, one communicator per name, and a gloo one for `control`.
+        """
+        return cls(
+            building.create(
+                layout,
+                names=names,
+                backend=backend,
+                timeout_s=timeout_s,
+                rank=rank,
+                store=store,
+            )
+        )
+
+    @classmethod
+    def adopt(
+        cls,
+        layout: Layout,
+        supplied: Mapping[str, ProcessGroup],
+        *,
+        timeout_s: float = 60.0,
+        rank: int | None = None,
+        store: Store | None = None,
+    ) -> ProcessGroups:
+        """Take communicators that the caller made, after checking each against the layout.
+
+        Each has to be live, to have this rank as a member, to have exactly the ranks that the
+        layout plans for its name, in that order, and to be one communicator on all of its members.
+        If any rank's is not, all ranks of the layout raise GroupError with both lists. Nothing is
+        made but the control communicator; nothing supplied is ever destroyed here.
+        """
+        return cls(building.adopt(layout, supplied, timeout_s=timeout_s, rank=rank, store=store))
+
+    @classmethod
+    def single(cls, name: str = "model", *, rank: int = 0) -> ProcessGroups:
+        """The groups of one process on its own; torch.distributed is not needed."""
+        layout = Layout(name=name, ranks=(rank,))
+        return cls(Built(layout=layout, rank=rank, control=Control.single(rank=rank, name=name)))
+
+    def group(self, name: str) -> ProcessGroup:
+        """The communicator `name`; GroupError if there is none, saying why and what there is."""
+        self._check_open()
+        held = self._held(name)
+        if held is not None:
+            return held.group
+        raise GroupError(self._why_absent(name))
+
+    def has(self, name: str) -> bool:
+        """Whether this rank holds a communicator `name`; GroupError for a name that cannot be."""
+        self._check_open()
+        if self._held(name) is not None:
+            return True
+        self._is_known(name, or_raise=True)
+        return False
+
+    def held(self) -> tuple[str, ...]:
+        """The names of all communicators that this rank holds, clones included."""
+        self._check_open()
+        return tuple(self._built.held)
+
+    def size(self, name: str) -> int:
+        """Number of ranks in the group, whether or not it has a communicator."""
+        held = self._held(name)
+        return self.layout.size(name) if held is None else len(held.ranks)
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """The ordered ranks of this rank's group, whether or not it has a communicator."""
+        held = self._held(name)
+        return self.layout.group(name, self.rank) if held is None else held.ranks
+
+    def index(self, name: str) -> int:
+        """This rank's position in the group, whether or not it has a communicator."""
+        return self.ranks(name).index(self.rank)
+
+    def require(self, *names: str) -> None:
+        """GroupError naming every one of `names` that has several ranks and no communicator."""
+        self._check_open()
+        missing = [name for name in names if self._is_missing(name)]
+        if missing:
+            listed = "; ".join(self._why_absent(name) for name in missing)
+            raise GroupError(f"Groups {', '.join(missing)} are missing. {listed}")
+
+    def require_complete(self) -> None:
+        """GroupError naming every axis of several ranks that no communicator here runs along.
+
+        The axes are tp, cp, dp and pp, and with experts (ep > 1, or expt_tp other than tp) also
+        ep, expt_tp and expt_dp. A communicator of another name with the same ordered ranks will
+        do: `dp_cp` is `dp` where cp is 1.
+        """
+        self._check_open()
+        axes = ["tp", "cp", "dp", "pp"]
+        if self.layout.has_experts:
+            axes += ["ep", "expt_tp", "expt_dp"]
+        covered = {held.ranks for held in self._built.held.values()}
+        missing = [a for a in axes if self._is_missing(a) and self.ranks(a) not in covered]
+        if missing:
+            sizes = ", ".join(f"{axis} (size {self.size(axis)})" for axis in missing)
+            raise GroupError(
+                f"{self.layout} uses axes that no communicator was supplied for: {sizes}. Rank "
+                f"{self.rank} has {self._listed()}. Supply the missing ones: without them a shard "
+                "could pass for the whole."
+            )
+
+    def clone(self, name: str, *, purpose: str) -> ProcessGroup:
+        """A second communicator with the ordered members of `name`, held as `purpose` from now on.
+
+        The members are those of the existing communicator; nothing is derived from the layout.
+        Called by all members of that group; no other rank takes part. Raises on all of them if
+        they disagree or one does not come. A clone that is made by default (`dp_cp_ag` of `dp_cp`)
+        and is there already is given back. Cost: a few store operations, one communicator.
+        """
+        source = self.group(name)
+        name = self._resolved(name)
+        held = self._built.held.get(purpose)
+        is_default = held is not None and clone_source(purpose) == name
+        if held is not None and is_default and held.group is not source:
+            return held.group
+        error: Exception | None = None
+        if purpose in self._built.held:
+            error = GroupError(f"There is a communicator {purpose!r} already on rank {self.rank}.")
+        elif clone_source(purpose) != name and self._is_known(purpose, or_raise=False):
+            error = GroupError(f"{purpose!r} is a group of the layout, not a clone of {name!r}.")
+        return building.clone(self._built, name, source, purpose=purpose, error=error)
+
+    def mesh(self, *names: str, device_type: str | None = None) -> DeviceMesh:
+        """The DeviceMesh with one dimension per name, on exactly these communicators.
+
+        The first name is the slowest dimension. A group of one rank gets a communicator of its
+        own, owned here. `device_type` is "cuda" for NCCL communicators and "cpu" otherwise.
+        Raises GroupError if a communicator is missing or the groups do not form a grid (two that
+        share an axis, dense with expert). No communication.
+        """
+        self._check_open()
+        if not names or len(set(names)) != len(names):
+            raise GroupError(f"A mesh needs one or more different groups, got {list(names)}.")
+        self.require(*names)
+        names = tuple(self._resolved(name) for name in names)
+        from holdfast.parallel.groups import meshes
+
+        return meshes.mesh(self._built, names, device_type)
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[ProcessGroups]:
+        """Let calls inside omit the groups: `current_groups()` returns these.
+
+        A context variable: other threads and tasks are not touched.
+        """
+        self._check_open()
+        token = _CURRENT.set(self)
+        try:
+            yield self
+        finally:
+            _CURRENT.reset(token)
+
+    def close(self) -> None:
+        """Destroy the communicators created here; nothing happens the second time."""
+        self._closed = True
+        self._built.destroy()
+
+    def __enter__(self) -> ProcessGroups:
+        """Return itself; leaving closes it."""
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close, whether or not the body raised."""
+        self.close()
+
+    def __getattr__(self, name: str) -> object:
+        """Refuse: groups are asked for by `group(name)`, so that probing cannot half succeed."""
+        raise AttributeError(
+            f"ProcessGroups has no attribute {name!r}; a communicator is asked for with "
+            f"group({name!r}), and whether it is there with has({name!r})."
+        )
+
+    def __repr__(self) -> str:
+        """Layout, rank and held names."""
+        return f"ProcessGroups({self.layout}, rank {self.rank}, holding {self._listed()})"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GroupError(f"The process groups of {self.layout} are closed.")
+
+    def _held(self, name: str) -> Held | None:
+        """The communicator of this name, or of the group that it is another name of."""
+        held = self._built.held
+        return held[name] if name in held else held.get(self._resolved(name))
+
+    def _resolved(self, name: str) -> str:
+        """The layout's name of a group; one that is unknown, or that the layout refuses, as is."""
+        try:
+            return self.layout.resolve(name)
+        except LayoutError:
+            return name
+
+    def _is_known(self, name: str, *, or_raise: bool) -> bool:
+        try:
+            self.layout.size(name)
+        except LayoutError as error:
+            if or_raise:
+                raise GroupError(f"{name!r} is not a group. {error}") from None
+            return False
+        return True
+
+    def _is_missing(self, name: str) -> bool:
+        """Whether a group of several ranks, this rank among them, has no communicator here."""
+        if self._held(name) is not None:
+            return False
+        self._is_known(name, or_raise=True)
+        return self.layout.has_group(name, self.rank) and self.layout.size(name) > 1
+
+    def _why_absent(self, name: str) -> str:
+        self._is_known(name, or_raise=True)
+        if name == "control":
+            return "'control' is not handed out: agreement goes through groups.control."
+        if not self.layout.has_group(name, self.rank):
+            where = "not the first" if self._resolved(name) == "pos_embd" else "an interior"
+            return f"Rank {self.rank} is {where} stage: it is in no {name!r} group."
+        if self.layout.size(name) == 1:
+            return f"Group {name!r} of {self.layout} has size 1 and needs no communicator."
+        return (
+            f"Group {name!r} (ranks {list(self.ranks(name))}) was not created on rank {self.rank}; "
+            f"there is {self._listed()}."
+        )
+
+    def _listed(self) -> str:
+        return ", ".join(self._built.held) or "no communicator"

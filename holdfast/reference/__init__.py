@@ -1,0 +1,1 @@
+"""The reference models and trainer, apart from the library."""

@@ -1,0 +1,393 @@
+"""A GPT on the groups of a layout: every axis at once.
+
+The tensor axis of the dense layers is torch's own: `parallelize_module` with column- and row-wise
+styles and a vocabulary-parallel embedding and head. Experts, state space and attention over a
+context axis have their groups as constructor arguments. The pipeline is
+`torch.distributed.pipelining` on the `pp` communicator. The data axis is explicit: see
+`reduce_gradients`.
+
+Every parameter is a DTensor that says how it lies on the ranks that have it: dense ones on the mesh
+(`dp_cp`, `tp`), experts on (`expt_dp`, `ep`, `expt_tp`), and an embedding that the first and the
+last stage share on (`embd`, `dp_cp`, `tp`). The computation wants less than that, so modules are
+handed a view of each parameter: on the `tp` mesh alone, or its plain local part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.func import functional_call
+
+from holdfast.parallel import ProcessGroups
+from holdfast.reference.models.collectives import Axis
+from holdfast.reference.models.config import GPTConfig, check_layout
+from holdfast.reference.models.context import take_positions
+from holdfast.reference.models.gpt import GPT, initial_parameter
+from holdfast.reference.models.gradients import reduce_gradients
+from holdfast.reference.models.pipeline import PipelineRunner
+from holdfast.reference.models.stages import Pipeline, Stage, Variant
+
+DENSE_MESH = ("dp_cp", "tp")
+TIED_MESH = ("embd", "dp_cp", "tp")
+EXPERT_MESH = ("expt_dp", "ep", "expt_tp")
+
+
+class AroundMicrobatch(Protocol):
+    """Gives a context for the forward and backward of one microbatch."""
+
+    def __call__(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """The context; `is_last`: no other microbatch follows in this step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLosses:
+    """What one pass over a data rank's rows gave, in the order of the rows; float64, no gradient.
+
+    Under a context axis they are means over this rank's positions. On stages other than the last
+    they are empty.
+    """
+
+    loss: Tensor
+    """(rows,) mean cross entropy of each row."""
+    balance: Tensor
+    """(rows,) balance loss of each row; 0 in a model without experts."""
+
+
+class ParallelGPT:
+    """A GPT on the groups of a layout.
+
+    `module` is the `nn.Module` to optimise and to checkpoint: the layers this rank has, under their
+    names in the whole model. On a layout of one rank its parameters are plain tensors, otherwise
+    DTensors.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        groups: ProcessGroups,
+        seed: int = 0,
+        device: torch.device | None = None,
+        pipeline: Pipeline | None = None,
+        variant: Variant = "gather",
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """Build and initialise the local part; no collective.
+
+        Args:
+            config: sizes of the model.
+            groups: needs a communicator for every axis larger than 1 (`dp_cp` for the data axis).
+            seed: parameters are a function of (seed, name) and nothing else.
+            device: where parameters live; default the CPU.
+            pipeline: how the model is cut over `pp`; default: one even stage per rank, 1F1B.
+            variant: how attention works over a context axis: keys and values gathered, or sent
+                round a ring.
+            autocast: dtype of matrix products; absent: that of the parameters.
+
+        Raises:
+            ConfigError: the model cannot be split over this layout.
+            GroupError: a communicator is missing.
+
+        Memory: this rank's parameters, and one full parameter at a time on the CPU.
+        """
+        check_layout(config, layout=groups.layout)
+        self.config = config
+        self.groups = groups
+        self.device = device or torch.device("cpu")
+        self.autocast = autocast
+        self.pipeline = pipeline or Pipeline()
+        pp, tp = groups.size("pp"), groups.size("tp")
+        self._all_stages = self.pipeline.stages(num_layers=config.num_layers, pp=pp)
+        self.stages: tuple[Stage, ...] = tuple(
+            stage
+            for stage in self._all_stages
+            if self.pipeline.owner(stage.index, pp=pp) == groups.index("pp")
+        )
+        self._is_split = groups.layout.world_size > 1
+        self._vocab_is_split = tp > 1 and config.vocab_size % tp == 0
+        self._context = Axis.of(groups, "cp")
+        with torch.device("meta"):
+            self.module = GPT(config, groups=groups, stages=self.stages, variant=variant)
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        if self._is_split:
+            groups.require("tp", "dp_cp", "pp")
+            if tp > 1:
+                plan = _tensor_plan(self.module, vocab_is_split=self._vocab_is_split)
+                parallelize_module(self.module, self._mesh("tp"), plan, src_data_rank=None)
+        self._initialise(seed=seed)
+        self._runner: PipelineRunner | None = None
+
+    @property
+    def ties_stages(self) -> bool:
+        """Whether the first and the last rank of a pipeline each have the embedding."""
+        return (
+            self.groups.size("pp") > 1 and self.config.tied_head and not self.pipeline.is_v_shaped
+        )
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return any(stage.is_last for stage in self.stages)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Loss per token of this data rank's rows, as a plain tensor; without a pipeline.
+
+        Args:
+            tokens: (rows, positions) of whole rows; positions divide by 2 x cp.
+            targets: the same shape.
+
+        Returns:
+            (rows, positions / cp) float32; its gradient has the balance loss in it.
+
+        Cost: two all-reduces over `tp` per layer, and three small ones for the loss.
+        """
+        losses, balance = self._run_whole(tokens, targets)
+        return losses + (balance - balance.detach())[:, None]
+
+    def forward_backward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        num_microbatches: int = 1,
+        loss_scale: float = 1.0,
+        around: AroundMicrobatch | None = None,
+    ) -> RowLosses:
+        """Add the gradient of the mean loss of these rows to every parameter.
+
+        Args:
+            tokens: (rows, positions) of whole rows, equal on all ranks of one data share.
+            targets: the same shape.
+            num_microbatches: equal parts that the rows are cut into; a pipeline runs them in its
+                schedule's order and takes the same sizes in every call.
+            loss_scale: what gradients are multiplied by, for float16; losses are not.
+            around: entered around forward and backward of each microbatch, with whether it is the
+                last; not under a pipeline, whose schedule mixes them.
+
+        Returns:
+            The losses of each row; empty where the last stage is not on this rank.
+        """
+        if self.groups.size("pp") > 1:
+            return self._forward_backward_pipeline(tokens, targets, num_microbatches, loss_scale)
+        losses, balances = [], []
+        parts = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
+        for number, (part, wanted) in enumerate(parts, start=1):
+            entered = (
+                nullcontext() if around is None else around(is_last=number == num_microbatches)
+            )
+            with entered, self.loss_context():
+                each, balance = self._run_whole(part, wanted)
+                total = (each.mean(dim=1) + balance).sum() * (loss_scale / len(tokens))
+                total.backward()  # type: ignore[no-untyped-call]
+            losses.append(each.detach().double().mean(dim=1))
+            balances.append(balance.detach().double())
+        return RowLosses(loss=torch.cat(losses), balance=torch.cat(balances))
+
+    def loss_context(self) -> AbstractContextManager[None]:
+        """What forward *and backward* must run in, so that split logits are never gathered."""
+        # torch annotates loss_parallel as a plain generator
+        return (
+            cast("AbstractContextManager[None]", loss_parallel())
+            if self._vocab_is_split
+            else nullcontext()
+        )
+
+    def reduce_gradients(self) -> None:
+        """Make every gradient that of the mean loss over all data ranks; see there. Collective."""
+        reduce_gradients(self.module.parameters(), groups=self.groups)
+
+    def run_stage(
+        self, stage: Stage, x: Tensor, balance: Tensor | None, targets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One stage on this rank's own parameters; see `GPT.run`."""
+        wrapped = {f"model.{name}": view for name, view in self._views().items()}
+        with self._autocast():
+            out, balance = functional_call(
+                _Run(self.module), wrapped, (x, balance), {"stage": stage, "targets": targets}
+            )
+        return _local(out), _local(balance)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+    def _run_whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self.run_stage(
+            self._all_stages[0],
+            take_positions(tokens, axis=self._context, dim=1),
+            None,
+            take_positions(targets, axis=self._context, dim=1),
+        )
+
+    def _forward_backward_pipeline(
+        self, tokens: Tensor, targets: Tensor, num_microbatches: int, loss_scale: float
+    ) -> RowLosses:
+        sizes = (*tokens.shape, num_microbatches)
+        if self._runner is None or self._runner.sizes != sizes:
+            self._runner = PipelineRunner(self, sizes=sizes)
+        with self.loss_context():
+            losses, balance = self._runner.step(
+                take_positions(tokens, axis=self._context, dim=1),
+                take_positions(targets, axis=self._context, dim=1),
+                loss_scale=loss_scale,
+            )
+        return RowLosses(loss=losses.double().mean(dim=1), balance=balance.double())
+
+    def _mesh(self, *names: str) -> DeviceMesh:
+        if names not in self._meshes:
+            self._meshes[names] = self.groups.mesh(*names)
+        return self._meshes[names]
+
+    def _initialise(self, *, seed: int) -> None:
+        """Replace each meta parameter by its real local part, declared on the whole mesh."""
+        for module_name, module in self.module.named_modules():
+            splits: Mapping[str, Mapping[int, str]] = getattr(module, "SPLITS", {})
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                key = f"{module_name}.{name}" if module_name else name
+                full = initial_parameter(
+                    key, shape=tuple(parameter.shape), config=self.config, seed=seed
+                )
+                axes = _axes_of(parameter, splits.get(name, {}))
+                value = self._declare(key, full, axes)
+                module.register_parameter(name, nn.Parameter(value))
+
+    def _declare(self, key: str, full: Tensor, axes: Mapping[int, str]) -> Tensor:
+        """This rank's part of a parameter whose dims are split over the axes named."""
+        if not self._is_split:
+            return full.to(self.device)
+        names: tuple[str, ...] = DENSE_MESH
+        if key == "embed.weight" and self.ties_stages:
+            names = TIED_MESH
+        elif not set(axes.values()) <= {"tp"}:
+            names = EXPERT_MESH
+        local = full
+        dims = {axis: dim for dim, axis in axes.items()}
+        placements: list[Placement] = []
+        for axis in names:
+            if axis not in dims:
+                placements.append(Replicate())
+                continue
+            dim = dims[axis]
+            size = local.shape[dim] // self.groups.size(axis)
+            local = local.narrow(dim, self.groups.index(axis) * size, size)
+            placements.append(Shard(dim))
+        return DTensor.from_local(
+            local.clone().to(self.device), self._mesh(*names), placements, run_check=False
+        )
+
+    def _views(self) -> dict[str, Tensor]:
+        """Parameters as the computation wants them: split dense ones on the `tp` mesh, or plain.
+
+        Autograd runs through the view, so gradients arrive at the declared parameters; over the
+        data axes they are this rank's own until they are reduced.
+        """
+        if not self._is_split:
+            return {}
+        own = _names_with_splits(self.module)
+        views = {}
+        for name, parameter in self.module.named_parameters():
+            declared = cast("DTensor", parameter)
+            local, placement = declared.to_local(), declared.placements[-1]
+            views[name] = (
+                DTensor.from_local(local, self._mesh("tp"), [placement], run_check=False)
+                if placement.is_shard() and name not in own
+                else local
+            )
+        return views
+
+
+class _Run(nn.Module):
+    """`GPT.run` as a forward, which is what `functional_call` calls."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, x: Tensor, balance: Tensor | None, *, stage: Stage, targets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self.model.run(x, balance, stage=stage, targets=targets)
+
+
+def _names_with_splits(module: nn.Module) -> set[str]:
+    """Parameters of modules that split themselves; they are handed plain tensors."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, inner in module.named_modules()
+        if hasattr(inner, "SPLITS")
+        for name, _ in inner.named_parameters()
+    }
+
+
+def _axes_of(parameter: Tensor, splits: Mapping[int, str]) -> Mapping[int, str]:
+    """Dim -> axis, as the module says or as torch's tensor parallelism has cut it."""
+    if isinstance(parameter, DTensor):
+        placement = parameter.placements[0]
+        return {placement.dim: "tp"} if isinstance(placement, Shard) else {}
+    return splits
+
+
+def _tensor_plan(module: GPT, *, vocab_is_split: bool) -> dict[str, ParallelStyle]:
+    """Which dense module is split how over the tensor axis (Shoeybi et al. 2019).
+
+    The residual stream stays plain and equal on all tensor ranks. Inputs of a block's half become
+    DTensors once, at its door, so that the gradients of its two or three column-wise matrices are
+    added before they are reduced.
+    """
+    config = module.config
+    plan: dict[str, ParallelStyle] = {}
+    for layer in module.blocks:
+        attn, mlp = f"blocks.{layer}.attn", f"blocks.{layer}.mlp"
+        if config.mixer(int(layer)) == "a":
+            plan[attn] = PrepareModuleInput(
+                input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
+            )
+            for name in ("query", "key", "value"):
+                plan[f"{attn}.{name}"] = ColwiseParallel()
+            plan[f"{attn}.out"] = RowwiseParallel()
+        if config.feed(int(layer)) == "d":
+            plan[mlp] = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+            )
+            for name in ("gate", "up") if config.mlp == "swiglu" else ("up",):
+                plan[f"{mlp}.{name}"] = ColwiseParallel()
+            plan[f"{mlp}.down"] = RowwiseParallel()
+    if vocab_is_split and hasattr(module, "embed"):
+        plan["embed"] = RowwiseParallel(input_layouts=Replicate())
+    if vocab_is_split and hasattr(module, "head"):
+        plan["head"] = _head_style(config)
+    return plan
+
+
+def _head_style(config: GPTConfig) -> ParallelStyle:
+    if not config.tied_head:
+        return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return PrepareModuleInputOutput(
+        input_layouts=(Replicate(), None),
+        desired_input_layouts=(Replicate(), None),
+        output_layouts=Shard(-1),
+        desired_output_layouts=Shard(-1),
+        use_local_output=False,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

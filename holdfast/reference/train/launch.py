@@ -1,0 +1,323 @@
+"""How a run becomes processes: torchrun's, our own by torch's elastic launcher, or just one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import ConfigError, DeadlineError, HoldfastError
+from holdfast.parallel import Layout, ProcessGroups
+from holdfast.reference.train.config import TrainConfig
+from holdfast.reference.train.data import Corpus, read_corpus
+from holdfast.reference.train.launch_environment import RUN_PREFIX, Place
+from holdfast.reference.train.loop import Trainer
+from holdfast.reference.train.metrics import Reporter
+from holdfast.reference.train.stopping import (
+    StopRequest,
+    listening,
+    name_of,
+    request_of_launcher,
+    safe_on_disk,
+    say,
+    stop_notes,
+    will_stop,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a launched run ended early."""
+
+    message: str
+    """One line; empty where all has been said."""
+    exit_code: int
+    """2 for an error of Holdfast's own, with what to do in it; 1 for a death; 128 and the signal's
+    number for a run that a signal has stopped."""
+
+
+def run_worker(config: TrainConfig, *, place: Place) -> int:
+    """Train as one process of the run that the environment describes.
+
+    SIGTERM or SIGINT on any rank stops all of them after the same step, which is saved; a second
+    one ends the process at once.
+
+    Returns:
+        The exit code: 0, or 128 and the number of the signal that the run stopped for. Our own
+        launcher is left a note instead, and gets 0.
+
+    Raises:
+        HoldfastError: a mistake or a failure, on every rank.
+    """
+    layout = config.check(world_size=place.world_size)
+    device = _pick_device(config, place=place)
+    _set_determinism(config, device=device)
+    request = request_of_launcher() if place.is_ours else StopRequest()
+    is_speaker = place.rank == 0 and not place.is_ours
+    with (
+        listening(request, places=_places(config) if is_speaker else None),
+        open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,
+        ExitStack() as stack,
+    ):
+        corpus, reporter = open_inputs(config, groups=groups, stack=stack)
+        with Trainer(
+            config, groups=groups, corpus=corpus, reporter=reporter, device=device, stop=request
+        ) as trainer:
+            if reporter is not None:
+                reporter.note(summary(trainer))
+                if config.checkpoint.save is None:
+                    reporter.note("nothing of this run is saved: --save DIR does", style="yellow")
+            with _lost_ranks_explained(groups.rank):
+                asked = trainer.run()
+            if asked and place.rank == 0:
+                say(_farewell(trainer, asked))
+                request.answer(asked)
+    return 128 + asked if asked and not place.is_ours else 0
+
+
+def _places(config: TrainConfig) -> tuple[Path | None, ...]:
+    """Where a checkpoint of this run may be, the likeliest first."""
+    return config.checkpoint.save, config.checkpoint.load
+
+
+def _farewell(trainer: Trainer, asked: int) -> str:
+    """What a run that was stopped leaves behind."""
+    stopped = f"stopped by {name_of(asked)} after step {trainer.progress.step}"
+    if trainer.safe is None:
+        return f"{stopped}: nothing of it is saved; --save DIR does"
+    step, directory = trainer.safe
+    return f"{stopped}: step {step} is safe in {directory}; --load {directory} goes on from it"
+
+
+@contextmanager
+def open_groups(
+    layout: Layout, *, device: torch.device, timeout_s: float
+) -> Iterator[ProcessGroups]:
+    """The communicators of a layout over the environment's world; none for one process."""
+    if layout.world_size == 1:
+        with ProcessGroups.single() as groups:
+            yield groups
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        with ProcessGroups.create(layout, backend=backend, timeout_s=timeout_s) as groups:
+            yield groups
+    finally:
+        dist.destroy_process_group()
+
+
+def open_inputs(
+    config: TrainConfig, *, groups: ProcessGroups, stack: ExitStack
+) -> tuple[Corpus, Reporter | None]:
+    """Read the text on every rank and open the reports on one; all ranks fail together.
+
+    Raises:
+        ConfigError, StorageError: on every rank, naming the rank whose text or file is at fault.
+    """
+    error: HoldfastError | None = None
+    corpus, reporter = None, None
+    control = groups.control
+    try:
+        corpus = read_corpus(config.data.data)
+        if control.is_coordinator:
+            reporter = Reporter(
+                num_steps=config.steps,
+                log_interval=config.log.log_interval,
+                jsonl=config.log.jsonl,
+                tensorboard=config.log.tensorboard,
+            )
+            stack.enter_context(reporter)
+    except HoldfastError as reason:
+        error = reason
+    mine = corpus.fingerprint.encode() if corpus is not None else b""
+    prints = control.agree(error, phase="read text", payload=mine)
+    odd = [rank for rank, seen in zip(control.ranks, prints, strict=True) if seen != prints[0]]
+    if odd or corpus is None:
+        raise ConfigError(
+            f"the text on rank(s) {odd} is not that of rank {control.ranks[0]}: put the same files "
+            f"on every machine, or name a shared directory with --data"
+        )
+    return corpus, reporter
+
+
+def launch(config: TrainConfig, *, arguments: Sequence[str]) -> Failure | None:
+    """Start the processes of `holdfast train` on this machine and wait for them.
+
+    A first SIGTERM or SIGINT is passed on as a request to stop; a second one ends them at once.
+
+    Args:
+        config: says how many, and where checkpoints are.
+        arguments: the command line after `holdfast train`; each process gets the same.
+
+    Returns:
+        Why the run ended early; None if it did not.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    nproc = config.nproc
+
+    # The launcher logs each failure at length; our caller prints the one line that matters.
+    logging.disable(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"{RUN_PREFIX}{uuid.uuid4().hex}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=5,
+        # The other two would end the processes at the first; `_passing_on` takes them instead.
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    command = ["-m", "holdfast.cli.main", "train", *arguments]
+    with stop_notes() as request:
+        try:
+            with _passing_on(request):
+                elastic_launch(settings, entrypoint=sys.executable)(*command)
+        except ChildFailedError as error:
+            return _root_cause(error.failures)
+        except (KeyboardInterrupt, SignalException) as error:
+            number = getattr(error, "sigval", signal.SIGINT)
+            say(f"left at once by {name_of(number)}: {safe_on_disk(_places(config))}")
+            return Failure(message="", exit_code=128 + number)
+        finally:
+            logging.disable(logging.NOTSET)
+        asked = request.answered()
+    return Failure(message="", exit_code=128 + asked) if asked else None
+
+
+@contextmanager
+def _passing_on(request: StopRequest) -> Iterator[None]:
+    """Leave a first SIGTERM or SIGINT for the processes to find; a second one ends the launcher.
+
+    Raises SignalException then, at which the launcher ends them.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def take(number: int, frame: FrameType | None) -> None:
+        del frame
+        if request.signal:
+            raise SignalException("asked twice", sigval=signal.Signals(number))
+        request.ask(number)
+        request.pass_on()
+        say(will_stop(number))
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _lost_ranks_explained(rank: int) -> Iterator[None]:
+    """Turn what a collective raises when another rank died into an error that says so.
+
+    Gloo has no class for it, only a RuntimeError with its source file in the text.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+            raise
+        raise DeadlineError(
+            f"rank {rank} lost another rank in a collective: look for the one that ended first, "
+            f"and start again with --load ({error})"
+        ) from error
+
+
+def _root_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
+    """The failure that explains the others.
+
+    A recorded error comes before a death without words, and a rank that waited in vain
+    (DeadlineError) or was stopped by the launcher (SIGTERM) comes after all others.
+    """
+
+    def weight(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
+        rank, failure = item
+        is_victim = failure.exitcode == -signal.SIGTERM or _recorded(failure)[0] == "DeadlineError"
+        return is_victim, not _recorded(failure)[0], failure.timestamp, rank
+
+    rank, failure = min(failures.items(), key=weight)
+    kind, message = _recorded(failure)
+    if kind:
+        return Failure(message=message, exit_code=2)
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return Failure(message=f"rank {rank} was killed by {name}", exit_code=1)
+    return Failure(
+        message=f"rank {rank} ended with exit code {failure.exitcode}; its traceback is above",
+        exit_code=1,
+    )
+
+
+def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+    """Class and text of the error that a process recorded; empty if it recorded none."""
+    recorded = failure.error_file_data.get("message")
+    text = recorded.get("message", "") if isinstance(recorded, dict) else ""
+    kind, _, message = str(text).partition(": ")
+    return (kind, message) if message else ("", "")
+
+
+def _pick_device(config: TrainConfig, *, place: Place) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: this machine has no usable GPU; use --device cpu")
+    if config.device == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if place.local_world_size > num_devices:
+        raise ConfigError(
+            f"this machine has {num_devices} GPUs for {place.local_world_size} processes: start at "
+            f"most {num_devices} processes per machine, or use --device cpu"
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _set_determinism(config: TrainConfig, *, device: torch.device) -> None:
+    """Process-wide switches of torch, set once at the start of the process."""
+    if not config.deterministic:
+        return
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def summary(trainer: Trainer) -> str:
+    """One line about a run for its beginning."""
+    layout, sampler = trainer.groups.layout, trainer.sampler
+    num_parameters = sum(p.numel() for p in trainer.model.module.parameters())
+    axes = " x ".join(
+        f"{axis.upper()}{layout.size(axis)}"
+        for axis in ("tp", "cp", "dp", "pp")
+        if layout.size(axis) > 1
+    )
+    return (
+        f"{num_parameters:,} parameters on {axes or 'one process'} ({trainer.device.type}, "
+        f"{trainer.config.precision}); {sampler.corpus.nbytes / 1e6:.1f} MB of text in "
+        f"{sampler.corpus.num_files} files from {sampler.corpus.source}"
+    )

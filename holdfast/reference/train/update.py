@@ -1,0 +1,195 @@
+"""From gradients to updated parameters: whole optimizer state on every rank, or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.optim import (
+    ChainedOptimizer,
+    GradientNorm,
+    LossScaler,
+    ShardedOptimizer,
+    StepOutcome,
+)
+from holdfast.optim.norms import clip_factor, gradient_parts, measure, scale_gradients
+from holdfast.parallel import ProcessGroups
+from holdfast.reference.models import ParallelGPT
+from holdfast.reference.train.config import OptimConfig
+
+
+class WholeUpdate:
+    """One torch optimizer for all of this rank's parameters, its state on every data rank."""
+
+    def __init__(
+        self, model: ParallelGPT, *, optim: OptimConfig, scaler: LossScaler | None
+    ) -> None:
+        self.optimizer: torch.optim.Optimizer = _maker(optim)(
+            _groups(list(model.module.parameters()), weight_decay=optim.weight_decay)
+        )
+        self._model = model
+        self._scaler = scaler
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Nothing happens beside a backward."""
+        del is_last
+        return nullcontext()
+
+    @torch.no_grad()
+    def step(self, *, max_norm: float) -> StepOutcome:
+        """Reduce gradients, measure, clip, update; collective."""
+        norm, scale = self._measure()
+        if not norm.is_finite:
+            return self._left_out(norm, scale)
+        factor = clip_factor(norm, limit=max_norm)
+        scale_gradients(self._model.module.parameters(), factor / scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._scaler is not None:
+            self._scaler.update(overflowed=False)
+        return StepOutcome(
+            norm=norm.value,
+            clipped=factor != 1.0,
+            skipped=False,
+            bad_ranks=(),
+            num_zeros=None,
+            loss_scale=scale,
+        )
+
+    def leave_out(self) -> StepOutcome:
+        """Measure the gradients, and forget them; collective."""
+        return self._left_out(*self._measure())
+
+    def synchronize(self) -> None:
+        """Parameters are whole after every step."""
+
+    def close(self) -> None:
+        """Nothing is attached to the model."""
+
+    def _measure(self) -> tuple[GradientNorm, float]:
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        self._model.reduce_gradients()
+        groups = self._model.groups
+        parts = gradient_parts(self._model.module.parameters(), groups=groups)
+        return measure(parts, groups=groups, scale=scale), scale
+
+    def _left_out(self, norm: GradientNorm, scale: float) -> StepOutcome:
+        self.optimizer.zero_grad(set_to_none=True)
+        return _left_out(norm, scale=scale, scaler=self._scaler)
+
+
+class ShardedUpdate:
+    """Optimizer state in shards: of dense parameters over `dp_cp`, of experts over `expt_dp`."""
+
+    def __init__(
+        self, model: ParallelGPT, *, optim: OptimConfig, scaler: LossScaler | None
+    ) -> None:
+        experts = [p for p in model.module.parameters() if _is_expert(p)]
+        chosen = set(experts)
+        dense = [p for p in model.module.parameters() if p not in chosen]
+        members = {"dense": (dense, "dp_cp")}
+        if "e" in model.config.feeds:  # on every rank, also on one whose stages have none
+            members["experts"] = (experts, "expt_dp")
+        self.optimizer = ChainedOptimizer(
+            {
+                name: _sharded(name, parameters, model=model, optim=optim, over=over)
+                for name, (parameters, over) in members.items()
+            }
+        )
+        self._model = model
+        self._scaler = scaler
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients are reduced beside the backward."""
+        return self.optimizer.microbatch(is_last=is_last)
+
+    def step(self, *, max_norm: float) -> StepOutcome:
+        """Finish the reductions, measure, clip, update, gather parameters; collective."""
+        return self.optimizer.step(max_norm=max_norm, scaler=self._scaler)
+
+    def leave_out(self) -> StepOutcome:
+        """Measure the gradients, and forget them; collective."""
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        norm = measure(self.optimizer.gradient_parts(), groups=self._model.groups, scale=scale)
+        self.optimizer.drop_gradients()
+        return _left_out(norm, scale=scale, scaler=self._scaler)
+
+    def synchronize(self) -> None:
+        """Wait for parameters on their way; needed by whatever reads them outside of forward."""
+        self.optimizer.synchronize()
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self.optimizer.close()
+
+
+def make_update(
+    model: ParallelGPT, *, optim: OptimConfig, scaler: LossScaler | None
+) -> WholeUpdate | ShardedUpdate:
+    """What `--zero` asks for. Collective with sharding: ranks compare their buckets."""
+    kind = ShardedUpdate if optim.zero else WholeUpdate
+    return kind(model, optim=optim, scaler=scaler)
+
+
+def _left_out(norm: GradientNorm, *, scale: float, scaler: LossScaler | None) -> StepOutcome:
+    """The outcome of a step that updates nothing; lowers the loss scale."""
+    if scaler is not None:
+        scaler.update(overflowed=True)
+    return StepOutcome(
+        norm=norm.value,
+        clipped=False,
+        skipped=True,
+        bad_ranks=norm.bad_ranks,
+        num_zeros=None,
+        loss_scale=scale,
+    )
+
+
+def _sharded(
+    name: str, parameters: list[nn.Parameter], *, model: ParallelGPT, optim: OptimConfig, over: str
+) -> ShardedOptimizer:
+    groups: ProcessGroups = model.groups
+    return ShardedOptimizer(
+        model.module,
+        _groups(parameters, weight_decay=optim.weight_decay),
+        make=_maker(optim),
+        groups=groups,
+        over=over,
+        divisor=groups.size("dp_cp"),
+        stage=2 if optim.zero == 2 else 1,
+        bucket_nbytes=optim.bucket_nbytes,
+        overlap=True,
+        name=name,
+    )
+
+
+def _is_expert(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    return "expt_dp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _groups(parameters: list[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices, with weight decay, and vectors, without."""
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _maker(optim: OptimConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    if optim.optimizer == "sgd":
+        return partial(torch.optim.SGD, lr=optim.lr, momentum=optim.momentum)
+    return partial(
+        torch.optim.AdamW,
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        foreach=True,
+    )

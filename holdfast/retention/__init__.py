@@ -1,0 +1,1 @@
+"""Which checkpoints stay: policies, tags, and safe removal. Torch-free."""

@@ -1,0 +1,1 @@
+"""Matching what a load requests with what a checkpoint stores."""

@@ -1,0 +1,493 @@
+"""Matching a load request with a checkpoint's tree, before any target is touched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from holdfast.errors import HoldfastError, MismatchError
+from holdfast.format.values import (
+    Codecs,
+    dataclass_of,
+    decode_tree,
+    key_name,
+    mapping_of,
+    sequence_of,
+)
+from holdfast.parallel.layout import Layout
+from holdfast.state.coordinates import (
+    PerRankIn,
+    Source,
+    coordinate_label,
+    find_source,
+    matches,
+    settle,
+    stored_trees,
+)
+from holdfast.state.markers import (
+    Fresh,
+    Marked,
+    PerRank,
+    PerRankValues,
+    Stored,
+    Transient,
+    Union,
+)
+from holdfast.state.match.casting import refused_cast
+from holdfast.state.match.held import PLAIN, Targets, other_shape
+from holdfast.state.match.result import MatchResult, Use, Wanted
+from holdfast.state.match.stored_nodes import (
+    Members,
+    entries,
+    items,
+    key_token,
+    kind_in_words,
+    leaf_paths,
+    stored_kind,
+    tag_of,
+)
+from holdfast.state.numpy_arrays import tensor_array
+from holdfast.state.placement import is_tensor_like
+from holdfast.state.registered import Registered
+from holdfast.state.torch_dtypes import torch_dtype
+
+StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class Matcher:
+    """Matches templates against stored nodes on one rank, then builds the loaded trees.
+
+    `tensors`: key -> (dtype name, global shape) of the checkpoint, in the order of its table.
+    `allow_missing`: patterns (`fnmatch`) of paths that may be absent. `cast`: whether another
+    stored dtype is accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensors: StoredTensors,
+        layout: Layout,
+        rank: int,
+        codecs: Codecs,
+        allow_missing: tuple[str, ...] = (),
+        cast: bool = False,
+    ) -> None:
+        self._tensors = tensors
+        self._positions = {key: i for i, key in enumerate(tensors)}
+        self._layout = layout
+        self._rank = rank
+        self._codecs = codecs
+        self._allow_missing = allow_missing
+        self._cast = cast
+        self._scope = ""
+        self._fresh: dict[tuple[str, str], torch.Tensor] = {}
+        self._sources: dict[int, str] = {}
+        self._targets = Targets(layout, rank)
+        self._registered = Registered(codecs)
+        self._closed = False
+        self._found: dict[str, Source] = {}
+        self.result = MatchResult(cleared=self._targets.cleared)
+
+    def move_to(self, layout: Layout, *, scope: str = "") -> None:
+        """What follows lives on this layout.
+
+        `scope`: of a request that takes what another one may take, too; each then has new tensors
+        of its own.
+        """
+        self._layout = layout
+        self._targets.move_to(layout)
+        self._scope = scope
+
+    def may_miss(self, path: str) -> bool:
+        """Whether the caller allowed this path to be absent."""
+        return matches(path, self._allow_missing)
+
+    def match_part(self, template: object, node: Any, path: str, *, closed: bool) -> None:
+        """Match a part's template; `closed` as in `build`: else what it does not name is asked for.
+
+        Values below are in mappings at any depth, in sequences, per rank, in dataclasses.
+        """
+        self._closed = closed
+        self.match(template, node, path)
+
+    def match(self, template: object, node: Any, path: str) -> None:
+        """Record what the template asks for and whether the stored node has it."""
+        if isinstance(template, Stored):
+            self._want_all(node, path, all_ranks=template.all_ranks)
+        elif isinstance(template, Transient):
+            self.result.touched.update(leaf_paths(node, path, self._codecs))
+        elif isinstance(template, PerRank):
+            self._match_per_rank(template, node, path)
+        elif is_tensor_like(template):
+            self._match_tensor(template, node, path)
+        elif isinstance(template, Union):
+            self._match_mapping(template.mapping, node, path)
+        elif self._registered.parts(template) is not None and self._registered.holds_tensors(
+            template
+        ):
+            self._match_registered(template, node, path)
+        elif isinstance(template, Mapping):
+            self._match_mapping(template, node, path)
+        elif isinstance(template, list | tuple | deque) and self._registered.holds_tensors(
+            template
+        ):
+            self._match_sequence(template, node, path)
+        else:
+            self._match_value(template, node, path)
+
+    def build(self, template: object, node: Any, path: str, *, closed: bool) -> Any:
+        """The loaded tree for a template whose targets have been filled; sets padding to zero.
+
+        `closed`: stored entries that the template does not name are left out.
+        """
+        if isinstance(template, Transient):
+            return template.value
+        if isinstance(template, PerRank):
+            return self._build_per_rank(template, node, path, closed=closed)
+        if isinstance(template, torch.Tensor):
+            return template
+        if isinstance(template, Marked):
+            self._targets.clear_padding(template)
+            return template.local
+        if isinstance(template, Stored):
+            return self._decode(node, path, all_ranks=template.all_ranks)
+        if isinstance(template, Union):
+            template = template.mapping
+        if self._registered.parts(template) is not None and self._registered.holds_tensors(
+            template
+        ):
+            return self._build_registered(template, node, path, closed=closed)
+        named = entries(node, self._codecs) if isinstance(template, Mapping) else None
+        if isinstance(template, Mapping) and named is not None:
+            return self._build_mapping(template, named, node, path, closed=closed)
+        if isinstance(template, list | tuple | deque) and self._registered.holds_tensors(template):
+            built = [
+                self.build(t, child, f"{path}.{i}", closed=closed)
+                for i, (t, child) in enumerate(zip(template, items(node) or (), strict=True))
+            ]
+            return sequence_of(node, built)
+        return self._decode(node, path)
+
+    def _build_mapping(
+        self, template: Mapping[Any, object], named: Members, node: Any, path: str, *, closed: bool
+    ) -> Any:
+        """A mapping of the stored type and order; what is not stored stays, behind the rest."""
+        own = {key_token(name, self._codecs): name for name in template}
+        found: dict[Any, Any] = {}
+        for stored, (name, child) in named.items():
+            if stored in own:
+                value = template[own[stored]]
+                if type(value) not in PLAIN:
+                    value = self.build(value, child, f"{path}.{key_name(name)}", closed=closed)
+                found[name] = value
+            elif not closed:
+                found[name] = self._decode(child, f"{path}.{key_name(name)}")
+        left = {name: template[name] for token, name in own.items() if token not in named}
+        return mapping_of(node, found | self._left(left, path))
+
+    def _build_registered(self, template: Any, node: Any, path: str, *, closed: bool) -> Any:
+        """A dataclass or a codec's type, made of its parts as they were loaded."""
+        codec = self._codecs.codec_for(type(template))
+        parts = self._registered.parts(template)
+        if codec is not None:
+            return codec.decoded(self.build(parts, node["v"], path, closed=closed), path)
+        return dataclass_of(
+            type(template),
+            {
+                name: self.build(part, node["v"][name], f"{path}.{name}", closed=closed)
+                for name, part in cast(dict[str, object], parts).items()
+            },
+        )
+
+    def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
+        named = entries(node, self._codecs)
+        if named is None:
+            if any(self._registered.holds_tensors(v) for v in template.values()):
+                self.result.mismatched.append(
+                    f"{path}: the state has a mapping here, the checkpoint {stored_kind(node)}"
+                )
+            else:
+                self._want_all(node, path)
+            return
+        if not named:
+            self.result.touched.add(path)
+        tokens = set()
+        for name, child in template.items():
+            here = f"{path}.{key_name(name)}"
+            token = key_token(name, self._codecs)
+            tokens.add(token)
+            if token is not None and token in named:
+                stored = named[token][1]
+                if type(child) in PLAIN and isinstance(child, torch.Tensor):
+                    self._match_tensor(child, stored, here)
+                else:
+                    self.match(child, stored, here)
+            elif not isinstance(child, Transient):
+                self._miss(here, child)
+        rest = [member for token, member in named.items() if token not in tokens]
+        self._refuse_equal_keys(template, rest, path)
+        if not self._closed:
+            for name, stored in rest:
+                self._want_all(stored, f"{path}.{key_name(name)}")
+
+    def _refuse_equal_keys(
+        self, template: Mapping[Any, object], rest: Sequence[tuple[Any, Any]], path: str
+    ) -> None:
+        """Say where the state has 1 and the checkpoint True: no dict can hold both."""
+        for name, _ in rest:
+            if type(name) is not str and name in template:
+                own = next(key for key in template if key == name)
+                self.result.mismatched.append(
+                    f"{path}: the state has the key {own!r} ({type(own).__name__}), the checkpoint "
+                    f"{name!r} ({type(name).__name__}); Python holds them to be equal, but they "
+                    f"are not the same: use the stored type"
+                )
+
+    def _match_registered(self, template: object, node: Any, path: str) -> None:
+        """A dataclass or a codec's type that holds tensors: its parts are filled one by one."""
+        parts = self._registered.parts(template)
+        tag, name = self._registered.tag_and_name(template)
+        if tag_of(node) != tag or node.get("n") != name:
+            self.result.mismatched.append(
+                f"{path}: the state has a {name} here, the checkpoint {kind_in_words(node)}"
+            )
+        elif tag == "codec":
+            self.match(parts, node["v"], path)
+        elif set(node["v"]) != set(cast(dict[str, object], parts)):
+            self._want_all(node, path)  # which says how the definition has changed
+        else:
+            for part, value in cast(dict[str, object], parts).items():
+                self.match(value, node["v"][part], f"{path}.{part}")
+        self.result.touched.update(leaf_paths(node, path, self._codecs))
+
+    def _match_sequence(self, template: Any, node: Any, path: str) -> None:
+        children = items(node)
+        if children is None or len(children) != len(template):
+            self.result.mismatched.append(
+                f"{path}: the state has a sequence of {len(template)} here, the checkpoint "
+                f"{kind_in_words(node)}"
+            )
+            return
+        for i, (item, child) in enumerate(zip(template, children, strict=True)):
+            self.match(item, child, f"{path}.{i}")
+
+    def _match_value(self, template: object, node: Any, path: str) -> None:
+        if tag_of(node) == "tensor":
+            self.result.mismatched.append(
+                f"{path}: the state has a value ({type(template).__name__}) here, the checkpoint "
+                f"a tensor; ask for it with Stored()"
+            )
+            return
+        self._want_all(node, path)
+
+    def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
+        if tag_of(node) != "per_rank":
+            self.result.mismatched.append(
+                f"{path}: the state has a value per {','.join(template.axes)} here, the checkpoint "
+                f"{kind_in_words(node)}; ask for it without PerRank"
+            )
+            return
+        source = find_source(template, node, layout=self._layout, rank=self._rank, path=path)
+        if source.problem is not None:
+            self.result.mismatched.append(source.problem)
+            return
+        self._found[path] = source
+        result, here = self.result, f"{path}[{source.here}]"
+        result.uses.append(Use(path, node, source.labels, template.surplus == "drop"))
+        result.touched.update(_used_paths(node, path, source.names, self._codecs))
+        result.claims += source.claims
+        result.kept += [f"{here}.{name}" if name else here for name in source.kept]
+        result.dropped += [f"{here}.{name}" for name in source.dropped]
+        for name in source.missing:
+            self._keep_or_miss(f"{path}.{name}")
+        if source.is_merged or source.is_picked:
+            for label in source.labels:
+                self._want_all(_only(node["v"][label], source.names), f"{path}[{label}]")
+        elif source.labels:
+            label = source.labels[0]
+            self.match(template.tree, node["v"][label], f"{path}[{label}]")
+        elif template.missing == "keep":
+            result.kept.append(here)
+        else:
+            self._keep_or_miss(here)
+
+    def _keep_or_miss(self, path: str) -> None:
+        """Something per rank is not stored: it stays as it is if the caller allows that."""
+        (self.result.kept if self.may_miss(path) else self.result.missing).append(path)
+
+    def _build_per_rank(self, template: PerRank, node: Any, path: str, *, closed: bool) -> Any:
+        source = self._found[path]
+        if source.is_merged or source.is_picked:
+            trees = {
+                label: self._decode(_only(node["v"][label], source.names), f"{path}[{label}]")
+                for label in source.labels
+            }
+            if not source.is_merged or template.merge is None:
+                return trees
+            try:
+                merged = template.merge(trees)
+            except HoldfastError:
+                raise
+            except Exception as error:
+                raise MismatchError(
+                    f"{path}: merge of {len(trees)} stored values failed: {error!r}"
+                ) from error
+            return settle(template.tree, merged, path)
+        if not source.labels and isinstance(template, PerRankIn):
+            return template.local
+        if not source.labels:
+            return None if isinstance(template.tree, Stored) else _unmarked(template.tree)
+        label = source.labels[0]
+        return self.build(template.tree, node["v"][label], f"{path}[{label}]", closed=closed)
+
+    def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
+        held_dtype, held_shape, boxes, locals_ = self._targets.held(template, path)
+        if tag_of(node) not in ("tensor", "array"):
+            self.result.mismatched.append(
+                f"{path}: the state has a tensor here, the checkpoint {stored_kind(node)}"
+            )
+            return
+        key = node["k"]
+        dtype, shape = self._tensors[key]
+        self.result.touched.add(path)
+        is_new = id(template) not in self._sources
+        source = self._sources.setdefault(id(template), key)
+        if source != key:
+            self.result.mismatched.append(
+                f"{path}: the state ties this tensor to the one stored as {source}, the checkpoint "
+                f"holds them as two; untie them for the load, or ask for one of them alone"
+            )
+            return
+        if shape != held_shape:
+            self.result.mismatched.append(other_shape(template, path, held_shape, shape))
+        elif dtype != held_dtype and (why := self._refused_cast(dtype, held_dtype)):
+            self.result.mismatched.append(
+                f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; {why}"
+            )
+        else:
+            if dtype != held_dtype:
+                self.result.cast.append(path)
+            position = self._positions[key]
+            if not is_new:
+                boxes, locals_ = (), ()
+            self.result.wanted.append(Wanted(path, position, boxes, locals_))
+
+    def _refused_cast(self, stored: str, held: str) -> str:
+        """Why a stored dtype does not go into a target's; empty where it does."""
+        why = refused_cast(stored, held)
+        if why:
+            return f"{why}; load it with Stored() and convert it as it is meant"
+        return "" if self._cast else "pass cast=True to convert"
+
+    def _left(self, template: Mapping[Any, object], path: str) -> dict[Any, object]:
+        """What stays of a template's entries for which nothing is stored."""
+        left: dict[Any, object] = {}
+        for name, child in template.items():
+            here = f"{path}.{key_name(name)}"
+            inner = child.mapping if isinstance(child, Union) else child
+            if isinstance(inner, Fresh) and not self.may_miss(here):
+                continue
+            left[name] = self._left(inner, here) if type(inner) is dict else _unmarked(inner)
+        return left
+
+    def _miss(self, path: str, template: object) -> None:
+        if isinstance(template, Fresh):
+            if self.may_miss(path):
+                self.result.fresh.append(path)
+            elif template.is_required:
+                self.result.unagreed.append(f"{path} ({template.why})")
+        elif self.may_miss(path):
+            self.result.allowed.append(path)
+        elif isinstance(template, Union):
+            self._miss(path, template.mapping)
+        elif isinstance(template, Mapping) and template:
+            for name, child in template.items():
+                self._miss(f"{path}.{key_name(name)}", child)
+        else:
+            self.result.missing.append(path)
+
+    def _want_all(self, node: Any, path: str, *, all_ranks: bool = False) -> None:
+        """Ask for everything under a node; tensors get new memory, each one once.
+
+        `all_ranks`: of values per rank, too, not only this rank's own.
+        """
+
+        def want(where: str, inner: dict[str, Any]) -> object:
+            if inner["$"] in ("tensor", "array"):
+                self._want_new(str(inner["k"]), where)
+            elif inner["$"] == "per_rank" and all_ranks:
+                self.result.uses.append(Use(where, inner, tuple(inner["v"]), False))
+                for label, child in inner["v"].items():
+                    self._want_all(child, f"{where}[{label}]", all_ranks=True)
+            elif inner["$"] == "per_rank":
+                _, trees = stored_trees(inner, path=where)
+                label = self._own_label(inner, where)
+                is_there = label in trees
+                self.result.uses.append(Use(where, inner, (label,) if is_there else (), False))
+                if is_there:
+                    self._want_all(trees[label], f"{where}[{label}]")
+                else:
+                    self._keep_or_miss(f"{where}[{label}]")
+            return None
+
+        decode_tree(node, path=path, codecs=self._codecs, on_leaf=want, run_codecs=False)
+        self.result.touched.update(leaf_paths(node, path, self._codecs))
+
+    def _want_new(self, key: str, path: str) -> None:
+        if (self._scope, key) in self._fresh:
+            return
+        dtype, shape = self._tensors[key]
+        target = torch.zeros(shape, dtype=torch_dtype(dtype))
+        self._fresh[self._scope, key] = target
+        self.result.wanted.append(Wanted(path, self._positions[key], None, (target,), True))
+
+    def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
+        def value(where: str, inner: dict[str, Any]) -> object:
+            if inner["$"] == "tensor":
+                return self._fresh[self._scope, str(inner["k"])]
+            if inner["$"] == "array":
+                return tensor_array(
+                    self._fresh[self._scope, str(inner["k"])], inner.get("d"), path=where
+                )
+            if inner["$"] == "per_rank" and all_ranks:
+                values = {
+                    label: self._decode(child, f"{where}[{label}]", all_ranks=True)
+                    for label, child in inner["v"].items()
+                }
+                return PerRankValues(axes=tuple(inner["axes"]), values=values)
+            if inner["$"] == "per_rank":
+                label = self._own_label(inner, where)
+                return self._decode(inner["v"].get(label), f"{where}[{label}]")
+            return None
+
+        return decode_tree(node, path=path, codecs=self._codecs, on_leaf=value)
+
+    def _own_label(self, node: Mapping[str, Any], path: str) -> str:
+        return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
+
+
+def _unmarked(template: object) -> object:
+    """What stays of a template for which nothing is stored: the tensors as they are."""
+    if isinstance(template, Marked):
+        return template.local
+    if isinstance(template, Union):
+        return _unmarked(template.mapping)
+    if type(template) is dict:
+        return {name: _unmarked(child) for name, child in template.items()}
+    return template
+
+
+def _only(tree: Any, names: frozenset[str] | None) -> Any:
+    """The entries of a stored dict that have one of these names; the whole where None."""
+    if names is None or not isinstance(tree, dict):
+        return tree
+    return {name: child for name, child in tree.items() if name in names}
+
+
+def _used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Codecs) -> list[str]:
+    """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
+    trees = {label: _only(tree, names) for label, tree in node["v"].items()}
+    return leaf_paths({**node, "v": trees}, path, codecs)

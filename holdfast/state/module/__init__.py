@@ -1,0 +1,1 @@
+"""`nn.Module` as a part of the state."""

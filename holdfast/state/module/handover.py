@@ -1,0 +1,396 @@
+"""Handing loaded entries to a module's own `load_state_dict`, and the proof that it took them.
+
+What is a tensor of the module's own has been filled in place by then. The rest is in memory of its
+own and reaches the module only through its code, which may do anything with it, or nothing. So the
+module is asked for its state dict again: what was loaded must be what it shows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from holdfast.errors import HoldfastError, MismatchError
+from holdfast.format.digest import digest128
+from holdfast.state.module.exported import Entry, Exported, Registered, export, local, same_memory
+from holdfast.state.names import walk_all
+
+_MAX_NAMED = 10
+
+
+def runs_code(module: nn.Module) -> bool:
+    """Whether a load has code to run in some module of the tree, its own or torch's."""
+    return any(_own_code(inner) or _hooks(inner) for *_, inner, _ in walk_all(module))
+
+
+def has_user_loader(module: nn.Module) -> bool:
+    """Whether a module has code of its own, other than torch's, that takes its tensors."""
+    return _own_code(module) or any(not _is_ours(hook) for hook in _hooks(module))
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A tensor that only the module's code can write, as it was before."""
+
+    held: Registered
+    version: tuple[int, int]
+    digest: str
+
+
+class Handover:
+    """One module, from the template to the proof.
+
+    `entries`: those that the load is about. `hidden`: registered tensors that come back through
+    entries of other names. `copied`: names of entries that were loaded into memory of their own.
+    `absent`: names that are not stored; they stay as they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        exported: Exported,
+        *,
+        entries: Sequence[Entry],
+        hidden: Sequence[Registered],
+    ) -> None:
+        self._module = module
+        self._exported = exported
+        self._hidden = hidden
+        self._kind = type(module).__name__
+        self._unexpected: set[str] = set()
+        self.entries = entries
+        self.copied: set[str] = set()
+        self.absent: set[str] = set()
+
+    def hand_over(self, loaded: Mapping[str, object]) -> None:
+        """Give `loaded` (logical name -> value) to the module; MismatchError for what it left."""
+        handed: OrderedDict[str, object] = OrderedDict()
+        for name, entry in self._exported.entries.items():
+            handed[entry.key] = loaded.get(name, entry.value)
+        if self._exported.metadata is not None:
+            handed._metadata = self._exported.metadata  # type: ignore[attr-defined]
+        digests = self._digests(loaded)
+        marks = [_Mark(held, _version(held.tensor), _digest(held.tensor)) for held in self._hidden]
+        self._call(self._module, handed)
+        self._keep_parameters()
+        after = export(self._module)
+        wrong = self._wrong(after, loaded, digests)
+        if wrong and not self._is_collective:
+            self._help(after, wrong, loaded, handed)
+            self._keep_parameters()
+            after = export(self._module)
+            wrong = self._wrong(after, loaded, digests)
+        if wrong:
+            raise MismatchError(self._refusal(wrong))
+        self._refuse_untouched(marks, handed)
+
+    @property
+    def _is_collective(self) -> bool:
+        """Whether the module's code may run collectives, which one rank must not run alone."""
+        values = [entry.value for entry in self.entries if entry.backing is None]
+        return any(isinstance(value, DTensor) for value in values)
+
+    def _call(self, module: nn.Module, handed: Mapping[str, object]) -> None:
+        """`load_state_dict`, not strict: what it did not take shows in the proof."""
+        try:
+            takes = inspect.signature(module.load_state_dict).parameters.values()
+            lenient = any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in takes)
+            with torch.no_grad():
+                if lenient:
+                    said: object = module.load_state_dict(handed, strict=False)
+                else:
+                    said = module.load_state_dict(handed)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise MismatchError(
+                f"{type(module).__name__}.load_state_dict does not take what was loaded: "
+                f"{str(error) or repr(error)}"
+            ) from error
+        unexpected = getattr(said, "unexpected_keys", None)
+        if module is self._module and isinstance(unexpected, list):
+            by_key = self._exported.by_key
+            self._unexpected = {by_key[key].name for key in unexpected if key in by_key}
+
+    def _digests(self, loaded: Mapping[str, object]) -> dict[str, str]:
+        """Of the module's own tensors that code of the user's might change while it loads."""
+        scopes = [
+            logical for logical, _, inner, _ in walk_all(self._module) if has_user_loader(inner)
+        ]
+        found: dict[str, str] = {}
+        for entry in self.entries:
+            value = loaded.get(entry.name)
+            if entry.name in self.copied or not isinstance(value, torch.Tensor):
+                continue
+            if entry.backing is not None and any(entry.name.startswith(s) for s in scopes):
+                found[entry.name] = _digest(value)
+        return found
+
+    def _wrong(
+        self, after: Exported, loaded: Mapping[str, object], digests: Mapping[str, str]
+    ) -> list[str]:
+        """Names of the entries that the module does not show as they were loaded."""
+        wrong = []
+        for entry in self.entries:
+            if entry.name not in loaded:
+                continue
+            shown = after.entries.get(entry.name)
+            if shown is None or not self._is_right(entry, shown.value, loaded, digests):
+                wrong.append(entry.name)
+        return wrong
+
+    def _is_right(
+        self,
+        entry: Entry,
+        shown: object,
+        loaded: Mapping[str, object],
+        digests: Mapping[str, str],
+    ) -> bool:
+        value = loaded[entry.name]
+        if entry.name in digests:
+            return isinstance(shown, torch.Tensor) and _digest(shown) == digests[entry.name]
+        if entry.backing is not None and entry.name not in self.copied:
+            return same_memory(shown, value) or equal_bits(shown, value)
+        if entry.name in self.copied:
+            return equal_bits(shown, value)
+        return entry.name not in self._unexpected or equal_bits(shown, value)
+
+    def _keep_parameters(self) -> None:
+        """Put back parameter objects that the module has replaced, with the values of the new ones.
+
+        An optimizer holds the objects: with others in the module it would train what nobody uses.
+        """
+        for held in self._exported.registered:
+            now = held.owner._parameters[held.attribute] if _is_parameter(held) else held.tensor
+            old = held.tensor
+            if now is old or now is None or is_lazy(old) or is_lazy(now):
+                continue
+            if type(now) is type(old) and _alike(now, old):
+                with torch.no_grad():
+                    old.copy_(now)
+                setattr(held.owner, held.attribute, old)
+            else:
+                logging.getLogger("holdfast").warning(
+                    "%s.load_state_dict replaced the parameter %s by one of another kind; make the "
+                    "optimizer after the load, or it trains the old one",
+                    self._kind,
+                    held.name,
+                )
+
+    def _help(
+        self,
+        after: Exported,
+        wrong: Sequence[str],
+        loaded: Mapping[str, object],
+        handed: Mapping[str, object],
+    ) -> None:
+        """What torch leaves undone: `load_state_dict` of inner modules, state beside parameters."""
+        left = set(wrong)
+        keys = {entry.name: entry.key for entry in self.entries}
+        for _, actual, inner, _ in reversed(list(walk_all(self._module))):
+            mine = [name for name in left if keys[name].startswith(actual)]
+            if not actual or not mine or type(inner).load_state_dict is nn.Module.load_state_dict:
+                continue
+            below = {k[len(actual) :]: v for k, v in handed.items() if k.startswith(actual)}
+            self._call(inner, below)
+            left -= set(mine)
+        left -= _give_quant_states(self._exported, left, loaded)
+        self._fill_live(after, left, loaded)
+
+    def _fill_live(self, after: Exported, left: set[str], loaded: Mapping[str, object]) -> None:
+        """Write to tensors that the module shows as they are, without a way to take them.
+
+        Such a tensor is at one place for as long as it lives, and the module has nothing that only
+        this entry could stand for: a copy made for the state dict is at another place each time.
+        """
+        if not left or self._hidden:
+            return
+        again = export(self._module)
+        for name in left & self._unexpected:
+            one, other, value = (
+                after.entries.get(name), again.entries.get(name), loaded[name],
+            )  # fmt: skip
+            if one is None or other is None or not isinstance(value, torch.Tensor):
+                continue
+            if not isinstance(one.value, torch.Tensor) or not same_memory(one.value, other.value):
+                continue
+            if not isinstance(value, DTensor) and _alike(one.value, value):
+                with torch.no_grad():
+                    one.value.copy_(value)
+
+    def _refuse_untouched(self, marks: Sequence[_Mark], handed: Mapping[str, object]) -> None:
+        """MismatchError for a tensor that stands behind other entries and that nothing wrote.
+
+        A loader that writes the very bytes that were there, past torch's counter of versions, is
+        told from one that does not write by loading once more over other bytes.
+        """
+        suspects = [mark for mark in marks if _is_untouched(mark)]
+        if not suspects:
+            return
+        if self._is_collective:
+            raise MismatchError(self._left_alone([mark.held.name for mark in suspects]))
+        kept = [local(mark.held.tensor).clone() for mark in suspects]
+        for mark, value in zip(suspects, kept, strict=True):
+            with torch.no_grad():
+                local(mark.held.tensor).copy_(_inverted(value))
+        before = [_digest(mark.held.tensor) for mark in suspects]
+        try:
+            self._call(self._module, handed)
+            self._keep_parameters()
+        finally:
+            untouched = [
+                (mark, value)
+                for mark, value, digest in zip(suspects, kept, before, strict=True)
+                if _digest(mark.held.tensor) == digest
+            ]
+            for mark, value in untouched:
+                with torch.no_grad():
+                    local(mark.held.tensor).copy_(value)
+        if untouched:
+            raise MismatchError(self._left_alone([mark.held.name for mark, _ in untouched]))
+
+    def _left_alone(self, names: Sequence[str]) -> str:
+        return (
+            f"{self._kind}.state_dict() does not show {_some(names)} itself, and loading what it "
+            f"shows did not write to it: it keeps what it had before the load. Give the module a "
+            f"load hook (or _load_from_state_dict) that makes it from the entries of the state dict"
+        )
+
+    def _refusal(self, wrong: Sequence[str]) -> str:
+        said = (
+            f"{self._kind} shows {_some(wrong)} in a form of its own, and after load_state_dict "
+            f"it does not show what was loaded: the values have not reached it, or not unchanged"
+        )
+        unknown = [name for name in wrong if name in self._unexpected]
+        if unknown:
+            said += f"; its load_state_dict does not know {_some(unknown)}"
+        return (
+            f"{said}. Give the module a load hook (or _load_from_state_dict, load_state_dict) that "
+            f"takes back what its state_dict makes, or leave the entries out: "
+            f"ModuleState(module, only=lambda name, value: ...)"
+        )
+
+
+def equal_bits(one: object, other: object) -> bool:
+    """Whether two values are equal, tensors bit by bit (NaN is equal to itself, 0.0 not to -0.0).
+
+    Of DTensors only what this rank holds is compared: no collectives.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape:
+            return False
+        if isinstance(one, DTensor) and one.placements != getattr(other, "placements", None):
+            return False
+        mine, theirs = local(one), local(other)
+        if not _alike(mine, theirs):
+            return False
+        return torch.equal(_bits(mine).to(theirs.device), _bits(theirs))
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor's elements as bytes, in row-major order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8)
+
+
+def _inverted(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that differs from this one in every element."""
+    if tensor.dtype is torch.bool:
+        return tensor.logical_not()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return _bits(plain).bitwise_not().view(plain.dtype).reshape(plain.shape)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor) or tensor.is_meta:
+        return ""
+    return digest128(_bits(local(tensor)).cpu().numpy().data)
+
+
+def _is_untouched(mark: _Mark) -> bool:
+    held = mark.held
+    now = held.owner._parameters.get(held.attribute, held.owner._buffers.get(held.attribute))
+    if now is not held.tensor or _version(held.tensor) != mark.version:
+        return False
+    return local(held.tensor).numel() > 0 and _digest(held.tensor) == mark.digest
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """torch's counters of writes, of a tensor and of what it holds on this rank."""
+    if tensor.is_inference():
+        return (0, 0)
+    return (tensor._version, local(tensor)._version)
+
+
+def _is_parameter(held: Registered) -> bool:
+    return held.attribute in held.owner._parameters
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _own_code(module: nn.Module) -> bool:
+    """Whether a module's class takes tensors in a way of its own; torch's layers do not count."""
+    kind = type(module)
+    for name in ("_load_from_state_dict", "load_state_dict"):
+        found = getattr(kind, name)
+        if found is not getattr(nn.Module, name) and not found.__module__.startswith("torch.nn."):
+            return True
+    return "load_state_dict" in module.__dict__
+
+
+def _hooks(module: nn.Module) -> list[object]:
+    tables = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return [hook for table in tables for hook in (getattr(module, table, None) or {}).values()]
+
+
+def _is_ours(hook: object) -> bool:
+    """Whether a hook is of torch's wrappers or of this package, which change no values."""
+    inner = getattr(hook, "hook", hook)
+    inner = getattr(inner, "func", inner)
+    where = getattr(inner, "__module__", None) or type(inner).__module__
+    return where.startswith(("torch.distributed.", "holdfast."))
+
+
+def _give_quant_states(
+    exported: Exported, left: set[str], loaded: Mapping[str, object]
+) -> set[str]:
+    """Rebuild state that quantised parameters keep as an attribute (bitsandbytes); what it took.
+
+    Such a parameter has a `quant_state` that goes into a state dict by `as_dict` and comes out of
+    one by `from_dict`, as names below the parameter's.
+    """
+    taken: set[str] = set()
+    for held in exported.registered:
+        quant_state = getattr(held.tensor, "quant_state", None)
+        build = getattr(type(quant_state), "from_dict", None)
+        prefix = f"{held.name}."
+        mine = {name for name in left if name.startswith(prefix)}
+        if not mine or build is None:
+            continue
+        stored = {n[len(prefix) :]: v for n, v in loaded.items() if n.startswith(prefix)}
+        made = build(qs_dict=stored, device=held.tensor.device)
+        held.tensor.quant_state = made  # type: ignore[attr-defined]
+        if getattr(held.owner, "quant_state", None) is quant_state:
+            held.owner.quant_state = made
+        taken |= mine
+    return taken
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    rest = len(names) - _MAX_NAMED
+    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -1,0 +1,244 @@
+"""`nn.Module` as a part of the state: parameters, persistent buffers, extra state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from holdfast.errors import ConfigError, PlacementError
+from holdfast.state.markers import Marked, Stored
+from holdfast.state.match.stored import StoredPart
+from holdfast.state.module.exported import (
+    Entry,
+    Exported,
+    Registered,
+    export,
+    forms_of,
+    refuse_hidden,
+)
+from holdfast.state.module.handover import Handover, has_user_loader, runs_code
+from holdfast.state.module.placed import Placer, fresh_like
+from holdfast.state.names import plain_root
+from holdfast.state.padding import declarations
+
+Selection = Literal["trainable"] | Callable[[str, object], bool] | None
+
+_BYTES_IO = "$io.BytesIO"
+
+
+class ModulePart:
+    """Saves and restores a module under the names of its logical tree.
+
+    Tensors come from `state_dict(keep_vars=True)`, so that hooks of the module (FSDP2 reshards in
+    one) run. A load writes into the module's own parameters and buffers, in place. What the module
+    shows in a form of its own (split, fused, packed, copied) is loaded into memory of its own,
+    handed to the module's `load_state_dict`, and proved: shown again, it is what was loaded.
+    Tensors whose padding is declared (`declare_padding`) are stored without it.
+    """
+
+    def __init__(self, module: nn.Module, *, only: Selection = None, prefix: str = "") -> None:
+        self._module = plain_root(module)
+        self._only = only
+        self._prefix = prefix
+        self._pending: Handover | None = None
+
+    def tree(self) -> dict[str, object]:
+        """Logical name -> tensor, marked where padding is declared, or extra state.
+
+        Raises PlacementError naming parameters and persistent buffers that the module's state dict
+        shows in no form.
+        """
+        exported = self._export()
+        padded = declarations(self._module)  # after the hooks, which may replace parameters
+        found: dict[str, object] = {}
+        for entry in self._selected(exported):
+            value = entry.value
+            if isinstance(value, torch.Tensor) and not entry.is_extra:
+                declared = padded.find(value, entry.name)
+                value = value if declared is None else declared.mark(value)
+            elif isinstance(value, io.BytesIO):
+                value = {_BYTES_IO: value.getvalue()}
+            found[self._prefix + entry.name] = value
+        return found
+
+    def template(self, stored: StoredPart) -> dict[str, object]:
+        """The module's own tensors as targets, new ones for forms; extra state as it is stored."""
+        exported = self._export()
+        padded = declarations(self._module)
+        nodes = dict(stored.children(stored.node) or ())
+        placer = Placer(stored, in_place=False)
+        entries = self._selected(exported)
+        pending = Handover(self._module, exported, entries=entries, hidden=self._hidden(exported))
+        found: dict[str, object] = {}
+        for entry in entries:
+            name = self._prefix + entry.name
+            target: object = entry.value
+            if name not in nodes:
+                # Missing, or left as it is by the caller's leave: never handed over as zeros.
+                pending.absent.add(entry.name)
+            elif entry.backing is None and not entry.is_form:
+                target = placer.template(target, nodes[name])
+            elif isinstance(target, torch.Tensor | Marked):
+                declared = None
+                if isinstance(target, torch.Tensor):
+                    declared = padded.find(target, entry.name)
+                is_padded = declared is not None and (
+                    _stored_shape(nodes[name], stored) == tuple(declared.shape)
+                )
+                if entry.is_form and is_padded and isinstance(target, torch.Tensor):
+                    pending.copied.add(entry.name)
+                    target = fresh_like(target, target.dtype)
+                elif entry.is_form or (declared is None and _may_grow(entry, nodes[name], stored)):
+                    pending.copied.add(entry.name)
+                    target = _form_target(target, nodes[name], stored)
+                if declared is not None and isinstance(target, torch.Tensor):
+                    target = declared.mark(target)
+            found[name] = target
+        self._pending = pending
+        return found
+
+    def restore(self, tree: object) -> None:
+        """Hand over what is no tensor of the module's own, run its hooks, and prove the result.
+
+        Raises MismatchError naming the entries that the module did not take.
+        """
+        pending, self._pending = self._pending, None
+        if not isinstance(tree, Mapping) or pending is None:
+            raise PlacementError(f"the stored state of {type(self._module).__name__} is no mapping")
+        loaded = {
+            entry.name: _loaded(tree[self._prefix + entry.name])
+            for entry in pending.entries
+            if self._prefix + entry.name in tree and entry.name not in pending.absent
+        }
+        if any(entry.backing is None for entry in pending.entries) or (
+            pending.copied or runs_code(self._module)
+        ):
+            pending.hand_over(loaded)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the parameters and persistent buffers that the selection leaves out, sorted."""
+        exported = export(self._module)
+        return tuple(
+            sorted(
+                {held.name for held in exported.registered if held.is_persistent}
+                - {entry.name for entry in self._selected(exported)}
+                - {held.name for held in self._hidden(exported)}
+            )
+        )
+
+    def _export(self) -> Exported:
+        exported = export(self._module)
+        refuse_hidden(exported, self._module, self._is_asked)
+        return exported
+
+    def _selected(self, exported: Exported) -> list[Entry]:
+        if self._only is None:
+            return list(exported.entries.values())
+        if callable(self._only):
+            return [e for e in exported.entries.values() if self._only(e.name, e.value)]
+        owners = {held.name: held for held in exported.registered}
+        any_hidden = [held.tensor.requires_grad for held in forms_of(exported, self._module)]
+        found = []
+        for entry in exported.entries.values():
+            owner = entry.backing or next(_owners(entry.name, owners), None)
+            if owner is None:
+                keep = entry.is_extra or not any_hidden or any(any_hidden)
+            else:
+                keep = self._is_asked(owner.name, owner.tensor)
+            if keep:
+                found.append(entry)
+        return found
+
+    def _hidden(self, exported: Exported) -> list[Registered]:
+        """Registered tensors that come back through forms, as far as they are asked for."""
+        found = forms_of(exported, self._module)
+        return [held for held in found if self._is_asked(held.name, held.tensor)]
+
+    def _is_asked(self, name: str, tensor: torch.Tensor) -> bool:
+        if callable(self._only):
+            return bool(self._only(name, tensor))
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        return self._only is None or not frozen
+
+
+class ModuleState(ModulePart):
+    """A module as a part of the state, by choice: some of its entries, or under other names.
+
+        state = {"adapters": ModuleState(model, only="trainable")}
+
+    `only`: what is stored, and asked for by a load. "trainable": parameters that require a
+    gradient, and every persistent buffer and extra state, which training changes, too; frozen
+    parameters are neither stored nor asked for, and stay as they are. A callable
+    `(name, value) -> bool` chooses by logical name and by the tensor (or extra state). A load is as
+    strict over the chosen entries as over all of a module's: entries of the checkpoint that are not
+    chosen are 'unexpected' (`ignore_unexpected=True` leaves them and names them in the report).
+    `left_out` names what the choice leaves out.
+    `prefix`: put before every name, as in "decoder."; to find the module's entries inside of a
+    larger module's checkpoint see `FromPart`.
+
+    Raises ConfigError for another `only` or a prefix that is no beginning of a name.
+    """
+
+    def __init__(self, module: nn.Module, *, only: Selection = None, prefix: str = "") -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"ModuleState takes a module, got a {type(module).__name__}")
+        if only is not None and only != "trainable" and not callable(only):
+            raise ConfigError(
+                f"ModuleState: only={only!r} is not 'trainable', a callable (name, value) -> bool, "
+                f"or None for everything"
+            )
+        if not isinstance(prefix, str) or (prefix and not prefix.endswith(".")):
+            raise ConfigError(f"ModuleState: prefix={prefix!r} does not end in a dot")
+        super().__init__(module, only=only, prefix=prefix)
+
+
+def _loaded(value: object) -> object:
+    """What is handed over for an entry, as it was saved."""
+    if isinstance(value, dict) and value.keys() == {_BYTES_IO}:
+        return io.BytesIO(value[_BYTES_IO])
+    return value
+
+
+def _owners(name: str, registered: Mapping[str, Registered]) -> Iterator[Registered]:
+    """The registered tensors that a form is named after: `weight` for `weight.scale`, too."""
+    while name:
+        if name in registered:
+            yield registered[name]
+        name = name.rpartition(".")[0]
+
+
+def _form_target(value: torch.Tensor | Marked, node: object, stored: StoredPart) -> object:
+    """New memory for a form, placed like the module's; as it is stored where the shape is another.
+
+    The shape of a form may depend on values (packed and grown ones); the module is the judge.
+    """
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        if _stored_shape(node, stored) not in (None, tuple(value.shape)):
+            return Stored()
+        if is_lazy(value):
+            return value
+    dtype = value.dtype if isinstance(value, torch.Tensor) else value.local.dtype
+    return fresh_like(value, dtype)
+
+
+def _may_grow(entry: Entry, node: object, stored: StoredPart) -> bool:
+    """Whether a tensor has another shape than stored and its module can take that: observers do."""
+    value, held = entry.value, entry.backing
+    if held is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    if is_lazy(value) or _stored_shape(node, stored) in (None, tuple(value.shape)):
+        return False
+    return has_user_loader(held.owner)
+
+
+def _stored_shape(node: object, stored: StoredPart) -> tuple[int, ...] | None:
+    if isinstance(node, Mapping) and node.get("$") == "tensor":
+        return stored.tensors[str(node["k"])][1]
+    return None

@@ -1,0 +1,1 @@
+"""Optimizers as parts of the state, everything by parameter name."""

@@ -1,0 +1,115 @@
+"""What of an optimizer starts fresh in a load, because the checkpoint knows nothing of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.state.markers import Fresh
+from holdfast.state.match.stored import StoredPart
+from holdfast.state.optimizer.param_groups import hyperparameters
+from holdfast.state.optimizer.protocol import HeldParameter
+
+
+def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | None:
+    """Why a parameter would start fresh; None where its state is stored, or there was none to lose.
+
+    A parameter that the saved run trained and that had no state (never stepped, unused) is restored
+    exactly by having none. That is not so for one that the saved run did not have, or had frozen,
+    while others had state.
+    """
+    if stored.has("state", name) or not parameter.requires_grad:
+        return None
+    if not stored.keys_under("state"):
+        return None
+    if not stored.has("membership", name):
+        return "the saved optimizer did not have this parameter"
+    if stored.at("parameters", name, "frozen") is True:
+        return "it was frozen when it was saved and is trained now"
+    return None
+
+
+def absent_groups(
+    groups: Sequence[Mapping[str, Any]],
+    named: Iterable[tuple[str, HeldParameter]],
+    stored: StoredPart,
+) -> dict[str, object]:
+    """Groups and settings of groups of which the checkpoint knows nothing, by path."""
+    found: dict[str, object] = {}
+    homes = {name: stored.value("membership", name) for name in stored.keys_under("membership")}
+    members: list[list[str]] = [[] for _ in groups]
+    optimizers: dict[int, Any] = {}
+    for name, held in named:
+        members[held.group].append(name)
+        optimizers[held.group] = held.optimizer
+    for i, names in enumerate(members):
+        known = [home for name in names if isinstance(home := homes.get(name), int)]
+        if names and not known:
+            listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+            found[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
+            continue
+        keys = stored.keys_under("groups", min(known, default=i))
+        if keys and i in optimizers:
+            for key, is_required in _absent_settings(optimizers[i], groups[i], keys):
+                found[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
+    return found
+
+
+def _absent_settings(
+    optimizer: Any, group: Mapping[str, Any], stored: Sequence[str]
+) -> Iterator[tuple[str, bool]]:
+    """Each setting of a group that the checkpoint lacks, and whether the optimizer needs it.
+
+    Those that its class fills in for checkpoints of older versions are not among them.
+    """
+    lacking = [name for name in hyperparameters(group) if name not in stored]
+    if not lacking:
+        return
+    filled = _filled_in(optimizer, {name: group[name] for name in stored if name in group})
+    for name in lacking:
+        if name not in filled:
+            yield name, name in optimizer.defaults
+
+
+def _filled_in(optimizer: Any, group: dict[str, Any]) -> set[str]:
+    """The settings that the class adds to a group with only these, as torch's own load does."""
+    bare = {**group, "params": []}
+    try:
+        probe = object.__new__(type(optimizer))
+        probe.__dict__.update(vars(optimizer), defaults=dict(optimizer.defaults))
+        probe.__setstate__({"state": defaultdict(dict), "param_groups": [bare]})
+    except Exception:  # a class that cannot be asked like this adds nothing
+        return set()
+    return set(bare) - set(group)
+
+
+def as_built(held: HeldParameter, current: object) -> Any:
+    """The state that a parameter has right after its optimizer is built; None for most.
+
+    Some classes allocate state when they are built and rely on it (Adagrad), so that no state at
+    all would not be a fresh start. `current`: what the parameter has now, of an earlier run or of
+    its own; not used but to see whether there is any.
+    """
+    if not current or held.updated is None:
+        return None
+    group = held.optimizer.param_groups
+    mine = next((g for g in group if any(p is held.updated for p in g["params"])), None)
+    if mine is None:
+        return None
+    like = held.updated.detach().clone().requires_grad_(held.updated.is_floating_point())
+    try:
+        made: Any = type(held.optimizer)
+        fresh = made([{**hyperparameters(mine), "params": [like]}], **_arguments(held.optimizer))
+    except Exception:  # a class with arguments of its own: it starts with nothing
+        return None
+    return dict(fresh.state[like]) if like in fresh.state else None
+
+
+def _arguments(optimizer: Any) -> dict[str, Any]:
+    """The defaults that the class takes when it is built."""
+    code = type(optimizer).__init__.__code__
+    taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return {name: value for name, value in optimizer.defaults.items() if name in taken}

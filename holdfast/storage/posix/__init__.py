@@ -1,0 +1,1 @@
+"""Storage in a directory of a POSIX file system."""

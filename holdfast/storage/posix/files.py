@@ -1,0 +1,158 @@
+"""Open files of PosixStorage: positioned reads and writes that are always whole."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import StorageError
+from holdfast.storage.posix import syscalls as linux
+from holdfast.storage.posix.os_errors import storage_error
+
+_DIRECT_ALIGN = 4096
+_DIRECT_NBYTES = 1 << 20
+"""Smaller writes are not worth going past the page cache."""
+_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.EPERM)
+_MAX_CALL_NBYTES = 1 << 30  # one call moves at most 0x7ffff000 bytes on Linux
+_Observe = Callable[[str, str, int, int], None]
+
+
+def read_full(fd: int, buffer: memoryview, start: int, place: str) -> None:
+    """Fill a byte view from offset `start`; StorageError when the file ends before that."""
+    done = 0
+    while done < len(buffer):
+        part = buffer[done : done + _MAX_CALL_NBYTES]
+        count = os.preadv(fd, [part], start + done)
+        if count == 0:
+            raise StorageError(
+                f"{place}: the file ends at byte {start + done}, but {len(buffer)} bytes at offset "
+                f"{start} are wanted: it is truncated"
+            )
+        done += count
+
+
+def write_full(fd: int, buffer: memoryview, offset: int) -> None:
+    """Write all of a byte view at `offset`, however many calls that takes; OSError on failure."""
+    done = 0
+    while done < len(buffer):
+        count = os.pwrite(fd, buffer[done : done + _MAX_CALL_NBYTES], offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
+        done += count
+
+
+class PosixSource:
+    """An open regular file; see `Source`. Reads do not move a position, so threads may share it."""
+
+    def __init__(self, fd: int, *, path: str, place: str, observe: _Observe) -> None:
+        self._fd = fd
+        self._path = path
+        self._place = place
+        self._observe = observe
+        self._nbytes = os.fstat(fd).st_size
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file when it was opened."""
+        return self._nbytes
+
+    def readinto(self, buffer: memoryview, *, start: int) -> None:
+        """See `Source.readinto`: one system call in the common case."""
+        self._observe("read", self._path, start, buffer.nbytes)
+        try:
+            read_full(self._fd, buffer.cast("B"), start, self._place)
+        except OSError as error:
+            raise storage_error(error, action="read", place=Path(self._place)) from error
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+class PosixSink:
+    """A file of known size being written; see `Sink`.
+
+    Large aligned parts go past the page cache where the file system allows that (tried, never
+    assumed), the rest through it.
+    """
+
+    def __init__(self, fd: int, *, path: str, place: Path, nbytes: int, observe: _Observe) -> None:
+        self._fd = fd
+        self._path = path
+        self._place = place
+        self._nbytes = nbytes
+        self._observe = observe
+        self._direct_fd = -1
+        self._direct = True
+
+    @property
+    def alignment(self) -> int:
+        """What direct writes ask of offsets, lengths and addresses."""
+        return _DIRECT_ALIGN
+
+    def reserve(self) -> None:
+        """Give the file its size, and its blocks where that is possible, so ENOSPC shows early."""
+        if self._nbytes and not linux.allocate(self._fd, self._nbytes):
+            os.ftruncate(self._fd, self._nbytes)
+
+    def write_at(self, offset: int, buffer: memoryview) -> None:
+        """See `Sink.write_at`."""
+        if offset < 0 or offset + buffer.nbytes > self._nbytes:
+            raise StorageError(
+                f"{self._place}: {buffer.nbytes} bytes at offset {offset} do not fit a file "
+                f"declared with {self._nbytes} bytes"
+            )
+        self._observe("write_at", self._path, offset, buffer.nbytes)
+        view = buffer.cast("B")
+        try:
+            done = self._write_direct(offset, view)
+            write_full(self._fd, view[done:], offset + done)
+        except OSError as error:
+            raise storage_error(error, action="write", place=self._place) from error
+
+    def _write_direct(self, offset: int, view: memoryview) -> int:
+        """Write what of `view` may go directly; the bytes that are done, 0 where none may."""
+        nbytes = len(view) // _DIRECT_ALIGN * _DIRECT_ALIGN
+        if not self._direct or nbytes < _DIRECT_NBYTES or offset % _DIRECT_ALIGN or view.readonly:
+            return 0
+        if ctypes.addressof(ctypes.c_char.from_buffer(view)) % _DIRECT_ALIGN:
+            return 0
+        try:
+            if self._direct_fd < 0:
+                flags = os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
+                self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", flags)
+            write_full(self._direct_fd, view[:nbytes], offset)
+        except OSError as error:
+            if error.errno not in _DIRECT_REFUSED:
+                raise
+            self._direct = False
+            return 0
+        return nbytes
+
+    def sync(self) -> None:
+        """See `Sink.sync`; also proves that the file has the stated size."""
+        self._observe("sync", self._path, 0, 0)
+        try:
+            os.fdatasync(self._fd)
+            found = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise storage_error(error, action="sync", place=self._place) from error
+        if found != self._nbytes:
+            raise StorageError(
+                f"{self._place} has {found} bytes after writing, not {self._nbytes}: "
+                "another process writes the same file, or the storage lost a part"
+            )
+
+    def close(self) -> None:
+        """Close the file; on some network storage this is where a failed write shows."""
+        if self._direct_fd >= 0:
+            fd, self._direct_fd = self._direct_fd, -1
+            os.close(fd)
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)

@@ -1,0 +1,312 @@
+"""Loads of several ranks: each byte from storage once, sent on to whoever asks for it, bitwise."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast import (
+    Checkpointer,
+    CorruptionError,
+    DeadlineError,
+    HoldfastError,
+    Layout,
+    PosixStorage,
+    ProcessGroups,
+    Replicated,
+    Sharded,
+    StorageError,
+)
+from holdfast.checkpoint.load import reading_plan
+from holdfast.checkpoint.load import transfers as moves
+from tests.checkpoint.common import assert_equal, full, make_state
+from tests.harness import RankContext, run_ranks
+
+BLOCK = 4096
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "wide": ((64, 1024), torch.float32),
+    "tall": ((2048, 24), torch.bfloat16),
+    "cube": ((16, 12, 40), torch.float64),
+    "waves": ((30, 10), torch.complex128),
+    "small": ((5,), torch.float32),
+    "scalar": ((), torch.int64),
+    "hollow": ((0, 3), torch.float32),
+}
+
+
+def truth(name: str) -> torch.Tensor:
+    """The global value of a tensor of `SHAPES`."""
+    shape, dtype = SHAPES[name]
+    return (full(name, shape) * 100).to(dtype)
+
+
+def nbytes(names: list[str] | None = None) -> int:
+    """Bytes of these tensors, or of all."""
+    return sum(truth(name).nbytes for name in names or list(SHAPES))
+
+
+class CountingStorage(PosixStorage):
+    """Counts what is read of data files, by path."""
+
+    def __init__(self, root: str) -> None:
+        self.read_nbytes: Counter[str] = Counter()
+        super().__init__(root, observer=self._observe_read)
+
+    def _observe_read(self, operation: str, path: str, start: int, nbytes: int) -> None:
+        if operation == "read" and "/data/" in path:
+            self.read_nbytes[path] += nbytes
+
+
+def blank(kind: str, layout: Layout, rank: int) -> dict[str, object]:
+    """Targets: everything on every rank, rows or columns cut over tp, or strided and cast."""
+    state: dict[str, object] = {}
+    for name in SHAPES:
+        whole = torch.full_like(truth(name), 77)
+        dim = {"rows": 0, "columns": 1}.get(kind, -1)
+        if dim < 0 or whole.ndim <= dim:
+            if kind == "strided" and whole.ndim == 2:
+                whole = torch.full(whole.shape[::-1], 77, dtype=whole.dtype).t()
+            state[name] = Replicated(whole) if whole.ndim else whole
+            continue
+        size = -(-whole.shape[dim] // layout.tp)
+        index = layout.group("tp", rank).index(rank)
+        start = min(size * index, whole.shape[dim])
+        local = whole.narrow(dim, start, min(size, whole.shape[dim] - start)).clone()
+        state[name] = Sharded(local, tuple(whole.shape), dims={dim: "tp"})
+    return state
+
+
+def check(state: dict[str, object], kind: str, layout: Layout, rank: int) -> None:
+    """Every target is bitwise the truth."""
+    for name, value in state.items():
+        expected = truth(name)
+        got = value.local if isinstance(value, Sharded | Replicated) else value
+        assert isinstance(got, torch.Tensor)
+        if isinstance(value, Sharded):
+            dim = 0 if kind == "rows" else 1
+            size = -(-expected.shape[dim] // layout.tp)
+            start = min(size * layout.group("tp", rank).index(rank), expected.shape[dim])
+            expected = expected.narrow(dim, start, got.shape[dim])
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected), (kind, name)
+
+
+def _save(context: RankContext, root: str, kind: str, layout: Layout) -> None:
+    with ProcessGroups.create(layout) as groups:
+        state = blank(kind, layout, context.rank)
+        for name, value in state.items():
+            expected = truth(name)
+            if isinstance(value, Sharded):
+                dim = 0 if kind == "rows" else 1
+                size = -(-expected.shape[dim] // layout.tp)
+                start = min(size * groups.index("tp"), expected.shape[dim])
+                value.local.copy_(expected.narrow(dim, start, value.local.shape[dim]))
+            else:
+                whole = value.local if isinstance(value, Replicated) else value
+                assert isinstance(whole, torch.Tensor)
+                whole.copy_(expected)
+        Checkpointer(root, groups=groups, block_nbytes=BLOCK).save(1, {"t": state})
+
+
+def _load(context: RankContext, roots: list[str], layout: Layout) -> list[dict[str, float]]:
+    """Load every root as every kind, exchanging and not; what the reports say."""
+    found = []
+    with ProcessGroups.create(layout) as groups:
+        for root in roots:
+            # The second time runs of a block and more go unpacked, straight to their places.
+            moves._LARGE_NBYTES = BLOCK if root == roots[-1] else 1 << 30
+            for kind in ("whole", "rows", "columns", "strided"):
+                for exchange in (True, False):
+                    storage = CountingStorage(root)
+                    state = blank(kind, layout, context.rank)
+                    before = groups.control.num_collectives
+                    report = Checkpointer(storage, groups=groups).load(
+                        {"t": state}, exchange=exchange, verify=kind != "strided" or exchange
+                    )
+                    check(state, kind, layout, context.rank)
+                    assert report.nbytes_read == sum(storage.read_nbytes.values())
+                    found.append(
+                        {
+                            "kind": ("whole", "rows", "columns", "strided").index(kind),
+                            "exchange": exchange,
+                            "needed": report.nbytes_needed,
+                            "read": report.nbytes_read,
+                            "received": report.nbytes_received,
+                            "opens": report.num_opens,
+                            "job read": report.job.nbytes_read,
+                            "job max": report.job.max_nbytes_read,
+                            "unique": report.job.nbytes_unique,
+                            "amplification": report.job.amplification,
+                            "collectives": groups.control.num_collectives - before,
+                        }
+                    )
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, Layout(tp=4)), (8, Layout(tp=2, dp=4))])
+def test_each_byte_is_read_once_over_the_job(
+    tmp_path: Path, num_ranks: int, layout: Layout
+) -> None:
+    """P7, B9: written by one rank or by three, asked for whole, by rows, by columns, strided."""
+    roots = [str(tmp_path / "one"), str(tmp_path / "three")]
+    run_ranks(1, _save, roots[0], "whole", Layout(), init=True)
+    run_ranks(3, _save, roots[1], "rows", Layout(tp=3))
+    results = run_ranks(num_ranks, _load, roots, layout).results
+    total = nbytes()
+    largest = max(truth(name).nbytes for name in SHAPES)
+    for number, said in enumerate(zip(*results, strict=True)):
+        first = said[0]
+        assert sum(each["read"] for each in said) == first["job read"], number
+        assert max(each["read"] for each in said) == first["job max"]
+        assert first["unique"] == total
+        assert {each["amplification"] for each in said} == {first["amplification"]}
+        if first["exchange"]:
+            assert first["amplification"] == 1.0, first
+            assert first["job max"] <= -(-total // num_ranks) + largest
+            for each in said:
+                assert each["received"] > 0
+                assert each["collectives"] < 400
+        else:
+            assert all(each["received"] == 0 for each in said)
+            assert {each["collectives"] for each in said} <= {7, 8}
+            if first["kind"] == 0:
+                assert first["job read"] == num_ranks * total
+
+
+def _balance(context: RankContext, root: str) -> tuple[int, int]:
+    with ProcessGroups.create(Layout(dp=8)) as groups:
+        state = {f"w{i}": Replicated(torch.zeros(40, 1024)) for i in range(5)}
+        report = Checkpointer(root, groups=groups).load({"t": state})
+        for i in range(5):
+            assert torch.equal(state[f"w{i}"].local, full(f"w{i}", (40, 1024)))
+        return report.nbytes_read, report.num_opens
+
+
+def test_one_writers_checkpoint_is_read_by_eight_in_equal_shares(tmp_path: Path) -> None:
+    """B9, and every writer but rank 0's is one that does not exist now."""
+    state = {f"w{i}": full(f"w{i}", (40, 1024)) for i in range(5)}
+    Checkpointer(tmp_path, groups=ProcessGroups.single(rank=40), block_nbytes=BLOCK).save(
+        1, {"t": state}
+    )
+    results = run_ranks(8, _balance, str(tmp_path)).results
+    total = 5 * 40 * 4096
+    assert sum(read for read, _ in results) == total
+    assert max(read for read, _ in results) <= total // 8 + 2 * BLOCK
+    assert all(opens == 1 for _, opens in results)
+
+
+def _same_layout(context: RankContext, root: str) -> tuple[int, int, bool]:
+    layout = Layout(tp=2, dp=2)
+    with ProcessGroups.create(layout) as groups:
+        state = {
+            f"w{i}": Sharded(
+                full(f"w{i}", (64, 256))[groups.index("tp") * 32 :][:32].clone(),
+                (64, 256),
+                dims={0: "tp"},
+            )
+            for i in range(8)
+        }
+        storage = CountingStorage(root)
+        with Checkpointer(storage, groups=groups, block_nbytes=BLOCK) as checkpointer:
+            checkpointer.save(1, {"t": state})
+            report = checkpointer.load({"t": state})
+        own = f"data/{context.rank:05d}"
+        return report.nbytes_read, report.num_opens, all(own in p for p in storage.read_nbytes)
+
+
+def test_a_load_under_the_same_layout_reads_own_files_only(tmp_path: Path) -> None:
+    """B2: locality goes with balance where the writers were balanced."""
+    for read, opens, own in run_ranks(4, _same_layout, str(tmp_path)).results:
+        assert read == 8 * 64 * 256 * 4 // 4
+        assert opens == 1
+        assert own
+
+
+class _FailingReads(PosixStorage):
+    """Fails at the n-th read of a data file, or stops there for good."""
+
+    def __init__(self, root: str, *, at: int, hang_s: float = 0.0) -> None:
+        count = 0
+
+        def observe(operation: str, path: str, start: int, nbytes: int) -> None:
+            nonlocal count
+            if operation == "read" and "/data/" in path:
+                count += 1
+                if count >= at:
+                    time.sleep(hang_s)
+                    raise StorageError(f"{path}: read error (EIO)")
+
+        super().__init__(root, observer=observe)
+
+
+def _one_fails(context: RankContext, root: str) -> list[tuple[str, str, float]]:
+    reading_plan._ROUND_NBYTES = 8 * BLOCK
+    reading_plan._PIECE_NBYTES = BLOCK
+    found = []
+    layout = Layout(dp=4)
+    with ProcessGroups.create(layout, timeout_s=5) as groups:
+        for at, hang_s in ((1, 0.0), (3, 0.0), (5, 0.0), (2, 12.0)):
+            bad = context.rank == 2
+            storage = _FailingReads(root, at=at, hang_s=hang_s) if bad else PosixStorage(root)
+            state = blank("whole", layout, context.rank)
+            began = time.monotonic()
+            with pytest.raises(HoldfastError) as caught:
+                Checkpointer(storage, groups=groups).load({"t": state})
+            kind = type(caught.value).__name__
+            found.append((kind, str(caught.value), time.monotonic() - began))
+    return found
+
+
+def test_a_rank_that_fails_or_stops_reading_fails_all_in_time(tmp_path: Path) -> None:
+    """In the first round, in later ones, and one that never comes back."""
+    run_ranks(1, _save, str(tmp_path), "whole", Layout())
+    results = run_ranks(4, _one_fails, str(tmp_path), timeout_s=100).results
+    for rank, said in enumerate(results):
+        for kind, message, seconds in said[:3]:
+            assert kind == CorruptionError.__name__
+            assert "rank 2: " in message
+            assert "EIO" in message
+            assert "already written on this rank" in message
+            assert seconds < 8
+        kind, message, seconds = said[3]
+        if rank != 2:
+            assert kind == DeadlineError.__name__
+            assert seconds < 16
+
+
+def _mixed(context: RankContext, root: str) -> int:
+    """Parts with layouts of their own, stages that ask for different layers, no common box."""
+    layout = Layout(tp=2, pp=2)
+    with ProcessGroups.create(layout) as groups:
+        Checkpointer(root, groups=groups).save(1, make_state(layout, context.rank))
+        for exchange in (True, False):
+            target = make_state(layout, context.rank, blank=True)
+            report = Checkpointer(root, groups=groups).load(target, exchange=exchange)
+            assert_equal(target, layout, context.rank)
+        return report.job.nbytes_unique
+
+
+def test_stages_and_common_tensors_load_alike(tmp_path: Path) -> None:
+    assert len(set(run_ranks(4, _mixed, str(tmp_path)).results)) == 1
+
+
+def test_a_cast_and_a_strided_target_of_one_process(tmp_path: Path) -> None:
+    values = full("x", (300, 70))
+    with Checkpointer(tmp_path, block_nbytes=BLOCK) as checkpointer:
+        checkpointer.save(1, {"t": {"x": values, "y": values.clone(), "z": values[:0]}})
+        tall = torch.zeros(70, 300).t()
+        half = torch.zeros(300, 70, dtype=torch.bfloat16)
+        report = checkpointer.load(
+            {"t": {"x": half, "y": tall, "z": torch.zeros(0, 70)}}, cast=True
+        )
+    assert report.cast == ("t.x",)
+    assert torch.equal(half, values.bfloat16())
+    assert torch.equal(tall, values)
+    assert report.nbytes_needed == report.nbytes_read == 2 * values.nbytes
+    assert np.isclose(report.job.amplification, 1.0)
+    assert report.num_opens == 1

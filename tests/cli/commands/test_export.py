@@ -1,0 +1,185 @@
+"""`holdfast export`: tensors, whole whatever their sharding, in files that others read."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from holdfast.arrays.boxes import Box
+from holdfast.cli.support.tensor_stats import decode_elements
+from holdfast.storage import PosixStorage
+from tests.cli.conftest import Holdfast
+from tests.format.making import Chunk, make, random_tensor, sample_tensors, write
+
+TENSORS = sample_tensors()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    store = PosixStorage(tmp_path / "run")
+    write(store, make(TENSORS, step=3))
+    return store.root
+
+
+def weight() -> np.ndarray:
+    return np.frombuffer(TENSORS["model.weight"].data, dtype="<f4").reshape(5, 7)
+
+
+def test_one_tensor_across_shards_to_safetensors(
+    holdfast: Holdfast, root: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "out.safetensors"
+    said = holdfast("export", root, "--tensor", "model.weight", "--to", to)
+    assert (said.code, said.err) == (0, "")
+    assert "1 tensor, 140 B, written to" in said.out
+    found = load_file(to)
+    assert list(found) == ["model.weight"]
+    assert found["model.weight"].tobytes() == weight().tobytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
+
+
+def test_a_pattern_keeps_types_that_numpy_lacks(
+    holdfast: Holdfast, root: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "deep" / "out.safetensors"
+    assert holdfast("export", root, "--tensor", "*", "--to", to).code == 0
+    with safe_open(to, framework="np") as opened:
+        assert sorted(opened.keys()) == sorted(TENSORS)
+        kinds = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+        shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
+        assert opened.get_tensor("model.scale").tobytes() == TENSORS["model.scale"].data
+    assert kinds["model.norm"] == "BF16"
+    assert kinds["optimizer.moment"] == "F8_E4M3"
+    assert shapes["model.none"] == [0, 3]
+    assert to.read_bytes().count(TENSORS["model.norm"].data) == 1
+
+
+def test_npy_files(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
+    to = tmp_path / "arrays"
+    assert holdfast("export", root, "--tensor", "model.[wspm]*", "--to", to).code == 2
+    for pattern in ("model.weight", "model.?c*", "model.p*", "model.mask", "model.none"):
+        assert holdfast("export", root, "--tensor", pattern, "--to", to).code == 0
+    found = {path.stem: np.load(path) for path in to.iterdir()}
+    assert sorted(found) == [
+        "model.mask", "model.none", "model.phase", "model.scale", "model.weight",
+    ]  # fmt: skip
+    for key, array in found.items():
+        assert array.shape == TENSORS[key].shape
+        assert array.tobytes() == TENSORS[key].data
+    assert found["model.phase"].dtype == np.complex128
+
+
+def test_types_that_npy_lacks_are_refused_or_widened(
+    holdfast: Holdfast, root: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "arrays"
+    said = holdfast("export", root, "--tensor", "*", "--to", to)
+    assert said.code == 2
+    assert "model.norm" in said.err
+    assert "BF16" in said.err
+    assert ".safetensors" in said.err
+    assert "--as-float32" in said.err
+    assert not to.exists()
+    assert holdfast("export", root, "--tensor", "*", "--to", to, "--as-float32").code == 0
+    for key in ("model.norm", "optimizer.moment"):
+        expected = decode_elements(TENSORS[key].data, TENSORS[key].dtype)
+        found = np.load(to / f"{key}.npy")
+        assert found.dtype == np.float32
+        assert np.array_equal(found.ravel(), expected, equal_nan=True)
+    assert np.load(to / "model.scale.npy").dtype == np.float64
+    wide = tmp_path / "wide.safetensors"
+    assert holdfast("export", root, "--tensor", "*", "--to", wide, "--as-float32").code == 0
+    with safe_open(wide, framework="np") as opened:
+        assert opened.get_slice("model.norm").get_dtype() == "F32"
+        assert opened.get_slice("model.weight").get_dtype() == "F32"
+
+
+def test_keys_become_file_names_that_stay_in_the_directory(
+    holdfast: Holdfast, tmp_path: Path
+) -> None:
+    keys = [
+        "../../up",
+        "a/b",
+        "a%2Fb",
+        ".hidden",
+        "..",
+        "x" * 300,
+        "x" * 299 + "y",
+        "exp[1,2]",
+        "ü",
+    ]
+    tensors = {key: random_tensor(i, dtype="U8", shape=(4,)) for i, key in enumerate(keys)}
+    store = PosixStorage(tmp_path / "run")
+    write(store, make(tensors, step=3))
+    to = tmp_path / "out" / "inner"
+    assert holdfast("export", store.root, "--tensor", "*", "--to", to).code == 0
+    found = sorted(np.load(path).tobytes() for path in to.iterdir())
+    assert found == sorted(tensor.data for tensor in tensors.values())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["inner"]
+    assert (to / "exp[1,2].npy").exists()
+
+
+def test_large_tensors_are_streamed(holdfast: Holdfast, tmp_path: Path) -> None:
+    rows = 6 << 20
+    chunks = [Chunk(file=0, box=Box((0, 0), (rows, 1))), Chunk(file=1, box=Box((0, 1), (rows, 3)))]
+    tensor = random_tensor(1, dtype="U16", shape=(rows, 4), chunks=chunks)
+    store = PosixStorage(tmp_path / "run")
+    write(store, make({"w": tensor}, step=1, block_nbytes=1 << 20))
+    to = tmp_path / "out.safetensors"
+    tracemalloc.start()
+    try:
+        assert holdfast("export", store.root, "--tensor", "w", "--to", to).code == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20  # the tensor has 48 MiB
+    assert load_file(to)["w"].tobytes() == tensor.data
+
+
+def test_nothing_that_exists_is_overwritten(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out.safetensors"
+    to.write_bytes(b"mine")
+    said = holdfast("export", root, "--tensor", "model.weight", "--to", to)
+    assert said.code == 2
+    assert "exists already" in said.err
+    assert to.read_bytes() == b"mine"
+    (tmp_path / "arrays").mkdir()
+    (tmp_path / "arrays/model.weight.npy").symlink_to(tmp_path / "elsewhere")
+    said = holdfast("export", root, "--tensor", "model.*t", "--to", tmp_path / "arrays")
+    assert said.code == 2
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_damage_is_named_and_leaves_no_file(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
+    path = root / "iter_0000003/data/00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    to = tmp_path / "out" / "x.safetensors"
+    said = holdfast("export", root, "--tensor", "model.weight", "--to", to)
+    assert said.code == 1
+    assert "model.weight" in said.err
+    assert list((tmp_path / "out").iterdir()) == []
+    assert list((root / ".reading").iterdir()) == []
+
+
+def test_mistakes(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out.safetensors"
+    cases: list[tuple[list[object], str]] = [
+        ([root, "--tensor", "model.wieght", "--to", to], "did you mean model.weight"),
+        ([root, "--to", to], "--tensor"),
+        ([root, "--tensor", "*"], "--to"),
+        ([root, "--tensor", "*", "--to", to, "--step", "9"], "no committed step 9"),
+        ([tmp_path / "none", "--tensor", "*", "--to", to], "does not exist"),
+    ]
+    for words, text in cases:
+        said = holdfast("export", *words)
+        assert said.code == 2, words
+        assert text in said.err
+        assert said.err.count("\n") == 1
+        assert not to.exists()

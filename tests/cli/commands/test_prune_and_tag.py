@@ -1,0 +1,191 @@
+"""`holdfast prune` and `holdfast tag` as a person and as a script use them."""
+
+from __future__ import annotations
+
+import builtins
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.format.leases import mark_reading
+from holdfast.storage import PosixStorage
+from tests.cli.conftest import Holdfast
+from tests.retention.common import damage, fill, put, steps_of
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    storage = fill(tmp_path / "run", [10, 20, 30, 40])
+    storage.make_dir(".saving-iter_0000050-ab")
+    return storage.root
+
+
+def steps(root: Path) -> list[int]:
+    return steps_of(PosixStorage(root))
+
+
+def test_prune_says_what_stays_and_goes_and_does_it(holdfast: Holdfast, root: Path) -> None:
+    said = holdfast("prune", root, "--keep-last", "1", "--keep-every", "20", "--yes")
+    assert (said.code, said.err) == (0, "")
+    rows = {line.split()[0]: line for line in said.out.splitlines() if line[:4].strip().isdigit()}
+    assert "goes" in rows["10"]
+    assert "20 B" in rows["10"]
+    assert "stays" in rows["20"]
+    assert "every 20 steps" in rows["20"]
+    assert "the newest sound checkpoint; one of the last 1; every 20 steps" in rows["40"]
+    assert "removed 2 checkpoints, 40 B" in said.out
+    assert steps(root) == [20, 40]
+    assert (root / ".saving-iter_0000050-ab").is_dir()
+
+
+def test_a_dry_run_removes_nothing(holdfast: Holdfast, root: Path) -> None:
+    said = holdfast("prune", root, "--keep-last", "1", "--dry-run")
+    assert said.code == 0
+    assert "goes" in said.out
+    assert "removed" not in said.out
+    found = holdfast("prune", root, "--keep-last", "1", "--dry-run", "--json").json
+    assert [item["step"] for item in found["remove"]] == [10, 20, 30]
+    assert found["removed"] == []
+    assert found["newest_sound"] == 40
+    assert steps(root) == [10, 20, 30, 40]
+
+
+def test_without_a_person_to_ask_nothing_goes(holdfast: Holdfast, root: Path) -> None:
+    for words in ((), ("--json",)):
+        said = holdfast("prune", root, "--keep-last", "1", *words)
+        assert said.code == 2
+        assert "--yes" in said.err
+        assert "3 checkpoints would go" in said.err
+    assert steps(root) == [10, 20, 30, 40]
+    assert holdfast("prune", root, "--keep-last", "9").code == 0  # there is nothing to ask
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", 4), ("", 4), ("yes", 1), ("Y", 1)])
+def test_a_person_is_asked(
+    holdfast: Holdfast, root: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: int
+) -> None:
+    asked: list[str] = []
+
+    def reply(question: str) -> str:
+        asked.append(question)
+        return answer
+
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(builtins, "input", reply)
+    assert holdfast("prune", root, "--keep-last", "1").code == 0
+    assert asked == ["remove 3 checkpoints, 60 B? [y/N] "]
+    assert len(steps(root)) == left
+
+
+def test_prune_by_metric_time_and_tag(holdfast: Holdfast, tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, 0.9)):
+        put(storage, step, progress={"loss": loss})
+    assert holdfast("tag", tmp_path, 1, "first").code == 0
+
+    def kept(*words: str) -> list[str]:
+        return list(holdfast("prune", tmp_path, *words, "--dry-run", "--json").json["keep"])
+
+    assert kept("--keep-best", "progress.loss:min:2") == ["2", "3", "4"]
+    assert kept("--keep-best", "progress.loss:max") == ["4"]
+    assert kept("--keep-best", "progress.loss:min", "progress.loss:max:2") == ["1", "2", "4"]
+    assert kept("--keep-tagged") == ["1", "4"]
+    assert kept("--keep-within", "90s") == ["4"]
+    assert kept("--keep-within", "9999w") == ["1", "2", "3", "4"]
+    said = holdfast("prune", tmp_path, "--keep-last", "1", "--dry-run")
+    assert "no policy keeps it, though tagged first" in said.out
+
+
+def test_what_is_read_or_damaged_is_left_and_said(holdfast: Holdfast, root: Path) -> None:
+    damage(root, 40, "index")
+    with mark_reading(PosixStorage(root), "iter_0000010"):
+        said = holdfast("prune", root, "--keep-last", "1", "--yes")
+    assert said.code == 0
+    assert "left alone" in said.out
+    assert "damaged" in said.out
+    assert "step 10 was left: being read by process" in said.out
+    assert "removed 1 checkpoint, 20 B" in said.out
+    assert steps(root) == [10, 30, 40]
+
+
+def test_a_failure_is_said_and_exits_with_1(
+    holdfast: Holdfast, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = PosixStorage.remove_tree
+
+    def fail(self: PosixStorage, path: str, **options: Any) -> None:
+        if path == "iter_0000020":
+            raise OSError("no permission")
+        remove(self, path, **options)
+
+    monkeypatch.setattr(PosixStorage, "remove_tree", fail)
+    said = holdfast("prune", root, "--keep-last", "1", "--yes")
+    assert said.code == 1
+    assert "step 20 could not be removed: no permission" in said.out
+    assert steps(root) == [20, 40]
+
+
+def test_tags(holdfast: Holdfast, root: Path) -> None:
+    assert "no tags" in holdfast("tag", root).out
+    said = holdfast("tag", root, 20, "best")
+    assert said.code == 0
+    assert "best" in said.out
+    assert holdfast("tag", root, 30, "v1.0", "--json").json["tags"] == {"best": 20, "v1.0": 30}
+    assert holdfast("prune", root, "--keep-tagged", "--yes").code == 0
+    assert steps(root) == [20, 30, 40]
+    assert holdfast("tag", root, "--remove", "best", "--json").json["tags"] == {"v1.0": 30}
+    assert holdfast("prune", root, "--keep-last", "1", "--yes").code == 0
+    assert "not there any more" in holdfast("tag", root).out
+
+
+def test_mistakes_are_one_line_and_code_2(holdfast: Holdfast, root: Path) -> None:
+    cases: list[tuple[list[object], str]] = [
+        (["prune", root], "say what to keep"),
+        (["prune", root, "--keep-last", "0"], "--keep-last is 0"),
+        (["prune", root, "--keep-within", "7 days"], "7d"),
+        (["prune", root, "--keep-within", "0d"], "positive"),
+        (["prune", root, "--keep-best", "loss"], "path:min:N"),
+        (["prune", root, "--keep-best", "loss:least:1"], "path:min:N"),
+        (["prune", root, "--keep-best", "loss:min:x"], "path:min:N"),
+        (["prune", root / "nothing", "--keep-last", "1"], "does not exist"),
+        (["prune", root / "iter_0000010", "--keep-last", "1"], "the directory that holds them"),
+        (["tag", root / "iter_0000010"], "the directory that holds them"),
+        (["tag", root, 20], "NAME"),
+        (["tag", root, 77, "x"], "no committed step 77; it has 10, 20, 30, 40"),
+        (["tag", root, 20, "a/b"], "must be 1 to 100"),
+        (["tag", root, "--remove", "x"], "no tag 'x'"),
+        (["tag", root, 20, "--remove", "x"], "by its name"),
+    ]
+    for words, text in cases:
+        said = holdfast(*words)
+        assert said.code == 2, words
+        assert text in said.err, (words, said.err)
+        assert said.err.count("\n") == 1
+        assert said.out == ""
+    assert steps(root) == [10, 20, 30, 40]
+
+
+def test_the_verbs_never_import_torch(root: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from holdfast.cli.main import main\n"
+        f"root = {str(root)!r}\n"
+        f"to = {str(tmp_path / 'x.safetensors')!r}\n"
+        "for words in (['diff', root, root], ['tag', root], ['export', root, '--tensor', 'w',\n"
+        "              '--to', to], ['prune', root, '--keep-last', '1', '--yes']):\n"
+        "    assert main(words) == 0, words\n"
+        "heavy = {'torch', 'safetensors.torch', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
