@@ -47,5 +47,5 @@ class DeadlineError(HoldfastError):
     """Somebody did not arrive in time; the message names who, and in which phase."""
 
 
-class FaultDetected(HoldfastError):
+class FaultError(HoldfastError):
     """A computation produced a value that the run does not accept."""

@@ -36,8 +36,8 @@ class Checkpointer:
     Without `groups`, the ones made current by `groups.as_default()` are used; a process on its own
     needs none. `codecs`: types beyond the built-in ones that values may have.
 
-    `num_arenas`: pieces of staging memory, each as large as this rank's share of a save, allocated
-    once and reused. With one, a save waits for the one before; with two, it is staged while the one
+    `staging_buffers`: how many, each as large as this rank's share of a save, allocated once and
+    reused. With one, a save waits for the one before; with two, it is staged while the one
     before is written. `deadline_s`: for a save, from staged to committed. `settle_s`: how long the
     first look for a checkpoint waits for writers that outlived an earlier run. `retention`: which
     checkpoints to keep, applied after each commit by the coordinator (`KeepLast(3) |
@@ -58,7 +58,7 @@ class Checkpointer:
         *,
         groups: ProcessGroups | None = None,
         codecs: Codecs | None = None,
-        num_arenas: int = 1,
+        staging_buffers: int = 1,
         deadline_s: float = 600.0,
         settle_s: float = 60.0,
         retention: Policy | None = None,
@@ -66,8 +66,8 @@ class Checkpointer:
         check_replicas_every: int = 0,
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
     ) -> None:
-        if num_arenas not in (1, 2):
-            raise ConfigError(f"num_arenas={num_arenas} is not 1 or 2")
+        if staging_buffers not in (1, 2):
+            raise ConfigError(f"staging_buffers={staging_buffers} is not 1 or 2")
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s={deadline_s} must be more than 0 seconds")
         if isinstance(check_replicas_every, bool) or check_replicas_every < 0:
@@ -85,7 +85,7 @@ class Checkpointer:
         codecs = codecs if codecs is not None else Codecs()
         options = SaverOptions(
             block_nbytes=block_nbytes,
-            num_arenas=num_arenas,
+            staging_buffers=staging_buffers,
             deadline_s=deadline_s,
             retention=retention,
             fingerprints=fingerprints,

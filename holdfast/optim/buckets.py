@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
-from holdfast.optim import shard_groups as wires
+from holdfast.optim import shard_groups
 from holdfast.optim.bucket_layout import Packing, Run, pack
 from holdfast.optim.in_flight import (
     change_class,
@@ -22,7 +22,7 @@ from holdfast.optim.in_flight import (
     set_storage,
     storage_of,
 )
-from holdfast.optim.shard_groups import Wires
+from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.optimizer.protocol import local_of
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ class Bucket:
     without it whole gradients live from the first one of a microbatch to the end of its reduction.
     """
 
-    def __init__(self, plan: BucketPlan, *, joined: Wires, keeps_whole: bool) -> None:
+    def __init__(self, plan: BucketPlan, *, shard_groups: ShardGroups, keeps_whole: bool) -> None:
         """Move the parameters into the bucket; their values do not change, no collective."""
         self.parameters = plan.parameters
         self.packing = plan.packing
         self.is_tied = plan.is_tied
-        self._wires = joined
+        self._shard_groups = shard_groups
         self._keeps_whole = keeps_whole
         first = local_of(self.parameters[0])
         self.values = torch.zeros(self.packing.numel, dtype=first.dtype, device=first.device)
@@ -64,14 +64,14 @@ class Bucket:
         self._pending: dict[type[Tensor], type[Tensor]] = {}
         self._lock = threading.RLock()
         self._views = [self._move_in(i) for i in range(len(self.parameters))]
-        begin = joined.index * self.packing.share
+        begin = shard_groups.index * self.packing.share
         self.share = self.values[begin : begin + self.packing.share]
         wide = torch.promote_types(torch.float32, first.dtype)
         self.main = self.share if wide == first.dtype else self.share.to(wide)
         self.gradient = torch.zeros(self.packing.share, dtype=wide, device=first.device)
         self._whole: Tensor | None = None
         if keeps_whole:
-            self._whole = self.gradient if joined.num_shares == 1 else self._new_whole()
+            self._whole = self.gradient if shard_groups.num_shares == 1 else self._new_whole()
         self._arrived: set[int] = set()
         self._is_summed = False
         self._is_reducing = False
@@ -98,7 +98,7 @@ class Bucket:
 
     def run(self, number: int) -> Run | None:
         """Which elements of a parameter this rank updates."""
-        return self.packing.run(self.packing.slots[number], self._wires.index)
+        return self.packing.run(self.packing.slots[number], self._shard_groups.index)
 
     def check_views(self, names: Sequence[str]) -> None:
         """ConfigError naming a parameter whose memory is not the bucket any more."""
@@ -142,13 +142,13 @@ class Bucket:
                 self._whole[slot.start : slot.stop].zero_()
         self._arrived.clear()
         self._is_reducing = True
-        if self._wires.reduce is None or self.packing.share == 0:
+        if self._shard_groups.reduce is None or self.packing.share == 0:
             if self._whole is not self.gradient:
                 self._partial = self._whole
             return
         out = self.gradient if not self._is_summed else torch.empty_like(self.gradient)
         self._partial = out if self._is_summed else None
-        self._reducing = wires.reduce_scatter(out, self._whole, self._wires.reduce)
+        self._reducing = shard_groups.reduce_scatter(out, self._whole, self._shard_groups.reduce)
 
     def finish_reduction(self) -> None:
         """Wait for a reduction under way and add it to the share's sum; else nothing happens."""
@@ -156,7 +156,9 @@ class Bucket:
             return
         self._is_reducing = False
         if self._reducing is not None:
-            wires.wait(self._reducing, f"the reduction of gradients over {self._wires.over!r}")
+            shard_groups.wait(
+                self._reducing, f"the reduction of gradients over {self._shard_groups.over!r}"
+            )
             self._reducing = None
         if self._partial is not None:
             if self._is_summed:
@@ -185,11 +187,13 @@ class Bucket:
         self._num_uses = num_uses(self.values)
         if self.has_main:
             self.share.copy_(self.main)
-        if self._wires.gather is not None and self.packing.share > 0:
+        if self._shard_groups.gather is not None and self.packing.share > 0:
             # its version counter is not the parameters'
-            begin = self._wires.index * self.packing.share
+            begin = self._shard_groups.index * self.packing.share
             share = self._for_gather[begin : begin + self.packing.share]
-            self._gathering = wires.all_gather(self._for_gather, share, self._wires.gather)
+            self._gathering = shard_groups.all_gather(
+                self._for_gather, share, self._shard_groups.gather
+            )
 
     def hide(self, *, num_other_uses: int) -> bool:
         """Keep everybody from the parameters until the gather is done; whether that worked.
@@ -231,8 +235,8 @@ class Bucket:
             if self._gathering is None:
                 return
             try:
-                wires.wait(
-                    self._gathering, f"the gathering of parameters over {self._wires.over!r}"
+                shard_groups.wait(
+                    self._gathering, f"the gathering of parameters over {self._shard_groups.over!r}"
                 )
             except Exception as error:
                 self._failure = error

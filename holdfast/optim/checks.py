@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import gradient_hook
-from holdfast.optim.shard_groups import Wires
+from holdfast.optim.shard_groups import ShardGroups
 from holdfast.parallel import ProcessGroups
 
 _NOT_ELEMENTWISE = (
@@ -122,7 +122,7 @@ def check_parameter(
     parameter: nn.Parameter,
     *,
     names: Mapping[nn.Parameter, str],
-    joined: Wires,
+    shard_groups: ShardGroups,
     groups: ProcessGroups,
 ) -> None:
     """ConfigError for a parameter that is not repeated over exactly the ranks that reduce it."""
@@ -132,7 +132,7 @@ def check_parameter(
         )
     name = names[parameter]
     layout = groups.layout
-    is_expert = joined.over.startswith("expt_dp")
+    is_expert = shard_groups.over.startswith("expt_dp")
     if not isinstance(parameter, DTensor):
         if is_expert and layout.ep * layout.expt_tp > 1:
             raise ConfigError(
@@ -147,7 +147,7 @@ def check_parameter(
             f"{list(local.stride())}; make it with .contiguous()"
         )
     mesh = parameter.device_mesh
-    reduced = joined.data_ranks
+    reduced = shard_groups.data_ranks
     for dim, placement in enumerate(parameter.placements):
         line = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
         shared = (line & reduced) - {groups.rank}
@@ -162,6 +162,6 @@ def check_parameter(
         other = "dp_cp" if is_expert else "expt_dp"
         raise ConfigError(
             f"{name}: along mesh dim {dim} {dim_name} (ranks {sorted(line)}) it is {placement}, "
-            f"which does not fit a reduction over {joined.over!r} (ranks {sorted(reduced)}); "
+            f"which does not fit a reduction over {shard_groups.over!r} (ranks {sorted(reduced)}); "
             f"{hint} take over={other!r}"
         )

@@ -188,11 +188,14 @@ def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kin
 
 def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     """Whether the parts one after the other are the whole: equal values, NaN where it has NaN."""
-    joined, flat = torch.cat([part.detach().flatten() for part in parts]), whole.detach().flatten()
-    if joined.shape != flat.shape or joined.dtype != flat.dtype:
+    whole_again, flat = (
+        torch.cat([part.detach().flatten() for part in parts]),
+        whole.detach().flatten(),
+    )
+    if whole_again.shape != flat.shape or whole_again.dtype != flat.dtype:
         return False
-    return torch.equal(joined, flat) or bool(
-        ((joined == flat) | (joined.isnan() & flat.isnan())).all()
+    return torch.equal(whole_again, flat) or bool(
+        ((whole_again == flat) | (whole_again.isnan() & flat.isnan())).all()
     )
 
 

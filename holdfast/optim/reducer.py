@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import ConfigError
-from holdfast.optim import shard_groups as wires
+from holdfast.optim import shard_groups
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import (
     GradientHook,
@@ -25,7 +25,7 @@ from holdfast.optim.in_flight import (
     gradient_of,
     taken_kind,
 )
-from holdfast.optim.shard_groups import Wires
+from holdfast.optim.shard_groups import ShardGroups
 
 Stage = Literal[1, 2]
 _MAX_IN_FLIGHT = 2
@@ -48,14 +48,14 @@ class GradientReducer:
         self,
         buckets: Sequence[Bucket],
         *,
-        joined: Wires,
+        shard_groups: ShardGroups,
         stage: Stage,
         divisor: int,
         names: dict[nn.Parameter, str],
         name: str,
     ) -> None:
         self._buckets = buckets
-        self._wires = joined
+        self._shard_groups = shard_groups
         self._stage = stage
         self._divisor = divisor
         self._names = names
@@ -233,10 +233,10 @@ class GradientReducer:
     def _adds_up(self, mesh: DeviceMesh, dim: int) -> bool:
         """Whether the reduction, not autograd, adds gradients up along a dim of a mesh."""
         names = mesh.mesh_dim_names or ()
-        if names and names[dim] in ("embd", self._wires.over):
+        if names and names[dim] in ("embd", self._shard_groups.over):
             return True
         along = mesh.get_group(dim)
-        return set(dist.get_process_group_ranks(along)) <= self._wires.data_ranks
+        return set(dist.get_process_group_ranks(along)) <= self._shard_groups.data_ranks
 
     def _mark_taken(self, parameter: nn.Parameter) -> None:
         """From here to the end of the step, reading `.grad` is an error or a warning.
@@ -300,26 +300,31 @@ class GradientReducer:
         filled = [bucket for bucket in self._buckets if bucket.gradient.numel()]
         tied = [bucket for bucket in filled if bucket.is_tied]
         for group, buckets, what in (
-            (self._wires.between, filled, "between hybrid slices"),
-            (self._wires.tied, tied, "of a tied embedding"),
+            (self._shard_groups.between, filled, "between hybrid slices"),
+            (self._shard_groups.tied, tied, "of a tied embedding"),
         ):
             if group is not None:
-                works = [wires.all_reduce(bucket.gradient, group) for bucket in buckets]
+                works = [shard_groups.all_reduce(bucket.gradient, group) for bucket in buckets]
                 for work in works:
-                    wires.wait(work, f"the reduction of gradients {what}")
+                    shard_groups.wait(work, f"the reduction of gradients {what}")
 
     def _agree_on_used(self) -> None:
         """Find the parameters that got a gradient on any rank; the others are left alone."""
         flags = torch.tensor([float(p in self._used) for p in self._home])
         is_tied = [self._buckets[position].is_tied for position, _ in self._home.values()]
-        for group in (self._wires.reduce, self._wires.between):
+        for group in (self._shard_groups.reduce, self._shard_groups.between):
             if group is not None and len(flags):
-                flags = flags.to(wires.flag_device(group))
-                wires.wait(wires.all_reduce(flags, group), "the exchange of used parameters")
-        if self._wires.tied is not None and any(is_tied):
+                flags = flags.to(shard_groups.flag_device(group))
+                shard_groups.wait(
+                    shard_groups.all_reduce(flags, group), "the exchange of used parameters"
+                )
+        if self._shard_groups.tied is not None and any(is_tied):
             chosen = torch.tensor(is_tied)
-            tied = flags[chosen].to(wires.flag_device(self._wires.tied))
-            wires.wait(wires.all_reduce(tied, self._wires.tied), "the exchange of tied parameters")
+            tied = flags[chosen].to(shard_groups.flag_device(self._shard_groups.tied))
+            shard_groups.wait(
+                shard_groups.all_reduce(tied, self._shard_groups.tied),
+                "the exchange of tied parameters",
+            )
             flags = flags.cpu()
             flags[chosen] = tied.cpu()
         pairs = zip(self._home, flags.tolist(), strict=True)

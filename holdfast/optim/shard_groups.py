@@ -20,7 +20,7 @@ _BETWEEN = {"dp_cp_intra": "dp_cp_inter", "expt_dp_intra": "expt_dp_inter"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wires:
+class ShardGroups:
     """Where shards lie and what joins them, on one rank.
 
     `over`: the group whose ranks hold one share each. `gather`: another communicator of the same
@@ -45,7 +45,7 @@ class Wires:
         return len(self.ranks)
 
     @classmethod
-    def of(cls, groups: ProcessGroups, *, over: str, gather: str | None) -> Wires:
+    def of(cls, groups: ProcessGroups, *, over: str, gather: str | None) -> ShardGroups:
         """Look up and check every communicator before the first collective.
 
         Raises ConfigError for a group that shards cannot lie over, GroupError where a communicator

@@ -27,7 +27,7 @@ from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
 from holdfast.optim.reducer import GradientReducer, Stage
 from holdfast.optim.scaler import LossScaler
-from holdfast.optim.shard_groups import Wires
+from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.stepping import StepOutcome, take_step
 from holdfast.optim.torch_interface import TorchFace, refuse_closure
 from holdfast.parallel import ProcessGroups
@@ -118,19 +118,21 @@ class ShardedOptimizer(TorchFace):
         self._overlap = overlap
         self._stage = stage
         self._bucket_nbytes = bucket_nbytes
-        self._wires = Wires.of(groups, over=over, gather=gather)
+        self._shard_groups = ShardGroups.of(groups, over=over, gather=gather)
         self._names = parameter_names(module)
         listed = read_groups(parameters)
         self._all = [(p, i) for i, group in enumerate(listed) for p in group["params"]]
         check_divisor(divisor, stage=stage, groups=groups, name=name)
         check_sizes(name=name, bucket_nbytes=bucket_nbytes, align_nbytes=align_nbytes)
         for parameter, _ in self._all:
-            check_parameter(parameter, names=self._names, joined=self._wires, groups=groups)
+            check_parameter(
+                parameter, names=self._names, shard_groups=self._shard_groups, groups=groups
+            )
         trained = [parameter for parameter, _ in self._all if parameter.requires_grad]
         check_free(trained, names=self._names)
         plans = plan_buckets(
             trained,
-            num_shares=self._wires.num_shares,
+            num_shares=self._shard_groups.num_shares,
             bucket_nbytes=bucket_nbytes,
             align_nbytes=align_nbytes,
         )
@@ -138,7 +140,8 @@ class ShardedOptimizer(TorchFace):
         keeps_whole = stage == 1
         with torch.no_grad():
             self._buckets = [
-                Bucket(plan, joined=self._wires, keeps_whole=keeps_whole) for plan in plans
+                Bucket(plan, shard_groups=self._shard_groups, keeps_whole=keeps_whole)
+                for plan in plans
             ]
         self._copies = [num_copies(b.parameters[0], groups=groups) for b in self._buckets]
         self._runs = self._make_runs()
@@ -147,7 +150,7 @@ class ShardedOptimizer(TorchFace):
         self._held = self._hold()
         self._reducer = GradientReducer(
             self._buckets,
-            joined=self._wires,
+            shard_groups=self._shard_groups,
             stage=stage,
             divisor=divisor,
             names=self._names,
@@ -204,7 +207,7 @@ class ShardedOptimizer(TorchFace):
             parts.append(
                 GradientPart(
                     local=bucket.gradient,
-                    num_copies=copies // self._wires.num_shares,
+                    num_copies=copies // self._shard_groups.num_shares,
                     num_padding=bucket.gradient.numel() - filled,
                 )
             )
@@ -314,8 +317,8 @@ class ShardedOptimizer(TorchFace):
             self.name: {
                 "type": "parameter_coordinates",
                 "stage": self._stage,
-                "over": self._wires.over,
-                "num_shares": self._wires.num_shares,
+                "over": self._shard_groups.over,
+                "num_shares": self._shard_groups.num_shares,
                 "bucket_nbytes": self._bucket_nbytes,
             }
         }
@@ -356,17 +359,17 @@ class ShardedOptimizer(TorchFace):
             ([(self._names[p], list(p.shape), str(p.dtype)) for p in inside], numel)
             for inside, numel in plans
         ]
-        mine = json.dumps([self.name, self._wires.over, self._stage, said]).encode()
+        mine = json.dumps([self.name, self._shard_groups.over, self._stage, said]).encode()
         layout, control = self._groups.layout, self._groups.control
         theirs = dict(zip(control.ranks, control.all_gather(mine, phase="optimizer"), strict=True))
-        others = sorted(layout.group(self._wires.over.removesuffix("_intra"), control.rank))
+        others = sorted(layout.group(self._shard_groups.over.removesuffix("_intra"), control.rank))
         odd = [rank for rank in others if theirs[rank] != mine]
         error = None
         if odd:
             error = ConfigError(
                 f"optimizer '{self.name}': ranks {odd} have other parameters, stage or buckets "
-                f"than rank {control.rank}, though they share {self._wires.over!r}; build it "
-                f"alike on all of them"
+                f"than rank {control.rank}, though they share {self._shard_groups.over!r}; build "
+                f"it alike on all of them"
             )
         control.agree(error, phase="optimizer: buckets")
 
@@ -410,7 +413,7 @@ class ShardedOptimizer(TorchFace):
                 optimizer=self.inner,
                 updated=self._runs.get(parameter),
                 start=starts.get(parameter, (0, False))[0],
-                over=self._wires.over,
+                over=self._shard_groups.over,
                 is_main=starts.get(parameter, (0, False))[1],
             )
             for parameter, group in self._all

@@ -5,7 +5,7 @@ from holdfast.state.leaves import Domain, FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
     FromPart,
-    On,
+    OnLayout,
     Padded,
     PerRank,
     PerRankValues,
@@ -32,7 +32,7 @@ __all__ = [
     "FromPart",
     "HeldParameter",
     "ModuleState",
-    "On",
+    "OnLayout",
     "OptimizerState",
     "Padded",
     "Part",

@@ -22,7 +22,7 @@ from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
     Marked,
-    On,
+    OnLayout,
     Padded,
     PerRank,
     Replicated,
@@ -105,7 +105,7 @@ def flatten_state(
     nodes: dict[str, object] = {}
     for name, value in sorted(state.items(), key=lambda item: is_last(item[1])):
         check_part_name(name)
-        home = value.own_layout if isinstance(value, On) else layout
+        home = value.own_layout if isinstance(value, OnLayout) else layout
         if rank not in home.ranks:
             raise PlacementError(
                 f"state part '{name}': rank {rank} is not in {home}; ranks outside of a part's "
@@ -113,7 +113,7 @@ def flatten_state(
             )
         flattener.move_to(home)
         try:
-            part = part_of(name, value.value if isinstance(value, On) else value)
+            part = part_of(name, value.value if isinstance(value, OnLayout) else value)
             tree = _declared(part, part.tree())
         except HoldfastError as error:
             raise type(error)(f"state part '{name}': {error}") from error

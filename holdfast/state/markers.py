@@ -276,7 +276,7 @@ class Transient:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class On:
+class OnLayout:
     """A part of the state that lives on a layout of its own, not on the checkpointer's.
 
     `layout`: the layout (or the `ProcessGroups` of it) that gives the part's axes their meaning.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.state.markers import FromPart, On
+from holdfast.state.markers import FromPart, OnLayout
 from holdfast.state.match.stored import StoredPart
 from holdfast.state.module.part import ModulePart
 from holdfast.state.module.placed import Placer
@@ -100,7 +100,7 @@ def is_last(value: object) -> bool:
 
     Random streams: other parts may draw from them while they say what they hold, or take it back.
     """
-    return isinstance(value.value if isinstance(value, On) else value, RNG)
+    return isinstance(value.value if isinstance(value, OnLayout) else value, RNG)
 
 
 def part_of(name: str, value: object) -> Part:

@@ -16,7 +16,7 @@ from holdfast import (
     RNG,
     Checkpointer,
     Layout,
-    On,
+    OnLayout,
     OptimizerState,
     PerRank,
     PlanError,
@@ -112,8 +112,8 @@ def _union_without_zero(context: RankContext, root: str) -> object:
 
         def state(local: torch.Tensor) -> dict[str, object]:
             tree = {"w": Sharded(local, (4, 2), dims={0: "tp"}), "n": mine.name}
-            own = On(mine, PerRank({"rank": rank}))
-            return {f"{mine.name}.model": On(groups, tree), f"{mine.name}.rng": own}
+            own = OnLayout(mine, PerRank({"rank": rank}))
+            return {f"{mine.name}.model": OnLayout(groups, tree), f"{mine.name}.rng": own}
 
         checkpointer.save(1, state(value[start : start + 2].clone()))
         local = torch.zeros(2, 2)

@@ -274,7 +274,7 @@ def in_flight(context: RankContext, root: str) -> list[object]:
     seen: list[object] = []
     with (
         ProcessGroups.create(Layout(dp=2)) as groups,
-        Checkpointer(root, groups=groups, num_arenas=2) as checkpointer,
+        Checkpointer(root, groups=groups, staging_buffers=2) as checkpointer,
     ):
 
         def state(step: int, *, width: int) -> dict[str, Union]:

@@ -12,7 +12,7 @@ from holdfast import (
     RNG,
     Checkpointer,
     Layout,
-    On,
+    OnLayout,
     PendingSave,
     PlacementError,
     PlanError,
@@ -42,9 +42,9 @@ def _two_grids(context: RankContext, root: str) -> list[object]:
             """Equal inner names under the module's own name; an RNG entry on each side."""
             del state["values"]
             parts: dict[str, object] = {
-                f"{mine.name}.{part}": On(groups, value) for part, value in state.items()
+                f"{mine.name}.{part}": OnLayout(groups, value) for part, value in state.items()
             }
-            return {**parts, "rng": RNG(), f"{mine.name} rng": On(mine, RNG())}
+            return {**parts, "rng": RNG(), f"{mine.name} rng": OnLayout(mine, RNG())}
 
         torch.manual_seed(10 + rank)
         checkpointer.save(1, named(make_state(mine, rank)))
@@ -62,14 +62,14 @@ def _two_grids(context: RankContext, root: str) -> list[object]:
         clash = make_state(mine, rank)
         began = time.monotonic()
         with pytest.raises(PlanError) as caught:
-            checkpointer.save(3, {"model": On(groups, clash["model"])})
+            checkpointer.save(3, {"model": OnLayout(groups, clash["model"])})
         assert time.monotonic() - began < 30
         messages.append(str(caught.value))
         if rank == 0:
             with pytest.raises(PlacementError, match="leave it out"):
                 Checkpointer(f"{root}/x", groups=ProcessGroups.single()).save(
                     1,
-                    {"m": On(Layout(**RIGHT), {})},  # type: ignore[arg-type]
+                    {"m": OnLayout(Layout(**RIGHT), {})},  # type: ignore[arg-type]
                 )
         assert checkpointer.steps() == [1, 2]
     return messages

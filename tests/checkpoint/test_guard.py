@@ -412,7 +412,7 @@ def test_each_failure_is_raised_once_to_each_rank(tmp_path: Path) -> None:
 
 
 def test_all_failures_of_two_arenas_are_raised_together(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, num_arenas=2)
+    checkpointer = Checkpointer(tmp_path, staging_buffers=2)
     state = {"t": {"x": torch.ones(4)}}
     first, second = checkpointer.save_async(1, state), checkpointer.save_async(2, state)
     for pending in (first, second):

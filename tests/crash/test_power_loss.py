@@ -113,7 +113,7 @@ def test_power_loss_at_random_instants(disk: Disk) -> None:
         durable: dict[int, int] = {}
         tried: dict[int, int] = {}
         storage = PosixStorage(root) if number % 2 else Unshared(root)
-        checkpointer = Checkpointer(storage, num_arenas=1 + number % 2)
+        checkpointer = Checkpointer(storage, staging_buffers=1 + number % 2)
         checkpointer.save(1, state_of(1))
         durable[1] = 1
         timer = threading.Timer(generator.uniform(0.0, 0.25), disk.cut_power)

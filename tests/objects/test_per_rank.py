@@ -16,7 +16,7 @@ from holdfast import (
     Layout,
     LayoutError,
     MismatchError,
-    On,
+    OnLayout,
     PerRank,
     PlacementError,
     ProcessGroups,
@@ -184,7 +184,7 @@ def save_four(context: RankContext, root: str) -> None:
             "nested": PerRank({"in": PerRank([tp], axes=("tp",))}, axes=("dp",)),
         }
         if context.rank < 2:
-            state["sub"] = On(half, PerRank(100 + context.rank, axes=("dp",)))
+            state["sub"] = OnLayout(half, PerRank(100 + context.rank, axes=("dp",)))
         checkpointer.save(1, state)
 
 
@@ -328,8 +328,8 @@ def test_nested_values_and_sub_layouts(four: Path) -> None:
     assert report.values["nested"] == {"in": [0]}
     alone = Layout(name="half")
     with pytest.raises(MismatchError, match="sub"):
-        one(four, {"sub": On(alone, PerRank(0, axes=("dp",)))})
-    report = one(four, {"sub": On(alone, PerRank(0, axes=("dp",), surplus="drop"))})
+        one(four, {"sub": OnLayout(alone, PerRank(0, axes=("dp",)))})
+    report = one(four, {"sub": OnLayout(alone, PerRank(0, axes=("dp",), surplus="drop"))})
     assert report.values["sub"] == 100
     assert report.dropped == ("sub[dp=1]",)
 
@@ -358,7 +358,9 @@ def load_four(context: RankContext, root: str) -> list[Any]:
         checkpointer.load(merging)
         merged = merging["whole"].got  # type: ignore[attr-defined]
         half = Layout(dp=2, name="half", ranks=[0, 1])
-        parts: dict[str, object] = {"sub": On(half, PerRank(0, axes=("dp",)))} if rank < 2 else {}
+        parts: dict[str, object] = (
+            {"sub": OnLayout(half, PerRank(0, axes=("dp",)))} if rank < 2 else {}
+        )
         sub = checkpointer.load(parts)
         # Ranks with different policies: one that does not agree is enough.
         with pytest.raises(MismatchError, match="no rank of this layout takes"):

@@ -44,7 +44,7 @@ from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.coordinates import Claim
 from holdfast.state.flatten import check_part_name
-from holdfast.state.markers import FromPart, On, Stored
+from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
 from holdfast.state.match.result import MatchResult
 from holdfast.state.match.stored import StoredPart
@@ -414,10 +414,10 @@ class Written:
 
 
 def _unwrap(value: object, name: str, layout: Layout) -> tuple[Layout, str | None, object]:
-    """A state's entry without `On` and `FromPart`: its layout, the path if one is given, itself."""
+    """A state's entry without its markers: its layout, the path if one is given, itself."""
     source: str | None = None
-    while isinstance(value, On | FromPart):
-        if isinstance(value, On):
+    while isinstance(value, OnLayout | FromPart):
+        if isinstance(value, OnLayout):
             layout, value = value.own_layout, value.value
         elif source is None:
             source, value = value.path, value.value

@@ -39,7 +39,7 @@ def check_budget(
             raise StorageError(
                 f"staging this rank's share needs {_size(wanted)} more memory in "
                 f"{len(held_nbytes)} arena(s), but only {_size(free)} are available: "
-                f"{_size(wanted - free)} short; use num_arenas=1 or more ranks to save with"
+                f"{_size(wanted - free)} short; use staging_buffers=1 or more ranks to save with"
             )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:

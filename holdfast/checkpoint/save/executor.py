@@ -44,7 +44,7 @@ class SaverOptions:
     """How a `Checkpointer` saves; see there."""
 
     block_nbytes: int
-    num_arenas: int
+    staging_buffers: int
     deadline_s: float
     retention: Policy | None
     fingerprints: bool

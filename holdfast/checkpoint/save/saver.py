@@ -59,7 +59,7 @@ class Saver:
         self._groups = groups
         self._codecs = codecs
         self._options = options
-        self._slots = [Slot(Arena()) for _ in range(options.num_arenas)]
+        self._slots = [Slot(Arena()) for _ in range(options.staging_buffers)]
         self._sender = Sender(storage, groups, options=options, slots=self._slots)
         self._plans: dict[bool, RankPlan] = {}
         self._looked: set[bool] = set()

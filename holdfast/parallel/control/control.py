@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.errors import GroupError, HoldfastError
-from holdfast.parallel.control.frame import FAILED, INLINE_NBYTES, RECORD_NBYTES, Record
+from holdfast.parallel.control.frame import FAILED, INLINE_NBYTES, RECORD_NBYTES, Frame
 from holdfast.parallel.control.guard import Guard
 from holdfast.parallel.control.outcome import Outcome, raise_failures
 from holdfast.parallel.ranks import shorten_ranks
@@ -22,7 +22,7 @@ from holdfast.parallel.ranks import shorten_ranks
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.parallel.control.transport import Link
+    from holdfast.parallel.control.transport import Transport
 
 _WINDOW = 16
 """Messages in flight at the coordinator, which bounds its extra memory."""
@@ -46,7 +46,7 @@ class Control:
 
     def __init__(
         self,
-        link: Link | None,
+        link: Transport | None,
         *,
         ranks: Sequence[int],
         rank: int,
@@ -284,9 +284,9 @@ class Control:
         *,
         fault: str | None = None,
         error: BaseException | None = None,
-    ) -> list[Record]:
+    ) -> list[Frame]:
         """Exchange records, and check that all ranks make the same call and no call is faulty."""
-        mine = Record.make(self._sequence + 1, operation, phase, payload, fault)
+        mine = Frame.make(self._sequence + 1, operation, phase, payload, fault)
         if self._link is None:
             records = [mine]
             self._sequence += 1
@@ -296,7 +296,7 @@ class Control:
             self._is_midway = True
             self._sequence += 1
             rows = self._link.all_gather(data, RECORD_NBYTES)
-            records = [Record.decode(row) for row in rows]
+            records = [Frame.decode(row) for row in rows]
         if any(record.operation == FAILED for record in records):
             self._raise_failed(records, payload, error)
         try:
@@ -310,7 +310,7 @@ class Control:
         return records
 
     def _raise_failed(
-        self, records: Sequence[Record], payload: bytes, error: BaseException | None
+        self, records: Sequence[Frame], payload: bytes, error: BaseException | None
     ) -> NoReturn:
         """Some rank came with a failure: hear all failures in full, and raise them."""
         messages = [record.inline for record in records]
@@ -343,7 +343,7 @@ class Control:
             guard.is_told = True
             guard = guard.outer
 
-    def _check_together(self, records: Sequence[Record]) -> None:
+    def _check_together(self, records: Sequence[Frame]) -> None:
         places: dict[tuple[int, str, bytes], list[int]] = {}
         for index, record in enumerate(records):
             places.setdefault(record.place, []).append(index)

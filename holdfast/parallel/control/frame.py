@@ -17,7 +17,7 @@ _OPERATIONS = ("all_gather", "gather", "scatter", "broadcast", "agree", "barrier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Frame:
     """Where a rank is (sequence number, operation, phase), and its payload if that is short."""
 
     sequence: int
@@ -31,7 +31,7 @@ class Record:
     @classmethod
     def make(
         cls, sequence: int, operation: str, phase: str, payload: bytes, fault: str | None
-    ) -> Record:
+    ) -> Frame:
         """The record of a call; a `fault` travels in place of the payload, and fails all ranks."""
         return cls(
             sequence=sequence,
@@ -59,7 +59,7 @@ class Record:
         return (head + body).ljust(RECORD_NBYTES, b"\0")
 
     @classmethod
-    def decode(cls, data: bytes) -> Record:
+    def decode(cls, data: bytes) -> Frame:
         """Inverse of `encode`."""
         sequence, length, digest, operation, faulty, text_nbytes, text = _HEADER.unpack_from(data)
         body = data[_HEADER.size :]

@@ -23,7 +23,7 @@ _SETTLE_S = 2.0
 """How long to look for the others' marks before a rank is called missing or silent."""
 
 
-class Link:
+class Transport:
     """The wire under `Control`: exact bytes between group indices, no protocol.
 
     Before a collective each rank leaves a mark, ``sequence:phase``, under one store key of its own

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel.control.control import Control
-from holdfast.parallel.control.transport import Link
+from holdfast.parallel.control.transport import Transport
 from holdfast.parallel.group_names import GROUP_NAMES, clone_source
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.groups.rendezvous import Proposal, Rendezvous
@@ -259,7 +259,7 @@ def _make_control(built: Built) -> Control:
     link = None
     if layout.world_size > 1 and built.store is not None:
         built.make(layout.ranks, "control", "gloo")
-        link = Link(
+        link = Transport(
             built.owned.pop(),  # the link owns it from here
             ranks=layout.ranks,
             rank=rank,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
-from holdfast.errors import ConfigError, FaultDetected, HoldfastError
+from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.reference.models import ParallelGPT
@@ -190,7 +190,7 @@ class Trainer:
         next step and `save` wait for them, anything else calls `update.synchronize()`.
 
         Raises:
-            FaultDetected: on every rank, before the update, if loss or gradient is not finite; with
+            FaultError: on every rank, before the update, if loss or gradient is not finite; with
                 a loss scale, only when that cannot be lowered any more.
         """
         started = time.perf_counter()
@@ -225,14 +225,14 @@ class Trainer:
     def _update(self, loss: float) -> StepOutcome:
         """Update the parameters, if loss and gradient are finite on all ranks; collective.
 
-        Otherwise FaultDetected, or with a loss scale that can be lowered, a step left out.
+        Otherwise FaultError, or with a loss scale that can be lowered, a step left out.
         """
         if np.isfinite(loss):
             outcome = self.update.step(max_norm=self.config.optim.clip_grad)
         else:
             outcome = self.update.leave_out()
         if outcome.skipped and (self.scaler is None or outcome.loss_scale <= self.scaler.minimum):
-            raise FaultDetected(
+            raise FaultError(
                 f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
                 f"finite on {len(outcome.bad_ranks)} of {self.groups.layout.world_size} ranks "
                 f"{list(outcome.bad_ranks)}; no update was made. Resume from the last checkpoint "

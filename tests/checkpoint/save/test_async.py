@@ -38,9 +38,9 @@ def _filled(value: float, size: int = 200_000) -> dict[str, object]:
 
 def test_stored_is_the_state_of_the_call(tmp_path: Path) -> None:
     """E12: training changes everything right after the call; two saves never mix."""
-    for num_arenas in (1, 2):
-        root = tmp_path / str(num_arenas)
-        with Checkpointer(root, num_arenas=num_arenas) as checkpointer:
+    for staging_buffers in (1, 2):
+        root = tmp_path / str(staging_buffers)
+        with Checkpointer(root, staging_buffers=staging_buffers) as checkpointer:
             state = _filled(0.0)
             tensor = state["t"]["x"]  # type: ignore[index]
             for step in range(6):
@@ -53,7 +53,7 @@ def test_stored_is_the_state_of_the_call(tmp_path: Path) -> None:
             assert report.step == 5
             assert pending.progress == 1.0
             assert pending.phase == "committed"
-            assert checkpointer.num_allocations == num_arenas
+            assert checkpointer.num_allocations == staging_buffers
             assert checkpointer.num_plans == 1
         for step in range(6):
             loaded = checkpointer.load({"t": Stored()}, step=step).values["t"]
@@ -64,7 +64,7 @@ def test_stored_is_the_state_of_the_call(tmp_path: Path) -> None:
 
 def test_a_change_of_structure_while_a_save_is_under_way(tmp_path: Path) -> None:
     """C7: the save in flight keeps its own plan and data."""
-    with Checkpointer(tmp_path, num_arenas=2) as checkpointer:
+    with Checkpointer(tmp_path, staging_buffers=2) as checkpointer:
         first = checkpointer.save_async(1, _filled(1.0))
         second = checkpointer.save_async(2, {"t": {"x": torch.full((300_000,), 2.0), "y": 5}})
         assert first.result(30).planned

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from holdfast.errors import FaultDetected
+from holdfast.errors import FaultError
 from holdfast.optim import GradientNorm, clip_gradients, gradient_norm
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.reference.train.loop import Trainer
@@ -106,7 +106,7 @@ def poison(rank: RankContext, directory: str, zero: str) -> str:
                 weight.to_local()[0, 0] = math.nan
         try:
             trainer.train_step()
-        except FaultDetected as error:
+        except FaultError as error:
             return f"{trainer.progress.step}: {error}"
     return "nothing"
 
