@@ -14,7 +14,7 @@ from holdfast.optim.scaler import LossScaler
 from holdfast.optim.sharded import ShardedOptimizer, microbatch_of
 from holdfast.optim.stepping import StepOutcome, take_step
 from holdfast.optim.torch_interface import TorchFace, refuse_closure
-from holdfast.state.optimizer.protocol import HeldParameter
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 
 class ChainedOptimizer(TorchFace):
@@ -31,14 +31,14 @@ class ChainedOptimizer(TorchFace):
             raise ConfigError("a ChainedOptimizer needs at least one optimizer")
         first = next(iter(self._optimizers.values()))
         seen: dict[nn.Parameter, str] = {}
-        self._held: list[HeldParameter] = []
+        self._held: list[OptimizerParameter] = []
         num_groups = 0
         for name, optimizer in self._optimizers.items():
             if optimizer.name != name:
                 raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
             if optimizer.groups is not first.groups:
                 raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
-            for held in optimizer.held_parameters():
+            for held in optimizer.optimizer_parameters():
                 if held.parameter in seen:
                     raise ConfigError(
                         f"a parameter of shape {list(held.parameter.shape)} is in optimizers "
@@ -100,7 +100,7 @@ class ChainedOptimizer(TorchFace):
         for optimizer in self._optimizers.values():
             optimizer.close()
 
-    def held_parameters(self) -> Sequence[HeldParameter]:
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter of every optimizer."""
         return self._held
 

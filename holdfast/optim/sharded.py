@@ -32,7 +32,7 @@ from holdfast.optim.stepping import StepOutcome, take_step
 from holdfast.optim.torch_interface import TorchFace, refuse_closure
 from holdfast.parallel import ProcessGroups
 from holdfast.state.names import parameter_names
-from holdfast.state.optimizer.protocol import HeldParameter
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -303,7 +303,7 @@ class ShardedOptimizer(TorchFace):
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
-    def held_parameters(self) -> Sequence[HeldParameter]:
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter with this rank's run of it."""
         return self._held
 
@@ -399,7 +399,7 @@ class ShardedOptimizer(TorchFace):
                 check_elementwise(make, listed, like=kinds, name=self.name)
         return inner
 
-    def _hold(self) -> list[HeldParameter]:
+    def _hold(self) -> list[OptimizerParameter]:
         starts: dict[nn.Parameter, tuple[int, bool]] = {}
         for bucket in self._buckets:
             for number, parameter in enumerate(bucket.parameters):
@@ -407,7 +407,7 @@ class ShardedOptimizer(TorchFace):
                 if run is not None:
                     starts[parameter] = (run.start, bucket.has_main)
         return [
-            HeldParameter(
+            OptimizerParameter(
                 parameter=parameter,
                 group=group,
                 optimizer=self.inner,

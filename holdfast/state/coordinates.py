@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.errors import CorruptionError, LayoutError, MismatchError, PlacementError
-from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from holdfast.state.markers import Marked, PerRank
+from holdfast.errors import CorruptionError, MismatchError
+from holdfast.parallel.layout import Layout
+from holdfast.state.markers import Marked, PerRank, coordinate_label
 
 
-class Claim(NamedTuple):
+class ConsistencyCheck(NamedTuple):
     """What a rank will have after the load, where ranks of one `label` must have the same.
 
     `what`: path of the value. `along`: the axes along which it is shared, for people. `digest`: of
@@ -29,7 +29,7 @@ class Claim(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Source:
+class PerRankSource:
     """Where one rank takes a value per coordinate from.
 
     `labels`: stored coordinates whose trees it reads. `here`: its own coordinate, along the axes
@@ -49,11 +49,11 @@ class Source:
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    claims: list[Claim] = field(default_factory=list)
+    checks: list[ConsistencyCheck] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PerRankRequest:
     """Who asks for a value per coordinate, and what is stored of it."""
 
     path: str
@@ -74,7 +74,7 @@ class Place:
 class PickedPerRank(PerRank):
     """A value per coordinate whose owner picks the stored coordinates that a rank takes."""
 
-    pick: Callable[[Place], Source] | None = None
+    pick: Callable[[PerRankRequest], PerRankSource] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,24 +82,6 @@ class PerRankIn(PerRank):
     """One in what an object hands out as its state: `local` is handed back where it stays."""
 
     local: object = None
-
-
-def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
-    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
-    known = layout.coordinates(rank)
-    wanted = sorted(axes)
-    unknown = [axis for axis in wanted if axis not in known]
-    if not unknown:
-        return ",".join(f"{axis}={known[axis]}" for axis in wanted)
-    if set(unknown) <= set(EXPERT_AXES):
-        raise LayoutError(
-            f"{path}: PerRank axes {unknown} are of the expert view, which {layout} does not have; "
-            f"its axes are {', '.join(DENSE_AXES)}"
-        )
-    raise PlacementError(
-        f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
-        f"{', '.join(sorted(known))}"
-    )
 
 
 def parse_label(label: str, *, path: str) -> dict[str, int]:
@@ -123,21 +105,27 @@ def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, An
     return tuple(axes), trees
 
 
-def find_source(marker: PerRank, node: Any, *, layout: Layout, rank: int, path: str) -> Source:
+def find_source(
+    marker: PerRank, node: Any, *, layout: Layout, rank: int, path: str
+) -> PerRankSource:
     """Which of the stored trees a rank takes under the policy of its marker. Pure arithmetic."""
     axes, trees = stored_trees(node, path=path)
     if isinstance(marker, PickedPerRank) and marker.pick is not None:
-        return marker.pick(Place(path=path, layout=layout, rank=rank, axes=axes, stored=trees))
+        return marker.pick(
+            PerRankRequest(path=path, layout=layout, rank=rank, axes=axes, stored=trees)
+        )
     here = coordinate_label(layout, rank, marker.axes, path=path)
     short = _by_label_along(marker.axes, axes, trees, path=path)
     if marker.merge is not None:
         mine = {coordinate_label(layout, r, marker.axes, path=path) for r in layout.ranks}
         if short is None or set(short) != mine:
             order = [axis for axis in marker.axes if axis in axes]
-            return Source(labels=_in_order(trees, order, path=path), here=here, is_merged=True)
+            return PerRankSource(
+                labels=_in_order(trees, order, path=path), here=here, is_merged=True
+            )
     if short is None:
-        return Source(here=here, problem=_other_axes(marker, axes, trees, path=path))
-    return Source(labels=(short[here],) if here in short else (), here=here)
+        return PerRankSource(here=here, problem=_other_axes(marker, axes, trees, path=path))
+    return PerRankSource(labels=(short[here],) if here in short else (), here=here)
 
 
 def _by_label_along(
@@ -199,7 +187,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     )
 
 
-def settle(template: object, merged: object, path: str) -> object:
+def fill_from_merged(template: object, merged: object, path: str) -> object:
     """A merged tree, with the template's own tensors filled where it has some.
 
     MismatchError where one of them would be left as it was, or filled with rounded values.
@@ -225,12 +213,14 @@ def settle(template: object, merged: object, path: str) -> object:
                 _refuse_tensors(template[name], f"{path}.{name}")
         if type(merged) is dict:
             return {
-                name: settle(template[name], child, f"{path}.{name}") if name in template else child
+                name: fill_from_merged(template[name], child, f"{path}.{name}")
+                if name in template
+                else child
                 for name, child in merged.items()
             }
     if isinstance(template, list) and type(merged) is list and len(template) == len(merged):
         pairs = enumerate(zip(template, merged, strict=True))
-        return [settle(old, new, f"{path}.{i}") for i, (old, new) in pairs]
+        return [fill_from_merged(old, new, f"{path}.{i}") for i, (old, new) in pairs]
     if type(template) is not type(merged):
         _refuse_tensors(template, path)
     return merged

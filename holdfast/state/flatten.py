@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.format.values import UNION, Codecs, Node, encode_tree, is_unicode
 from holdfast.parallel.layout import Layout
-from holdfast.state.coordinates import coordinate_label
 from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
@@ -30,6 +29,7 @@ from holdfast.state.markers import (
     Stored,
     Transient,
     Union,
+    coordinate_label,
 )
 from holdfast.state.module.part import ModulePart
 from holdfast.state.numpy_arrays import array_tensor

@@ -7,16 +7,16 @@ declare placements, so that no check is needed and every mistake has a name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import PlacementError
+from holdfast.errors import LayoutError, PlacementError
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -354,3 +354,21 @@ class Fresh:
 
 Marked = Sharded | FlatShard | Replicated | Padded
 """Markers that wrap the local tensor of one global tensor."""
+
+
+def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
+    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
+    known = layout.coordinates(rank)
+    named = sorted(axes)
+    unknown = [axis for axis in named if axis not in known]
+    if not unknown:
+        return ",".join(f"{axis}={known[axis]}" for axis in named)
+    if set(unknown) <= set(EXPERT_AXES):
+        raise LayoutError(
+            f"{path}: PerRank axes {unknown} are of the expert view, which {layout} does not have; "
+            f"its axes are {', '.join(DENSE_AXES)}"
+        )
+    raise PlacementError(
+        f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
+        f"{', '.join(sorted(known))}"
+    )

@@ -10,8 +10,8 @@ from torch import nn
 from holdfast.errors import ConfigError
 from holdfast.state.markers import FromPart, OnLayout
 from holdfast.state.match.stored import StoredPart
+from holdfast.state.match.templates import PlacedTemplates
 from holdfast.state.module.part import ModulePart
-from holdfast.state.module.placed import Placer
 from holdfast.state.optimizer.protocol import PartitionedOptimizer
 from holdfast.state.rng import RNG
 
@@ -69,7 +69,7 @@ class StatefulPart:
     def template(self, stored: StoredPart) -> object:
         """Whatever is stored, placed as it is now; a per-rank state dict asks for its own."""
         current: object = self._value.state_dict()
-        return Placer(stored, in_place=True).template(current, stored.node)
+        return PlacedTemplates(in_place=True).template(current, stored)
 
     def restore(self, tree: object) -> None:
         """Hand the tree to the object."""

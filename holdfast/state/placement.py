@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -15,8 +16,14 @@ from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import Domain, TensorLeaf
-from holdfast.state.markers import FlatShard, Marked, Padded, Replicated, Sharded
-from holdfast.state.padding import clip_leaf
+from holdfast.state.markers import (
+    FlatShard,
+    Marked,
+    Padded,
+    Replicated,
+    Sharded,
+    check_real_shape,
+)
 from holdfast.state.torch_dtypes import dtype_name
 
 Intervals = tuple[tuple[int, int], ...]
@@ -420,3 +427,50 @@ def _mesh_domain(tensor: DTensor) -> Domain:
     ]
     replicas = ranks[tuple(index)].flatten().tolist()
     return Domain(replicas=tuple(sorted(replicas)), span=tuple(sorted(ranks.flatten().tolist())))
+
+
+def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
+    """The leaf of the real part of a tensor: boxes and views cut at `shape`, which it then has.
+
+    A rank that holds nothing but padding holds no boxes. A real part without elements is one empty
+    box, held where the first element of the padded tensor is: its replicas are declared. Raises
+    PlacementError naming the key for a shape that does not fit. Cost: views, no copies.
+    """
+    check_real_shape(shape, leaf.shape, where=leaf.key)
+    if shape == leaf.shape:
+        return leaf
+    if 0 in shape:
+        first = [
+            local.new_empty(shape)
+            for box, local in zip(leaf.boxes, leaf.locals, strict=True)
+            if not any(box.offset) and (box.numel or 0 in leaf.shape)
+        ][:1]
+        origin = Box((0,) * len(shape), shape)
+        return replace(leaf, shape=shape, boxes=(origin,) * len(first), locals=tuple(first))
+    boxes: list[Box] = []
+    locals_: list[torch.Tensor] = []
+    for box, local in zip(leaf.boxes, leaf.locals, strict=True):
+        ends = zip(box.offset, box.stop, shape, strict=True)
+        size = tuple(min(stop, real) - start for start, stop, real in ends)
+        if size and min(size) <= 0:
+            continue
+        boxes.append(Box(box.offset, size))
+        locals_.append(local if size == box.shape else local[tuple(slice(n) for n in size)])
+    return replace(leaf, shape=shape, boxes=tuple(boxes), locals=tuple(locals_))
+
+
+def padding_views(leaf: TensorLeaf, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """What `clip_leaf` cuts off, as disjoint views of the leaf's memory, at most one a dim a box.
+
+    `leaf`: of the padded tensor; `shape`: the real one.
+    """
+    views: list[torch.Tensor] = []
+    for box, local in zip(leaf.boxes, leaf.locals, strict=True):
+        rest = local
+        for dim, (start, real) in enumerate(zip(box.offset, shape, strict=True)):
+            size = rest.shape[dim]
+            keep = min(max(real - start, 0), size)
+            if keep < size:
+                views.append(rest.narrow(dim, keep, size - keep))
+                rest = rest.narrow(dim, 0, keep)
+    return tuple(view for view in views if view.numel())

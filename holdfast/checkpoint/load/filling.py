@@ -18,7 +18,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.parallel import Control
-from holdfast.state.match.result import Wanted
+from holdfast.state.match.result import TensorRequest
 from holdfast.state.torch_dtypes import torch_dtype
 
 _COUNTERS = struct.Struct("<4Q")
@@ -46,7 +46,7 @@ class Filler:
         snapshot: Snapshot,
         control: Control,
         asked: Asked,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[TensorRequest],
         *,
         verify: bool,
         exchange: bool,
@@ -128,7 +128,7 @@ class Filler:
 
 
 def _targets(
-    wanted: Sequence[Wanted], numbers: Ints, manifest: Manifest
+    wanted: Sequence[TensorRequest], numbers: Ints, manifest: Manifest
 ) -> dict[int, list[Target]]:
     """Number of a box -> what to fill with it; `numbers` has one entry for each box in order."""
     dtypes = {name: torch_dtype(name) for name in {t.dtype for t in manifest.tensors}}

@@ -42,7 +42,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.coordinates import Claim
+from holdfast.state.coordinates import ConsistencyCheck
 from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
@@ -82,7 +82,7 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
     boxes: bytes
     host: str
     taken: list[Taken] = []
-    claims: list[Claim] = []
+    claims: list[ConsistencyCheck] = []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -279,8 +279,8 @@ class Loader:
                 )
             )
         result = matcher.result
-        result.wanted = without_ties(result.wanted)
-        result.mismatched += shared_memory([*result.wanted, *without_ties(result.cleared)])
+        result.tensors = without_ties(result.tensors)
+        result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
         return matcher, requests
 
     def _unexpected(
@@ -341,7 +341,7 @@ class Loader:
                     boxes=[tables[asked.boxes] for asked in said],
                     hosts=[asked.host for asked in said],
                 ),
-                result.wanted,
+                result.tensors,
                 verify=options.verify,
                 exchange=options.exchange,
             )
@@ -401,11 +401,11 @@ class Written:
 
     def add(self, result: MatchResult, touched: Sequence[str]) -> None:
         """Remember them; memory made for that load alone does not count."""
-        self._paths |= set(touched) - {entry.path for entry in result.wanted if entry.is_fresh}
+        self._paths |= set(touched) - {entry.path for entry in result.tensors if entry.is_fresh}
 
     def refuse_left_over(self, result: MatchResult, step: int) -> None:
         """CorruptionError if a load of this step would leave one of them as it is."""
-        left = sorted(self._paths - {entry.path for entry in result.wanted})
+        left = sorted(self._paths - {entry.path for entry in result.tensors})
         if left:
             raise CorruptionError(
                 f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
@@ -480,14 +480,14 @@ def _asked(
     for source, each in found.items():  # several requests may take from one place
         packed = np.packbits(np.logical_or.reduce(each)).tobytes()
         used.setdefault(source, zlib.compress(packed, 1))
-    boxes = asked_boxes(result.wanted, tensor_shapes(snapshot.manifest))
+    boxes = asked_boxes(result.tensors, tensor_shapes(snapshot.manifest))
     nodes = {request.name: request.node for request in requests}
     return msgspec.msgpack.encode(
         _Asked(
             used,
             encode_boxes(boxes),
             socket.gethostname(),
-            taken_of(result.uses, nodes),
-            result.claims,
+            taken_of(result.per_rank_uses, nodes),
+            result.checks,
         )
     )

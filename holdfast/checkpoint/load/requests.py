@@ -13,7 +13,7 @@ from holdfast.arrays.boxes import pad_shapes
 from holdfast.arrays.overlap import BoxTable, Ints
 from holdfast.errors import CorruptionError
 from holdfast.format.manifest import Manifest
-from holdfast.state.match.result import Wanted
+from holdfast.state.match.result import TensorRequest
 
 _COLUMN_TYPES = ("<u1", "<u2", "<u4", "<u8")
 
@@ -30,7 +30,7 @@ def tensor_shapes(manifest: Manifest) -> Ints:
     return pad_shapes(shapes, max(1, max(map(len, shapes), default=1)))
 
 
-def asked_boxes(wanted: Sequence[Wanted], shapes: Ints) -> BoxTable:
+def asked_boxes(wanted: Sequence[TensorRequest], shapes: Ints) -> BoxTable:
     """The boxes of a request, one row for each (entry, box), in order."""
     ndim = shapes.shape[1]
     tensor = np.array(

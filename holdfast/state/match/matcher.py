@@ -20,11 +20,10 @@ from holdfast.format.values import (
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import (
     PerRankIn,
-    Source,
-    coordinate_label,
+    PerRankSource,
+    fill_from_merged,
     find_source,
     matches,
-    settle,
     stored_trees,
 )
 from holdfast.state.markers import (
@@ -35,24 +34,24 @@ from holdfast.state.markers import (
     Stored,
     Transient,
     Union,
+    coordinate_label,
 )
-from holdfast.state.match.casting import refused_cast
-from holdfast.state.match.held import PLAIN, Targets, other_shape
-from holdfast.state.match.result import MatchResult, Use, Wanted
+from holdfast.state.match.local_targets import PLAIN, LocalTargets, shape_mismatch
+from holdfast.state.match.registered import RegisteredTypes
+from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
 from holdfast.state.match.stored_nodes import (
     Members,
-    entries,
-    items,
+    items_of,
     key_token,
     kind_in_words,
     leaf_paths,
+    members_of,
     stored_kind,
     tag_of,
 )
 from holdfast.state.numpy_arrays import tensor_array
 from holdfast.state.placement import is_tensor_like
-from holdfast.state.registered import Registered
-from holdfast.state.torch_dtypes import torch_dtype
+from holdfast.state.torch_dtypes import refused_cast, torch_dtype
 
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -85,10 +84,10 @@ class Matcher:
         self._scope = ""
         self._fresh: dict[tuple[str, str], torch.Tensor] = {}
         self._sources: dict[int, str] = {}
-        self._targets = Targets(layout, rank)
-        self._registered = Registered(codecs)
+        self._targets = LocalTargets(layout, rank)
+        self._registered = RegisteredTypes(codecs)
         self._closed = False
-        self._found: dict[str, Source] = {}
+        self._found: dict[str, PerRankSource] = {}
         self.result = MatchResult(cleared=self._targets.cleared)
 
     def move_to(self, layout: Layout, *, scope: str = "") -> None:
@@ -125,7 +124,7 @@ class Matcher:
             self._match_tensor(template, node, path)
         elif isinstance(template, Union):
             self._match_mapping(template.mapping, node, path)
-        elif self._registered.parts(template) is not None and self._registered.holds_tensors(
+        elif self._registered.fields_of(template) is not None and self._registered.holds_tensors(
             template
         ):
             self._match_registered(template, node, path)
@@ -156,17 +155,17 @@ class Matcher:
             return self._decode(node, path, all_ranks=template.all_ranks)
         if isinstance(template, Union):
             template = template.mapping
-        if self._registered.parts(template) is not None and self._registered.holds_tensors(
+        if self._registered.fields_of(template) is not None and self._registered.holds_tensors(
             template
         ):
             return self._build_registered(template, node, path, closed=closed)
-        named = entries(node, self._codecs) if isinstance(template, Mapping) else None
+        named = members_of(node, self._codecs) if isinstance(template, Mapping) else None
         if isinstance(template, Mapping) and named is not None:
             return self._build_mapping(template, named, node, path, closed=closed)
         if isinstance(template, list | tuple | deque) and self._registered.holds_tensors(template):
             built = [
                 self.build(t, child, f"{path}.{i}", closed=closed)
-                for i, (t, child) in enumerate(zip(template, items(node) or (), strict=True))
+                for i, (t, child) in enumerate(zip(template, items_of(node) or (), strict=True))
             ]
             return sequence_of(node, built)
         return self._decode(node, path)
@@ -191,7 +190,7 @@ class Matcher:
     def _build_registered(self, template: Any, node: Any, path: str, *, closed: bool) -> Any:
         """A dataclass or a codec's type, made of its parts as they were loaded."""
         codec = self._codecs.codec_for(type(template))
-        parts = self._registered.parts(template)
+        parts = self._registered.fields_of(template)
         if codec is not None:
             return codec.decoded(self.build(parts, node["v"], path, closed=closed), path)
         return dataclass_of(
@@ -203,7 +202,7 @@ class Matcher:
         )
 
     def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
-        named = entries(node, self._codecs)
+        named = members_of(node, self._codecs)
         if named is None:
             if any(self._registered.holds_tensors(v) for v in template.values()):
                 self.result.mismatched.append(
@@ -248,7 +247,7 @@ class Matcher:
 
     def _match_registered(self, template: object, node: Any, path: str) -> None:
         """A dataclass or a codec's type that holds tensors: its parts are filled one by one."""
-        parts = self._registered.parts(template)
+        parts = self._registered.fields_of(template)
         tag, name = self._registered.tag_and_name(template)
         if tag_of(node) != tag or node.get("n") != name:
             self.result.mismatched.append(
@@ -264,7 +263,7 @@ class Matcher:
         self.result.touched.update(leaf_paths(node, path, self._codecs))
 
     def _match_sequence(self, template: Any, node: Any, path: str) -> None:
-        children = items(node)
+        children = items_of(node)
         if children is None or len(children) != len(template):
             self.result.mismatched.append(
                 f"{path}: the state has a sequence of {len(template)} here, the checkpoint "
@@ -296,9 +295,11 @@ class Matcher:
             return
         self._found[path] = source
         result, here = self.result, f"{path}[{source.here}]"
-        result.uses.append(Use(path, node, source.labels, template.surplus == "drop"))
+        result.per_rank_uses.append(
+            PerRankUse(path, node, source.labels, template.surplus == "drop")
+        )
         result.touched.update(_used_paths(node, path, source.names, self._codecs))
-        result.claims += source.claims
+        result.checks += source.checks
         result.kept += [f"{here}.{name}" if name else here for name in source.kept]
         result.dropped += [f"{here}.{name}" for name in source.dropped]
         for name in source.missing:
@@ -335,7 +336,7 @@ class Matcher:
                 raise MismatchError(
                     f"{path}: merge of {len(trees)} stored values failed: {error!r}"
                 ) from error
-            return settle(template.tree, merged, path)
+            return fill_from_merged(template.tree, merged, path)
         if not source.labels and isinstance(template, PerRankIn):
             return template.local
         if not source.labels:
@@ -362,7 +363,7 @@ class Matcher:
             )
             return
         if shape != held_shape:
-            self.result.mismatched.append(other_shape(template, path, held_shape, shape))
+            self.result.mismatched.append(shape_mismatch(template, path, held_shape, shape))
         elif dtype != held_dtype and (why := self._refused_cast(dtype, held_dtype)):
             self.result.mismatched.append(
                 f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; {why}"
@@ -373,7 +374,7 @@ class Matcher:
             position = self._positions[key]
             if not is_new:
                 boxes, locals_ = (), ()
-            self.result.wanted.append(Wanted(path, position, boxes, locals_))
+            self.result.tensors.append(TensorRequest(path, position, boxes, locals_))
 
     def _refused_cast(self, stored: str, held: str) -> str:
         """Why a stored dtype does not go into a target's; empty where it does."""
@@ -419,14 +420,16 @@ class Matcher:
             if inner["$"] in ("tensor", "array"):
                 self._want_new(str(inner["k"]), where)
             elif inner["$"] == "per_rank" and all_ranks:
-                self.result.uses.append(Use(where, inner, tuple(inner["v"]), False))
+                self.result.per_rank_uses.append(PerRankUse(where, inner, tuple(inner["v"]), False))
                 for label, child in inner["v"].items():
                     self._want_all(child, f"{where}[{label}]", all_ranks=True)
             elif inner["$"] == "per_rank":
                 _, trees = stored_trees(inner, path=where)
                 label = self._own_label(inner, where)
                 is_there = label in trees
-                self.result.uses.append(Use(where, inner, (label,) if is_there else (), False))
+                self.result.per_rank_uses.append(
+                    PerRankUse(where, inner, (label,) if is_there else (), False)
+                )
                 if is_there:
                     self._want_all(trees[label], f"{where}[{label}]")
                 else:
@@ -442,7 +445,7 @@ class Matcher:
         dtype, shape = self._tensors[key]
         target = torch.zeros(shape, dtype=torch_dtype(dtype))
         self._fresh[self._scope, key] = target
-        self.result.wanted.append(Wanted(path, self._positions[key], None, (target,), True))
+        self.result.tensors.append(TensorRequest(path, self._positions[key], None, (target,), True))
 
     def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
         def value(where: str, inner: dict[str, Any]) -> object:

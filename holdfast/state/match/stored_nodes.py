@@ -37,7 +37,7 @@ def key_token(key: object, codecs: Codecs) -> Token | None:
         return None
 
 
-def entries(node: Any, codecs: Codecs) -> Members | None:
+def members_of(node: Any, codecs: Codecs) -> Members | None:
     """The members of a stored dict, OrderedDict, Counter or defaultdict; None for no mapping.
 
     Raises MismatchError for a key of a type that is not registered, CorruptionError for a
@@ -64,7 +64,7 @@ def _members(node: Any, key_of: Callable[[Any], Any]) -> Members | None:
     return found
 
 
-def items(node: Any) -> list[Any] | None:
+def items_of(node: Any) -> list[Any] | None:
     """The items of a stored list, tuple or deque, or None for anything else."""
     if isinstance(node, list):
         return node
@@ -102,7 +102,7 @@ def _add_leaf_paths(node: Any, path: str, found: list[str], key_of: Callable[[An
         return
     named = _members(node, key_of)
     if named is None:
-        inner = [(str(i), child) for i, child in enumerate(items(node) or ())]
+        inner = [(str(i), child) for i, child in enumerate(items_of(node) or ())]
     else:
         inner = [(key_name(key), child) for key, child in named.values()]
     if not inner:

@@ -20,13 +20,14 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.state.markers import Marked
-from holdfast.state.names import Names, is_persistent, registered_in, walk_all
+from holdfast.state.names import is_persistent, logical_name, registered_in, walk_all
+from holdfast.state.tensors import local_of
 
 _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Registered:
+class RegisteredTensor:
     """A parameter or buffer of a tree of modules, under one of its names."""
 
     name: str
@@ -37,7 +38,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Entry:
+class StateDictEntry:
     """One entry of a state dict.
 
     `key`: torch's. `name`: the logical one. `backing`: the registered tensor that the value is, or
@@ -47,7 +48,7 @@ class Entry:
     key: str
     name: str
     value: object
-    backing: Registered | None
+    backing: RegisteredTensor | None
 
     @property
     def is_form(self) -> bool:
@@ -65,12 +66,12 @@ class Entry:
 class Exported:
     """A module's state dict, each entry explained. `metadata`: torch's versions of the modules."""
 
-    entries: Mapping[str, Entry]
-    registered: tuple[Registered, ...]
+    entries: Mapping[str, StateDictEntry]
+    registered: tuple[RegisteredTensor, ...]
     metadata: object
 
     @property
-    def by_key(self) -> dict[str, Entry]:
+    def by_key(self) -> dict[str, StateDictEntry]:
         """The entries by torch's key."""
         return {entry.key: entry for entry in self.entries.values()}
 
@@ -85,7 +86,7 @@ def export(module: nn.Module) -> Exported:
     # After the call: hooks may replace parameters.
     tree = list(walk_all(module))
     registered = tuple(
-        Registered(
+        RegisteredTensor(
             name=f"{logical}{attribute}",
             owner=inner,
             attribute=attribute,
@@ -96,7 +97,7 @@ def export(module: nn.Module) -> Exported:
         if not is_wrapper
         for attribute, tensor in registered_in(inner).items()
     )
-    names = Names(module, has_wrappers=any(is_wrapper for *_, is_wrapper in tree))
+    has_wrappers = any(is_wrapper for *_, is_wrapper in tree)
     memory = _Memory(registered)
     own: dict[int, torch.Tensor] = {}
     if not all(map(memory.is_known, state.values())):
@@ -105,14 +106,14 @@ def export(module: nn.Module) -> Exported:
             if held is not None:
                 own[id(value)] = held.tensor
                 memory.claim(held.tensor)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StateDictEntry] = {}
     for key, value in state.items():
         if not isinstance(key, str):
             raise PlacementError(
                 f"{type(module).__name__}.state_dict() has a key {key!r} that is no text"
             )
         value = own.get(id(value), value)
-        logical = names.logical(key, value)
+        logical = logical_name(module, key, value) if has_wrappers else key
         if logical in entries:
             raise PlacementError(
                 f"two tensors of {type(module).__name__} are both named '{logical}'"
@@ -120,7 +121,7 @@ def export(module: nn.Module) -> Exported:
         backing = memory.owner(value)
         if _is_extra(logical) and backing is not None and backing.name != logical:
             backing = None  # get_extra_state returned a tensor of the module: set_… wants it
-        entries[logical] = Entry(key=key, name=logical, value=value, backing=backing)
+        entries[logical] = StateDictEntry(key=key, name=logical, value=value, backing=backing)
     return Exported(
         entries=entries, registered=registered, metadata=getattr(state, "_metadata", None)
     )
@@ -132,19 +133,13 @@ def same_memory(one: object, other: object) -> bool:
         return True
     if isinstance(one, DTensor) and isinstance(other, DTensor):
         alike = one.device_mesh == other.device_mesh and one.placements == other.placements
-        return alike and one.shape == other.shape and same_memory(local(one), local(other))
+        return alike and one.shape == other.shape and same_memory(local_of(one), local_of(other))
     if isinstance(one, DTensor) or isinstance(other, DTensor):
         return False
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    place = _place(one)
-    return place is not None and place == _place(other)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached."""
-    found = tensor.detach()
-    return found._local_tensor if isinstance(found, DTensor) else found
+    key = _memory_key(one)
+    return key is not None and key == _memory_key(other)
 
 
 def reshapes(module: nn.Module) -> bool:
@@ -158,7 +153,7 @@ def reshapes(module: nn.Module) -> bool:
     )
 
 
-def forms_of(exported: Exported, module: nn.Module) -> tuple[Registered, ...]:
+def forms_of(exported: Exported, module: nn.Module) -> tuple[RegisteredTensor, ...]:
     """Registered tensors that only entries of other names can stand for (split, fused, packed)."""
     return tuple(hidden for hidden in _hidden(exported) if _stands_for(exported, module, hidden))
 
@@ -206,10 +201,10 @@ def _is_extra(name: str) -> bool:
     return name.rsplit(".", 1)[-1] == _EXTRA_STATE
 
 
-def _hidden(exported: Exported) -> Iterable[Registered]:
+def _hidden(exported: Exported) -> Iterable[RegisteredTensor]:
     """Persistent tensors that no entry is or wholly covers, nor bears the name of; each once."""
     seen = {id(entry.value) for entry in exported.entries.values()}
-    missed: list[Registered] = []
+    missed: list[RegisteredTensor] = []
     for held in exported.registered:
         if held.is_persistent and id(held.tensor) not in seen and not is_lazy(held.tensor):
             seen.add(id(held.tensor))
@@ -228,11 +223,11 @@ def _hidden(exported: Exported) -> Iterable[Registered]:
         if bearer is not None and bearer.backing is None:
             continue
         shown = parts.get(id(held.tensor), 0)
-        if 0 < local(held.tensor).numel() != shown and not claimed.covers(held.tensor):
+        if 0 < local_of(held.tensor).numel() != shown and not claimed.covers(held.tensor):
             yield held
 
 
-def _stands_for(exported: Exported, module: nn.Module, hidden: Registered) -> bool:
+def _stands_for(exported: Exported, module: nn.Module, hidden: RegisteredTensor) -> bool:
     """Whether forms made by code of its module, or of one above, may stand for a hidden tensor."""
     own = {held.name for held in exported.registered}
     scopes = {prefix for prefix, _, inner, _ in walk_all(module) if reshapes(inner)}
@@ -255,10 +250,10 @@ def _holds_data(value: object) -> bool:
     return isinstance(value, torch.Tensor | Marked | np.ndarray | bytes | bytearray)
 
 
-_Place = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+_MemoryKey = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 
 
-def _place(tensor: torch.Tensor) -> _Place | None:
+def _memory_key(tensor: torch.Tensor) -> _MemoryKey | None:
     """Where and how a tensor's elements lie; None where that says nothing."""
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -276,11 +271,11 @@ def _place(tensor: torch.Tensor) -> _Place | None:
 
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     """Device, first byte and the one after the last of a plain tensor's elements."""
-    place = None if isinstance(tensor, DTensor) else _place(tensor)
-    if place is None or place[1] == 0:
+    key = None if isinstance(tensor, DTensor) else _memory_key(tensor)
+    if key is None or key[1] == 0:
         return None
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), place[1], place[1] + (last + 1) * tensor.element_size()
+    return str(tensor.device), key[1], key[1] + (last + 1) * tensor.element_size()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -292,12 +287,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class _Memory:
     """Which registered tensor a tensor is or lies in, by identity and by address."""
 
-    def __init__(self, registered: Iterable[Registered]) -> None:
-        self._by_id: dict[int, Registered] = {}
+    def __init__(self, registered: Iterable[RegisteredTensor]) -> None:
+        self._by_id: dict[int, RegisteredTensor] = {}
         for held in registered:
             self._by_id.setdefault(id(held.tensor), held)
-        self._by_place: dict[object, Registered] | None = None
-        self._dense: dict[str, list[tuple[int, int, Registered]]] = {}
+        self._by_memory: dict[object, RegisteredTensor] | None = None
+        self._dense: dict[str, list[tuple[int, int, RegisteredTensor]]] = {}
         self._claimed: dict[str, list[tuple[int, int]]] = {}
         self._claimed_ids: set[int] = set()
 
@@ -305,34 +300,34 @@ class _Memory:
         """Whether nothing need be asked of a value's memory: most models have no others."""
         return id(value) in self._by_id or not isinstance(value, torch.Tensor)
 
-    def _places(self) -> dict[object, Registered]:
-        """The registered tensors by where they lie; worked out when first asked for."""
-        if self._by_place is not None:
-            return self._by_place
-        found: dict[object, Registered] = {}
+    def _index_memory(self) -> dict[object, RegisteredTensor]:
+        """The registered tensors by memory; computed when first asked for."""
+        if self._by_memory is not None:
+            return self._by_memory
+        by_memory: dict[object, RegisteredTensor] = {}
         for held in self._by_id.values():
             if is_lazy(held.tensor):
                 continue
-            place = _place(local(held.tensor))
-            if place is not None:
-                found.setdefault(place, held)
+            key = _memory_key(local_of(held.tensor))
+            if key is not None:
+                by_memory.setdefault(key, held)
             extent = _extent(held.tensor)
             if extent is not None and _is_dense(held.tensor):
                 self._dense.setdefault(extent[0], []).append((extent[1], extent[2], held))
         for spans in self._dense.values():
             spans.sort(key=lambda span: span[:2])
-        self._by_place = found
-        return found
+        self._by_memory = by_memory
+        return by_memory
 
-    def same(self, value: object) -> Registered | None:
+    def same(self, value: object) -> RegisteredTensor | None:
         """The registered tensor that a value is, or all of whose memory it is."""
         held = self._by_id.get(id(value))
         if held is not None or not isinstance(value, torch.Tensor) or is_lazy(value):
             return held
-        found = self._places().get(_place(local(value)))
+        found = self._index_memory().get(_memory_key(local_of(value)))
         return found if found is not None and same_memory(found.tensor, value) else None
 
-    def owner(self, value: object) -> Registered | None:
+    def owner(self, value: object) -> RegisteredTensor | None:
         """The registered tensor that a value is or lies in; claims what it has not claimed.
 
         A part that overlaps what another entry has claimed is a form, lest two entries fill one

@@ -19,9 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, MismatchError
-from holdfast.format.digest import digest128
-from holdfast.state.module.exported import Entry, Exported, Registered, export, local, same_memory
+from holdfast.state.module.exported import (
+    Exported,
+    RegisteredTensor,
+    StateDictEntry,
+    export,
+    same_memory,
+)
 from holdfast.state.names import walk_all
+from holdfast.state.tensors import element_bytes, local_of, tensor_digest
 
 _MAX_NAMED = 10
 
@@ -37,10 +43,10 @@ def has_user_loader(module: nn.Module) -> bool:
 
 
 @dataclass(slots=True)
-class _Mark:
+class _BeforeLoad:
     """A tensor that only the module's code can write, as it was before."""
 
-    held: Registered
+    held: RegisteredTensor
     version: tuple[int, int]
     digest: str
 
@@ -58,8 +64,8 @@ class Handover:
         module: nn.Module,
         exported: Exported,
         *,
-        entries: Sequence[Entry],
-        hidden: Sequence[Registered],
+        entries: Sequence[StateDictEntry],
+        hidden: Sequence[RegisteredTensor],
     ) -> None:
         self._module = module
         self._exported = exported
@@ -78,7 +84,10 @@ class Handover:
         if self._exported.metadata is not None:
             handed._metadata = self._exported.metadata  # type: ignore[attr-defined]
         digests = self._digests(loaded)
-        marks = [_Mark(held, _version(held.tensor), _digest(held.tensor)) for held in self._hidden]
+        marks = [
+            _BeforeLoad(held, _version(held.tensor), tensor_digest(held.tensor))
+            for held in self._hidden
+        ]
         self._call(self._module, handed)
         self._keep_parameters()
         after = export(self._module)
@@ -131,7 +140,7 @@ class Handover:
             if entry.name in self.copied or not isinstance(value, torch.Tensor):
                 continue
             if entry.backing is not None and any(entry.name.startswith(s) for s in scopes):
-                found[entry.name] = _digest(value)
+                found[entry.name] = tensor_digest(value)
         return found
 
     def _wrong(
@@ -149,14 +158,14 @@ class Handover:
 
     def _is_right(
         self,
-        entry: Entry,
+        entry: StateDictEntry,
         shown: object,
         loaded: Mapping[str, object],
         digests: Mapping[str, str],
     ) -> bool:
         value = loaded[entry.name]
         if entry.name in digests:
-            return isinstance(shown, torch.Tensor) and _digest(shown) == digests[entry.name]
+            return isinstance(shown, torch.Tensor) and tensor_digest(shown) == digests[entry.name]
         if entry.backing is not None and entry.name not in self.copied:
             return same_memory(shown, value) or equal_bits(shown, value)
         if entry.name in self.copied:
@@ -226,7 +235,7 @@ class Handover:
                 with torch.no_grad():
                     one.value.copy_(value)
 
-    def _refuse_untouched(self, marks: Sequence[_Mark], handed: Mapping[str, object]) -> None:
+    def _refuse_untouched(self, marks: Sequence[_BeforeLoad], handed: Mapping[str, object]) -> None:
         """MismatchError for a tensor that stands behind other entries and that nothing wrote.
 
         A loader that writes the very bytes that were there, past torch's counter of versions, is
@@ -237,11 +246,11 @@ class Handover:
             return
         if self._is_collective:
             raise MismatchError(self._left_alone([mark.held.name for mark in suspects]))
-        kept = [local(mark.held.tensor).clone() for mark in suspects]
+        kept = [local_of(mark.held.tensor).clone() for mark in suspects]
         for mark, value in zip(suspects, kept, strict=True):
             with torch.no_grad():
-                local(mark.held.tensor).copy_(_inverted(value))
-        before = [_digest(mark.held.tensor) for mark in suspects]
+                local_of(mark.held.tensor).copy_(_inverted(value))
+        before = [tensor_digest(mark.held.tensor) for mark in suspects]
         try:
             self._call(self._module, handed)
             self._keep_parameters()
@@ -249,11 +258,11 @@ class Handover:
             untouched = [
                 (mark, value)
                 for mark, value, digest in zip(suspects, kept, before, strict=True)
-                if _digest(mark.held.tensor) == digest
+                if tensor_digest(mark.held.tensor) == digest
             ]
             for mark, value in untouched:
                 with torch.no_grad():
-                    local(mark.held.tensor).copy_(value)
+                    local_of(mark.held.tensor).copy_(value)
         if untouched:
             raise MismatchError(self._left_alone([mark.held.name for mark, _ in untouched]))
 
@@ -289,20 +298,14 @@ def equal_bits(one: object, other: object) -> bool:
             return False
         if isinstance(one, DTensor) and one.placements != getattr(other, "placements", None):
             return False
-        mine, theirs = local(one), local(other)
+        mine, theirs = local_of(one), local_of(other)
         if not _alike(mine, theirs):
             return False
-        return torch.equal(_bits(mine).to(theirs.device), _bits(theirs))
+        return torch.equal(element_bytes(mine).to(theirs.device), element_bytes(theirs))
     try:
         return bool(one == other)
     except Exception:
         return False
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor's elements as bytes, in row-major order."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8)
 
 
 def _inverted(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,31 +313,25 @@ def _inverted(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is torch.bool:
         return tensor.logical_not()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return _bits(plain).bitwise_not().view(plain.dtype).reshape(plain.shape)
+    return element_bytes(plain).bitwise_not().view(plain.dtype).reshape(plain.shape)
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    if is_lazy(tensor) or tensor.is_meta:
-        return ""
-    return digest128(_bits(local(tensor)).cpu().numpy().data)
-
-
-def _is_untouched(mark: _Mark) -> bool:
+def _is_untouched(mark: _BeforeLoad) -> bool:
     held = mark.held
     now = held.owner._parameters.get(held.attribute, held.owner._buffers.get(held.attribute))
     if now is not held.tensor or _version(held.tensor) != mark.version:
         return False
-    return local(held.tensor).numel() > 0 and _digest(held.tensor) == mark.digest
+    return local_of(held.tensor).numel() > 0 and tensor_digest(held.tensor) == mark.digest
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """torch's counters of writes, of a tensor and of what it holds on this rank."""
     if tensor.is_inference():
         return (0, 0)
-    return (tensor._version, local(tensor)._version)
+    return (tensor._version, local_of(tensor)._version)
 
 
-def _is_parameter(held: Registered) -> bool:
+def _is_parameter(held: RegisteredTensor) -> bool:
     return held.attribute in held.owner._parameters
 
 

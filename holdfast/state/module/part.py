@@ -14,18 +14,17 @@ from torch.nn.parameter import is_lazy
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.markers import Marked, Stored
 from holdfast.state.match.stored import StoredPart
+from holdfast.state.match.templates import PlacedTemplates, zeros_like_target
 from holdfast.state.module.exported import (
-    Entry,
     Exported,
-    Registered,
+    RegisteredTensor,
+    StateDictEntry,
     export,
     forms_of,
     refuse_hidden,
 )
 from holdfast.state.module.handover import Handover, has_user_loader, runs_code
-from holdfast.state.module.placed import Placer, fresh_like
-from holdfast.state.names import plain_root
-from holdfast.state.padding import declarations
+from holdfast.state.names import declared_padding, plain_root
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
 
@@ -55,7 +54,7 @@ class ModulePart:
         shows in no form.
         """
         exported = self._export()
-        padded = declarations(self._module)  # after the hooks, which may replace parameters
+        padded = declared_padding(self._module)  # after the hooks, which may replace parameters
         found: dict[str, object] = {}
         for entry in self._selected(exported):
             value = entry.value
@@ -70,9 +69,9 @@ class ModulePart:
     def template(self, stored: StoredPart) -> dict[str, object]:
         """The module's own tensors as targets, new ones for forms; extra state as it is stored."""
         exported = self._export()
-        padded = declarations(self._module)
+        padded = declared_padding(self._module)
         nodes = dict(stored.children(stored.node) or ())
-        placer = Placer(stored, in_place=False)
+        templates = PlacedTemplates(in_place=False)
         entries = self._selected(exported)
         pending = Handover(self._module, exported, entries=entries, hidden=self._hidden(exported))
         found: dict[str, object] = {}
@@ -83,7 +82,8 @@ class ModulePart:
                 # Missing, or left as it is by the caller's leave: never handed over as zeros.
                 pending.absent.add(entry.name)
             elif entry.backing is None and not entry.is_form:
-                target = placer.template(target, nodes[name])
+                below = StoredPart(nodes[name], stored.tensors, f"{stored.name}.{name}")
+                target = templates.template(target, below)
             elif isinstance(target, torch.Tensor | Marked):
                 declared = None
                 if isinstance(target, torch.Tensor):
@@ -93,7 +93,7 @@ class ModulePart:
                 )
                 if entry.is_form and is_padded and isinstance(target, torch.Tensor):
                     pending.copied.add(entry.name)
-                    target = fresh_like(target, target.dtype)
+                    target = zeros_like_target(target, target.dtype)
                 elif entry.is_form or (declared is None and _may_grow(entry, nodes[name], stored)):
                     pending.copied.add(entry.name)
                     target = _form_target(target, nodes[name], stored)
@@ -138,7 +138,7 @@ class ModulePart:
         refuse_hidden(exported, self._module, self._is_asked)
         return exported
 
-    def _selected(self, exported: Exported) -> list[Entry]:
+    def _selected(self, exported: Exported) -> list[StateDictEntry]:
         if self._only is None:
             return list(exported.entries.values())
         if callable(self._only):
@@ -156,7 +156,7 @@ class ModulePart:
                 found.append(entry)
         return found
 
-    def _hidden(self, exported: Exported) -> list[Registered]:
+    def _hidden(self, exported: Exported) -> list[RegisteredTensor]:
         """Registered tensors that come back through forms, as far as they are asked for."""
         found = forms_of(exported, self._module)
         return [held for held in found if self._is_asked(held.name, held.tensor)]
@@ -206,7 +206,7 @@ def _loaded(value: object) -> object:
     return value
 
 
-def _owners(name: str, registered: Mapping[str, Registered]) -> Iterator[Registered]:
+def _owners(name: str, registered: Mapping[str, RegisteredTensor]) -> Iterator[RegisteredTensor]:
     """The registered tensors that a form is named after: `weight` for `weight.scale`, too."""
     while name:
         if name in registered:
@@ -225,10 +225,10 @@ def _form_target(value: torch.Tensor | Marked, node: object, stored: StoredPart)
         if is_lazy(value):
             return value
     dtype = value.dtype if isinstance(value, torch.Tensor) else value.local.dtype
-    return fresh_like(value, dtype)
+    return zeros_like_target(value, dtype)
 
 
-def _may_grow(entry: Entry, node: object, stored: StoredPart) -> bool:
+def _may_grow(entry: StateDictEntry, node: object, stored: StoredPart) -> bool:
     """Whether a tensor has another shape than stored and its module can take that: observers do."""
     value, held = entry.value, entry.backing
     if held is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):

@@ -8,17 +8,16 @@ from torch.distributed.tensor import DTensor
 from holdfast.arrays.boxes import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.markers import Marked, Padded
-from holdfast.state.match.result import Wanted
-from holdfast.state.padding import clip_leaf, padding_views
-from holdfast.state.placement import Domains, tensor_leaf
+from holdfast.state.match.result import TensorRequest
+from holdfast.state.placement import Domains, clip_leaf, padding_views, tensor_leaf
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-Held = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
+LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
 """Dtype name, global shape, boxes (None: the whole), and what is filled."""
 
 
-class Targets:
+class LocalTargets:
     """The targets of one load on this rank.
 
     `cleared`: the padding that is set to zero in the end.
@@ -30,7 +29,7 @@ class Targets:
         self._domains: Domains = {}
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.cleared: list[Wanted] = []
+        self.cleared: list[TensorRequest] = []
 
     def move_to(self, layout: Layout) -> None:
         """What follows lives on this layout."""
@@ -41,7 +40,7 @@ class Targets:
         for view in self._paddings.get(id(template), ()):
             view.zero_()
 
-    def held(self, template: torch.Tensor | Marked, path: str) -> Held:
+    def held(self, template: torch.Tensor | Marked, path: str) -> LocalTarget:
         """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
 
         Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
@@ -69,7 +68,7 @@ class Targets:
         if isinstance(template, Padded):
             if id(template) not in self._paddings:
                 views = self._paddings[id(template)] = padding_views(leaf, template.shape)
-                self.cleared.append(Wanted(f"the padding of {path}", -1, None, views))
+                self.cleared.append(TensorRequest(f"the padding of {path}", -1, None, views))
             leaf = clip_leaf(leaf, template.shape)
         if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
             self._boxes[like] = leaf.boxes
@@ -87,16 +86,18 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     )
 
 
-def other_shape(
+def shape_mismatch(
     template: torch.Tensor | Marked, path: str, held: tuple[int, ...], stored: tuple[int, ...]
 ) -> str:
     """In words: the state and the checkpoint differ in shape, and whether padding may be why."""
-    said = f"{path}: the state's shape is {list(held)}, the checkpoint's {list(stored)}"
+    message = f"{path}: the state's shape is {list(held)}, the checkpoint's {list(stored)}"
     if isinstance(template, Padded):
-        return f"{said}; the state's is declared as the real one of {list(template.padded_shape)}"
+        return (
+            f"{message}; the state's is declared as the real one of {list(template.padded_shape)}"
+        )
     if len(held) == len(stored):
-        said += (
+        message += (
             "; if they differ by padding alone, declare the real shape where it is saved and where "
             "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
         )
-    return said
+    return message

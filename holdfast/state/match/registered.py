@@ -1,4 +1,4 @@
-"""Objects of registered types in a load's template, taken apart to fill their tensors."""
+"""Objects of registered types in a load's template, split into fields to fill their tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from holdfast.state.markers import PerRank, Stored, Transient, Union
 from holdfast.state.placement import is_tensor_like
 
 
-class Registered:
+class RegisteredTypes:
     """The dataclasses and codecs that a load knows, for as long as it takes."""
 
     def __init__(self, codecs: Codecs) -> None:
         self._codecs = codecs
         self._encoded: dict[int, tuple[object, object]] = {}
 
-    def parts(self, template: object) -> object:
+    def fields_of(self, template: object) -> object:
         """What a registered dataclass or a codec's type is made of; None for any other object.
 
         A codec is asked once for each object: what it gives then is what is filled.
@@ -38,7 +38,7 @@ class Registered:
         return None
 
     def tag_and_name(self, template: object) -> tuple[str, str]:
-        """How an object that has parts is stored: tag and registered name."""
+        """How an object that has fields is stored: tag and registered name."""
         codec = self._codecs.codec_for(type(template))
         return (
             ("dataclass", type(template).__qualname__) if codec is None else ("codec", codec.name)
@@ -50,9 +50,9 @@ class Registered:
             return True
         if isinstance(tree, Union):
             return self.holds_tensors(tree.mapping)
-        parts = self.parts(tree)
-        if parts is not None:
-            return self.holds_tensors(parts)
+        inner = self.fields_of(tree)
+        if inner is not None:
+            return self.holds_tensors(inner)
         if isinstance(tree, Mapping):
             return any(self.holds_tensors(child) for child in tree.values())
         if isinstance(tree, list | tuple | deque):
