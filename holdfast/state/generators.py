@@ -13,7 +13,7 @@ import torch
 
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.parallel.layout import DENSE_AXES
-from holdfast.state.markers import PerRank
+from holdfast.state.markers import PerRank, axis_names
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 State = dict[str, object] | torch.Tensor
@@ -50,14 +50,14 @@ class RandomStreams:
         generators: Mapping[str, Generator | Stream] | None = None,
     ) -> None:
         """Declare; see `RNG`. Nothing is read yet."""
-        self._axes = _axis_names(axes)
-        self._shared = None if shared is None else _axis_names(shared)
+        self._axes = axis_names(axes)
+        self._shared = None if shared is None else axis_names(shared)
         self._generators: dict[str, Generator] = {}
         self._shared_by_name: dict[str, tuple[str, ...] | None] = {}
         for name, given in (generators or {}).items():
             stream = given if isinstance(given, Stream) else Stream(given, self._shared)
             _check_generator(name, stream.generator)
-            along = None if stream.shared is None else _axis_names(stream.shared)
+            along = None if stream.shared is None else axis_names(stream.shared)
             self._generators[_PREFIX + name] = stream.generator
             self._shared_by_name[_PREFIX + name] = along
         for declared in (self._shared, *self._shared_by_name.values()):
@@ -214,7 +214,3 @@ def _numpy_tuple(state: Mapping[str, Any]) -> Any:
         return dict(state["state"])
     names = ("name", "keys", "position", "has_gauss", "cached")
     return tuple(state[name] for name in names)
-
-
-def _axis_names(axes: Sequence[str]) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)

@@ -44,7 +44,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """A state taken apart: its tensors, and the tree of everything else.
+    """A flattened state: its tensors, and the tree of everything else.
 
     `leaves`: by key, in the order of the tree. `nodes`: part name -> encoded tree, in which each
     tensor is a reference to its key. Cost: no tensor byte is copied.

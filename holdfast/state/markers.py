@@ -72,7 +72,7 @@ class Sharded:
             position = dim % ndim
             if position in clean:
                 raise PlacementError(f"Sharded: dim {position} is declared twice")
-            clean[position] = (axes,) if isinstance(axes, str) else tuple(axes)
+            clean[position] = axis_names(axes)
         named = [axis for axes in clean.values() for axis in axes]
         for axis in named:
             if named.count(axis) > 1:
@@ -188,6 +188,11 @@ class Padded:
         return self.value if isinstance(self.value, torch.Tensor) else self.value.local
 
 
+def axis_names(axes: str | Sequence[str]) -> tuple[str, ...]:
+    """The axes that a user names: one as text, or several."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
 def check_real_shape(shape: tuple[int, ...], padded: tuple[int, ...], *, where: str) -> None:
     """PlacementError, beginning with `where`, unless `shape` is a part of the padded shape."""
     if len(shape) != len(padded) or any(
@@ -238,7 +243,7 @@ class PerRank:
             raise PlacementError(f"PerRank: surplus={self.surplus!r} is not one of 'error', 'drop'")
         if self.merge is not None and not callable(self.merge):
             raise PlacementError(f"PerRank: merge={self.merge!r} cannot be called")
-        axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+        axes = axis_names(self.axes)
         if not axes or len(set(axes)) != len(axes):
             raise PlacementError(
                 f"PerRank: axes {list(axes)} must be named once each, at least one"

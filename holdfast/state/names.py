@@ -7,7 +7,7 @@ real shape; a load fills them and sets the padding of its targets to zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -76,6 +76,13 @@ def registered_in(module: nn.Module) -> dict[str, torch.Tensor]:
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether torch puts a parameter or buffer of a module into state dicts."""
     return name not in getattr(module, "_non_persistent_buffers_set", ())
+
+
+def overrides(obj: object, base: type, methods: Iterable[str]) -> bool:
+    """Whether an object, or its class, has other methods of these names than the base class."""
+    return any(
+        name in vars(obj) or getattr(type(obj), name) is not getattr(base, name) for name in methods
+    )
 
 
 def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
@@ -219,8 +226,7 @@ def plain_root(module: nn.Module) -> nn.Module:
 
 
 def _has_state_code(module: nn.Module) -> bool:
-    kind = type(module)
-    if _foreign(kind) is not None:
+    if _foreign(type(module)) is not None:
         return False  # its methods forward to the module inside
     tables = (
         "_state_dict_hooks",
@@ -228,12 +234,9 @@ def _has_state_code(module: nn.Module) -> bool:
         "_load_state_dict_pre_hooks",
         "_load_state_dict_post_hooks",
     )
-    names = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
-    return (
-        any(getattr(module, table, None) for table in tables)
-        or any(getattr(kind, name) is not getattr(nn.Module, name) for name in names)
-        or any(name in module.__dict__ for name in names)
-    )
+    methods = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+    has_hooks = any(getattr(module, table, None) for table in tables)
+    return has_hooks or overrides(module, nn.Module, methods)
 
 
 class Padding:

@@ -96,7 +96,7 @@ class TreePart:
 
 
 def is_last(value: object) -> bool:
-    """Whether an entry of a state has to be taken apart, and restored, after all others.
+    """Whether an entry of a state has to be flattened, and restored, after all others.
 
     Random streams: other parts may draw from them while they say what they hold, or take it back.
     """

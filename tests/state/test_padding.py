@@ -232,13 +232,13 @@ def test_what_was_worked_out_is_used_again() -> None:
         gc.collect()
         return dict(flat.leaves)
 
-    first, shelves = leaves(), set(cache.shelves)
-    assert shelves == {"m", "o.state.embed.weight"}
+    first, paths = leaves(), set(cache.dicts)
+    assert paths == {"m", "o.state.embed.weight"}
     assert first["o.state.embed.weight.exp_avg"].shape == (5, 3)
-    held = {path: cache.shelves[path] for path in shelves}
+    held = {path: cache.dicts[path] for path in paths}
     again = leaves()
     assert all(again[key] is leaf for key, leaf in first.items())
-    assert all(cache.shelves[path] is shelf for path, shelf in held.items())
+    assert all(cache.dicts[path] is cached for path, cached in held.items())
     declare_padding(net.embed, "weight", (4, 3))
     assert leaves()["m.embed.weight"].shape == (4, 3)
     net.embed.weight.data = torch.ones(8, 3)
@@ -246,7 +246,7 @@ def test_what_was_worked_out_is_used_again() -> None:
     assert changed.locals[0].data_ptr() == net.embed.weight.data_ptr()
     # nothing but the cache keeps replaced tensors alive
     parameter = declared_padding(net).by_tensor[id(net.embed.weight)]
-    del cache.entries, cache.shelves
+    del cache.leaves, cache.dicts
     gc.collect()
     assert len(parameter._markers) == 0
 

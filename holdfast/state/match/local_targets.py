@@ -9,7 +9,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.markers import Marked, Padded
 from holdfast.state.match.result import TensorRequest
-from holdfast.state.placement import Domains, clip_leaf, padding_views, tensor_leaf
+from holdfast.state.placement import Domains, clip_leaf, padding_views, tensor_leaf, unreadable
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -40,7 +40,7 @@ class LocalTargets:
         for view in self._paddings.get(id(template), ()):
             view.zero_()
 
-    def held(self, template: torch.Tensor | Marked, path: str) -> LocalTarget:
+    def local_target(self, template: torch.Tensor | Marked, path: str) -> LocalTarget:
         """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
 
         Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
@@ -76,14 +76,8 @@ class LocalTargets:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor_leaf` has nothing to say against a plain tensor."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and type(tensor) in PLAIN
-    )
+    """Whether `tensor_leaf` takes a plain tensor."""
+    return type(tensor) in PLAIN and not unreadable(tensor)
 
 
 def shape_mismatch(

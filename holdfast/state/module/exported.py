@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.state.markers import Marked
-from holdfast.state.names import is_persistent, logical_name, registered_in, walk_all
+from holdfast.state.names import is_persistent, logical_name, overrides, registered_in, walk_all
 from holdfast.state.tensors import local_of
 
 _EXTRA_STATE = "_extra_state"
@@ -69,11 +69,6 @@ class Exported:
     entries: Mapping[str, StateDictEntry]
     registered: tuple[RegisteredTensor, ...]
     metadata: object
-
-    @property
-    def by_key(self) -> dict[str, StateDictEntry]:
-        """The entries by torch's key."""
-        return {entry.key: entry for entry in self.entries.values()}
 
 
 def export(module: nn.Module) -> Exported:
@@ -140,17 +135,6 @@ def same_memory(one: object, other: object) -> bool:
         return False
     key = _memory_key(one)
     return key is not None and key == _memory_key(other)
-
-
-def reshapes(module: nn.Module) -> bool:
-    """Whether a module has code of its own that makes entries of a state dict."""
-    kind = type(module)
-    return (
-        bool(getattr(module, "_state_dict_hooks", None))
-        or "state_dict" in module.__dict__
-        or kind.state_dict is not nn.Module.state_dict
-        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
-    )
 
 
 def forms_of(exported: Exported, module: nn.Module) -> tuple[RegisteredTensor, ...]:
@@ -230,15 +214,17 @@ def _hidden(exported: Exported) -> Iterable[RegisteredTensor]:
 def _stands_for(exported: Exported, module: nn.Module, hidden: RegisteredTensor) -> bool:
     """Whether forms made by code of its module, or of one above, may stand for a hidden tensor."""
     own = {held.name for held in exported.registered}
-    scopes = {prefix for prefix, _, inner, _ in walk_all(module) if reshapes(inner)}
+    methods = ("state_dict", "_save_to_state_dict")
+    scopes = {
+        prefix
+        for prefix, _, inner, _ in walk_all(module)
+        if getattr(inner, "_state_dict_hooks", None) or overrides(inner, nn.Module, methods)
+    }
     for entry in exported.entries.values():
-        if entry.backing is not None or entry.name in own:
-            continue
-        if not _holds_data(entry.value):
-            continue
-        homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
-        if homes and hidden.name.startswith(max(homes, key=len)):
-            return True
+        if entry.backing is None and entry.name not in own and _holds_data(entry.value):
+            homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
+            if homes and hidden.name.startswith(max(homes, key=len)):
+                return True
     return False
 
 

@@ -126,8 +126,8 @@ class Handover:
             ) from error
         unexpected = getattr(said, "unexpected_keys", None)
         if module is self._module and isinstance(unexpected, list):
-            by_key = self._exported.by_key
-            self._unexpected = {by_key[key].name for key in unexpected if key in by_key}
+            entries = self._exported.entries.values()
+            self._unexpected = {entry.name for entry in entries if entry.key in unexpected}
 
     def _digests(self, loaded: Mapping[str, object]) -> dict[str, str]:
         """Of the module's own tensors that code of the user's might change while it loads."""

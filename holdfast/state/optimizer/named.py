@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.markers import FlatShard
-from holdfast.state.names import Padding, declared_padding, parameter_names, walk_all
+from holdfast.state.names import Padding, declared_padding, overrides, parameter_names, walk_all
 from holdfast.state.optimizer.inner import inner_optimizers, is_torch_class, unwrapped_optimizer
 from holdfast.state.optimizer.own_form import TorchForm, read_form, shows
 from holdfast.state.optimizer.protocol import (
@@ -293,12 +293,9 @@ def has_own_form(optimizer: Any) -> bool:
     """Whether state goes through the optimizer's own methods rather than its attributes."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return True
-    for name in ("state_dict", "load_state_dict"):
-        if name in vars(optimizer):
-            return True
-        if getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name):
-            return True
-    return any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+    methods = ("state_dict", "load_state_dict")
+    has_hooks = any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+    return has_hooks or overrides(optimizer, torch.optim.Optimizer, methods)
 
 
 def state_of(param: OptimizerParameter, form: TorchForm | None) -> tuple[bool, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,18 +63,6 @@ def _filled_in_place(held: object, value: object) -> object:
     return value
 
 
-def _own_copies(chosen: Sequence[int | None], groups: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    """The stored settings for each group; tensors are not shared by groups that took them twice."""
-    taken: set[int] = set()
-    for position in chosen:
-        if position is None:
-            yield None
-            continue
-        values = groups[position]
-        yield copy.deepcopy(dict(values)) if position in taken else dict(values)
-        taken.add(position)
-
-
 def stored_settings(
     tree: Mapping[str, Any],
     members: Sequence[Sequence[str]],
@@ -82,11 +70,17 @@ def stored_settings(
 ) -> list[dict[str, Any] | None]:
     """The settings of each local group, found by its members; None: it stays as it was built.
 
-    `tree`: an optimizer's part as loaded. `members[i]`: names of the parameters of group `i`, whose
-    settings are `groups[i]`. MismatchError where a group's members were in groups that differ.
+    Args:
+        tree: An optimizer's part as loaded.
+        members: Of each group, the names of its parameters.
+        groups: The groups' settings now.
+
+    Raises:
+        MismatchError: Where a group's members were in groups that differ.
     """
     stored, membership = tree["groups"], tree["membership"]
-    chosen: list[int | None] = []
+    settings: list[dict[str, Any] | None] = []
+    used: set[int] = set()
     for position, names in enumerate(members):
         homes = sorted({membership[name] for name in names if name in membership})
         if any(not equal_trees(stored[home], stored[homes[0]]) for home in homes):
@@ -95,26 +89,29 @@ def stored_settings(
                 f"groups {homes}, whose settings differ; build the same parameter groups as "
                 f"the saved run"
             )
-        if homes:
-            chosen.append(homes[0])
-        else:  # nobody is known: it stays as it was built, by consent or for want of any
-            chosen.append(None if names or position >= len(stored) else position)
-    found: list[dict[str, Any] | None] = list(_own_copies(chosen, stored))
-    for position, values in enumerate(found):
-        if values is not None:
-            values |= {
+        if not homes and (names or position >= len(stored)):
+            settings.append(None)  # none is known: it stays as built, by consent or for want of any
+            continue
+        home = homes[0] if homes else position
+        # Groups that take the same stored one must not share its tensors.
+        values = copy.deepcopy(dict(stored[home])) if home in used else dict(stored[home])
+        used.add(home)
+        settings.append(
+            values
+            | {
                 key: value
                 for key, value in groups[position].items()
                 if isinstance(tree.get(f"groups.{position}.{key}"), Fresh)
             }
-    return found
+        )
+    return settings
 
 
 class ParamGroupsGuard:
     """The groups of an optimizer, and of those it holds, kept as objects through a load.
 
-    Torch's `load_state_dict` puts new dicts in their place, and whoever refers to the old ones (a
-    container that shares them, a user's variable) is left with stale settings.
+    Torch's `load_state_dict` puts new dicts in their place, and any reference to the old ones (of a
+    container that shares them, a user's variable) would be left with stale settings.
     """
 
     def __init__(self, optimizer: Any) -> None:
