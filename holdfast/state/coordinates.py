@@ -88,10 +88,10 @@ def parse_label(label: str, *, path: str) -> dict[str, int]:
     """The coordinates that a label stands for; CorruptionError for text that is none."""
     try:
         pairs = [part.split("=") for part in label.split(",")]
-        found = {axis: int(index) for axis, index in pairs}
+        result = {axis: int(index) for axis, index in pairs}
     except ValueError:
         raise CorruptionError(f"{path}: {label!r} is no coordinate of a layout") from None
-    return found
+    return result
 
 
 def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -129,38 +129,38 @@ def find_source(
 
 
 def _by_label_along(
-    asked: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any], *, path: str
+    requested: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any], *, path: str
 ) -> dict[str, str] | None:
     """Label along the axes asked for -> stored label; None where that is ambiguous.
 
     A stored axis that is not asked for may be left out where it has one coordinate only.
     """
-    if set(asked) == set(axes):
+    if set(requested) == set(axes):
         return {label: label for label in trees}
-    extra = set(axes) - set(asked)
-    if not set(asked) <= set(axes):
+    extra = set(axes) - set(requested)
+    if not set(requested) <= set(axes):
         return None
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     beyond: set[tuple[int, ...]] = set()
     for label in trees:
         at = parse_label(label, path=path)
         beyond.add(tuple(at[axis] for axis in sorted(extra)))
-        found[",".join(f"{axis}={at[axis]}" for axis in sorted(asked))] = label
-    return found if len(beyond) == 1 else None
+        result[",".join(f"{axis}={at[axis]}" for axis in sorted(requested))] = label
+    return result if len(beyond) == 1 else None
 
 
 def _other_axes(
     marker: PerRank, axes: Sequence[str], trees: Mapping[str, Any], *, path: str
 ) -> str:
-    said = (
+    message = (
         f"{path}: the state has a value per {','.join(marker.axes)} here, the checkpoint a value "
         f"per {','.join(axes)}"
     )
     more = sorted(set(axes) - set(marker.axes))
     if set(marker.axes) <= set(axes):
-        said += f", and {len(trees)} of them, so that it is not clear which to take along {more}"
+        message += f", and {len(trees)} of them, so that it is not clear which to take along {more}"
     return (
-        f"{said}; ask for it with axes={tuple(axes)}, or make one of what is stored: "
+        f"{message}; ask for it with axes={tuple(axes)}, or make one of what is stored: "
         f"PerRank(..., merge=callable)"
     )
 
@@ -195,9 +195,9 @@ def fill_from_merged(template: object, merged: object, path: str) -> object:
     target = template.local if isinstance(template, Marked) else template
     if isinstance(target, torch.Tensor):
         if not isinstance(merged, torch.Tensor) or merged.shape != target.shape:
-            found = list(merged.shape) if isinstance(merged, torch.Tensor) else merged
+            result = list(merged.shape) if isinstance(merged, torch.Tensor) else merged
             raise MismatchError(
-                f"{path}: merge returned {found!r} for a tensor of shape {list(target.shape)}"
+                f"{path}: merge returned {result!r} for a tensor of shape {list(target.shape)}"
             )
         with torch.no_grad():
             if not _fits(merged, target.dtype):

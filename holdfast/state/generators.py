@@ -197,15 +197,15 @@ def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy_state() -> dict[str, object]:
-    found: Any = np.random.get_state(legacy=False)
-    if found["bit_generator"] != "MT19937":
-        return {"name": str(found["bit_generator"]), "state": found}
+    result: Any = np.random.get_state(legacy=False)
+    if result["bit_generator"] != "MT19937":
+        return {"name": str(result["bit_generator"]), "state": result}
     return {
         "name": "MT19937",
-        "keys": np.array(found["state"]["key"], dtype=np.uint32),
-        "position": int(found["state"]["pos"]),
-        "has_gauss": int(found["has_gauss"]),
-        "cached": float(found["gauss"]),
+        "keys": np.array(result["state"]["key"], dtype=np.uint32),
+        "position": int(result["state"]["pos"]),
+        "has_gauss": int(result["has_gauss"]),
+        "cached": float(result["gauss"]),
     }
 
 

@@ -69,8 +69,8 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def registered_in(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers registered in a module itself, by attribute."""
-    found = dict(module._parameters.items()) | dict(module._buffers.items())
-    return {name: value for name, value in found.items() if value is not None}
+    result = dict(module._parameters.items()) | dict(module._buffers.items())
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
@@ -205,12 +205,12 @@ def _meanings(
 
 def parameter_names(module: nn.Module) -> dict[torch.nn.Parameter, str]:
     """Parameter -> its first logical name; a tied parameter has one name here."""
-    found: dict[torch.nn.Parameter, str] = {}
+    result: dict[torch.nn.Parameter, str] = {}
     for logical, _, inner in walk(module):
         for name, value in inner._parameters.items():
             if value is not None:
-                found.setdefault(value, f"{logical}{name}")
-    return found
+                result.setdefault(value, f"{logical}{name}")
+    return result
 
 
 def plain_root(module: nn.Module) -> nn.Module:

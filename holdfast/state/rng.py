@@ -144,7 +144,9 @@ class _StreamLoad:
     ) -> PerRankSource:
         """Which stored coordinates this rank reads; what it keeps, and what must be equal."""
         stored = _StoredStreams(request, axes=axes)
-        found = PerRankSource(here=request.here, is_picked=True, names=frozenset((*names, DIGESTS)))
+        result = PerRankSource(
+            here=request.here, is_picked=True, names=frozenset((*names, DIGESTS))
+        )
         labels: dict[str, None] = {}
         kept = []
         for name in names:
@@ -156,17 +158,17 @@ class _StreamLoad:
             if not taken:
                 kept.append(name)
             check = stored.check(name, self.declared[name], taken, self.fresh[name])
-            found.checks += [] if check is None else [check]
-        found.labels = tuple(labels)
-        found.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
-        found.kept += ("cuda",) if "cuda" in absent and found.kept != ("",) else ()
-        found.missing = tuple(name for name in absent if name != "cuda")
+            result.checks += [] if check is None else [check]
+        result.labels = tuple(labels)
+        result.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
+        result.kept += ("cuda",) if "cuda" in absent and result.kept != ("",) else ()
+        result.missing = tuple(name for name in absent if name != "cuda")
         if "cuda" not in names and "cuda" in _streams_of_tree(request.stored.get(request.here)):
             # There is no device here to draw from it.
-            found.dropped = ("cuda",)
+            result.dropped = ("cuda",)
         if "cuda" not in names:
-            found.names = frozenset((*names, DIGESTS, "cuda"))
-        return found
+            result.names = frozenset((*names, DIGESTS, "cuda"))
+        return result
 
     def loaded(self, name: str, tree: Mapping[str, Any]) -> Any:
         """The state that a stream is set to; MismatchError where a shared one differs."""
@@ -256,18 +258,18 @@ class _StoredStreams:
         """Stored coordinates that are this rank's but for the axes `along`, ascending."""
         axes = sorted(self._mine)
         rest = [axis for axis in axes if axis not in along]
-        found = [
+        result = [
             (tuple(at[axis] for axis in axes), label)
             for label, at in self._at.items()
             if all(at[axis] == self._mine[axis] for axis in rest)
         ]
-        return [label for _, label in sorted(found)]
+        return [label for _, label in sorted(result)]
 
     def _digest(self, label: str, name: str) -> str | None:
         """The stored digest of a stream; None in a checkpoint from before there were any."""
         digests = self._request.stored[label].get(DIGESTS)
-        found = digests.get(name) if isinstance(digests, Mapping) else None
-        return found if isinstance(found, str) else None
+        result = digests.get(name) if isinstance(digests, Mapping) else None
+        return result if isinstance(result, str) else None
 
 
 def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
@@ -287,8 +289,8 @@ def _streams_of(group: Any) -> set[str]:
     if not _is_per_rank(group):
         return _streams_of_tree(group)
     trees = group.get("v")
-    found = trees.values() if isinstance(trees, Mapping) else ()
-    return {name for tree in found for name in _streams_of_tree(tree)}
+    result = trees.values() if isinstance(trees, Mapping) else ()
+    return {name for tree in result for name in _streams_of_tree(tree)}
 
 
 def _streams_of_tree(tree: Any) -> set[str]:

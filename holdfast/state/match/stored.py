@@ -45,8 +45,8 @@ class StoredPart:
     def part_or_below(self, path: str) -> object | None:
         """Of a checkpoint's parts by name: the part of this very name, or what is below one."""
         parts = self.node if isinstance(self.node, Mapping) else {}
-        found: object = parts[path] if path in parts else self.find(path)
-        return found
+        result: object = parts[path] if path in parts else self.find(path)
+        return result
 
     def has_part_or_below(self, path: str) -> bool:
         """Whether there is one; its node is None as well where the value None is stored."""
@@ -76,13 +76,13 @@ class StoredPart:
 
     def tensors_under(self, *path: str | int) -> dict[str, StoredTensor]:
         """The direct children of the dict at `path` that are tensors."""
-        found = {}
+        result = {}
         node = self.at(*path)
         for name in self.keys_under(*path):
             info = self.tensor(node[name]) if isinstance(node, Mapping) else None
             if info is not None:
-                found[name] = info
-        return found
+                result[name] = info
+        return result
 
     def children(self, node: object) -> list[tuple[Any, object]] | None:
         """The (key, node) pairs of a stored dict, in order; None for what is none."""
@@ -142,7 +142,7 @@ def _below(part: StoredPart, node: object, path: str) -> object | None:
     # The longest name first: names may have dots in them.
     for name in sorted(named, key=len, reverse=True):
         if path.startswith(f"{name}."):
-            found = _below(part, named[name], path[len(name) + 1 :])
-            if found is not None:
-                return found
+            result = _below(part, named[name], path[len(name) + 1 :])
+            if result is not None:
+                return result
     return None

@@ -54,14 +54,14 @@ def _members(node: Any, key_of: Callable[[Any], Any]) -> Members | None:
         return {key: (key, child) for key, child in node.items()}
     if tag not in _MAPPINGS:
         return None
-    found: Members = {}
+    result: Members = {}
     try:
         for raw, child in node["v"]:
             key = raw if type(raw) is str else key_of(raw)
-            found[key if type(key) is str else node_bytes(raw)] = (key, child)
+            result[key if type(key) is str else node_bytes(raw)] = (key, child)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"the checkpoint holds a malformed {tag}: {error!r}") from error
-    return found
+    return result
 
 
 def items_of(node: Any) -> list[Any] | None:
@@ -87,18 +87,18 @@ def leaf_paths(node: Any, path: str, codecs: Codecs | None = None) -> list[str]:
         except HoldfastError:
             return shorten(node_bytes(raw).decode())
 
-    found: list[str] = []
-    _add_leaf_paths(node, path, found, key_of)
-    return found
+    result: list[str] = []
+    _add_leaf_paths(node, path, result, key_of)
+    return result
 
 
-def _add_leaf_paths(node: Any, path: str, found: list[str], key_of: Callable[[Any], Any]) -> None:
+def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[Any], Any]) -> None:
     if not isinstance(node, dict | list):
-        found.append(path)
+        result.append(path)
         return
     if isinstance(node, dict) and node.get("$") == "per_rank":
         for label, child in node["v"].items():
-            _add_leaf_paths(child, f"{path}[{label}]", found, key_of)
+            _add_leaf_paths(child, f"{path}[{label}]", result, key_of)
         return
     named = _members(node, key_of)
     if named is None:
@@ -106,12 +106,12 @@ def _add_leaf_paths(node: Any, path: str, found: list[str], key_of: Callable[[An
     else:
         inner = [(key_name(key), child) for key, child in named.values()]
     if not inner:
-        found.append(path)
+        result.append(path)
     for name, child in inner:
         if isinstance(child, dict) and child.get("$") == "tensor":
-            found.append(f"{path}.{name}")
+            result.append(f"{path}.{name}")
         else:
-            _add_leaf_paths(child, f"{path}.{name}", found, key_of)
+            _add_leaf_paths(child, f"{path}.{name}", result, key_of)
 
 
 def kind_in_words(node: Any) -> str:
@@ -127,5 +127,9 @@ def kind_in_words(node: Any) -> str:
 
 def stored_kind(node: Any) -> str:
     """What is stored, and how to ask for it where it is a value per coordinate."""
-    said = kind_in_words(node)
-    return said if tag_of(node) != "per_rank" else f"{said}; ask for it with PerRank(..., axes=...)"
+    message = kind_in_words(node)
+    return (
+        message
+        if tag_of(node) != "per_rank"
+        else f"{message}; ask for it with PerRank(..., axes=...)"
+    )

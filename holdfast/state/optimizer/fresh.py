@@ -38,7 +38,7 @@ def absent_groups(
     stored: StoredPart,
 ) -> dict[str, object]:
     """Groups and settings of groups of which the checkpoint knows nothing, by path."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     homes = {name: stored.value("membership", name) for name in stored.keys_under("membership")}
     members: list[list[str]] = [[] for _ in groups]
     optimizers: dict[int, Any] = {}
@@ -49,13 +49,13 @@ def absent_groups(
         known = [home for name in names if isinstance(home := homes.get(name), int)]
         if names and not known:
             listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-            found[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
+            result[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
             continue
         keys = stored.keys_under("groups", min(known, default=i))
         if keys and i in optimizers:
             for key, is_required in _absent_settings(optimizers[i], groups[i], keys):
-                found[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
-    return found
+                result[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
+    return result
 
 
 def _absent_settings(

@@ -55,17 +55,17 @@ def inner_optimizers(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
     if is_torch_class(optimizer):
         return {}
     seen = {id(optimizer)}
-    found: dict[str, torch.optim.Optimizer] = {}
-    _collect(optimizer, "", found, seen)
+    result: dict[str, torch.optim.Optimizer] = {}
+    _collect(optimizer, "", result, seen)
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for owner, prefix in [(optimizer, ""), *((o, f"{path}.") for path, o in found.items())]:
+    for owner, prefix in [(optimizer, ""), *((o, f"{path}.") for path, o in result.items())]:
         for name, value in [] if is_torch_class(owner) else _attributes(owner):
             for path, inner in _optimizers_in(value, f"{prefix}{name}", 0, set()):
                 mine = (id(p) for group in inner.param_groups for p in group["params"])
                 if id(inner) not in seen and not updated.isdisjoint(mine):
                     seen.add(id(inner))
-                    found[path] = inner
-    return found
+                    result[path] = inner
+    return result
 
 
 def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
@@ -74,16 +74,16 @@ def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
 
 
 def _collect(
-    optimizer: Any, prefix: str, found: dict[str, torch.optim.Optimizer], seen: set[int]
+    optimizer: Any, prefix: str, result: dict[str, torch.optim.Optimizer], seen: set[int]
 ) -> None:
     for name, value in _attributes(optimizer):
         for path, inner in _optimizers_in(value, f"{prefix}{name}"):
             if id(inner) in seen:
                 continue
             seen.add(id(inner))
-            found[path] = inner
+            result[path] = inner
             if not is_torch_class(inner):
-                _collect(inner, f"{path}.", found, seen)
+                _collect(inner, f"{path}.", result, seen)
 
 
 def _optimizers_in(

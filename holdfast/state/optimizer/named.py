@@ -363,14 +363,14 @@ def _checked(optimizer: Any) -> Any:
 
 
 def _modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    wanted = "pass the module whose parameters the optimizer updates, or a dict of modules by name"
+    hint = "pass the module whose parameters the optimizer updates, or a dict of modules by name"
     if isinstance(module, nn.Module):
         return {"": module}
     if not isinstance(module, Mapping):
-        raise ConfigError(f"OptimizerState: a {type(module).__name__} is no module; {wanted}")
+        raise ConfigError(f"OptimizerState: a {type(module).__name__} is no module; {hint}")
     for name, each in module.items():
         if not isinstance(each, nn.Module) or not isinstance(name, str):
-            raise ConfigError(f"OptimizerState: {name!r} is a {type(each).__name__}; {wanted}")
+            raise ConfigError(f"OptimizerState: {name!r} is a {type(each).__name__}; {hint}")
     if not module:
         raise ConfigError("OptimizerState: a dict of modules needs at least one")
     return dict(module)

@@ -39,16 +39,15 @@ class RegisteredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateDictEntry:
-    """One entry of a state dict.
-
-    `key`: torch's. `name`: the logical one. `backing`: the registered tensor that the value is, or
-    lies in; None for a form that the module has made, and for extra state.
-    """
+    """One entry of a state dict."""
 
     key: str
+    """torch's."""
     name: str
+    """The logical one."""
     value: object
     backing: RegisteredTensor | None
+    """The registered tensor that the value is, or lies in; None for a form and for extra state."""
 
     @property
     def is_form(self) -> bool:
@@ -63,15 +62,17 @@ class StateDictEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Exported:
-    """A module's state dict, each entry explained. `metadata`: torch's versions of the modules."""
+class ModuleStateDict:
+    """A module's state dict, each entry explained."""
 
     entries: Mapping[str, StateDictEntry]
+    """By logical name."""
     registered: tuple[RegisteredTensor, ...]
     metadata: object
+    """torch's versions of the modules."""
 
 
-def export(module: nn.Module) -> Exported:
+def read_state_dict(module: nn.Module) -> ModuleStateDict:
     """Call `state_dict` and explain every entry of it.
 
     Raises PlacementError where it fails, is no mapping, or gives two entries one logical name.
@@ -117,7 +118,7 @@ def export(module: nn.Module) -> Exported:
         if _is_extra(logical) and backing is not None and backing.name != logical:
             backing = None  # get_extra_state returned a tensor of the module: set_… wants it
         entries[logical] = StateDictEntry(key=key, name=logical, value=value, backing=backing)
-    return Exported(
+    return ModuleStateDict(
         entries=entries, registered=registered, metadata=getattr(state, "_metadata", None)
     )
 
@@ -137,13 +138,13 @@ def same_memory(one: object, other: object) -> bool:
     return key is not None and key == _memory_key(other)
 
 
-def forms_of(exported: Exported, module: nn.Module) -> tuple[RegisteredTensor, ...]:
+def forms_of(shown: ModuleStateDict, module: nn.Module) -> tuple[RegisteredTensor, ...]:
     """Registered tensors that only entries of other names can stand for (split, fused, packed)."""
-    return tuple(hidden for hidden in _hidden(exported) if _stands_for(exported, module, hidden))
+    return tuple(hidden for hidden in _hidden(shown) if _is_represented(shown, module, hidden))
 
 
 def refuse_hidden(
-    exported: Exported, module: nn.Module, is_asked: Callable[[str, torch.Tensor], bool]
+    shown: ModuleStateDict, module: nn.Module, is_selected: Callable[[str, torch.Tensor], bool]
 ) -> None:
     """PlacementError naming what the module holds and its state dict shows in no form.
 
@@ -151,13 +152,13 @@ def refuse_hidden(
     """
     lost = [
         hidden.name
-        for hidden in _hidden(exported)
-        if is_asked(hidden.name, hidden.tensor) and not _stands_for(exported, module, hidden)
+        for hidden in _hidden(shown)
+        if is_selected(hidden.name, hidden.tensor) and not _is_represented(shown, module, hidden)
     ]
     if lost:
-        shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
+        names = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         raise PlacementError(
-            f"{type(module).__name__}.state_dict() shows {shown} in no form, or only in part, so "
+            f"{type(module).__name__}.state_dict() shows {names} in no form, or only in part, so "
             f"a checkpoint would lose it. Let state_dict show it; or leave it out by name: "
             f"ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, value: "
             f"...); or register a buffer with persistent=False"
@@ -185,42 +186,42 @@ def _is_extra(name: str) -> bool:
     return name.rsplit(".", 1)[-1] == _EXTRA_STATE
 
 
-def _hidden(exported: Exported) -> Iterable[RegisteredTensor]:
+def _hidden(shown: ModuleStateDict) -> Iterable[RegisteredTensor]:
     """Persistent tensors that no entry is or wholly covers, nor bears the name of; each once."""
-    seen = {id(entry.value) for entry in exported.entries.values()}
+    seen = {id(entry.value) for entry in shown.entries.values()}
     missed: list[RegisteredTensor] = []
-    for held in exported.registered:
+    for held in shown.registered:
         if held.is_persistent and id(held.tensor) not in seen and not is_lazy(held.tensor):
             seen.add(id(held.tensor))
             missed.append(held)
     if not missed:
         return
-    parts: dict[int, int] = {}
+    num_shown: dict[int, int] = {}
     claimed = _Memory(())
-    for entry in exported.entries.values():
+    for entry in shown.entries.values():
         if entry.backing is not None and isinstance(entry.value, torch.Tensor):
             key = id(entry.backing.tensor)
-            parts[key] = parts.get(key, 0) + entry.value.numel()
+            num_shown[key] = num_shown.get(key, 0) + entry.value.numel()
             claimed.claim(entry.value)
     for held in missed:
-        bearer = exported.entries.get(held.name)
+        bearer = shown.entries.get(held.name)
         if bearer is not None and bearer.backing is None:
             continue
-        shown = parts.get(id(held.tensor), 0)
-        if 0 < local_of(held.tensor).numel() != shown and not claimed.covers(held.tensor):
+        size = local_of(held.tensor).numel()
+        if 0 < size != num_shown.get(id(held.tensor), 0) and not claimed.covers(held.tensor):
             yield held
 
 
-def _stands_for(exported: Exported, module: nn.Module, hidden: RegisteredTensor) -> bool:
+def _is_represented(shown: ModuleStateDict, module: nn.Module, hidden: RegisteredTensor) -> bool:
     """Whether forms made by code of its module, or of one above, may stand for a hidden tensor."""
-    own = {held.name for held in exported.registered}
+    own = {held.name for held in shown.registered}
     methods = ("state_dict", "_save_to_state_dict")
     scopes = {
         prefix
         for prefix, _, inner, _ in walk_all(module)
         if getattr(inner, "_state_dict_hooks", None) or overrides(inner, nn.Module, methods)
     }
-    for entry in exported.entries.values():
+    for entry in shown.entries.values():
         if entry.backing is None and entry.name not in own and _holds_data(entry.value):
             homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
             if homes and hidden.name.startswith(max(homes, key=len)):
@@ -283,7 +284,7 @@ class _Memory:
         self._claimed_ids: set[int] = set()
 
     def is_known(self, value: object) -> bool:
-        """Whether nothing need be asked of a value's memory: most models have no others."""
+        """Whether a value is known without a look at its memory; most models have no others."""
         return id(value) in self._by_id or not isinstance(value, torch.Tensor)
 
     def _index_memory(self) -> dict[object, RegisteredTensor]:
@@ -310,14 +311,14 @@ class _Memory:
         held = self._by_id.get(id(value))
         if held is not None or not isinstance(value, torch.Tensor) or is_lazy(value):
             return held
-        found = self._index_memory().get(_memory_key(local_of(value)))
-        return found if found is not None and same_memory(found.tensor, value) else None
+        result = self._index_memory().get(_memory_key(local_of(value)))
+        return result if result is not None and same_memory(result.tensor, value) else None
 
     def owner(self, value: object) -> RegisteredTensor | None:
         """The registered tensor that a value is or lies in; claims what it has not claimed.
 
-        A part that overlaps what another entry has claimed is a form, lest two entries fill one
-        piece of memory; so is one whose own elements overlap.
+        A part that overlaps what another entry has claimed is a form, so that no two entries fill
+        one piece of memory; so is one whose own elements overlap.
         """
         held = self.same(value)
         if held is not None or not isinstance(value, torch.Tensor):
