@@ -15,46 +15,48 @@ from holdfast.state.markers import Marked, PerRank, coordinate_label
 
 
 class ConsistencyCheck(NamedTuple):
-    """What a rank will have after the load, where ranks of one `label` must have the same.
-
-    `what`: path of the value. `along`: the axes along which it is shared, for people. `digest`: of
-    the value, or a name for where it comes from. `is_certain`: whether a difference is an error.
-    """
+    """What a rank will have after the load, where ranks of one `label` must have the same."""
 
     what: str
+    """Path of the value."""
     along: str
+    """The axes along which it is shared, for people."""
     label: str
     digest: str
+    """Of the value, or a name for where it comes from."""
     is_certain: bool
+    """Whether a difference is an error."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PerRankSource:
-    """Where one rank takes a value per coordinate from.
-
-    `labels`: stored coordinates whose trees it reads. `here`: its own coordinate, along the axes
-    that are stored. `is_merged`, `is_picked`: whether all of them are handed over, by label,
-    instead of the one. `problem`: one sentence, where the request cannot be met.
-    `names`: the entries that are used, where not all are. `kept`, `missing`, `dropped`: entries
-    that keep their local value, that are asked for and not stored, and that nothing here can take;
-    "" for all of them. `claims`: what has to be equal on several ranks.
-    """
+    """Where one rank takes a value per coordinate from."""
 
     labels: tuple[str, ...] = ()
+    """Stored coordinates whose trees it reads."""
     here: str = ""
+    """Its own coordinate, along the axes that are stored."""
     is_merged: bool = False
+    """Whether `merge` makes the value of all trees by label."""
     is_picked: bool = False
+    """Whether the owner gets all trees by label."""
     problem: str | None = None
+    """One sentence, where the request cannot be met."""
     names: frozenset[str] | None = None
+    """The entries that are used, where not all are."""
     kept: tuple[str, ...] = ()
+    """Entries that keep their local value; "" for all of them."""
     missing: tuple[str, ...] = ()
+    """Entries that are requested and not stored."""
     dropped: tuple[str, ...] = ()
+    """Entries that nothing here can take."""
     checks: list[ConsistencyCheck] = field(default_factory=list)
+    """What has to be equal on several ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerRankRequest:
-    """Who asks for a value per coordinate, and what is stored of it."""
+    """A rank that requests a value per coordinate, and what is stored of it."""
 
     path: str
     layout: Layout
@@ -79,7 +81,7 @@ class PickedPerRank(PerRank):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerRankIn(PerRank):
-    """One in what an object hands out as its state: `local` is handed back where it stays."""
+    """One in the state that an object returns, which gets `local` back where that stays."""
 
     local: object = None
 
@@ -131,9 +133,9 @@ def find_source(
 def _by_label_along(
     requested: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any], *, path: str
 ) -> dict[str, str] | None:
-    """Label along the axes asked for -> stored label; None where that is ambiguous.
+    """Label along the requested axes -> stored label; None where that is ambiguous.
 
-    A stored axis that is not asked for may be left out where it has one coordinate only.
+    A stored axis that is not requested may be left out where it has one coordinate only.
     """
     if set(requested) == set(axes):
         return {label: label for label in trees}
@@ -190,7 +192,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 def fill_from_merged(template: object, merged: object, path: str) -> object:
     """A merged tree, with the template's own tensors filled where it has some.
 
-    MismatchError where one of them would be left as it was, or filled with rounded values.
+    Raises MismatchError where one of them would be left as it was, or filled with rounded values.
     """
     target = template.local if isinstance(template, Marked) else template
     if isinstance(target, torch.Tensor):

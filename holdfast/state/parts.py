@@ -52,11 +52,10 @@ class Stateful(Protocol):
 
 
 class StatefulPart:
-    """An object with `state_dict` and `load_state_dict`: everything stored is handed to it.
+    """An object with `state_dict` and `load_state_dict`: it is given everything that is stored.
 
     Tensors come whole and new, except where the object's current state has a DTensor or a marker of
-    the same global shape at the same path: those are the targets, and are handed over as they are
-    placed.
+    the same global shape at the same path: those are the targets, and keep their placement.
     """
 
     def __init__(self, value: Stateful) -> None:
@@ -67,12 +66,12 @@ class StatefulPart:
         return self._value.state_dict()
 
     def template(self, stored: StoredPart) -> object:
-        """Whatever is stored, placed as it is now; a per-rank state dict asks for its own."""
+        """Whatever is stored, placed as it is now; a per-rank state dict requests its own."""
         current: object = self._value.state_dict()
         return PlacedTemplates(in_place=True).template(current, stored)
 
     def restore(self, tree: object) -> None:
-        """Hand the tree to the object."""
+        """Pass the tree to the object."""
         self._value.load_state_dict(tree)  # type: ignore[arg-type]
 
 

@@ -368,7 +368,7 @@ def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
     """PlacementError for a mesh whose communicator has its ranks in another order than the mesh.
 
     torch sorts the ranks of the groups it makes. On such a mesh some operations place shards by the
-    mesh's coordinate and some by the group's, so nobody knows which rows this rank holds.
+    mesh's coordinate and some by the group's, so it is unknown which rows this rank holds.
     """
     mesh = tensor.device_mesh
     line: list[int | slice] = list(mesh.get_coordinate() or ())

@@ -414,7 +414,7 @@ class Matcher:
             self.result.missing.append(path)
 
     def _request_all(self, node: Any, path: str, *, all_ranks: bool = False) -> None:
-        """Ask for everything under a node; tensors get new memory, each one once.
+        """Request everything under a node; tensors get new memory, each one once.
 
         `all_ranks`: of values per rank, too, not only this rank's own.
         """

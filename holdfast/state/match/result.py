@@ -23,7 +23,7 @@ class TensorRequest(NamedTuple):
     locals: tuple[torch.Tensor, ...]
     """The memory of each box; a single tensor where `boxes` is None."""
     is_fresh: bool = False
-    """Whether the memory was made for this load, and nobody else knows it."""
+    """Whether the memory was made for this load, so that nothing else refers to it."""
 
 
 class PerRankUse(NamedTuple):

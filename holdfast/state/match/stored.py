@@ -26,13 +26,15 @@ class StoredTensor:
 class StoredPart:
     """Read-only view of one part's tree in a checkpoint.
 
-    `node`: the encoded tree. `tensors`: key -> (dtype name, shape) of the whole checkpoint. `name`:
-    of the part, for messages. A path leads through keys of dicts and positions in lists.
+    A path leads through keys of dicts and positions in lists.
     """
 
     node: object
+    """The encoded tree."""
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Key -> (dtype name, shape) of the whole checkpoint."""
     name: str = ""
+    """The part's, for messages."""
 
     def find(self, path: str) -> object | None:
         """The node at a path of names joined by dots, from this part on; None where nothing is.

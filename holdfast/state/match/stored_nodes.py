@@ -1,7 +1,7 @@
 """Looking into stored nodes: members of mappings by exact key, items of sequences, leaf paths.
 
 Keys are the same only if type and value are: Python holds 1, True, 1.0 and np.int64(1) to be equal,
-and 0.0 and -0.0; a checkpoint tells them apart. So keys are compared by a *token*: a text key is
+and 0.0 and -0.0; a checkpoint distinguishes them. So keys are compared by a *token*: a text key is
 its own, any other one has the bytes of its node.
 """
 
@@ -28,7 +28,7 @@ def tag_of(node: Any) -> str | None:
 
 
 def key_token(key: object, codecs: Codecs) -> Token | None:
-    """What tells a key from all others; None for one that no checkpoint can hold."""
+    """What distinguishes a key from all others; None for one that no checkpoint can hold."""
     if type(key) is str:
         return key
     try:

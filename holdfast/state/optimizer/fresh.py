@@ -81,7 +81,7 @@ def _filled_in(optimizer: Any, group: dict[str, Any]) -> set[str]:
         probe = object.__new__(type(optimizer))
         probe.__dict__.update(vars(optimizer), defaults=dict(optimizer.defaults))
         probe.__setstate__({"state": defaultdict(dict), "param_groups": [bare]})
-    except Exception:  # a class that cannot be asked like this adds nothing
+    except Exception:  # a class that cannot be probed like this adds nothing
         return set()
     return set(bare) - set(group)
 
@@ -90,8 +90,10 @@ def as_built(param: OptimizerParameter, current: object) -> Any:
     """The state that a parameter has right after its optimizer is built; None for most.
 
     Some classes allocate state when they are built and rely on it (Adagrad), so that no state at
-    all would not be a fresh start. `current`: what the parameter has now, of an earlier run or of
-    its own; not used but to see whether there is any.
+    all would not be a fresh start.
+
+    Args:
+        current: What the parameter has now; used only to see whether there is any.
     """
     if not current or param.updated is None:
         return None

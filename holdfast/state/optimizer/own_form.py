@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import HoldfastError, MismatchError, PlacementError
 from holdfast.state.optimizer.param_groups import ParamGroupsGuard, hyperparameters
-from holdfast.state.tensors import local_of, tensor_digest, tensors_of
+from holdfast.state.tensors import equal_trees, local_of, tensor_digest, tensors_of
 
 _MAX_NAMED = 5
 
@@ -109,7 +109,7 @@ def load_form(
     Cost: a digest of every tensor before and after the load.
     """
     kind = type(optimizer).__name__
-    wanted = _with_digests(form)
+    expected = _with_digests(form)
     groups = ParamGroupsGuard(optimizer)
     try:
         optimizer.load_state_dict(form)
@@ -123,8 +123,7 @@ def load_form(
     finally:
         groups.put_back()
     _undo_casts(optimizer, form, read_form(optimizer))
-    found = read_form(optimizer)
-    wrong = list(_differences(wanted, found, where))
+    wrong = list(_differences(expected, read_form(optimizer), where))
     if wrong:
         # What differs between two calls in a row was never a part of the state.
         again = _with_digests(read_form(optimizer))
@@ -150,23 +149,23 @@ def _named(path: str, where: str, names: Mapping[str, str]) -> str:
 
 def _undo_casts(optimizer: Any, form: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
     """Put stored tensors back where the load changed nothing but their dtype."""
-    given, found = TorchForm.of(form, optimizer), TorchForm.of(now, optimizer)
+    stored, shown = TorchForm.of(form, optimizer), TorchForm.of(now, optimizer)
     state = getattr(optimizer, "state", None)
-    if given is None or found is None or not isinstance(state, Mapping):
+    if stored is None or shown is None or not isinstance(state, Mapping):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            wanted, shown = given.entries.get(id(parameter)), found.entries.get(id(parameter))
+            one, other = stored.entries.get(id(parameter)), shown.entries.get(id(parameter))
             own = state.get(parameter)
-            if isinstance(wanted, Mapping) and isinstance(shown, Mapping) and own is not None:
-                _undo_entry_casts(wanted, shown, own, local_of(parameter).device)
+            if isinstance(one, Mapping) and isinstance(other, Mapping) and own is not None:
+                _undo_entry_casts(one, other, own, local_of(parameter).device)
 
 
-def _undo_entry_casts(wanted: Any, shown: Any, own: Any, device: torch.device) -> None:
-    keys = wanted.keys() if isinstance(wanted, Mapping) else range(len(wanted))
+def _undo_entry_casts(stored: Any, shown: Any, own: Any, device: torch.device) -> None:
+    keys = stored.keys() if isinstance(stored, Mapping) else range(len(stored))
     for key in keys:
         try:
-            value, seen, held = wanted[key], shown[key], own[key]
+            value, seen, held = stored[key], shown[key], own[key]
         except (KeyError, IndexError, TypeError):
             continue
         if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor):
@@ -199,50 +198,48 @@ def _with_digests(tree: object) -> object:
     return tree
 
 
-def _differences(wanted: object, found: object, path: str) -> Iterator[tuple[str, str]]:
+def _differences(expected: object, shown: object, path: str) -> Iterator[tuple[str, str]]:
     """Each path at which an optimizer does not state what it was given, and how."""
-    if isinstance(wanted, _TensorDigest):
-        if not isinstance(found, torch.Tensor):
-            yield path, f"stored is a tensor, the optimizer has a {type(found).__name__}"
+    if isinstance(expected, _TensorDigest):
+        if not isinstance(shown, torch.Tensor):
+            yield path, f"stored is a tensor, the optimizer has a {type(shown).__name__}"
             return
-        now = _TensorDigest.of(found)
-        if now[:2] != wanted[:2]:
-            stored, has = (f"{each.dtype} {list(each.shape)}" for each in (wanted, now))
+        now = _TensorDigest.of(shown)
+        if now[:2] != expected[:2]:
+            stored, has = (f"{each.dtype} {list(each.shape)}" for each in (expected, now))
             yield path, f"stored is {stored}, the optimizer has {has}"
-        elif now != wanted:
+        elif now != expected:
             yield path, "the optimizer has other values than the stored ones"
-    elif isinstance(wanted, Mapping):
-        if not isinstance(found, Mapping):
-            yield path, f"stored is a mapping, the optimizer has a {type(found).__name__}"
+    elif isinstance(expected, Mapping):
+        if not isinstance(shown, Mapping):
+            yield path, f"stored is a mapping, the optimizer has a {type(shown).__name__}"
             return
-        for name in wanted:
-            if name in found:
-                yield from _differences(wanted[name], found[name], f"{path}.{name}")
+        for name in expected:
+            if name in shown:
+                yield from _differences(expected[name], shown[name], f"{path}.{name}")
             else:
                 yield f"{path}.{name}", "the optimizer does not take it"
-        for name in found:
-            if name not in wanted:
-                yield f"{path}.{name}", "the optimizer has it still, the checkpoint has not"
-    elif isinstance(wanted, list):
-        if not isinstance(found, list | tuple) or len(found) != len(wanted):
-            yield path, f"stored is a sequence of {len(wanted)}, the optimizer has another"
+        for name in shown:
+            if name not in expected:
+                yield f"{path}.{name}", "the optimizer still has it, the checkpoint has not"
+    elif isinstance(expected, list):
+        if not isinstance(shown, list | tuple) or len(shown) != len(expected):
+            yield path, f"stored is a sequence of {len(expected)}, the optimizer has another"
             return
-        for i, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        for i, (one, other) in enumerate(zip(expected, shown, strict=True)):
             yield from _differences(one, other, f"{path}.{i}")
-    elif not _is_same_value(wanted, found):
-        yield path, f"stored is {wanted!r}, the optimizer has {found!r}"
+    elif not _is_same_value(expected, shown):
+        yield path, f"stored is {expected!r}, the optimizer has {shown!r}"
 
 
-def _is_same_value(wanted: object, found: object) -> bool:
-    if isinstance(found, torch.Tensor):
+def _is_same_value(expected: object, shown: object) -> bool:
+    if isinstance(shown, torch.Tensor):
         # Torch turns step counters of old checkpoints into tensors.
-        if found.numel() != 1 or not isinstance(wanted, int | float):
+        if shown.numel() != 1 or not isinstance(expected, int | float):
             return False
-        return float(found) == float(wanted)
-    if wanted is found or wanted != wanted:
-        return wanted is found or found != found
+        return float(shown) == float(expected)
     try:
-        return bool(wanted == found)
+        return equal_trees(expected, shown)
     except Exception:  # a user's comparison; equal or not cannot be known
         return True
 

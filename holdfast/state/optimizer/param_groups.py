@@ -90,7 +90,7 @@ def stored_settings(
                 f"the saved run"
             )
         if not homes and (names or position >= len(stored)):
-            settings.append(None)  # none is known: it stays as built, by consent or for want of any
+            settings.append(None)  # none is known: it stays as built
             continue
         home = homes[0] if homes else position
         # Groups that take the same stored one must not share its tensors.

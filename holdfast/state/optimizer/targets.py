@@ -30,9 +30,11 @@ def entry_targets(
 ) -> object:
     """What to load one parameter's state into: just the entries that are stored.
 
-    `is_live`: tensors that the optimizer has and that fit are filled in place. `made`: targets by
-    the key of what is stored, so that entries that were one tensor are one again. `filled`: `id` of
-    tensors that are a target already, so that others are not.
+    Args:
+        is_live: Whether tensors that the optimizer has and that fit are filled in place.
+        made: Targets by the key of what is stored, so that entries that were one tensor are one
+            again.
+        filled: `id` of the tensors that are a target already, and so cannot be another one's.
     """
     below = stored.below("state", name)
     if not isinstance(below.node, Mapping) or "$" in below.node:
@@ -88,9 +90,9 @@ def refuse_other_shape(
 
 
 def placed_target(parameters: Iterable[torch.Tensor]) -> MakeTarget:
-    """Targets for state that belongs to no one parameter: placed like what stands there now.
+    """Targets for state that belongs to no one parameter: placed like what is there now.
 
-    Where nothing stands there, like the parameters of its shape, if these are placed alike.
+    Where nothing is there, like the parameters of its shape, if these are placed alike.
     """
     by_shape: dict[tuple[int, ...], list[DTensor]] = {}
     for parameter in parameters:
