@@ -8,10 +8,11 @@ A test reads as what each rank does:
     def test_add():
         assert run_ranks(2, add, 10).results == [10, 11]
 
-The processes are forked from a clean server that has imported torch once, so a run of four ranks
-takes tenths of a second. `target` and its arguments travel by pickle (tests may), so the target is
-a function at module level. The rendezvous store lives in the test process: it survives the death
-of any rank, like the store of a launcher's agent.
+The processes are forked from a clean server that has imported everything heavy once
+(`tests/preload.py`), so a run of four ranks takes about a tenth of a second. `target` and its
+arguments travel by pickle (tests may), so the target is a function at module level. The rendezvous
+store lives in the test process: it survives the death of any rank, like the store of a launcher's
+agent.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "numpy", "pytest"]
+_PRELOAD = ["tests.preload"]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
