@@ -318,15 +318,17 @@ class _Proof:
         """Each writer of each of this rank's boxes: itself, a declared replica, or compared."""
         holder, table = self._holder, self._table
         others = held[held[:, 1] != holder.position]
-        domain = table.domain[others[:, 0]]
+        replica_set = table.replica_set[others[:, 0]]
         trusted = np.zeros(len(others), dtype=np.bool_)
-        for number, writer in np.unique(np.column_stack([domain, others[:, 1]]), axis=0).tolist():
+        for number, writer in np.unique(
+            np.column_stack([replica_set, others[:, 1]]), axis=0
+        ).tolist():
             if number == UNDECLARED:
                 continue
-            rank, said = holder.ranks[writer], table.domains[number]
+            rank, said = holder.ranks[writer], table.replica_sets[number]
             _need(rank in said.replicas or rank not in said.span)
             if rank in said.replicas and not holder.compare_all:
-                trusted |= (domain == number) & (others[:, 1] == writer)
+                trusted |= (replica_set == number) & (others[:, 1] == writer)
         for row, writer in others[~trusted].tolist():
             _need((row, writer) in vouched)
 

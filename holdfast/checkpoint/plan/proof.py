@@ -22,7 +22,7 @@ from holdfast.checkpoint.plan.claims import UNDECLARED, ChunkTable, decode_names
 from holdfast.errors import PlanError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import LayoutInfo
-from holdfast.state.leaves import Domain
+from holdfast.state.leaves import ReplicaSet
 from holdfast.writer.records import CommitPlan
 
 _MAX_SENTENCES = 5
@@ -57,18 +57,18 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claims:
-    """All ranks' rows side by side; tensors and domains numbered globally."""
+    """All ranks' rows side by side; tensors and replica sets numbered globally."""
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[LayoutInfo, ...]
     homes: tuple[int, ...]
-    domains: tuple[Domain, ...]
+    replica_sets: tuple[ReplicaSet, ...]
     position: Ints
     local: Ints
     boxes: BoxTable
-    domain: Ints
+    replica_set: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +189,12 @@ def _number_tensors(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Tens
 
 def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
     tensors = _number_tensors(tables, ranks)
-    domains: dict[Domain, int] = {}
+    replica_sets: dict[ReplicaSet, int] = {}
     own = [
-        np.array([domains.setdefault(d, len(domains)) for d in table.domains] + [UNDECLARED])
+        np.array(
+            [replica_sets.setdefault(d, len(replica_sets)) for d in table.replica_sets]
+            + [UNDECLARED]
+        )
         for table in tables
     ]
     position, local = enumerate_ranges(np.array([len(table.tensor) for table in tables]))
@@ -201,7 +204,7 @@ def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
         shapes=tensors.shapes,
         layouts=tensors.layouts,
         homes=tensors.homes,
-        domains=tuple(domains),
+        replica_sets=tuple(replica_sets),
         position=position,
         local=local,
         boxes=concatenate(
@@ -214,8 +217,8 @@ def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
                 for table in tables
             ]
         ),
-        domain=np.concatenate(
-            [numbers[table.domain] for numbers, table in zip(own, tables, strict=True)]
+        replica_set=np.concatenate(
+            [numbers[table.replica_set] for numbers, table in zip(own, tables, strict=True)]
         ),
     )
 
@@ -279,7 +282,7 @@ def _judge_replicas(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> Boo
     compare = np.zeros(boxes.num_boxes, dtype=np.bool_)
     if boxes.num_boxes == 0:
         return compare
-    pairs = np.column_stack([claims.position, claims.domain])[boxes.order]
+    pairs = np.column_stack([claims.position, claims.replica_set])[boxes.order]
     words = np.add.reduceat(mix_columns(pairs), boxes.first[:-1])
     _, head, inverse = np.unique(words, return_index=True, return_inverse=True)
     verdicts = np.zeros(len(head), dtype=np.bool_)
@@ -307,17 +310,17 @@ def _judge(claims: _Claims, rows: Ints, ranks: Sequence[int]) -> tuple[str | Non
     if len(holders) == 1:
         return None, False
     compare = False
-    for holder, number in zip(holders, claims.domain[rows].tolist(), strict=True):
+    for holder, number in zip(holders, claims.replica_set[rows].tolist(), strict=True):
         if number == UNDECLARED:
             compare = True
             continue
-        domain = claims.domains[number]
-        replicas, span = set(domain.replicas), set(domain.span)
+        replica_set = claims.replica_sets[number]
+        replicas, span = set(replica_set.replicas), set(replica_set.span)
         rivals = [other for other in holders if other in span and other not in replicas]
         if rivals:
             return (
-                f"rank {holder} declares its replicas to be ranks {list(domain.replicas)}, but "
-                f"ranks {rivals} hold the same box",
+                f"rank {holder} declares its replicas to be ranks {sorted(replicas)}, but ranks "
+                f"{rivals} hold the same box",
                 True,
             )
         compare = compare or any(other not in replicas for other in holders)
