@@ -35,7 +35,7 @@ from holdfast.state.module.part import ModulePart
 from holdfast.state.numpy_arrays import array_tensor
 from holdfast.state.optimizer.part import OptimizerState
 from holdfast.state.parts import Part, is_last, part_of
-from holdfast.state.placement import Domains, tensor_leaf
+from holdfast.state.placement import ReplicaSets, tensor_leaf
 
 _TENSORS = (torch.Tensor, *get_args(Marked))
 _CACHED_KEYS = (str, int)
@@ -175,7 +175,7 @@ class _Flattener:
         self.made = LeafCache()
         """The leaves of this pass, for the next one."""
         self._before = before
-        self._domains: Domains = {}
+        self._replica_sets: ReplicaSets = {}
         self._rank = rank
         self._codecs = codecs
         # Keys of the tensors met so far, by `id` of the object and by `_identity`. The ids stay
@@ -315,7 +315,7 @@ class _Flattener:
             or cached.leaf.layout is not self.layout
         ):
             leaf = _renewed(cached, obj, self.layout) or tensor_leaf(
-                obj, key=path, layout=self.layout, rank=self._rank, domains=self._domains
+                obj, key=path, layout=self.layout, rank=self._rank, replica_sets=self._replica_sets
             )
             cached = _CachedLeaf(obj, made_from, leaf)
         self.made.leaves[path] = cached

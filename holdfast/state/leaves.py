@@ -12,7 +12,7 @@ from holdfast.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Domain:
+class ReplicaSet:
     """Who else holds the same bytes, by declaration.
 
     `replicas`: the ranks (ascending, this one included) that hold the same boxes of the tensor.
@@ -37,7 +37,7 @@ class TensorLeaf:
     """What this rank holds, in global coordinates."""
     locals: tuple[torch.Tensor, ...]
     """The tensor of each box, of the box's shape; any strides, any device."""
-    domain: Domain | None
+    replica_set: ReplicaSet | None
     """None where nothing declares the placement."""
     layout: Layout
     """The one that the part lives on."""

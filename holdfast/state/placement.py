@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from holdfast.state.leaves import Domain, TensorLeaf
+from holdfast.state.leaves import ReplicaSet, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
     Marked,
@@ -30,24 +30,24 @@ from holdfast.state.torch_dtypes import dtype_name
 Intervals = tuple[tuple[int, int], ...]
 """Ordered half-open intervals of one dim: the global indices that a local dim holds, in order."""
 
-Domains = dict[tuple[int, tuple[object, ...]], Domain]
-"""Domains found so far, by mesh and placements; good as long as the meshes live."""
+ReplicaSets = dict[tuple[int, tuple[object, ...]], ReplicaSet]
+"""Replica sets found so far, by mesh and placements; good as long as the meshes live."""
 
 
 class _Site(NamedTuple):
-    """Where a leaf is made: its key, the rank that holds it, and the domains found so far."""
+    """Where a leaf is made: its key, the rank that holds it, and the replica sets found so far."""
 
     key: str
     layout: Layout
     rank: int
-    domains: Domains
+    replica_sets: ReplicaSets
 
     def leaf(
         self,
         dtype: torch.dtype,
         shape: Sequence[int],
         pieces: Iterable[tuple[Box, torch.Tensor]],
-        domain: Domain | None,
+        replica_set: ReplicaSet | None,
     ) -> TensorLeaf:
         boxes, locals_ = zip(*pieces, strict=True) if pieces else ((), ())
         return TensorLeaf(
@@ -56,7 +56,7 @@ class _Site(NamedTuple):
             shape=tuple(shape),
             boxes=boxes,
             locals=locals_,
-            domain=domain,
+            replica_set=replica_set,
             layout=self.layout,
         )
 
@@ -72,12 +72,12 @@ def tensor_leaf(
     key: str,
     layout: Layout,
     rank: int,
-    domains: Domains | None = None,
+    replica_sets: ReplicaSets | None = None,
 ) -> TensorLeaf:
     """The leaf of one tensor of the state, on `rank` of `layout`.
 
     Args:
-        domains: Kept by the caller between the leaves of one pass, so that each is computed once.
+        replica_sets: Kept by the caller between the leaves of one pass: each is computed once.
 
     Raises:
         PlacementError: Naming `key`, for what cannot be stored: partial sums, sparse, quantised,
@@ -86,7 +86,7 @@ def tensor_leaf(
 
     Cost: no collectives, no copies: the leaf's tensors are views.
     """
-    site = _Site(key, layout, rank, {} if domains is None else domains)
+    site = _Site(key, layout, rank, {} if replica_sets is None else replica_sets)
     if isinstance(obj, Padded):
         return clip_leaf(_unpadded_leaf(obj.value, site), obj.shape)
     return _unpadded_leaf(obj, site)
@@ -106,12 +106,12 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
         return _sharded_leaf(obj, site)
     if isinstance(obj, FlatShard):
         return _flat_leaf(obj, site)
-    domain = None
+    replica_set = None
     if isinstance(obj, Replicated):
         stage = tuple(sorted(site.layout.group("tp-cp-dp", site.rank)))
-        domain = Domain(replicas=stage, span=stage)
+        replica_set = ReplicaSet(replicas=stage, span=stage)
     whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
-    return site.leaf(tensor.dtype, tensor.shape, [(whole, tensor.detach())], domain)
+    return site.leaf(tensor.dtype, tensor.shape, [(whole, tensor.detach())], replica_set)
 
 
 def shard_intervals(intervals: Intervals, *, num_chunks: int, index: int) -> Intervals:
@@ -228,10 +228,10 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
     dims = {dim: axis_names(axes) for dim, axes in (obj.dims or {}).items()}
     axes = obj.over if obj.dims is None else tuple(itertools.chain(*dims.values()))
     try:
-        domain = _domain(axes, layout=site.layout, rank=site.rank)
+        replica_set = _replica_set(axes, layout=site.layout, rank=site.rank)
         if obj.offset is not None:
             box = Box(obj.offset, tuple(local.shape))
-            return site.leaf(local.dtype, obj.shape, [(box, local)], domain)
+            return site.leaf(local.dtype, obj.shape, [(box, local)], replica_set)
         held = []
         for dim, size in enumerate(obj.shape):
             intervals: Intervals = ((0, size),)
@@ -251,14 +251,14 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
             f"for another split say offset=(...), over=(...)"
         )
     pieces = [(box, local[where]) for box, where in boxes_of(tuple(held))]
-    return site.leaf(local.dtype, obj.shape, pieces, domain)
+    return site.leaf(local.dtype, obj.shape, pieces, replica_set)
 
 
 def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
     """The boxes of a run of a local tensor: local boxes first, then each where it lies globally."""
     like = obj.like
     dims: tuple[Intervals, ...] = tuple(((0, size),) for size in like.shape)
-    domain: Domain | None = None
+    replica_set: ReplicaSet | None = None
     if isinstance(like, DTensor):
         if like.device_mesh.get_coordinate() is None:
             raise PlacementError(
@@ -266,13 +266,13 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
             )
         dims = _dtensor_dims(like, key=site.key)
         name = (id(like.device_mesh), (*like.placements, obj.over, site.rank))
-        domain = site.domains.get(name)
-        if domain is None:
-            domain = site.domains[name] = _flat_domain(like, obj.over, site)
+        replica_set = site.replica_sets.get(name)
+        if replica_set is None:
+            replica_set = site.replica_sets[name] = _flat_replica_set(like, obj.over, site)
     flat = obj.local.detach()
     if 0 in like.shape:
         empty = Box((0,) * like.ndim, tuple(like.shape))
-        return site.leaf(flat.dtype, like.shape, [(empty, flat.view(like.shape))], domain)
+        return site.leaf(flat.dtype, like.shape, [(empty, flat.view(like.shape))], replica_set)
     local_shape = tuple((like.to_local() if isinstance(like, DTensor) else like).shape)
     pieces: list[tuple[Box, torch.Tensor]] = []
     position = 0
@@ -282,21 +282,21 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
         ends = zip(dims, box.offset, box.stop, strict=True)
         placed = boxes_of(tuple(_cut(dim, first, last) for dim, first, last in ends))
         pieces.extend((whole, block[where]) for whole, where in placed)
-    return site.leaf(flat.dtype, like.shape, pieces, domain)
+    return site.leaf(flat.dtype, like.shape, pieces, replica_set)
 
 
-def _flat_domain(like: DTensor, over: str, site: _Site) -> Domain:
+def _flat_replica_set(like: DTensor, over: str, site: _Site) -> ReplicaSet:
     """Replicas of a run: those of the parameter that have this rank's index along `over`."""
-    whole = _mesh_domain(like)
+    whole = _mesh_replica_set(like)
     try:
         index = site.layout.group(over, site.rank).index(site.rank)
         same = tuple(r for r in whole.replicas if site.layout.group(over, r).index(r) == index)
     except LayoutError as error:
         raise PlacementError(f"{site.key}: {error}") from error
-    return Domain(replicas=same, span=whole.span)
+    return ReplicaSet(replicas=same, span=whole.span)
 
 
-def _domain(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Domain:
+def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> ReplicaSet:
     """Replicas of a tensor that differs along `axes` only: equal coordinates along them."""
     tokens = {token for axis in axes for token in layout.tokens(axis)}
     view = DENSE_AXES if tokens <= set(DENSE_AXES) else EXPERT_AXES
@@ -309,24 +309,24 @@ def _domain(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Domain:
     same = [token for token in span_tokens if token not in tokens]
     span = tuple(sorted(layout.group("-".join(span_tokens), rank)))
     replicas = tuple(sorted(layout.group("-".join(same), rank))) if same else (rank,)
-    return Domain(replicas=replicas, span=span)
+    return ReplicaSet(replicas=replicas, span=span)
 
 
 def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
-        elsewhere = Domain(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
+        elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
         return site.leaf(tensor.dtype, tensor.shape, [], elsewhere)
     local = tensor.to_local().detach()
     dims = _dtensor_dims(tensor, key=site.key)
     if local.numel() == 0:
         local = local.new_empty(_lengths(dims))
     name = (id(mesh), tensor.placements)
-    domain = site.domains.get(name)
-    if domain is None:
-        domain = site.domains[name] = _mesh_domain(tensor)
+    replica_set = site.replica_sets.get(name)
+    if replica_set is None:
+        replica_set = site.replica_sets[name] = _mesh_replica_set(tensor)
     pieces = [(box, local[where]) for box, where in boxes_of(dims)]
-    return site.leaf(tensor.dtype, tensor.shape, pieces, domain)
+    return site.leaf(tensor.dtype, tensor.shape, pieces, replica_set)
 
 
 def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
@@ -383,7 +383,7 @@ def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
         )
 
 
-def _mesh_domain(tensor: DTensor) -> Domain:
+def _mesh_replica_set(tensor: DTensor) -> ReplicaSet:
     """Replicas of a DTensor: ranks of its mesh with equal coordinates along the sharding dims."""
     mesh = tensor.device_mesh
     ranks = mesh.mesh
@@ -393,7 +393,9 @@ def _mesh_domain(tensor: DTensor) -> Domain:
         for mesh_dim, placement in enumerate(tensor.placements)
     ]
     replicas = ranks[tuple(index)].flatten().tolist()
-    return Domain(replicas=tuple(sorted(replicas)), span=tuple(sorted(ranks.flatten().tolist())))
+    return ReplicaSet(
+        replicas=tuple(sorted(replicas)), span=tuple(sorted(ranks.flatten().tolist()))
+    )
 
 
 def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:

@@ -9,7 +9,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.parallel.layout import Layout
 from holdfast.state.markers import Marked, Padded
 from holdfast.state.match.result import TensorRequest
-from holdfast.state.placement import Domains, clip_leaf, padding_views, tensor_leaf, unreadable
+from holdfast.state.placement import ReplicaSets, clip_leaf, padding_views, tensor_leaf, unreadable
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -26,7 +26,7 @@ class LocalTargets:
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout = layout
         self._rank = rank
-        self._domains: Domains = {}
+        self._replica_sets: ReplicaSets = {}
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
         self.cleared: list[TensorRequest] = []
@@ -63,7 +63,7 @@ class LocalTargets:
             key=path,
             layout=self._layout,
             rank=self._rank,
-            domains=self._domains,
+            replica_sets=self._replica_sets,
         )
         if isinstance(template, Padded):
             if id(template) not in self._paddings:
