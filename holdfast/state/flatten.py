@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast.errors import ConfigError, HoldfastError, PlacementError
+from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import UNION, Codecs, Node, encode_tree, is_unicode
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import FlatState, TensorLeaf
@@ -34,7 +34,7 @@ from holdfast.state.markers import (
 from holdfast.state.module.part import ModulePart
 from holdfast.state.numpy_arrays import array_tensor
 from holdfast.state.optimizer.part import OptimizerState
-from holdfast.state.parts import Part, is_last, part_of
+from holdfast.state.parts import Part, check_part_name, is_last, part_of
 from holdfast.state.placement import ReplicaSets, tensor_leaf
 
 _TENSORS = (torch.Tensor, *get_args(Marked))
@@ -154,16 +154,6 @@ def _optimizer_union(tree: Mapping[str, object]) -> Union:
             value = {path: _optimizer_union(inner) for path, inner in value.items()}
         declared[key] = Union(value) if type(value) is dict else value
     return Union(declared)
-
-
-def check_part_name(name: object) -> None:
-    """ConfigError unless the name of a part can be the beginning of keys."""
-    if not isinstance(name, str) or not name or name.startswith("$") or name != name.strip():
-        raise ConfigError(
-            f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
-        )
-    if not is_unicode(name):
-        raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is no text")
 
 
 class _Flattener:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.format.values import is_unicode
 from holdfast.state.markers import FromPart, OnLayout
 from holdfast.state.match.stored import StoredPart
 from holdfast.state.match.templates import PlacedTemplates
@@ -100,6 +101,16 @@ def is_last(value: object) -> bool:
     Random streams: other parts may draw from them while they say what they hold, or take it back.
     """
     return isinstance(value.value if isinstance(value, OnLayout) else value, RNG)
+
+
+def check_part_name(name: object) -> None:
+    """ConfigError unless the name of a part can be the beginning of keys."""
+    if not isinstance(name, str) or not name or name.startswith("$") or name != name.strip():
+        raise ConfigError(
+            f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
+        )
+    if not is_unicode(name):
+        raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is no text")
 
 
 def part_of(name: str, value: object) -> Part:

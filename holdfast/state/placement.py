@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,11 +59,6 @@ class _Site(NamedTuple):
             replica_set=replica_set,
             layout=self.layout,
         )
-
-
-def is_tensor_like(obj: object) -> TypeGuard[torch.Tensor | Marked]:
-    """Whether `tensor_leaf` takes this object."""
-    return isinstance(obj, torch.Tensor | Marked)
 
 
 def tensor_leaf(

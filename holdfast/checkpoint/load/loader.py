@@ -43,13 +43,11 @@ from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.coordinates import ConsistencyCheck
-from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
 from holdfast.state.match.result import MatchResult
-from holdfast.state.match.stored import StoredPart
-from holdfast.state.match.stored_nodes import leaf_paths
-from holdfast.state.parts import Part, TreePart, is_closed, is_last, part_of
+from holdfast.state.match.stored import StoredPart, leaf_paths
+from holdfast.state.parts import Part, TreePart, check_part_name, is_closed, is_last, part_of
 from holdfast.storage import Storage
 
 _MAX_CANDIDATES = 10_000

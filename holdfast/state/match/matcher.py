@@ -36,21 +36,28 @@ from holdfast.state.markers import (
     Union,
     coordinate_label,
 )
-from holdfast.state.match.local_targets import PLAIN, LocalTargets, shape_mismatch
-from holdfast.state.match.registered import RegisteredTypes
 from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
-from holdfast.state.match.stored_nodes import (
+from holdfast.state.match.stored import (
     Members,
     items_of,
     key_token,
     kind_in_words,
     leaf_paths,
     members_of,
+    only_names,
     stored_kind,
     tag_of,
+    used_paths,
+)
+from holdfast.state.match.template_nodes import (
+    PLAIN,
+    LocalTargets,
+    RegisteredTypes,
+    is_tensor_like,
+    shape_mismatch,
+    unmarked,
 )
 from holdfast.state.numpy_arrays import tensor_array
-from holdfast.state.placement import is_tensor_like
 from holdfast.state.torch_dtypes import refused_cast, torch_dtype
 
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -301,7 +308,7 @@ class Matcher:
         result.per_rank_uses.append(
             PerRankUse(path, node, source.labels, template.surplus == "drop")
         )
-        result.touched.update(_used_paths(node, path, source.names, self._codecs))
+        result.touched.update(used_paths(node, path, source.names, self._codecs))
         result.checks += source.checks
         result.kept += [f"{here}.{name}" if name else here for name in source.kept]
         result.dropped += [f"{here}.{name}" for name in source.dropped]
@@ -309,7 +316,7 @@ class Matcher:
             self._keep_or_miss(f"{path}.{name}")
         if source.is_merged or source.is_picked:
             for label in source.labels:
-                self._request_all(_only(node["v"][label], source.names), f"{path}[{label}]")
+                self._request_all(only_names(node["v"][label], source.names), f"{path}[{label}]")
         elif source.labels:
             label = source.labels[0]
             self.match(template.tree, node["v"][label], f"{path}[{label}]")
@@ -326,7 +333,7 @@ class Matcher:
         source = self._found[path]
         if source.is_merged or source.is_picked:
             trees = {
-                label: self._decode(_only(node["v"][label], source.names), f"{path}[{label}]")
+                label: self._decode(only_names(node["v"][label], source.names), f"{path}[{label}]")
                 for label in source.labels
             }
             if not source.is_merged or template.merge is None:
@@ -343,7 +350,7 @@ class Matcher:
         if not source.labels and isinstance(template, PerRankIn):
             return template.local
         if not source.labels:
-            return None if isinstance(template.tree, Stored) else _unmarked(template.tree)
+            return None if isinstance(template.tree, Stored) else unmarked(template.tree)
         label = source.labels[0]
         return self._build(template.tree, node["v"][label], f"{path}[{label}]")
 
@@ -394,7 +401,7 @@ class Matcher:
             inner = child.mapping if isinstance(child, Union) else child
             if isinstance(inner, Fresh) and not self.may_miss(here):
                 continue
-            left[name] = self._left(inner, here) if type(inner) is dict else _unmarked(inner)
+            left[name] = self._left(inner, here) if type(inner) is dict else unmarked(inner)
         return left
 
     def _miss(self, path: str, template: object) -> None:
@@ -473,27 +480,3 @@ class Matcher:
 
     def _own_label(self, node: Mapping[str, Any], path: str) -> str:
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
-
-
-def _unmarked(template: object) -> object:
-    """What stays of a template for which nothing is stored: the tensors as they are."""
-    if isinstance(template, Marked):
-        return template.local
-    if isinstance(template, Union):
-        return _unmarked(template.mapping)
-    if type(template) is dict:
-        return {name: _unmarked(child) for name, child in template.items()}
-    return template
-
-
-def _only(tree: Any, names: frozenset[str] | None) -> Any:
-    """The entries of a stored dict that have one of these names; the whole where None."""
-    if names is None or not isinstance(tree, dict):
-        return tree
-    return {name: child for name, child in tree.items() if name in names}
-
-
-def _used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Codecs) -> list[str]:
-    """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
-    trees = {label: _only(tree, names) for label, tree in node["v"].items()}
-    return leaf_paths({**node, "v": trees}, path, codecs)

@@ -1,13 +1,20 @@
-"""What a rank holds of the targets of a load: dtype, global shape, boxes, and padding."""
+"""Looking into templates: what a rank holds of a tensor, what registered objects are made of."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TypeGuard
+
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.arrays.boxes import Box
+from holdfast.format.values import Codecs
 from holdfast.parallel.layout import Layout
-from holdfast.state.markers import Marked, Padded
+from holdfast.state.markers import Marked, Padded, PerRank, Stored, Transient, Union
 from holdfast.state.match.result import TensorRequest
 from holdfast.state.placement import ReplicaSets, clip_leaf, padding_views, tensor_leaf, unreadable
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
@@ -15,6 +22,11 @@ from holdfast.state.torch_dtypes import TORCH_TO_NAME
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
 """Dtype name, global shape, boxes (None: the whole), and what is filled."""
+
+
+def is_tensor_like(obj: object) -> TypeGuard[torch.Tensor | Marked]:
+    """Whether a template names a tensor here."""
+    return isinstance(obj, torch.Tensor | Marked)
 
 
 class LocalTargets:
@@ -95,3 +107,61 @@ def shape_mismatch(
             "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
         )
     return message
+
+
+class RegisteredTypes:
+    """The dataclasses and codecs that a load knows, for as long as it takes."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs = codecs
+        self._encoded: dict[int, tuple[object, object]] = {}
+
+    def fields_of(self, template: object) -> object:
+        """What a registered dataclass or a codec's type is made of; None for any other object.
+
+        A codec is asked once for each object: what it gives then is what is filled.
+        """
+        cls = type(template)
+        codec = self._codecs.codec_for(cls)
+        if codec is not None:
+            held = self._encoded.get(id(template))
+            if held is None:  # the object is kept, so that none is mistaken for another one
+                held = self._encoded[id(template)] = (template, codec.encode(template))
+            return held[1]
+        if is_dataclass(cls) and self._codecs.dataclass_named(cls.__qualname__) is cls:
+            names = [each.name for each in fields(cls) if hasattr(template, each.name)]
+            return {name: getattr(template, name) for name in names}
+        return None
+
+    def tag_and_name(self, template: object) -> tuple[str, str]:
+        """How an object that has fields is stored: tag and registered name."""
+        codec = self._codecs.codec_for(type(template))
+        return (
+            ("dataclass", type(template).__qualname__) if codec is None else ("codec", codec.name)
+        )
+
+    def holds_tensors(self, tree: object) -> bool:
+        """Whether a load fills something in a tree in place, or leaves it as it is."""
+        if is_tensor_like(tree) or isinstance(tree, PerRank | Stored | Transient | np.ndarray):
+            return True
+        if isinstance(tree, Union):
+            return self.holds_tensors(tree.mapping)
+        inner = self.fields_of(tree)
+        if inner is not None:
+            return self.holds_tensors(inner)
+        if isinstance(tree, Mapping):
+            return any(self.holds_tensors(child) for child in tree.values())
+        if isinstance(tree, list | tuple | deque):
+            return any(self.holds_tensors(child) for child in tree)
+        return False
+
+
+def unmarked(template: object) -> object:
+    """What stays of a template for which nothing is stored: the tensors as they are."""
+    if isinstance(template, Marked):
+        return template.local
+    if isinstance(template, Union):
+        return unmarked(template.mapping)
+    if type(template) is dict:
+        return {name: unmarked(child) for name, child in template.items()}
+    return template
