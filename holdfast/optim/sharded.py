@@ -31,7 +31,7 @@ from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.stepping import StepOutcome, take_step
 from holdfast.optim.torch_interface import TorchFace, refuse_closure
 from holdfast.parallel import ProcessGroups
-from holdfast.state.names import parameter_names
+from holdfast.state.module.tree import parameter_names
 from holdfast.state.optimizer.protocol import OptimizerParameter
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast import Checkpointer, Layout, MismatchError, OptimizerState, ProcessGroups
 from holdfast.optim import ChainedOptimizer, ShardedOptimizer
-from holdfast.state.names import parameter_names
+from holdfast.state.module.tree import parameter_names
 from tests.checkpoint.common import files_of, full
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import Net, adamw, build, groups_of, sharded, train, whole

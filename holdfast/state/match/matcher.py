@@ -95,7 +95,7 @@ class Matcher:
         self._targets = LocalTargets(layout, rank)
         self._registered = RegisteredTypes(codecs)
         self._closed = False
-        self._found: dict[str, PerRankSource] = {}
+        self._per_rank_sources: dict[str, PerRankSource] = {}
         self.result = MatchResult(cleared=self._targets.cleared)
 
     def move_to(self, layout: Layout, *, scope: str = "") -> None:
@@ -198,17 +198,17 @@ class Matcher:
     ) -> Any:
         """A mapping of the stored type and order; what is not stored stays, behind the rest."""
         own = {key_token(name, self._codecs): name for name in template}
-        found: dict[Any, Any] = {}
+        built: dict[Any, Any] = {}
         for stored, (name, child) in named.items():
             if stored in own:
                 value = template[own[stored]]
                 if type(value) not in PLAIN:
                     value = self._build(value, child, f"{path}.{key_name(name)}")
-                found[name] = value
+                built[name] = value
             elif not self._closed:
-                found[name] = self._decode(child, f"{path}.{key_name(name)}")
+                built[name] = self._decode(child, f"{path}.{key_name(name)}")
         left = {name: template[name] for token, name in own.items() if token not in named}
-        return mapping_of(node, found | self._left(left, path))
+        return mapping_of(node, built | self._left(left, path))
 
     def _build_registered(self, template: object, inner: Any, node: Any, path: str) -> Any:
         """A dataclass or a codec's type, made of its fields as they were loaded."""
@@ -303,7 +303,7 @@ class Matcher:
         if source.problem is not None:
             self.result.mismatched.append(source.problem)
             return
-        self._found[path] = source
+        self._per_rank_sources[path] = source
         result, here = self.result, f"{path}[{source.here}]"
         result.per_rank_uses.append(
             PerRankUse(path, node, source.labels, template.surplus == "drop")
@@ -330,7 +330,7 @@ class Matcher:
         (self.result.kept if self.may_miss(path) else self.result.missing).append(path)
 
     def _build_per_rank(self, template: PerRank, node: Any, path: str) -> Any:
-        source = self._found[path]
+        source = self._per_rank_sources[path]
         if source.is_merged or source.is_picked:
             trees = {
                 label: self._decode(only_names(node["v"][label], source.names), f"{path}[{label}]")

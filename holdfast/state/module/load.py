@@ -26,7 +26,7 @@ from holdfast.state.module.state_dict import (
     read_state_dict,
     same_memory,
 )
-from holdfast.state.names import walk_all
+from holdfast.state.module.tree import walk_all
 from holdfast.state.tensors import element_bytes, local_of, tensor_digest
 
 _MAX_NAMED = 10

@@ -20,7 +20,13 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.state.markers import Marked
-from holdfast.state.names import is_persistent, logical_name, overrides, registered_in, walk_all
+from holdfast.state.module.tree import (
+    is_persistent,
+    logical_name,
+    overrides,
+    registered_in,
+    walk_all,
+)
 from holdfast.state.tensors import instances_in, local_of
 
 _EXTRA_STATE = "_extra_state"

@@ -10,7 +10,13 @@ from torch import nn
 
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.markers import FlatShard
-from holdfast.state.names import Padding, declared_padding, overrides, parameter_names, walk_all
+from holdfast.state.module.tree import (
+    Padding,
+    declared_padding,
+    overrides,
+    parameter_names,
+    walk_all,
+)
 from holdfast.state.optimizer.inner import inner_optimizers, is_torch_class, unwrapped_optimizer
 from holdfast.state.optimizer.own_form import TorchForm, read_form, shows
 from holdfast.state.optimizer.protocol import (

@@ -12,7 +12,7 @@ from holdfast.errors import MismatchError
 from holdfast.state.markers import FlatShard, Padded, Stored, Transient
 from holdfast.state.match.stored import StoredPart, StoredTensor
 from holdfast.state.match.templates import MakeTarget, follow_stored, zeros_placed_like
-from holdfast.state.names import Padding
+from holdfast.state.module.tree import Padding
 from holdfast.state.optimizer.named import stored_form, with_padding
 from holdfast.state.optimizer.protocol import OptimizerParameter
 from holdfast.state.tensors import local_of
