@@ -233,6 +233,7 @@ def _fits(merged: torch.Tensor, dtype: torch.dtype) -> bool:
     if merged.is_complex() and not dtype.is_complex:
         return False
     held = merged.detach()
+    # Floats are compared in the widest type, integers in their own, which float64 does not hold.
     wide = torch.complex128 if held.is_complex() else torch.float64
     exact = wide if held.is_complex() or held.is_floating_point() else held.dtype
     held, back = held.to(exact), held.to(dtype).to(exact)

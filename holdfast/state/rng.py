@@ -82,6 +82,7 @@ class RNG(RandomStreams):
         absent = [name for name in fresh if name not in where]
         loading = self._loading
         templates: dict[str, object] = {}
+        # What is missing is reported once, by the first group that is read per rank.
         for key, group in groups.items():
             mine = [name for name in fresh if where.get(name) == key]
             if _is_per_rank(group):
@@ -164,7 +165,7 @@ class _StreamLoad:
         result.kept += ("cuda",) if "cuda" in absent and result.kept != ("",) else ()
         result.missing = tuple(name for name in absent if name != "cuda")
         if "cuda" not in names and "cuda" in _streams_of(request.stored.get(request.here)):
-            # There is no device here to draw from it.
+            # There is no device here that could draw from it.
             result.dropped = ("cuda",)
         if "cuda" not in names:
             result.names = frozenset((*names, DIGESTS, "cuda"))
@@ -204,6 +205,7 @@ class _StoredStreams:
         candidates = self._equal_outside(along if declared is None else declared)
         digests = {self._digest(label, name) for label in candidates}
         if None in digests:
+            # A checkpoint from before digests: the streams themselves are read and compared.
             return tuple(candidates)
         if len(digests) > 1:
             if declared is None:

@@ -356,6 +356,7 @@ class Matcher:
         key = node["k"]
         dtype, shape = self._tensors[key]
         self.result.touched.add(path)
+        # One target may be met under several names, but then they must be one stored tensor.
         is_new = id(template) not in self._sources
         source = self._sources.setdefault(id(template), key)
         if source != key:

@@ -103,6 +103,8 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
     )
     has_wrappers = any(is_wrapper for *_, is_wrapper in tree)
     memory = _Memory(registered)
+    # Exact matches first, over all entries: an entry that is a slice of a tensor must not claim
+    # memory which a later entry shows whole.
     own: dict[int, torch.Tensor] = {}
     if not all(map(memory.is_known, state.values())):
         for value in state.values():

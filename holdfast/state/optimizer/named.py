@@ -110,6 +110,7 @@ class NamedOptimizer:
             tree = self._tree_by_name(torch_like)
         if form is not None:
             self._refuse_hidden_state(form)
+        # Optimizers in attributes come last: what the form shows of them is not stored again.
         inner = {path: state.tree() for path, state in self._inner(saving=True, shown=form).items()}
         return tree | ({"inner": inner} if inner else {})
 

@@ -84,6 +84,7 @@ class OptimizerState(NamedOptimizer):
         self._check_num_groups(stored)
         self._optimizer.synchronize()
         form, torch_like = self._forms()
+        # A tree of one kind does not say what the other kind needs.
         is_by_name = form is None or torch_like is not None
         if stored.has("own") == is_by_name:
             raise MismatchError(
