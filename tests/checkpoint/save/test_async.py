@@ -232,7 +232,7 @@ def test_writers_commit_after_all_trainers_were_killed(tmp_path: Path) -> None:
     """P5: SIGKILL right after the call returned; a new run finds and loads the step."""
     run_ranks(2, _die_after_save, str(tmp_path), expect_failure=True)
     deadline = time.monotonic() + 30  # the writers outlive the trainers, and need some time
-    while list(tmp_path.glob(".saving*")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("iter_*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     outcome = run_ranks(2, _load_after_death, str(tmp_path))
     assert outcome.results == [7, 7]
