@@ -47,13 +47,11 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
 from holdfast.state.match.result import MatchResult
-from holdfast.state.match.stored import StoredPart
-from holdfast.state.match.stored_nodes import leaf_paths
-from holdfast.state.parts import Part, TreePart, is_closed, is_last, part_of
+from holdfast.state.match.stored import StoredPart, leaf_paths
+from holdfast.state.parts import Part, TreePart, check_part_name, is_closed, is_last, part_of
 from holdfast.storage import Storage
 
 _MAX_CANDIDATES = 10_000
@@ -285,8 +283,8 @@ class Loader:
                 )
             )
         result = matcher.result
-        result.wanted = without_ties(result.wanted)
-        result.mismatched += shared_memory([*result.wanted, *without_ties(result.cleared)])
+        result.tensors = without_ties(result.tensors)
+        result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
         return matcher, parts
 
     def _find_unexpected(
@@ -353,7 +351,7 @@ class Loader:
             executor = LoadExecutor(
                 snapshot,
                 control,
-                result.wanted,
+                result.tensors,
                 boxes=[tables[each.boxes] for each in requests],
                 hosts=[each.host for each in requests],
                 verify=options.verify,
@@ -369,7 +367,7 @@ class Loader:
         except HoldfastError as caught:
             touched = executor.touched()
             # Memory made for this load alone is not the caller's.
-            written |= set(touched) - {each.path for each in result.wanted if each.is_fresh}
+            written |= set(touched) - {each.path for each in result.tensors if each.is_fresh}
             raise type(caught)(
                 f"{caught}. Targets already written on this rank: "
                 f"{shorten_list(touched) or 'none'}; load again from a good checkpoint before "
@@ -411,7 +409,7 @@ class Loader:
 
 def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None:
     """CorruptionError if a load of this step would leave a target that was written as it is."""
-    left = sorted(written - {each.path for each in result.wanted})
+    left = sorted(written - {each.path for each in result.tensors})
     if left:
         raise CorruptionError(
             f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
@@ -492,9 +490,9 @@ def _encode_request(
     return msgspec.msgpack.encode(
         LoadRequest(
             used=used,
-            boxes=encode_boxes(requested_boxes(result.wanted, snapshot.manifest)),
+            boxes=encode_boxes(requested_boxes(result.tensors, snapshot.manifest)),
             host=socket.gethostname(),
-            taken=taken_of(result.uses, nodes),
-            claims=result.claims,
+            taken=taken_of(result.per_rank_uses, nodes),
+            claims=result.checks,
         )
     )

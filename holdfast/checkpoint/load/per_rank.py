@@ -13,8 +13,8 @@ from holdfast.checkpoint.load.report import shorten_list
 from holdfast.errors import MismatchError
 from holdfast.format.values import Node
 from holdfast.parallel.ranks import shorten_ranks
-from holdfast.state.coordinates import Claim, matches
-from holdfast.state.match.result import Use
+from holdfast.state.coordinates import ConsistencyCheck, matches
+from holdfast.state.match.result import PerRankUse
 
 
 class TakenLabels(NamedTuple):
@@ -31,7 +31,7 @@ class TakenLabels(NamedTuple):
     may_drop: bool
 
 
-def taken_of(uses: Sequence[Use], nodes: Mapping[str, Node]) -> list[TakenLabels]:
+def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[TakenLabels]:
     """A rank's uses in the form that all ranks understand. `nodes`: of the parts it asks for."""
     if not uses:
         return []
@@ -78,12 +78,14 @@ def find_dropped(
     return dropped
 
 
-def check_claims(ranks: Sequence[int], claims: Sequence[Sequence[Claim]], *, warn: bool) -> None:
+def check_claims(
+    ranks: Sequence[int], claims: Sequence[Sequence[ConsistencyCheck]], *, warn: bool
+) -> None:
     """MismatchError where ranks that share a value would have different ones after the load.
 
     `claims[i]`: of `ranks[i]`. `warn`: whether this rank logs what is no error.
     """
-    found: dict[tuple[str, str], list[tuple[int, Claim]]] = {}
+    found: dict[tuple[str, str], list[tuple[int, ConsistencyCheck]]] = {}
     for rank, own in zip(ranks, claims, strict=True):
         for claim in own:
             found.setdefault((claim.what, claim.label), []).append((rank, claim))

@@ -18,7 +18,7 @@ MAX_NAMED = 10
 def make_report(snapshot: Snapshot, result: MatchResult, **fields: Any) -> LoadReport:
     """The report of a load; `fields` are those that only the caller knows."""
     return LoadReport(
-        loaded=tuple(entry.path for entry in result.wanted),
+        loaded=tuple(entry.path for entry in result.tensors),
         missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
         fresh=tuple(result.fresh),
         cast=tuple(result.cast),

@@ -20,8 +20,8 @@ from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.per_rank import TakenLabels
 from holdfast.errors import CorruptionError
 from holdfast.format.manifest import Manifest
-from holdfast.state.coordinates import Claim
-from holdfast.state.match.result import Wanted
+from holdfast.state.coordinates import ConsistencyCheck
+from holdfast.state.match.result import TensorRequest
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +40,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     boxes: bytes
     host: str
     taken: list[TakenLabels] = []
-    claims: list[Claim] = []
+    claims: list[ConsistencyCheck] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,7 +85,7 @@ def gather_requests(tables: Sequence[BoxTable]) -> tuple[ReadRequests, list[IntA
     return requests, np.split(numbers, np.cumsum(sizes)[:-1])
 
 
-def requested_boxes(requests: Sequence[Wanted], manifest: Manifest) -> BoxTable:
+def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> BoxTable:
     """The boxes of one rank's requests, one row for each of their local tensors, in order."""
     shapes = [info.shape for info in manifest.tensors]
     num_dims = max(1, max(map(len, shapes), default=1))
