@@ -517,7 +517,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
 ) -> None:
     """Streams, clones and arrays made again for each save: nothing is tabled or signed again."""
     calls: Counter[str] = Counter()
-    for name in ("chunk_table", "encode_table", "signature", "digest128"):
+    for name in ("claims_of", "encode_claims", "signature", "digest128"):
         whole = getattr(local_module, name)
 
         def counted(*args: Any, name: str = name, whole: Any = whole, **keywords: Any) -> Any:
@@ -531,7 +531,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state)
         once = calls.copy()
-        assert once["chunk_table"] == 1
+        assert once["claims_of"] == 1
         for step in range(1, 5):
             torch.rand(step)
             torch_state = torch.get_rng_state()
@@ -549,7 +549,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
         assert (checkpointer.num_plans, checkpointer.num_allocations) == (1, 1)
         clones.tensors["t5"] = clones.tensors["t5"].double()
         assert checkpointer.save(9, state).planned
-        assert calls["chunk_table"] == 2
+        assert calls["claims_of"] == 2
 
 
 def test_what_is_used_again_is_what_would_be_made_again() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.arrays.boxes import Box
 from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsqueeze
 from holdfast.checkpoint.plan.cache import (
     Holder,
@@ -20,13 +21,13 @@ from holdfast.checkpoint.plan.cache import (
     sign_all,
 )
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
-    decode_table,
-    read_messages,
+    RankClaims,
+    claims_message,
+    decode_claims,
+    read_claims_messages,
     signature,
-    table_message,
 )
-from holdfast.checkpoint.plan.proof import Assignment, Cut, make_plan
+from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.checkpoint.save.local_state import LocalState, choices
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
@@ -65,7 +66,7 @@ class RankPlan:
     """
 
     signature: str
-    table: ChunkTable
+    table: RankClaims
     compare_all: bool
     plan_digest: str
     token: str
@@ -114,7 +115,7 @@ def plan_together(
     """
     control = groups.control
     sends_names = list(names).index(local.names) == control.index
-    message = table_message(local.encoded, local.table.names if sends_names else None)
+    message = claims_message(local.encoded, local.table.names if sends_names else None)
     gathered = control.gather(message, phase="save: tables")
     shares: list[bytes] | None = None
     commit: tuple[CommitPlan, bytes] | None = None
@@ -127,10 +128,10 @@ def plan_together(
     share = msgspec.msgpack.decode(unsqueeze(data), type=_Share)
     return rank_plan(
         local,
-        Assignment(
+        RankShare(
             file=share.file,
             rows=unpack_ints(share.rows),
-            cuts=tuple(Cut(*cut) for cut in share.cuts),
+            cuts={index: Box(offset, shape) for index, offset, shape in share.cuts},
             checks=unpack_ints(share.checks),
         ),
         plan_digest=share.plan_digest,
@@ -190,11 +191,11 @@ def _plan_all(
     messages: Sequence[bytes], *, groups: ProcessGroups, block_nbytes: int, compare_all: bool
 ) -> tuple[tuple[CommitPlan, bytes], PlanRecord, list[bytes]]:
     ranks = groups.control.ranks
-    encoded_tables, names = read_messages(messages, ranks)
+    encoded_tables, names = read_claims_messages(messages, ranks)
     options = choices(groups, block_nbytes)
     signatures = tuple(signature(data, choices=options) for data in encoded_tables)
     tables = [
-        decode_table(data, rank=rank, names=names)
+        decode_claims(data, rank=rank, names=names)
         for data, rank in zip(encoded_tables, ranks, strict=True)
     ]
     plan, assignments = make_plan(
@@ -231,13 +232,13 @@ def total_nbytes(plan: CommitPlan) -> int:
 
 
 def _encode_share(
-    assignment: Assignment, plan_digest: str, *, total_nbytes: int, num_tensors: int
+    assignment: RankShare, plan_digest: str, *, total_nbytes: int, num_tensors: int
 ) -> bytes:
     share = _Share(
         plan_digest=plan_digest,
         file=assignment.file,
         rows=pack_ints(assignment.rows),
-        cuts=tuple((cut.place, cut.offset, cut.extent) for cut in assignment.cuts),
+        cuts=tuple((index, box.offset, box.shape) for index, box in assignment.cuts.items()),
         checks=pack_ints(assignment.checks),
         total_nbytes=total_nbytes,
         num_tensors=num_tensors,
@@ -247,7 +248,7 @@ def _encode_share(
 
 def rank_plan(
     local: LocalState,
-    assignment: Assignment,
+    assignment: RankShare,
     *,
     plan_digest: str,
     token: str,
@@ -260,15 +261,14 @@ def rank_plan(
     """What a rank keeps of a plan, from its share: names and places of its chunks, its image."""
     rows = tuple(assignment.rows.tolist())
     offsets, extents = local.table.offset.tolist(), local.table.extent.tolist()
-    cut_at = {cut.place: cut for cut in assignment.cuts}
     entries, places, row_nbytes = [], [], []
     for place, row in enumerate(rows):
         key, source = local.keys[row], local.sources[row]
         shape = local.flat.leaves[key].shape
         ndim = len(shape)
         offset, extent = tuple(offsets[row][:ndim]), tuple(extents[row][:ndim])
-        if place in cut_at:
-            offset, extent = cut_at[place].offset, cut_at[place].extent
+        if place in assignment.cuts:
+            offset, extent = assignment.cuts[place].offset, assignment.cuts[place].shape
         name = chunk_name(key, offset=offset, shape=extent, global_shape=shape)
         dtype = TORCH_TO_NAME[source.dtype]
         places.append(RowPlace(dtype=dtype, shape=shape, offset=offset, extent=extent))
@@ -283,16 +283,8 @@ def rank_plan(
         file=assignment.file,
         rows=rows,
         cuts=tuple(
-            (
-                cut.place,
-                tuple(
-                    slice(o - base, o - base + e)
-                    for o, e, base in zip(
-                        cut.offset, cut.extent, offsets[rows[cut.place]], strict=False
-                    )
-                ),
-            )
-            for cut in assignment.cuts
+            (index, box.relative_to(tuple(offsets[rows[index]][: box.ndim])))
+            for index, box in assignment.cuts.items()
         ),
         checks=tuple(assignment.checks.tolist()),
         names=tuple(entry.name for entry in entries),
@@ -306,16 +298,16 @@ def rank_plan(
     )
 
 
-def _refuse_another(planned: ChunkTable, found: ChunkTable) -> None:
+def _refuse_another(planned: RankClaims, found: RankClaims) -> None:
     """PlanError unless two tables claim the same boxes of the same tensors in the same order."""
     if planned.names != found.names:
         raise PlanError(
             "the state's keys, dtypes, shapes or layouts are not those that this save was planned "
             "for"
         )
-    columns = ("tensor", "offset", "extent", "domain")
+    columns = ("tensor", "offset", "extent", "replica_set")
     same = all(np.array_equal(getattr(planned, n), getattr(found, n)) for n in columns)
-    if not same or planned.domains != found.domains:
+    if not same or planned.replica_sets != found.replica_sets:
         raise PlanError(
             "the boxes that this rank holds, or who holds them beside it, are not those that this "
             "save was planned for"

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
-    chunk_table,
-    claims_the_same,
-    encode_table,
-    row_locals,
+    RankClaims,
+    claimed_boxes,
+    claims_of,
+    encode_claims,
+    same_claims,
     signature,
 )
 from holdfast.format.digest import digest128
@@ -35,7 +35,7 @@ class LocalState:
     """
 
     flat: FlatState
-    table: ChunkTable
+    table: RankClaims
     sources: list[torch.Tensor]
     keys: list[str]
     encoded: bytes
@@ -63,9 +63,9 @@ def take_apart(
     if before is not None and sources is not None:
         values = msgspec.json.encode(flat.nodes)
         return replace(before, flat=flat, sources=sources, values=values)
-    table, sources = chunk_table(flat)
+    table, sources = claims_of(flat)
     keys = list(flat.leaves)
-    encoded = encode_table(table)
+    encoded = encode_claims(table)
     return LocalState(
         flat=flat,
         table=table,
@@ -100,12 +100,12 @@ def _same_sources(before: LocalState, now: FlatState) -> list[torch.Tensor] | No
     ]
     if not again:
         return before.sources
-    if not all(claims_the_same(was, leaf) for _, was, leaf in again):
+    if not all(same_claims(was, leaf) for _, was, leaf in again):
         return None
     numbers = np.array([number for number, _, _ in again], dtype=np.int64)
     begins = np.searchsorted(before.table.tensor, numbers).tolist()
     sources = before.sources.copy()
     for (_, _, leaf), begin in zip(again, begins, strict=True):
-        rows = row_locals(leaf)
+        rows = [local for _, local in claimed_boxes(leaf)]
         sources[begin : begin + len(rows)] = rows
     return sources

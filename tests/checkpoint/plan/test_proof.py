@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from holdfast import Codecs, Layout, LayoutError, PlanError, Replicated, Sharded
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
+    RankClaims,
     TensorNames,
-    chunk_table,
+    claims_of,
+    decode_claims,
     decode_names,
-    decode_table,
-    encode_table,
+    encode_claims,
     layout_info,
 )
-from holdfast.checkpoint.plan.proof import Assignment, make_plan
+from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.state import flatten_state
-from holdfast.state.leaves import Domain
+from holdfast.state.leaves import ReplicaSet
 from holdfast.writer.records import CommitPlan, decode_plan, encode_plan
 
 SHAPES = {"a": (7, 4), "b": (4, 6), "c": (3,), "d": (2, 3, 5)}
@@ -48,18 +48,18 @@ def virtual_state(layout: Layout, rank: int, axes: dict[str, dict[int, str]]) ->
     return {"m": tree}
 
 
-def tables_of(layout: Layout, axes: dict[str, dict[int, str]]) -> list[ChunkTable]:
+def tables_of(layout: Layout, axes: dict[str, dict[int, str]]) -> list[RankClaims]:
     tables = []
     for rank in layout.ranks:
         state = virtual_state(layout, rank, axes)
         flat = flatten_state(state, layout=layout, rank=rank, codecs=Codecs())
-        table = chunk_table(flat)[0]
+        table = claims_of(flat)[0]
         names = {digest128(table.names): table.names}
-        tables.append(decode_table(encode_table(table), rank=rank, names=names))
+        tables.append(decode_claims(encode_claims(table), rank=rank, names=names))
     return tables
 
 
-def plan_of(layout: Layout, tables: list[ChunkTable]) -> tuple[CommitPlan, list[Assignment]]:
+def plan_of(layout: Layout, tables: list[RankClaims]) -> tuple[CommitPlan, list[RankShare]]:
     plan, assignments = make_plan(
         tables,
         ranks=layout.ranks,
@@ -119,7 +119,7 @@ LAYOUT = Layout(tp=2, dp=2, pp=2)
 AXES = {"a": {0: "tp"}, "b": {1: "dp", 0: "tp"}, "c": {0: "dp"}, "d": {2: "tp"}}
 
 
-def row_of(table: ChunkTable, key: str) -> int:
+def row_of(table: RankClaims, key: str) -> int:
     number = decode_names(table.names).keys.index(key)
     return int(np.flatnonzero(table.tensor == number)[0])
 
@@ -134,7 +134,7 @@ def test_every_wrong_claim_is_found_and_named(key: str, fault: str) -> None:
     row = row_of(table, key)
     offset, extent, names = table.offset.copy(), table.extent.copy(), table.names
     keep = np.ones(len(table.tensor), dtype=bool)
-    domains, domain = table.domains, table.domain.copy()
+    replica_sets, replica_set = table.replica_sets, table.replica_set.copy()
     dim = {"m.a": 0, "m.b": 1, "m.c": 0, "m.d": 2}[key]
     if fault == "drop":
         # Every replica of the box drops it; else another holder would write it, rightly.
@@ -146,8 +146,8 @@ def test_every_wrong_claim_is_found_and_named(key: str, fault: str) -> None:
     elif fault == "stray":
         offset[row, dim] += 100
     elif fault == "rival":
-        domains = (*domains, Domain(replicas=(3,), span=LAYOUT.ranks))
-        domain[row] = len(domains) - 1
+        replica_sets = (*replica_sets, ReplicaSet(replicas=(3,), span=LAYOUT.ranks))
+        replica_set[row] = len(replica_sets) - 1
     else:
         encoded = names.replace(b"F32", b"F16", 1) if fault == "dtype" else None
         if encoded is None:
@@ -167,11 +167,11 @@ def test_every_wrong_claim_is_found_and_named(key: str, fault: str) -> None:
                 keep[mine] = False
                 tables[position] = dataclasses.replace(
                     each, tensor=each.tensor[keep], offset=each.offset[keep],
-                    extent=each.extent[keep], domain=each.domain[keep],
+                    extent=each.extent[keep], replica_set=each.replica_set[keep],
                 )  # fmt: skip
     else:
         tables[victim] = dataclasses.replace(
-            table, offset=offset, extent=extent, domain=domain, domains=domains
+            table, offset=offset, extent=extent, replica_set=replica_set, replica_sets=replica_sets
         )
     with pytest.raises(PlanError) as caught:
         plan_of(LAYOUT, tables)
@@ -190,7 +190,7 @@ def _reshaped(names: bytes, key: str) -> bytes:
     )
 
 
-def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[ChunkTable]:
+def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[RankClaims]:
     """Row-sharded tensors over groups of ranks, replicated `replicas` times."""
     shards = num_ranks // replicas
     keys = tuple(f"model.layers.{i}.weight" for i in range(num_tensors))
@@ -206,13 +206,13 @@ def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[ChunkTabl
         shard = rank % shards
         same = tuple(range(shard, num_ranks, shards))
         tables.append(
-            ChunkTable(
+            RankClaims(
                 names=names,
                 tensor=np.arange(num_tensors, dtype=np.int64),
                 offset=np.stack([rows * shard, np.zeros_like(rows)], axis=1),
                 extent=np.stack([rows, np.full_like(rows, 64)], axis=1),
-                domain=np.zeros(num_tensors, dtype=np.int64),
-                domains=(Domain(replicas=same, span=tuple(range(num_ranks))),),
+                replica_set=np.zeros(num_tensors, dtype=np.int64),
+                replica_sets=(ReplicaSet(replicas=same, span=tuple(range(num_ranks))),),
             )
         )
     return tables
