@@ -11,10 +11,10 @@ DOCS_READY := $(DOCS_VENV)/.ready
 PYTEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-slow lint types contracts format bench docs setup clean help
+.PHONY: demo test test-all test-slow lint types contracts format bench trace docs setup clean help
 
 help:
-	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench test-slow clean"
+	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench trace test-slow clean"
 
 setup: $(READY)
 
@@ -64,6 +64,9 @@ $(DOCS_READY): pyproject.toml constraints.txt
 docs: $(DOCS_READY)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
+
+trace: setup
+	@$(BIN)/python -m tools.trace
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -97,8 +97,8 @@ class Checkpointer:
             "save": self._saver.save_guard,
             "save_async": self._saver.async_guard,
             "prepare": self._saver.prepare_guard,
-            "load": Guard(self._groups.control, "load", again=self._loader.was_replaced),
-            "load_all": Guard(self._groups.control, "load", again=self._loader.was_replaced),
+            "load": Guard(self._groups.control, "load", retry_if=self._loader.was_replaced),
+            "load_all": Guard(self._groups.control, "load", retry_if=self._loader.was_replaced),
         }
 
     @property
