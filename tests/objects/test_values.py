@@ -32,7 +32,7 @@ from holdfast import (
     Union,
 )
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.reader import read_manifest
+from holdfast.format.records import read_manifest
 from holdfast.format.values import node_bytes
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 
