@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from holdfast import __version__
 from holdfast.cli.support.messages import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.version import __version__
 
 VERBS = {
     "train": "train the reference model, save and resume under any layout",

@@ -233,21 +233,24 @@ def _judge(claims: AllClaims, rows: IntArray, ranks: Sequence[int]) -> tuple[str
     holders = [ranks[int(p)] for p in claims.position[rows]]
     if len(holders) == 1:
         return None, False
-    compare = False
+    # Holders mostly share one declaration: each is looked at once, in the name of its first holder.
+    declared_by: dict[int, int] = {}
     for holder, number in zip(holders, claims.replica_set[rows].tolist(), strict=True):
+        declared_by.setdefault(number, holder)
+    compare = UNDECLARED in declared_by
+    for number, holder in declared_by.items():
         if number == UNDECLARED:
-            compare = True
             continue
         replica_set = claims.replica_sets[number]
-        replicas, span = set(replica_set.replicas), set(replica_set.span)
-        rivals = [other for other in holders if other in span and other not in replicas]
+        others = set(holders).difference(replica_set.replicas)
+        rivals = sorted(others.intersection(replica_set.span))
         if rivals:
             return (
-                f"rank {holder} declares its replicas to be ranks {sorted(replicas)}, but ranks "
-                f"{rivals} hold the same box",
+                f"rank {holder} declares its replicas to be ranks {list(replica_set.replicas)}, "
+                f"but ranks {rivals} hold the same box",
                 True,
             )
-        compare = compare or any(other not in replicas for other in holders)
+        compare = compare or bool(others)
     return None, compare
 
 
