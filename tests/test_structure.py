@@ -42,7 +42,7 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             modules |= {each.name for each in node.names if each.name in MODULES}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, f"{path}: relative import"
+            assert node.module is not None, f"{path}: relative import"
             for each in node.names:
                 # `from a import b` imports the module a.b where there is one, else a.
                 inner = f"{node.module}.{each.name}"
