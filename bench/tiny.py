@@ -44,7 +44,7 @@ def measure(results: BenchResults, *, num_tensors: int, repeats: int, scratch: P
             dcp={each: values_of(series, each, of) for each, of in dcp.items()}, target=at_most,
         )  # fmt: skip
     results.state(
-        "tiny tensors", "stored beside the payload, a tensor", counted["extra"], unit="B",
+        "tiny tensors", "stored in addition to the payload, a tensor", counted["extra"], unit="B",
         dcp=counted["extra dcp"], target=Target(against="value", bound=160),
     )  # fmt: skip
     for arm in ("holdfast", "holdfast async"):
