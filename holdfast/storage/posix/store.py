@@ -37,7 +37,7 @@ _NUM_SWEEPS = 20
 class PosixStorage:
     """The storage protocol over the directory `root` (itself may be a link; it must exist to read).
 
-    `observer` is told every operation before it happens. Holds no open file between calls.
+    `observer` is called with every operation before it happens. Holds no open file between calls.
     """
 
     def __init__(self, root: str | Path, *, observer: Observer | None = None) -> None:
@@ -60,14 +60,14 @@ class PosixStorage:
         """See `Storage.read`; memory is taken only for bytes that the file has."""
         with self._reading(path) as fd:
             available = max(os.fstat(fd).st_size - start, 0)
-            wanted = available if nbytes is None else nbytes
-            if wanted > available or start < 0 or wanted < 0:
+            num_read = available if nbytes is None else nbytes
+            if num_read > available or start < 0 or num_read < 0:
                 raise StorageError(
-                    f"{self.describe(path)}: {wanted} bytes wanted at offset {start}, but the file "
-                    f"has {start + available} bytes: it is truncated or not what it should be"
+                    f"{self.describe(path)}: {num_read} bytes needed at offset {start}, but the "
+                    f"file has {start + available} bytes: it is truncated or not what it should be"
                 )
-            self._observe("read", path, start, wanted)
-            buffer = bytearray(wanted)
+            self._observe("read", path, start, num_read)
+            buffer = bytearray(num_read)
             read_full(fd, memoryview(buffer), start, self.describe(path))
             return bytes(buffer)
 
@@ -91,10 +91,10 @@ class PosixStorage:
     def size(self, path: str) -> int:
         """See `Storage.size`."""
         with self._guard("examine", path):
-            found = self._lstat(path)
-        if not stat.S_ISREG(found.st_mode):
+            status = self._lstat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"{self.describe(path)} is not a regular file")
-        return found.st_size
+        return status.st_size
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`; a place that cannot be examined is an error, not absent."""
@@ -151,7 +151,7 @@ class PosixStorage:
         self._observe("make_dir", path, 0, 0)
         names = split_path(path)
         with self._guard("make the directory", path):
-            self._make_root(durable=durable, asked=not names)
+            self._make_root(durable=durable, is_requested=not names)
             for depth in range(len(names)):
                 with self._dir(names[:depth]) as fd:
                     with suppress(FileExistsError):
@@ -231,8 +231,8 @@ class PosixStorage:
             place = self._root
             while not place.exists() and place != place.parent:
                 place = place.parent
-            found = os.statvfs(place)
-            return found.f_bavail * found.f_frsize
+            stats = os.statvfs(place)
+            return stats.f_bavail * stats.f_frsize
 
     def describe(self, path: str) -> str:
         """The absolute path."""
@@ -287,11 +287,11 @@ class PosixStorage:
         with self._dir(names[:-1]) as fd:
             yield fd, names[-1]
 
-    def _make_root(self, *, durable: bool, asked: bool) -> None:
+    def _make_root(self, *, durable: bool, is_requested: bool) -> None:
         """Make the root and what is above it, durably where they are new.
 
-        Where it was asked for by itself, its name is synced once even so: who made it may have died
-        before that.
+        Where only the root is requested, its name is synced once even so: the process that made it
+        may have died before that.
         """
         new: list[Path] = []
         place = self._root
@@ -299,7 +299,7 @@ class PosixStorage:
             new.append(place)
             place = place.parent
         self._root.mkdir(parents=True, exist_ok=True)
-        if asked and not self._is_named and not new:
+        if is_requested and not self._is_named and not new:
             new.append(self._root.resolve())
         if not durable or not new:
             return
