@@ -90,7 +90,7 @@ class Bucket:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a gather is going on that nobody has waited for."""
+        """Whether a gather is in progress that has not been waited for."""
         return self._gathering is not None
 
     @property
@@ -277,7 +277,7 @@ class Bucket:
                 self.main[written] = self.share[written].to(self.main.dtype)
 
     def refresh_main(self, number: int, *, exactly: bool) -> None:
-        """Set main parameters from the parameter, which was loaded or changed by hand.
+        """Set main parameters from the parameter, which was loaded or assigned to.
 
         `exactly`: all of them; otherwise only those that do not round to what the parameter holds.
         """

@@ -101,7 +101,7 @@ def plain_gradients(context: RankContext) -> list[float]:
         clip_gradients([last], norm=norm, limit=0.0)
         if groups.rank == 3:
             last.grad[0, 0] = float("nan")
-        found.append(gradient_norm([last], groups=groups).num_bad_ranks)
+        found.append(len(gradient_norm([last], groups=groups).bad_ranks))
         assert gradient_norm([last], groups=groups).bad_ranks == (3,)
         partial = nn.Parameter(distribute_tensor(torch.zeros(2), dense, [Replicate()] * 2))
         partial.grad = DTensor.from_local(torch.ones(2), dense, [Partial(), Replicate()])

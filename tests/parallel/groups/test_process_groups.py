@@ -107,7 +107,7 @@ def check_probing(groups: ProcessGroups) -> None:
     """G8: nothing can be had by guessing."""
     for name in ("tp", "dp", "pp", "cp", "tp_group", "dp_cp"):
         assert not hasattr(groups, name)
-    with pytest.raises(AttributeError, match=r"asked for with group\('tp'\)"):
+    with pytest.raises(AttributeError, match=r"looked up with group\('tp'\)"):
         _ = groups.tp
     for question in (groups.group, groups.has, groups.require):
         with pytest.raises(GroupError, match="'dpcp' is not a group"):
