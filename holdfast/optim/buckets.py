@@ -23,7 +23,7 @@ from holdfast.optim.in_flight import (
     storage_of,
 )
 from holdfast.optim.shard_groups import ShardGroups
-from holdfast.state.optimizer.protocol import local_of
+from holdfast.state.tensors import local_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work

@@ -13,7 +13,7 @@ from holdfast.optim.norms import GradientPart
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.stepping import SteppingOptimizer
 from holdfast.parallel import ProcessGroups
-from holdfast.state.optimizer.protocol import HeldParameter
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 
 class ChainedOptimizer(SteppingOptimizer):
@@ -33,14 +33,14 @@ class ChainedOptimizer(SteppingOptimizer):
             raise ConfigError("a ChainedOptimizer needs at least one optimizer")
         self._groups = next(iter(self._optimizers.values())).groups
         names: dict[nn.Parameter, str] = {}
-        self._held: list[HeldParameter] = []
+        self._held: list[OptimizerParameter] = []
         num_groups = 0
         for name, optimizer in self._optimizers.items():
             if optimizer.name != name:
                 raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
             if optimizer.groups is not self._groups:
                 raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
-            for held in optimizer.held_parameters():
+            for held in optimizer.optimizer_parameters():
                 if held.parameter in names:
                     raise ConfigError(
                         f"a parameter of shape {list(held.parameter.shape)} is in optimizers "
@@ -107,7 +107,7 @@ class ChainedOptimizer(SteppingOptimizer):
         for optimizer in self._optimizers.values():
             optimizer.close()
 
-    def held_parameters(self) -> Sequence[HeldParameter]:
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter of every optimizer."""
         return self._held
 

@@ -28,7 +28,7 @@ from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.stepping import SteppingOptimizer
 from holdfast.parallel import ProcessGroups
 from holdfast.state.names import parameter_names
-from holdfast.state.optimizer.protocol import HeldParameter
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -270,7 +270,7 @@ class ShardedOptimizer(SteppingOptimizer):
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
-    def held_parameters(self) -> Sequence[HeldParameter]:
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter with the elements of it that this rank updates."""
         return self._held
 
@@ -393,7 +393,7 @@ class ShardedOptimizer(SteppingOptimizer):
                 check_elementwise(make, param_groups, like=kinds, name=self.name)
         return inner
 
-    def _hold(self) -> list[HeldParameter]:
+    def _hold(self) -> list[OptimizerParameter]:
         starts = {
             parameter: (owned.start, bucket.has_main)
             for bucket in self._buckets
@@ -403,7 +403,7 @@ class ShardedOptimizer(SteppingOptimizer):
         for parameter, group in self._all:
             start, is_main = starts.get(parameter, (0, False))
             held.append(
-                HeldParameter(
+                OptimizerParameter(
                     parameter=parameter,
                     group=group,
                     optimizer=self.inner,
