@@ -24,7 +24,7 @@ from holdfast import (
     ProcessGroups,
     Stream,
 )
-from holdfast.checkpoint.load.per_rank import check_claims
+from holdfast.checkpoint.load.requests import check_claims
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
 from holdfast.state.match.matcher import Matcher
