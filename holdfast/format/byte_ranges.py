@@ -140,7 +140,7 @@ def find_overlaps(
     Raises:
         CorruptionError: Where the chunks do not cover a requested box.
     """
-    chunks, requested = index.boxes.take(row).padded(1), boxes.take(request)
+    chunks, requested = index.take(row).padded(1), boxes.take(request)
     offset = np.maximum(requested.offset, chunks.offset)
     extent = np.minimum(requested.stop, chunks.stop) - offset
     covered = np.zeros(len(boxes), dtype=np.int64)

@@ -24,7 +24,7 @@ from holdfast import (
     ProcessGroups,
     Stream,
 )
-from holdfast.checkpoint.load.requests import check_claims
+from holdfast.checkpoint.load.requests import check_consistency
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
 from holdfast.state.match.matcher import Matcher
@@ -269,7 +269,7 @@ def test_every_rank_takes_what_brute_force_says(
             refused = True
             continue
         assert not matcher.result.mismatched
-        for entry in matcher.result.wanted:
+        for entry in matcher.result.tensors:
             key = list(table)[entry.tensor]
             entry.locals[0].copy_(leaves[key].locals[0])
         draw()  # what other parts may do while they are restored
@@ -280,7 +280,7 @@ def test_every_rank_takes_what_brute_force_says(
             refused = True
             continue
         part.restore(tree)
-        claims.append(matcher.result.claims)
+        claims.append(matcher.result.checks)
         is_read = own is None and declared is None and old and bool(here)
         assert bool(matcher.result.kept) == (wanted is None and not is_read)
         mine = draw()
@@ -294,9 +294,9 @@ def test_every_rank_takes_what_brute_force_says(
     found = equal_along_tp and (declared_before or (len(stored_tp) > 1 and not old))
     if differs and (declared == ("tp",) or (declared is None and found)):
         with pytest.raises(MismatchError, match="shared by ranks that would have different"):
-            check_claims(after.ranks, claims, warn=False)
+            check_consistency(after.ranks, claims, warn=False)
     else:
-        check_claims(after.ranks, claims, warn=False)
+        check_consistency(after.ranks, claims, warn=False)
     if declared == ("tp",) and (alike or not differs):
         assert not differs
 

@@ -158,7 +158,7 @@ def plan_reads(
     Cost: see `assign_readers`; memory about 200 bytes for each requested box, overlap and piece.
     """
     primary = np.flatnonzero((index.copy == 0) & (index.nbytes > 0))
-    request, chunk = meeting_pairs(requests.boxes, index.boxes.take(primary).padded(1))
+    request, chunk = meeting_pairs(requests.boxes, index.take(primary).padded(1))
     overlaps = find_overlaps(index, requests.boxes, itemsize, request=request, row=primary[chunk])
     ranges = _shared_ranges(overlaps, requests, index, writer, grain)
     assignment = assign_readers(ranges, num_ranks=num_ranks, grain=grain)

@@ -24,7 +24,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.parallel import Control
-from holdfast.state.match.result import Wanted
+from holdfast.state.match.result import TensorRequest
 from holdfast.state.torch_dtypes import torch_dtype
 
 _COUNTERS = struct.Struct("<4Q")
@@ -57,7 +57,7 @@ class LoadExecutor:
         self,
         snapshot: Snapshot,
         control: Control,
-        requests: Sequence[Wanted],
+        requests: Sequence[TensorRequest],
         *,
         boxes: Sequence[BoxTable],
         hosts: Sequence[str],
@@ -282,7 +282,7 @@ def num_reading_threads(num_local_ranks: int) -> int:
 
 
 def _make_targets(
-    requests: Sequence[Wanted], numbers: IntArray, manifest: Manifest
+    requests: Sequence[TensorRequest], numbers: IntArray, manifest: Manifest
 ) -> dict[int, list[Target]]:
     """Number of a requested box -> what to fill with it.
 

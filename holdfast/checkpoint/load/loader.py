@@ -18,7 +18,7 @@ from holdfast.checkpoint.load.requests import (
     MAX_NAMED,
     LoadRequest,
     PartRequest,
-    check_claims,
+    check_consistency,
     decode_boxes,
     encode_request,
     find_dropped,
@@ -37,15 +37,15 @@ from holdfast.errors import (
 )
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
+from holdfast.format.records import Records
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.flatten import check_part_name
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
 from holdfast.state.match.result import MatchResult
 from holdfast.state.match.stored import StoredPart
-from holdfast.state.parts import TreePart, is_closed, is_last, part_of
+from holdfast.state.parts import TreePart, check_part_name, is_closed, is_last, part_of
 from holdfast.storage import Storage
 
 _MAX_CANDIDATES = 10_000
@@ -156,7 +156,6 @@ class Loader:
         Args:
             state: What to load into; None for all that is stored.
             step: None for the newest.
-            options: See `LoadOptions`.
             leases: Gets the lease that keeps retention from removing the checkpoint.
             written: Paths of the caller's targets that damaged checkpoints wrote to on this rank;
                 this one's are added if it is damaged.
@@ -168,11 +167,7 @@ class Loader:
         payload = b""
         error: Exception | None = None
         try:
-            # One rank proves the chunk table for all: that takes a second for a million rows.
-            proven = not self._groups.control.is_coordinator
-            snapshot = Snapshot.from_records(
-                self._storage, directory, records=records, proven=proven
-            )
+            snapshot = self._open(directory, records)
             if state is None:
                 state = dict.fromkeys(snapshot.manifest.parts, Stored(all_ranks=True))
             matcher, parts = self._match(snapshot, state, options)
@@ -198,17 +193,21 @@ class Loader:
             return make_report(
                 snapshot,
                 matcher.result,
+                executor,
                 step=chosen,
                 path=self._storage.describe(directory),
                 unexpected=tuple(unexpected),
                 dropped=(*dropped, *matcher.result.dropped),
                 not_requested=_not_requested(snapshot, state, parts),
                 values=values,
-                nbytes_needed=executor.nbytes_needed,
-                nbytes_received=executor.nbytes_received,
                 job=job,
                 seconds=time.perf_counter() - start,
             )
+
+    def _open(self, directory: str, records: Records) -> Snapshot:
+        # One rank proves the chunk table for all: that takes a second for a million rows.
+        is_proven = not self._groups.control.is_coordinator
+        return Snapshot.from_records(self._storage, directory, records=records, proven=is_proven)
 
     def _match(
         self, snapshot: Snapshot, state: Mapping[str, object], options: LoadOptions
@@ -231,6 +230,7 @@ class Loader:
             scope = name if source is not None else ""
             matcher.move_to(layout, scope=scope)
             part = part_of(name, value)
+            # A part may be stored as None: then it is there, and has nothing.
             node = stored.part_or_below(name if source is None else source)
             if node is None and not stored.has_part_or_below(source or name):
                 result = matcher.result
@@ -255,9 +255,10 @@ class Loader:
                     layout=layout,
                 )
             )
+        # The caller's memory, before anything is written to it.
         result = matcher.result
-        result.wanted = without_ties(result.wanted)
-        result.mismatched += shared_memory([*result.wanted, *without_ties(result.cleared)])
+        result.tensors = without_ties(result.tensors)
+        result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
         return matcher, parts
 
     def _check_coordinates(
@@ -265,8 +266,8 @@ class Loader:
     ) -> list[str]:
         """What no rank takes of the values per coordinate; an error where that is not allowed."""
         control = self._groups.control
-        claims = [request.claims for request in requests]
-        check_claims(control.ranks, claims, warn=control.is_coordinator)
+        checks = [request.checks for request in requests]
+        check_consistency(control.ranks, checks, warn=control.is_coordinator)
         taken = [labels for request in requests for labels in request.taken]
         return find_dropped(snapshot.manifest.parts, taken, allow=options.allow_dropped)
 
@@ -288,7 +289,7 @@ class Loader:
             executor = LoadExecutor(
                 snapshot,
                 control,
-                result.wanted,
+                result.tensors,
                 boxes=[tables[each.boxes] for each in requests],
                 hosts=[each.host for each in requests],
                 verify=options.verify,
@@ -304,7 +305,7 @@ class Loader:
         except HoldfastError as caught:
             touched = executor.touched()
             # Memory made for this load alone is not the caller's.
-            written |= set(touched) - {each.path for each in result.wanted if each.is_fresh}
+            written |= set(touched) - {each.path for each in result.tensors if each.is_fresh}
             raise type(caught)(
                 f"{caught}. Targets already written on this rank: "
                 f"{shorten_list(touched) or 'none'}; load again from a good checkpoint before "
@@ -325,6 +326,7 @@ class Loader:
         What fails here on one rank fails the load on all, at its end.
         """
         values: dict[str, object] = {}
+        # All trees first: what cannot be built fails before any part has changed.
         trees: list[object] = []
         for each in parts:
             matcher.move_to(each.layout, scope=each.scope)
@@ -346,7 +348,7 @@ class Loader:
 
 def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None:
     """CorruptionError if a load of this step would leave a target that was written as it is."""
-    left = sorted(written - {each.path for each in result.wanted})
+    left = sorted(written - {each.path for each in result.tensors})
     if left:
         raise CorruptionError(
             f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
@@ -405,15 +407,19 @@ def _check_asked(state: object, step: object, options: LoadOptions) -> None:
             raise ConfigError(f"{name}={patterns!r} must be patterns of paths")
 
 
-def make_report(snapshot: Snapshot, result: MatchResult, **fields: Any) -> LoadReport:
+def make_report(
+    snapshot: Snapshot, result: MatchResult, executor: LoadExecutor, **fields: Any
+) -> LoadReport:
     """The report of a load; `fields` are those that only the caller knows."""
     return LoadReport(
-        loaded=tuple(entry.path for entry in result.wanted),
+        loaded=tuple(entry.path for entry in result.tensors),
         missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
         fresh=tuple(result.fresh),
         cast=tuple(result.cast),
         kept=tuple(result.kept),
+        nbytes_needed=executor.nbytes_needed,
         nbytes_read=snapshot.stats.nbytes_read,
+        nbytes_received=executor.nbytes_received,
         num_opens=snapshot.stats.opens,
         replaced=tuple(snapshot.stats.fallbacks),
         **fields,

@@ -30,10 +30,9 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.values import Codecs, Node
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
-from holdfast.state.coordinates import Claim, matches
-from holdfast.state.match.result import MatchResult, Use, Wanted
-from holdfast.state.match.stored import StoredPart
-from holdfast.state.match.stored_nodes import leaf_paths
+from holdfast.state.coordinates import ConsistencyCheck, matches
+from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
+from holdfast.state.match.stored import StoredPart, leaf_paths
 from holdfast.state.parts import Part, is_closed
 
 MAX_NAMED = 10
@@ -90,14 +89,14 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
         boxes: See `encode_boxes`.
         host: The machine it runs on.
         taken: What it takes of values per coordinate.
-        claims: What has to be equal on several ranks after the load.
+        checks: What has to be equal on several ranks after the load.
     """
 
     used: dict[str, bytes | None]
     boxes: bytes
     host: str
     taken: list[TakenLabels] = []
-    claims: list[Claim] = []
+    checks: list[ConsistencyCheck] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,7 +141,7 @@ def gather_requests(tables: Sequence[BoxTable]) -> tuple[ReadRequests, list[IntA
     return requests, np.split(numbers, np.cumsum(sizes)[:-1])
 
 
-def requested_boxes(requests: Sequence[Wanted], manifest: Manifest) -> BoxTable:
+def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> BoxTable:
     """The boxes of one rank's requests, one row for each of their local tensors, in order."""
     shapes = [info.shape for info in manifest.tensors]
     num_dims = max(1, max(map(len, shapes), default=1))
@@ -197,10 +196,10 @@ def encode_request(
     return msgspec.msgpack.encode(
         LoadRequest(
             used=used,
-            boxes=encode_boxes(requested_boxes(result.wanted, snapshot.manifest)),
+            boxes=encode_boxes(requested_boxes(result.tensors, snapshot.manifest)),
             host=socket.gethostname(),
-            taken=taken_of(result.uses, nodes),
-            claims=result.claims,
+            taken=taken_of(result.per_rank_uses, nodes),
+            checks=result.checks,
         )
     )
 
@@ -241,7 +240,7 @@ def find_unexpected(
     return unexpected
 
 
-def taken_of(uses: Sequence[Use], nodes: Mapping[str, Node]) -> list[TakenLabels]:
+def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[TakenLabels]:
     """The uses of one rank in a form that other ranks understand.
 
     Args:
@@ -293,32 +292,33 @@ def find_dropped(
     return dropped
 
 
-def check_claims(ranks: Sequence[int], claims: Sequence[Sequence[Claim]], *, warn: bool) -> None:
+def check_consistency(
+    ranks: Sequence[int], checks: Sequence[Sequence[ConsistencyCheck]], *, warn: bool
+) -> None:
     """MismatchError where ranks that share a value would have different ones after the load.
 
     Args:
         ranks: All ranks of the load.
-        claims: What each of them must have equal with others.
+        checks: What each of them must have equal with others.
         warn: Whether this rank logs differences that may be meant.
     """
-    by_label: dict[tuple[str, str], list[tuple[int, Claim]]] = {}
-    for rank, own in zip(ranks, claims, strict=True):
-        for claim in own:
-            by_label.setdefault((claim.what, claim.label), []).append((rank, claim))
+    by_label: dict[tuple[str, str], list[tuple[int, ConsistencyCheck]]] = {}
+    for rank, own in zip(ranks, checks, strict=True):
+        for check in own:
+            by_label.setdefault((check.what, check.label), []).append((rank, check))
     sentences: dict[bool, list[str]] = {True: [], False: []}
     for (what, label), held in by_label.items():
-        if len({claim.digest for _, claim in held}) > 1:
+        if len({check.digest for _, check in held}) > 1:
             shown = shorten_ranks([rank for rank, _ in held])
             along = held[0][1].along
-            is_certain = any(claim.is_certain for _, claim in held)
+            is_certain = any(check.is_certain for _, check in held)
             sentences[is_certain].append(f"{what} along {along} (ranks {shown}, {label})")
     if sentences[True]:
         raise MismatchError(
             f"{len(sentences[True])} random streams are shared by ranks that would have different "
             f"ones after this load: {shorten_list(sentences[True])}. The checkpoint has none for "
             f"some of these ranks, which keep what they have: seed it alike on them before the "
-            f"load, or "
-            f"declare streams that differ: RNG(shared=())"
+            f"load, or declare streams that differ: RNG(shared=())"
         )
     if sentences[False] and warn:
         logging.getLogger("holdfast").warning(

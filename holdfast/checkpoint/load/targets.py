@@ -18,7 +18,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import AnyArray, IntArray
 from holdfast.checkpoint.save.staging import tensor_bytes
 from holdfast.format.byte_ranges import StridedCopy, elements
-from holdfast.state.match.result import Wanted
+from holdfast.state.match.result import TensorRequest
 
 _MAX_RUNS = 1 << 22
 """Up to so many contiguous runs of strided targets are compared one by one, beyond it by a map."""
@@ -118,7 +118,7 @@ _Owned = tuple[int, torch.Tensor]
 """A local tensor and the position of its request."""
 
 
-def without_ties(requests: Sequence[Wanted]) -> list[Wanted]:
+def without_ties(requests: Sequence[TensorRequest]) -> list[TensorRequest]:
     """The requests with each target filled once, however often it is requested.
 
     A target is the same if memory, shape, strides, dtype, stored tensor and box are: `.data` ties
@@ -129,7 +129,7 @@ def without_ties(requests: Sequence[Wanted]) -> list[Wanted]:
     if len(set(addresses)) == len(addresses):
         return list(requests)
     seen: set[object] = set()
-    kept: list[Wanted] = []
+    kept: list[TensorRequest] = []
     for entry in requests:
         if entry.is_fresh or not entry.locals:
             kept.append(entry)
@@ -156,7 +156,7 @@ def without_ties(requests: Sequence[Wanted]) -> list[Wanted]:
     return kept
 
 
-def shared_memory(requests: Sequence[Wanted]) -> list[str]:
+def shared_memory(requests: Sequence[TensorRequest]) -> list[str]:
     """A sentence for each pair of targets with bytes in common, and for each expanded one.
 
     Exact for any strides.
@@ -201,7 +201,7 @@ def _message_of_one(path: str) -> str:
     )
 
 
-def _message_of_two(one: Wanted, other: Wanted) -> str:
+def _message_of_two(one: TensorRequest, other: TensorRequest) -> str:
     return (
         f"{one.path} and {other.path}: the state's tensors share memory, and the checkpoint has a "
         f"tensor for each, so that one would overwrite the other; give one of them memory of its "
