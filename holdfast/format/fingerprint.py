@@ -25,11 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.boxes import Box, split_box
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES, dtype_named
-from holdfast.format.pieces import split_box
 from holdfast.format.reader import Snapshot
 
 PRIME = 2**61 - 1

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.boxes import Box, split_box
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.pieces import split_box
 from holdfast.format.reader import Snapshot
 
 Values = npt.NDArray[np.generic]
