@@ -230,9 +230,9 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
 def _check_bytes(index: ChunkIndex, manifest: Manifest) -> None:
     sizes = pad_shapes([t.shape for t in manifest.tensors], index.num_dims)[index.tensor]
     # Of primaries this is known by now; copies may still leave the tensor.
-    inside = (index.extent >= 0) & (index.extent <= sizes)
+    inside: BoolArray = (index.extent >= 0) & (index.extent <= sizes)
     inside &= (index.offset >= 0) & (index.offset <= sizes - index.extent)
-    _require(index, manifest, inside.all(axis=1), lambda row: "leaves its tensor")
+    _require(index, manifest, np.all(inside, axis=1), lambda row: "leaves its tensor")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
     expected = index.numel() * itemsize[index.tensor]
     _require(

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.leases import READING_DIR
+from holdfast.format.leases import LEASES_DIR
 from holdfast.storage.posix import syscalls as linux
 
 _SECTOR = 512
@@ -276,7 +276,7 @@ def write_tree(place: Path, tree: Tree) -> None:
     """Make a tree real, without marks: who gave them has gone with the machine."""
     place.mkdir()
     for name, content in tree.items():
-        if name == READING_DIR:
+        if name == LEASES_DIR:
             continue
         if isinstance(content, dict):
             write_tree(place / name, content)

@@ -16,7 +16,7 @@ import torch
 
 from holdfast import Checkpointer, KeepLast, PosixStorage
 from holdfast.errors import HoldfastError
-from holdfast.format.leases import READING_DIR, mark_reading
+from holdfast.format.leases import LEASES_DIR, lease_checkpoint
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
@@ -107,7 +107,7 @@ def saves(scenario: Scenario) -> None:
     scenario.save(1, 12)
     scenario.save(2, 21, mode="async")
     scenario.tag("best", 2)
-    with mark_reading(scenario.storage, step_dir(2)):
+    with lease_checkpoint(scenario.storage, step_dir(2)):
         scenario.save(2, 22, mode="async")
     scenario.untag("best")
     scenario.keep_last(1)
@@ -203,7 +203,7 @@ def pointer_problem(tree: dict[str, object], expect: Expect) -> str:
 def _brief(tree: object) -> object:
     if isinstance(tree, dict):
         return {
-            name: _brief(content) for name, content in tree.items() if name not in (READING_DIR,)
+            name: _brief(content) for name, content in tree.items() if name not in (LEASES_DIR,)
         }
     assert isinstance(tree, bytes)
     return hashlib.blake2b(tree, digest_size=16).digest()

@@ -87,7 +87,7 @@ def run(args: Args) -> int:
             mark_place(args.path, step=args.step) as (place, reading),
             Snapshot.open(place.storage, place.directory) as snapshot,
         ):
-            reading.of_version(snapshot.manifest.save_id)
+            reading.set_version(snapshot.manifest.save_id)
             if args.part is not None:
                 snapshot.read_values(args.part)
             rows = _tensor_rows(snapshot, args)

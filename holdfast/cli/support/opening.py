@@ -20,7 +20,7 @@ from rich.progress import (
 
 from holdfast.cli.support.inspecting import Place, locate, make_console
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.leases import Reading, mark_reading
+from holdfast.format.leases import Lease, lease_checkpoint
 from holdfast.format.names import parse_step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import save_id_of
@@ -53,12 +53,12 @@ def open_marked(path: Path, *, step: int | None = None) -> Iterator[Opened]:
         mark_place(path, step=step) as (place, reading),
         Snapshot.open(place.storage, place.directory) as snapshot,
     ):
-        reading.of_version(snapshot.manifest.save_id)
+        reading.set_version(snapshot.manifest.save_id)
         yield Opened(snapshot=snapshot, label=place.label)
 
 
 @contextmanager
-def mark_place(path: Path, *, step: int | None = None) -> Iterator[tuple[Place, Reading]]:
+def mark_place(path: Path, *, step: int | None = None) -> Iterator[tuple[Place, Lease]]:
     """The checkpoint meant by a path; while this is open, nobody removes what is read of it.
 
     Raises ConfigError as `locate` does. Of a directory of checkpoints, a newest one that retention
@@ -68,7 +68,7 @@ def mark_place(path: Path, *, step: int | None = None) -> Iterator[tuple[Place, 
         place = _from_above(path, locate(path, step=step))
         with ExitStack() as stack:
             try:
-                reading = stack.enter_context(mark_reading(place.storage, place.directory))
+                reading = stack.enter_context(lease_checkpoint(place.storage, place.directory))
             except StorageError:
                 if not left:
                     raise
