@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from holdfast.format.leases import LEASES_DIR
-from holdfast.storage.posix import syscalls as linux
+from holdfast.storage.posix import syscalls
 
 _SECTOR = 512
 
@@ -73,7 +73,7 @@ class Recorder:
             ):  # fmt: skip
                 monkey.setattr(os, name, self._watch(name, getattr(os, name)))
             for name in ("allocate", "rename_noreplace", "rename_exchange"):
-                monkey.setattr(linux, name, self._watch(name, getattr(linux, name)))
+                monkey.setattr(syscalls, name, self._watch(name, getattr(syscalls, name)))
             yield
 
     def expect(self, expectation: object) -> None:
