@@ -15,7 +15,7 @@ from holdfast.checkpoint.load.inventory import stored_parts
 from holdfast.checkpoint.load.loader import Loader, LoadOptions
 from holdfast.checkpoint.reports import LoadReport, PartInfo, SaveReport
 from holdfast.checkpoint.save.executor import SaverOptions
-from holdfast.checkpoint.save.handshake import SaveAsk
+from holdfast.checkpoint.save.handshake import SaveRequest
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver, WhenBusy
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
@@ -97,8 +97,8 @@ class Checkpointer:
             "save": self._saver.save_guard,
             "save_async": self._saver.async_guard,
             "prepare": self._saver.prepare_guard,
-            "load": Guard(self._groups.control, "load", again=self._loader.was_replaced),
-            "load_all": Guard(self._groups.control, "load", again=self._loader.was_replaced),
+            "load": Guard(self._groups.control, "load", retry_if=self._loader.was_replaced),
+            "load_all": Guard(self._groups.control, "load", retry_if=self._loader.was_replaced),
         }
 
     @property
@@ -150,7 +150,9 @@ class Checkpointer:
         Cost: three small collectives (three more when the structure changed), one copy of the
         assigned bytes, one write and hash of them.
         """
-        ask = SaveAsk(kind="save", step=step, overwrite=overwrite, check_replicas=check_replicas)
+        ask = SaveRequest(
+            kind="save", step=step, overwrite=overwrite, check_replicas=check_replicas
+        )
         return self._saver.save(ask, state)
 
     @guarded
@@ -176,7 +178,7 @@ class Checkpointer:
         Cost in steady state: one small collective, one `torch._foreach_copy_` of the assigned
         bytes, no allocation; plus one hash of tensors whose replication nothing declares.
         """
-        ask = SaveAsk(
+        ask = SaveRequest(
             kind="save_async", step=step, overwrite=overwrite, check_replicas=check_replicas
         )
         return self._saver.save_async(ask, state, when_busy=when_busy)

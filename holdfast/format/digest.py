@@ -5,11 +5,12 @@ They detect damage, they are no defence against somebody who forges both bytes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
+
+from holdfast.arrays.types import WordArray
 
 Buffer = bytes | bytearray | memoryview
 
@@ -17,7 +18,7 @@ DEFAULT_BLOCK_NBYTES = 1 << 20
 """Bytes per digest of a chunk: hashing is at full speed from about 256 KiB on (docs/format.md)."""
 
 
-def block_digests(buffer: Buffer, block_nbytes: int) -> npt.NDArray[np.uint64]:
+def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:
     """XXH3-64 of each block of `block_nbytes` (the last may be shorter); empty buffer, no blocks.
 
     Reads the buffer once in place, about 30 GB/s a core; the lock of the interpreter is released.
@@ -27,6 +28,15 @@ def block_digests(buffer: Buffer, block_nbytes: int) -> npt.NDArray[np.uint64]:
         return np.array([xxhash.xxh3_64_intdigest(buffer)], dtype=np.uint64)
     blocks = (xxhash.xxh3_64_intdigest(block) for block in _blocks(buffer, block_nbytes))
     return np.fromiter(blocks, dtype=np.uint64, count=num_blocks(nbytes, block_nbytes))
+
+
+def find_wrong_block(buffer: memoryview, stated: Sequence[int], block_nbytes: int) -> int | None:
+    """Byte of the first block of `buffer` whose digest is not the stated one; None if all agree."""
+    for number, digest in enumerate(stated):
+        at = number * block_nbytes
+        if xxhash.xxh3_64_intdigest(buffer[at : at + block_nbytes]) != digest:
+            return at
+    return None
 
 
 def num_blocks(nbytes: int, block_nbytes: int) -> int:

@@ -236,7 +236,7 @@ def _check_bytes(index: ChunkIndex, manifest: Manifest) -> None:
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
     expected = index.numel() * itemsize[index.tensor]
     _require(
-        index, manifest, np.equal(index.nbytes, expected),
+        index, manifest, np.asarray(index.nbytes == expected),
         lambda row: f"{index.nbytes[row]} bytes are stated, its box has {expected[row]}",
     )  # fmt: skip
     num_blocks = -(-index.nbytes // manifest.block_nbytes)

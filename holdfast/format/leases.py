@@ -84,7 +84,7 @@ class Lease:
 
 
 @contextmanager
-def lease_checkpoint(
+def read_lease(
     storage: Storage,
     directory: str,
     *,

@@ -15,9 +15,10 @@ from datetime import UTC, datetime
 
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
-from holdfast.format.leases import announce_removal, lease_checkpoint
+from holdfast.format.leases import announce_removal, read_lease
 from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir, step_dir
-from holdfast.format.reader import Snapshot, read_manifest
+from holdfast.format.reader import Snapshot
+from holdfast.format.records import read_manifest
 from holdfast.retention.policies import (
     AnyOf,
     Candidate,
@@ -44,9 +45,9 @@ __all__ = [
     "RetentionPlan",
     "RetentionResult",
     "apply_retention",
-    "lease_checkpoint",
     "plan_retention",
     "prove_sound",
+    "read_lease",
 ]
 
 Prove = Callable[[Storage, str], str | None]

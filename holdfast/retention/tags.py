@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.format.leases import lease_checkpoint
+from holdfast.format.leases import read_lease
 from holdfast.format.names import list_steps, step_dir
 from holdfast.storage import Storage
 
@@ -25,7 +25,7 @@ def set_tag(storage: Storage, name: str, *, step: int) -> None:
         ConfigError: No tag can have that name, or the step is not committed.
     """
     path = _path(name)
-    with lease_checkpoint(storage, step_dir(step)):
+    with read_lease(storage, step_dir(step)):
         steps = list_steps(storage)
         if step not in steps:
             known = ", ".join(map(str, steps[-8:])) or "none"

@@ -1,6 +1,6 @@
-"""What a save leaves on storage while it is under way: the plan of all ranks, and done-records.
+"""What a save in progress has on storage: the plan of all ranks, done-records, failure records.
 
-Both are enough to finish a save, or to say what is missing of it, without any of the processes
+They are sufficient to finish a save, or to name what is missing of it, without any of the processes
 that began it.
 """
 
@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
@@ -34,7 +34,7 @@ def done_file(position: int) -> str:
 
 
 def failed_file(position: int) -> str:
-    """Path of the word a rank leaves when it could not write."""
+    """Path of the failure record of a rank that could not write."""
     return f"{DONE_DIR}/{position:05d}.failed"
 
 
@@ -59,22 +59,22 @@ class CommitPlan:
     shapes: tuple[tuple[int, ...], ...]
     tensor_layouts: tuple[int, ...]
     writers: tuple[int, ...]
-    row_tensor: npt.NDArray[np.int64]
-    row_file: npt.NDArray[np.int64]
-    row_offset: npt.NDArray[np.int64]
-    row_extent: npt.NDArray[np.int64]
-    row_copy: npt.NDArray[np.int64]
-    check_group: npt.NDArray[np.int64]
-    check_position: npt.NDArray[np.int64]
-    check_tensor: npt.NDArray[np.int64]
+    row_tensor: IntArray
+    row_file: IntArray
+    row_offset: IntArray
+    row_extent: IntArray
+    row_copy: IntArray
+    check_group: IntArray
+    check_position: IntArray
+    check_tensor: IntArray
 
     @property
-    def row_nbytes(self) -> npt.NDArray[np.int64]:
+    def row_nbytes(self) -> IntArray:
         """Payload bytes of each row."""
         if self.num_rows == 0:
             return np.zeros(0, dtype=np.int64)
         itemsize = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
-        numel: npt.NDArray[np.int64] = self.row_extent.prod(axis=1, dtype=np.int64)
+        numel: IntArray = self.row_extent.prod(axis=1, dtype=np.int64)
         return numel * itemsize[self.row_tensor]
 
     @property
@@ -108,6 +108,14 @@ class _PlanWire(msgspec.Struct, frozen=True, kw_only=True):
     writers: tuple[int, ...]
     columns: dict[str, bytes]
     widths: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPlan:
+    """A plan, and the bytes that `encode_plan` makes of it."""
+
+    plan: CommitPlan
+    data: bytes
 
 
 def encode_plan(plan: CommitPlan) -> bytes:
@@ -155,15 +163,8 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     overwrite: bool
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a save failed: the name of an error class, and its message."""
-
-    error_type: str
-    message: str
-
-
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's word that its bytes are on storage: lengths and digests of all of them.
+    """One rank's record that its bytes are on storage: lengths and digests of all of them.
 
     `starts`, `digest_ptr`, `digests`, `checks`: little-endian 64-bit columns. `lanes`: two words of
     fingerprint per row, or none. `values`: the rank's
@@ -202,7 +203,7 @@ def unseal(data: bytes, kind: type[T], *, where: str) -> T:
         raise CorruptionError(f"{where}: not a {kind.__name__}: {error}") from error
 
 
-def column(values: Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint64]) -> bytes:
+def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
     """Little-endian 64-bit bytes of a column of integers; the sign is the reader's matter."""
     array = np.asarray(values)
     if array.dtype != np.uint64:

@@ -16,10 +16,10 @@ import torch
 import holdfast
 from holdfast import RNG, Checkpointer, Layout, PerRank, ProcessGroups, Sharded, Stored
 from holdfast.checkpoint.save import local_state as local_module
-from holdfast.checkpoint.save.staging import Arena
 from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
 from holdfast.storage import PosixStorage
-from holdfast.writer import write
+from holdfast.writer import job
+from holdfast.writer.memory import SharedMemory
 from holdfast.writer.records import DoneRecord
 from tests.checkpoint.common import assert_equal, full, make_state
 from tests.harness import RankContext, run_ranks
@@ -453,7 +453,7 @@ def test_ranks_with_different_plans_plan_again(tmp_path: Path) -> None:
 
 def write_under_another_plan(context: RankContext, root: str) -> list[str]:
     said = []
-    make = write.DoneRecord
+    make = job.DoneRecord
 
     def lie(**fields: Any) -> DoneRecord:
         return make(**{**fields, "plan_digest": "0" * 32})
@@ -467,7 +467,7 @@ def write_under_another_plan(context: RankContext, root: str) -> list[str]:
         for step, save in ((2, checkpointer.save), (3, checkpointer.save_async)):
             with pytest.MonkeyPatch.context() as patch:
                 if context.rank == 1:
-                    patch.setattr(write, "DoneRecord", lie)
+                    patch.setattr(job, "DoneRecord", lie)
                 with pytest.raises(PlanError) as caught:
                     _finished(save(step, state))
             said.append(str(caught.value))
@@ -502,13 +502,13 @@ class Clones:
 def _taken_apart(state: dict[str, object], before: Any, cache: Any) -> Any:
     from holdfast.format.values import Codecs
 
-    return local_module.take_apart(
+    return local_module.flatten_local_state(
         state,
         groups=ProcessGroups.single(),
         codecs=Codecs(),
         block_nbytes=1 << 20,
         cache=cache,
-        before=before,
+        previous=before,
     )
 
 
@@ -601,16 +601,16 @@ def test_memory_half_laid_out_is_not_used(tmp_path: Path) -> None:
     large = {"t": {"x": torch.full((100_000,), 7.0)}}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save_async(1, small).result(60)
-        whole = Arena.reserve
+        whole = SharedMemory.reserve
 
-        def failing(arena: Arena, nbytes: int) -> memoryview:
-            view = whole(arena, nbytes)
-            arena.num_allocations -= 1  # as if interrupted just before it was counted
+        def failing(memory: SharedMemory, nbytes: int) -> memoryview:
+            view = whole(memory, nbytes)
+            memory.num_allocations -= 1  # as if interrupted just before it was counted
             del view
             raise MemoryError("interrupted")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Arena, "reserve", failing)
+            patch.setattr(SharedMemory, "reserve", failing)
             pending = checkpointer.save_async(2, large)
         with pytest.raises(StorageError, match="interrupted"):
             pending.result(60)

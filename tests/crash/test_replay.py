@@ -16,7 +16,7 @@ import torch
 
 from holdfast import Checkpointer, KeepLast, PosixStorage
 from holdfast.errors import HoldfastError
-from holdfast.format.leases import LEASES_DIR, lease_checkpoint
+from holdfast.format.leases import LEASES_DIR, read_lease
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
@@ -107,7 +107,7 @@ def saves(scenario: Scenario) -> None:
     scenario.save(1, 12)
     scenario.save(2, 21, mode="async")
     scenario.tag("best", 2)
-    with lease_checkpoint(scenario.storage, step_dir(2)):
+    with read_lease(scenario.storage, step_dir(2)):
         scenario.save(2, 22, mode="async")
     scenario.untag("best")
     scenario.keep_last(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.leases import LEASES_DIR, announce_removal, lease_checkpoint, readers_of
+from holdfast.format.leases import LEASES_DIR, announce_removal, read_lease, readers_of
 from holdfast.retention.removal import KeepLast, apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import PosixStorage
@@ -23,9 +23,9 @@ ONE = "iter_0000001"
 
 READER = """
 import sys, time
-from holdfast.format.leases import lease_checkpoint
+from holdfast.format.leases import read_lease
 from holdfast.storage import PosixStorage
-with lease_checkpoint(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv[2])):
+with read_lease(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv[2])):
     print("reading", flush=True)
     time.sleep(60)
 """
@@ -62,8 +62,8 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
 
 def test_many_may_read_and_a_mark_is_of_one_checkpoint(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2])
-    with lease_checkpoint(storage, ONE):
-        with lease_checkpoint(storage, ONE):
+    with read_lease(storage, ONE):
+        with read_lease(storage, ONE):
             assert len(readers_of(storage, ONE)) == 2
             assert readers_of(storage, "iter_0000002") == []
             assert readers_of(storage, "iter_00000010") == []
@@ -79,7 +79,7 @@ def test_a_reader_waits_for_a_remover_that_gives_up(tmp_path: Path) -> None:
         assert readers == []
 
         def read() -> None:
-            with lease_checkpoint(storage, ONE):
+            with read_lease(storage, ONE):
                 entered.set()
 
         reader = threading.Thread(target=read)
@@ -97,7 +97,7 @@ def test_a_reader_is_told_that_its_checkpoint_has_gone(tmp_path: Path) -> None:
     with announce_removal(storage, ONE):
         storage.remove_tree(ONE)
         said = r"just been removed by process \d+.*another step"
-        with pytest.raises(StorageError, match=said), lease_checkpoint(storage, ONE):
+        with pytest.raises(StorageError, match=said), read_lease(storage, ONE):
             pass
     assert storage.list(LEASES_DIR) == []
 
@@ -108,10 +108,10 @@ def test_a_reader_does_not_wait_for_ever(tmp_path: Path) -> None:
     with (
         announce_removal(storage, ONE),
         pytest.raises(StorageError, match=said),
-        lease_checkpoint(storage, ONE, wait_s=0.2),
+        read_lease(storage, ONE, wait_s=0.2),
     ):
         pass
-    with announce_removal(storage, ONE, life_s=0.0), lease_checkpoint(storage, ONE, wait_s=0.0):
+    with announce_removal(storage, ONE, life_s=0.0), read_lease(storage, ONE, wait_s=0.0):
         pass  # an expired mark counts for nothing
 
 
@@ -133,7 +133,7 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
 
     def read() -> None:
         while time.monotonic() < stop:
-            with lease_checkpoint(storage, ONE):
+            with read_lease(storage, ONE):
                 enter("read", 1)
                 time.sleep(0.002)
                 enter("read", -1)
@@ -164,10 +164,10 @@ def test_a_place_that_cannot_be_written_to_is_read_without_a_mark(tmp_path: Path
 
     fill(tmp_path, [1])
     storage = PosixStorage(tmp_path, observer=refuse)
-    with lease_checkpoint(storage, ONE) as reading:
+    with read_lease(storage, ONE) as reading:
         assert reading.problem == "read-only"
     for directory in ("", "iter_1", f"x/{ONE}", ".."):
-        with lease_checkpoint(storage, directory) as reading:
+        with read_lease(storage, directory) as reading:
             assert "not the name of a step" in str(reading.problem)
 
 

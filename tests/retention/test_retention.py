@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptionError, StorageError
-from holdfast.format.leases import lease_checkpoint
+from holdfast.format.leases import read_lease
 from holdfast.format.names import step_dir
 from holdfast.retention.removal import (
     KeepBest,
@@ -225,7 +225,7 @@ def test_a_step_that_became_a_link_after_the_plan_is_spared(tmp_path: Path) -> N
 def test_a_checkpoint_being_read_stays(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2, 3])
     plan = plan_retention(storage, KeepLast(1))
-    with lease_checkpoint(PosixStorage(tmp_path), "iter_0000001") as reading:
+    with read_lease(PosixStorage(tmp_path), "iter_0000001") as reading:
         assert reading.problem is None
         result = apply_retention(storage, plan)
         assert result.removed == [2]

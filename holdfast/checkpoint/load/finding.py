@@ -9,9 +9,9 @@ import msgspec
 
 from holdfast.checkpoint.save.handshake import refuse_disagreement
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.format.leases import lease_checkpoint
+from holdfast.format.leases import read_lease
 from holdfast.format.names import list_steps, step_dir
-from holdfast.format.reader import Records, read_records
+from holdfast.format.records import Records, read_records
 from holdfast.format.versions import save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
@@ -139,7 +139,7 @@ class Finder:
             directory = step_dir(chosen)
             with ExitStack() as stack:
                 try:
-                    mark = stack.enter_context(lease_checkpoint(self._storage, directory))
+                    mark = stack.enter_context(read_lease(self._storage, directory))
                     records = read_records(self._storage, directory)
                 except StorageError:
                     if not left or save_id_of(self._storage, directory) is not None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsqueeze
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.plan.cache import (
     Holder,
     PlanRecord,
@@ -35,8 +35,8 @@ from holdfast.format.image import Image, ImageEntry, chunk_name, layout_image
 from holdfast.parallel import ProcessGroups
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.storage import Storage
-from holdfast.writer.records import CommitPlan, encode_plan
-from holdfast.writer.write import RowPlace
+from holdfast.writer.job import RowBox
+from holdfast.writer.records import CommitPlan, EncodedPlan, encode_plan
 
 
 class _Share(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +60,7 @@ class RankPlan:
     way. `file`: number of this rank's data file, -1 for none. `rows`, `checks`: rows of
     its chunk table to write and to vouch for; `cuts`: places in `rows` of which only a part is
     written, and which part of the row's tensor. `names`: of its chunks. `image`: the data file's
-    layout, `row_nbytes`, `places`: of its rows. `total_nbytes`, `num_tensors`: of the whole
+    layout, `row_nbytes`, `row_boxes`: of its rows. `total_nbytes`, `num_tensors`: of the whole
     checkpoint. `commit`: the whole plan and its bytes, `record`: what a later run needs to use it
     again; both on the coordinator only.
     """
@@ -76,11 +76,11 @@ class RankPlan:
     checks: tuple[int, ...]
     names: tuple[str, ...]
     image: Image
-    row_nbytes: npt.NDArray[np.int64]
-    places: tuple[RowPlace, ...]
+    row_nbytes: IntArray
+    row_boxes: tuple[RowBox, ...]
     total_nbytes: int
     num_tensors: int
-    commit: tuple[CommitPlan, bytes] | None
+    commit: EncodedPlan | None
     record: PlanRecord | None
 
     def sources(self, local: LocalState) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ def plan_together(
     message = claims_message(local.encoded, local.table.names if sends_names else None)
     gathered = control.gather(message, phase="save: tables")
     shares: list[bytes] | None = None
-    commit: tuple[CommitPlan, bytes] | None = None
+    commit: EncodedPlan | None = None
     record: PlanRecord | None = None
     if gathered is not None:
         commit, record, shares = _plan_all(
@@ -182,14 +182,14 @@ def plan_again(
         compare_all=compare_all,
         total_nbytes=total_nbytes(kept.plan),
         num_tensors=len(kept.plan.keys),
-        commit=(kept.plan, kept.encoded) if control.is_coordinator else None,
+        commit=EncodedPlan(kept.plan, kept.encoded) if control.is_coordinator else None,
         record=kept.record if control.is_coordinator else None,
     )
 
 
 def _plan_all(
     messages: Sequence[bytes], *, groups: ProcessGroups, block_nbytes: int, compare_all: bool
-) -> tuple[tuple[CommitPlan, bytes], PlanRecord, list[bytes]]:
+) -> tuple[EncodedPlan, PlanRecord, list[bytes]]:
     ranks = groups.control.ranks
     encoded_tables, names = read_claims_messages(messages, ranks)
     options = choices(groups, block_nbytes)
@@ -211,7 +211,7 @@ def _plan_all(
     total = total_nbytes(plan)
     record = PlanRecord.make(plan, tables, assignments, signatures, compare_all=compare_all)
     return (
-        (plan, encoded),
+        EncodedPlan(plan, encoded),
         record,
         [
             _encode_share(each, digest, total_nbytes=total, num_tensors=len(plan.keys))
@@ -255,13 +255,13 @@ def rank_plan(
     compare_all: bool,
     total_nbytes: int,
     num_tensors: int,
-    commit: tuple[CommitPlan, bytes] | None,
+    commit: EncodedPlan | None,
     record: PlanRecord | None,
 ) -> RankPlan:
     """What a rank keeps of a plan, from its share: names and places of its chunks, its image."""
     rows = tuple(assignment.rows.tolist())
     offsets, extents = local.table.offset.tolist(), local.table.extent.tolist()
-    entries, places, row_nbytes = [], [], []
+    entries, row_boxes, row_nbytes = [], [], []
     for place, row in enumerate(rows):
         key, source = local.keys[row], local.sources[row]
         shape = local.flat.leaves[key].shape
@@ -271,7 +271,7 @@ def rank_plan(
             offset, extent = assignment.cuts[place].offset, assignment.cuts[place].shape
         name = chunk_name(key, offset=offset, shape=extent, global_shape=shape)
         dtype = TORCH_TO_NAME[source.dtype]
-        places.append(RowPlace(dtype=dtype, shape=shape, offset=offset, extent=extent))
+        row_boxes.append(RowBox(dtype=dtype, shape=shape, offset=offset, extent=extent))
         entries.append(ImageEntry(name=name, dtype=dtype, shape=extent))
         row_nbytes.append(int(np.prod(extent, dtype=np.int64)) * source.element_size())
     return RankPlan(
@@ -290,7 +290,7 @@ def rank_plan(
         names=tuple(entry.name for entry in entries),
         image=layout_image(entries),
         row_nbytes=np.array(row_nbytes, dtype=np.int64),
-        places=tuple(places),
+        row_boxes=tuple(row_boxes),
         total_nbytes=total_nbytes,
         num_tensors=num_tensors,
         commit=commit,

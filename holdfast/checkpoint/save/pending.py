@@ -42,7 +42,7 @@ class PendingSave:
             return "failed"
         outcome = self.ticket.outcome
         if outcome is not None:
-            return "failed" if outcome.error_type else "committed"
+            return "failed" if outcome.error is not None else "committed"
         return "committing" if self.ticket.written.is_set() else "writing"
 
     @property
@@ -65,7 +65,9 @@ class PendingSave:
         if self.failure is not None:
             return self.failure
         outcome = self.ticket.outcome if self.ticket is not None else None
-        return outcome.error() if outcome is not None else None
+        if outcome is None or outcome.error is None:
+            return None
+        return outcome.error.to_error()
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
         """Wait until the checkpoint is committed and durable, as storage says.

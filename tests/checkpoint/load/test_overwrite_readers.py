@@ -14,9 +14,9 @@ import torch
 
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Replicated, StorageError
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import filling
+from holdfast.checkpoint.load import executor
 from holdfast.errors import CorruptionError
-from holdfast.format.leases import lease_checkpoint
+from holdfast.format.leases import read_lease
 from holdfast.format.names import parse_replaced_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
@@ -60,17 +60,17 @@ def save(root: Path, version: int, *, step: int = 1) -> None:
 @contextmanager
 def amid_load(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Iterator[None]:
     """Do something once, between the matching of a load and its first byte."""
-    real = filling.Filler.run
+    real = executor.LoadExecutor.run
     done: list[bool] = []
 
-    def run(self: filling.Filler) -> None:
+    def run(self: executor.LoadExecutor) -> None:
         if not done:
             done.append(True)
             act()
         real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(filling.Filler, "run", run)
+        patch.setattr(executor.LoadExecutor, "run", run)
         yield
     assert done
 
@@ -163,7 +163,7 @@ def test_an_open_snapshot_and_a_verification_are_of_one_version(tmp_path: Path) 
     storage = PosixStorage(tmp_path)
     out = bytearray(7 * 4)
     with (
-        lease_checkpoint(storage, "iter_0000001"),
+        read_lease(storage, "iter_0000001"),
         Snapshot.open(storage, "iter_0000001") as snapshot,
     ):
         save(tmp_path, 2)

@@ -1,0 +1,219 @@
+"""Comparing two checkpoints: trees of values, and tensors piece by piece across layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.arrays.types import AnyArray, FloatArray
+from holdfast.cli.support.elements import decode_elements, read_box
+from holdfast.errors import HoldfastError
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.pieces import split_box
+from holdfast.format.reader import Snapshot
+from holdfast.format.values import TAG, Node, decode_tree, join_path, node_bytes, shorten
+
+_PIECE_NBYTES = 4 << 20
+_WHOLE_TAGS = (
+    "int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum", "range", "slice",
+    "set", "frozenset", "tensor", "array", "transient",
+)  # fmt: skip
+_PAIR_TAGS = ("dict", "odict", "counter", "defaultdict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """One value that differs, or that one side lacks: `in_a` and `in_b` say which have it."""
+
+    path: str
+    a: Node
+    b: Node
+    in_a: bool = True
+    in_b: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Elements a, b count as equal when |a - b| <= atol + rtol * |b|; all zero: equal bytes."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether only equal bytes are equal."""
+        return self.rtol == 0 and self.atol == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """How one tensor differs; the numbers are of `b - a`, in float64.
+
+    `num_differing`: elements beyond the tolerance. `max_abs` and `norm` (L2) are over all elements
+    whose difference is finite; `num_undefined` counts those where it is not (nan, infinity).
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_differing: int
+    num_undefined: int
+    max_abs: float
+    norm: float
+
+
+def value_differences(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[ValueDifference]:
+    """Every value that differs between two trees of parts, by path."""
+    yield from _members(dict(a), dict(b), "")
+
+
+def in_words(node: Node) -> str:
+    """A value on one short line."""
+    if isinstance(node, dict) and node.get(TAG) in _WHOLE_TAGS[:8]:
+        try:
+            return shorten(repr(decode_tree(node)))
+        except HoldfastError:
+            pass
+    if isinstance(node, str):
+        return shorten(repr(node))
+    return shorten(node_bytes(node).decode())
+
+
+def _members(a: Mapping[str, Node], b: Mapping[str, Node], path: str) -> Iterator[ValueDifference]:
+    for name in {**a, **b}:
+        below = join_path(path, name)
+        if name in a and name in b:
+            yield from _differences(a[name], b[name], below)
+        else:
+            yield ValueDifference(
+                path=below, a=a.get(name), b=b.get(name), in_a=name in a, in_b=name in b
+            )
+
+
+def _differences(a: Node, b: Node, path: str) -> Iterator[ValueDifference]:
+    if node_bytes(a) == node_bytes(b):
+        return
+    if isinstance(a, list) and isinstance(b, list):
+        yield from _members(_numbered(a), _numbered(b), path)
+        return
+    if isinstance(a, dict) and isinstance(b, dict) and a.get(TAG) == b.get(TAG):
+        tag = a.get(TAG)
+        if tag is None:
+            yield from _members(a, b, path)
+            return
+        if tag in _PAIR_TAGS:
+            yield from _members(_paired(a), _paired(b), path)
+            return
+        rest_a, rest_b = ({k: v for k, v in node.items() if k != "v"} for node in (a, b))
+        if tag not in _WHOLE_TAGS and rest_a == rest_b:
+            yield from _differences(a.get("v"), b.get("v"), path)
+            return
+    yield ValueDifference(path=path, a=a, b=b)
+
+
+def _numbered(items: list[Node]) -> dict[str, Node]:
+    return {str(i): item for i, item in enumerate(items)}
+
+
+def _paired(node: dict[str, Node]) -> dict[str, Node]:
+    """A mapping that is stored as pairs, and its other members."""
+    table = {k: v for k, v in node.items() if k not in ("v", TAG)}
+    inner = node.get("v")
+    for pair in inner if isinstance(inner, list) else ():
+        if isinstance(pair, list) and len(pair) == 2:
+            table[in_words(pair[0])] = pair[1]
+    return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorComparer:
+    """Compares tensors of two checkpoints, whatever their layouts; some tens of MiB of memory.
+
+    `advance` is called with the bytes of A read since the last call.
+    """
+
+    a: Snapshot
+    b: Snapshot
+    tolerance: Tolerance
+    advance: Callable[[int], object]
+
+    def compare(self, key: str) -> TensorDifference | None:
+        """How a tensor of equal dtype and shape differs; None when it is the same.
+
+        Raises:
+            CorruptionError: one of the two is damaged.
+
+        Cost: reads both sides once, in pieces of the chunks of A.
+        """
+        info = self.a.tensor(key)
+        max_numel = _PIECE_NBYTES // DTYPES[info.dtype].itemsize
+        sums = _DifferenceSums(tolerance=self.tolerance)
+        rows = self.a.rows_of(key)
+        for row in rows[self.a.index.copy[rows] == 0].tolist():
+            chunk = self.a.index.box(row, ndim=len(info.shape))
+            for box in split_box(chunk, max_numel=max_numel):
+                one, two = (read_box(side, key, box) for side in (self.a, self.b))
+                self.advance(len(one))
+                sums.add(one, two, info.dtype)
+        if not sums.num_differing:
+            return None
+        return TensorDifference(
+            key=key,
+            dtype=info.dtype,
+            shape=tuple(info.shape),
+            num_differing=sums.num_differing,
+            num_undefined=sums.num_undefined,
+            max_abs=sums.max_abs,
+            norm=math.sqrt(sums.squares),
+        )
+
+
+class _DifferenceSums:
+    """Running sums over the differing elements of one tensor."""
+
+    def __init__(self, *, tolerance: Tolerance) -> None:
+        self._tolerance = tolerance
+        self.num_differing = self.num_undefined = 0
+        self.max_abs = self.squares = 0.0
+
+    def add(self, one: bytearray, two: bytearray, dtype: str) -> None:
+        """Add a piece: the same box of both sides."""
+        if one == two:
+            return
+        itemsize = DTYPES[dtype].itemsize
+        raw_a, raw_b = (np.frombuffer(data, dtype=np.uint8) for data in (one, two))
+        unequal = (raw_a != raw_b).reshape(-1, itemsize).any(axis=1)
+        a, b = (decode_elements(data, dtype)[unequal] for data in (one, two))
+        with np.errstate(invalid="ignore", over="ignore"):
+            distance = _distance(a, b)
+            finite = distance[np.isfinite(distance)]
+            self.num_undefined += len(distance) - len(finite)
+            if len(finite):
+                self.max_abs = max(self.max_abs, float(finite.max()))
+                self.squares += float((finite**2).sum())
+            self.num_differing += len(a) - self._num_close(a, b, distance)
+
+    def _num_close(self, a: AnyArray, b: AnyArray, distance: FloatArray) -> int:
+        if self._tolerance.is_exact:
+            return 0
+        size = np.abs(b.astype(np.complex128 if b.dtype.kind == "c" else np.float64))
+        # Without the zero, rtol * inf would make every finite value close to an infinity.
+        bound = self._tolerance.atol + self._tolerance.rtol * np.where(np.isfinite(size), size, 0)
+        close = (distance <= bound) | (np.isnan(size) & np.isnan(np.abs(a)))
+        return int(close.sum())
+
+
+def _distance(a: AnyArray, b: AnyArray) -> FloatArray:
+    """|b - a| of each element; exact for integers before it is rounded to float64."""
+    if a.dtype.kind in "iu":
+        # max - min always fits the unsigned type of the same width, even where b - a overflows.
+        wide = np.dtype(np.uint64 if a.dtype.kind == "u" else np.int64)
+        high, low = (m.astype(wide).view(np.uint64) for m in (np.maximum(a, b), np.minimum(a, b)))
+        return (high - low).astype(np.float64)
+    if a.dtype.kind == "c":
+        magnitude: FloatArray = np.abs(b.astype(np.complex128) - a.astype(np.complex128))
+        return magnitude
+    return np.abs(b.astype(np.float64) - a.astype(np.float64))
