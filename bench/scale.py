@@ -27,14 +27,14 @@ from bench.results import Found, Target
 from bench.timing import Measured, Series, interleave, median_of, values_of
 from holdfast import Codecs, Layout, Sharded
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
-    chunk_table,
-    decode_table,
-    encode_table,
-    read_messages,
-    table_message,
+    RankClaims,
+    claims_message,
+    claims_of,
+    decode_claims,
+    encode_claims,
+    read_claims_messages,
 )
-from holdfast.checkpoint.plan.proof import make_plan
+from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index, validate_index
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
@@ -129,14 +129,14 @@ def _simulate(
     return RankFound(series=series, counted=counted)
 
 
-def _messages(tables: list[ChunkTable]) -> list[bytes]:
+def _messages(tables: list[RankClaims]) -> list[bytes]:
     """What the ranks send to the coordinator: each distinct set of names once."""
     sent: set[bytes] = set()
     messages = []
     for table in tables:
         names = None if table.names in sent else table.names
         sent.add(table.names)
-        messages.append(table_message(encode_table(table), names))
+        messages.append(claims_message(encode_claims(table), names))
     return messages
 
 
@@ -151,7 +151,7 @@ def _shape(layout: Layout, tensor: int) -> tuple[int, int]:
     return layout.tp * (8 + tensor % 5), layout.dp * (4 + tensor % 3)
 
 
-def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[ChunkTable]:
+def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
     """What each rank holds: every tensor of its stage, dim 0 cut along tp, dim 1 along dp.
 
     The first rank of a stage is taken apart as for a save; the others hold the boxes beside.
@@ -159,7 +159,7 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[ChunkTable]:
     shapes = [_shape(layout, i) for i in range(tensors_a_rank)]
     extent = np.array([(a // layout.tp, b // layout.dp) for a, b in shapes], dtype=np.int64)
     local = {tuple(e): torch.zeros(e) for e in extent.tolist()}
-    of_stage: dict[int, ChunkTable] = {}
+    of_stage: dict[int, RankClaims] = {}
     tables = []
     for rank in layout.ranks:
         at = layout.coordinate(rank)
@@ -172,7 +172,7 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[ChunkTable]:
                 for i, (e, shape) in enumerate(zip(extent.tolist(), shapes, strict=True))
             }
             flat = flatten_state({"model": state}, layout=layout, rank=rank, codecs=Codecs())
-            of_stage[stage] = chunk_table(flat)[0]
+            of_stage[stage] = claims_of(flat)[0]
         first = of_stage[stage]
         replica_sets = tuple(
             replace(replica_set, replicas=(rank,)) for replica_set in first.replica_sets
@@ -189,8 +189,8 @@ def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) 
         marks.append(time.perf_counter())
         return marks[-1] - marks[-2]
 
-    received, names = read_messages(encoded, layout.ranks)
-    tables = [decode_table(data, rank=rank, names=names) for rank, data in enumerate(received)]
+    received, names = read_claims_messages(encoded, layout.ranks)
+    tables = [decode_claims(data, rank=rank, names=names) for rank, data in enumerate(received)]
     measured = {"decode tables": mark()}
     plan, _ = make_plan(
         tables, ranks=layout.ranks,

@@ -12,7 +12,7 @@ from bench import report, scale, tiny
 from bench.__main__ import main
 from bench.results import Found, Row, Target
 from bench.timing import interleave, slowest
-from holdfast.checkpoint.plan.proof import make_plan
+from holdfast.checkpoint.plan.make_plan import make_plan
 
 
 def test_every_arm_runs_once_a_round_in_turning_order_and_warm_ups_are_dropped() -> None:

@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 from holdfast import RNG, Checkpointer, Layout, PerRank, ProcessGroups, Sharded, Stored
-from holdfast.checkpoint.save import local_state as local_module
+from holdfast.checkpoint.plan import rank_plan as local_module
 from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
 from holdfast.storage import PosixStorage
 from holdfast.writer import job
@@ -411,7 +411,7 @@ def test_each_failure_is_raised_once_to_each_rank(tmp_path: Path) -> None:
     run_ranks(2, hear, str(tmp_path), timeout_s=120)
 
 
-def test_all_failures_of_two_arenas_are_raised_together(tmp_path: Path) -> None:
+def test_all_failures_of_two_buffers_are_raised_together(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, staging_buffers=2)
     state = {"t": {"x": torch.ones(4)}}
     first, second = checkpointer.save_async(1, state), checkpointer.save_async(2, state)
@@ -429,16 +429,16 @@ def hold_different_plans(context: RankContext, root: str) -> list[bool]:
     with ProcessGroups.create(LAYOUT) as groups, Checkpointer(root, groups=groups) as checkpointer:
         state = make_state(LAYOUT, context.rank)
         planned.append(checkpointer.save(1, state).planned)
-        plans = checkpointer._saver._plans
+        plans = checkpointer._saver._plans._plans
         for step, save in ((2, checkpointer.save), (4, checkpointer.save_async)):
             if context.rank == 1:
                 # A plan that fits this rank and is not the one that the others hold.
-                object.__setattr__(plans[False], "token", "f" * 32)
+                object.__setattr__(plans[False], "plan_digest", "f" * 32)
             report = save(step, state)
             planned.append(report.planned)
             assert not isinstance(report, holdfast.PendingSave) or report.result(60)
             planned.append(checkpointer.save(step + 1, state).planned)
-            plans = checkpointer._saver._plans
+            plans = checkpointer._saver._plans._plans
         blank = make_state(LAYOUT, context.rank, blank=True)
         checkpointer.load(blank)
         assert_equal(blank, LAYOUT, context.rank)
@@ -517,7 +517,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
 ) -> None:
     """Streams, clones and arrays made again for each save: nothing is tabled or signed again."""
     calls: Counter[str] = Counter()
-    for name in ("chunk_table", "encode_table", "signature", "digest128"):
+    for name in ("claims_of", "encode_claims", "signature", "digest128"):
         whole = getattr(local_module, name)
 
         def counted(*args: Any, name: str = name, whole: Any = whole, **keywords: Any) -> Any:
@@ -531,7 +531,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state)
         once = calls.copy()
-        assert once["chunk_table"] == 1
+        assert once["claims_of"] == 1
         for step in range(1, 5):
             torch.rand(step)
             torch_state = torch.get_rng_state()
@@ -549,7 +549,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
         assert (checkpointer.num_plans, checkpointer.num_allocations) == (1, 1)
         clones.tensors["t5"] = clones.tensors["t5"].double()
         assert checkpointer.save(9, state).planned
-        assert calls["chunk_table"] == 2
+        assert calls["claims_of"] == 2
 
 
 def test_what_is_used_again_is_what_would_be_made_again() -> None:
