@@ -163,24 +163,24 @@ def unique_boxes(boxes: BoxTable) -> tuple[BoxTable, IntArray]:
     return boxes.take(first[by_appearance]), number
 
 
+# How `meeting_pairs` finds candidates, on one tensor of shape (8, 4), with one row in `first` and
+# five in `second`:
+#
+#     row of second    dim 0     dim 1     shares with first = box [3:6, 1:3]
+#     0                [0:2]     [0:4]     no: ends before 3
+#     1                [2:4]     [0:4]     yes
+#     2                [4:5]     [0:4]     yes
+#     3                [5:6]     [3:4]     no: dim 1 begins at 3
+#     4                [6:8]     [0:4]     no: begins at 6
+#
+# Dim 0 has the finer cuts and the longest extent there is 2. Only rows that begin in dim 0 after
+# 3 - 2 = 1 and before 6 can overlap: a binary search leaves rows 1, 2, 3, and comparing all
+# dims of these leaves the pairs (0, 1) and (0, 2).
 def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray]:
     """All (row of `first`, row of `second`) that share an element, by first, then second.
 
     Neither table may hold an empty box. Each tensor's boxes of `second` are sorted along the dim
     that cuts them finest, so that only neighbours are compared: about linear for grids.
-
-    One tensor of shape (8, 4); `second` are five slabs of two dims, cut along dim 0:
-
-        row of second    dim 0     dim 1     shares with first = box [3:6, 1:3]
-        0                [0:2]     [0:4]     no: ends before 3
-        1                [2:4]     [0:4]     yes
-        2                [4:5]     [0:4]     yes
-        3                [5:6]     [3:4]     no: dim 1 begins at 3
-        4                [6:8]     [0:4]     no: begins at 6
-
-    Dim 0 has the finer cuts and the longest extent there is 2. Only rows that begin in dim 0 after
-    3 - 2 = 1 and before 6 can overlap: a binary search leaves rows 1, 2, 3, and comparing all
-    dims of these leaves the pairs (0, 1) and (0, 2).
     """
     none = np.empty(0, dtype=np.int64)
     if not len(first) or not len(second):

@@ -247,7 +247,7 @@ def wrong_declarations(context: RankContext, root: str) -> dict[str, str]:
         half = torch.zeros(2, 2)
 
         class Lazy:
-            """A declaration that is made while the state is taken apart."""
+            """A declaration that is made while the state is flattened."""
 
             def state_dict(self) -> dict[str, object]:
                 return {"y": Sharded(half, (4, 2), dims=dims)}

@@ -1,4 +1,4 @@
-"""What a load has to say: what does not fit, what was given up, what was loaded."""
+"""What a load reports: what does not fit, what it fell back from, what was loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_NAMED = 10
 """How many names a message lists."""
 
 
-def make_report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadReport:
-    """What was loaded, with what the caller has to tell."""
+def make_report(snapshot: Snapshot, result: MatchResult, **fields: Any) -> LoadReport:
+    """The report of a load; `fields` are those that only the caller knows."""
     return LoadReport(
-        loaded=tuple(entry.path for entry in result.wanted),
+        loaded=tuple(entry.path for entry in result.tensors),
         missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
         fresh=tuple(result.fresh),
         cast=tuple(result.cast),
@@ -26,7 +26,7 @@ def make_report(snapshot: Snapshot, result: MatchResult, **told: Any) -> LoadRep
         nbytes_read=snapshot.stats.nbytes_read,
         num_opens=snapshot.stats.opens,
         replaced=tuple(snapshot.stats.fallbacks),
-        **told,
+        **fields,
     )
 
 
@@ -37,22 +37,22 @@ def warn_of_kept(result: MatchResult, rank: int) -> None:
             "rank %s: the checkpoint has nothing for this rank's coordinates in %s; what the rank "
             "has stays",
             rank,
-            some(sorted(result.kept)),
+            shorten_list(sorted(result.kept)),
         )
 
 
-def given_up(failed: Sequence[FellBack]) -> str:
-    """In words: which checkpoints were given up, and why."""
+def describe_fallbacks(failed: Sequence[FellBack]) -> str:
+    """Which checkpoints were damaged, and how."""
     return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
 
 
 def raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
-    """MismatchError that says all that does not fit, and what to do; nothing if all fits."""
+    """Raise MismatchError with everything that does not fit and what to do; nothing if all fits."""
     sentences = []
     if result.missing:
         sentences.append(
             f"the checkpoint lacks {len(result.missing)} entries that the state asks for: "
-            f"{some(result.missing)} (allow_missing=[patterns] lets them be)"
+            f"{shorten_list(result.missing)} (allow_missing=[patterns] lets them be)"
         )
         if any(path.endswith("]") for path in result.missing):
             sentences[-1] += (
@@ -60,10 +60,12 @@ def raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
                 "PerRank(..., missing='keep'), or merge=callable"
             )
     if result.mismatched:
-        sentences.append(f"{len(result.mismatched)} entries do not fit: {some(result.mismatched)}")
+        sentences.append(
+            f"{len(result.mismatched)} entries do not fit: {shorten_list(result.mismatched)}"
+        )
     if result.unagreed:
         sentences.append(
-            f"{len(result.unagreed)} entries would start fresh: {some(result.unagreed)} "
+            f"{len(result.unagreed)} entries would start fresh: {shorten_list(result.unagreed)} "
             f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
         )
     if sentences:
@@ -75,7 +77,7 @@ def _patterns(unagreed: Sequence[str]) -> str:
     return str([f"{each.split(' (')[0]}*" for each in unagreed[:MAX_NAMED]])
 
 
-def some(names: Sequence[str]) -> str:
+def shorten_list(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     shown = ", ".join(names[:MAX_NAMED])
     rest = len(names) - MAX_NAMED

@@ -20,13 +20,14 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.state.markers import Marked
-from holdfast.state.names import Names, is_persistent, registered_in, walk_all
+from holdfast.state.names import is_persistent, logical_name, overrides, registered_in, walk_all
+from holdfast.state.tensors import local_of
 
 _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Registered:
+class RegisteredTensor:
     """A parameter or buffer of a tree of modules, under one of its names."""
 
     name: str
@@ -37,17 +38,16 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Entry:
-    """One entry of a state dict.
-
-    `key`: torch's. `name`: the logical one. `backing`: the registered tensor that the value is, or
-    lies in; None for a form that the module has made, and for extra state.
-    """
+class StateDictEntry:
+    """One entry of a state dict."""
 
     key: str
+    """torch's."""
     name: str
+    """The logical one."""
     value: object
-    backing: Registered | None
+    backing: RegisteredTensor | None
+    """The registered tensor that the value is, or lies in; None for a form and for extra state."""
 
     @property
     def is_form(self) -> bool:
@@ -62,20 +62,17 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Exported:
-    """A module's state dict, each entry explained. `metadata`: torch's versions of the modules."""
+class ModuleStateDict:
+    """A module's state dict, each entry explained."""
 
-    entries: Mapping[str, Entry]
-    registered: tuple[Registered, ...]
+    entries: Mapping[str, StateDictEntry]
+    """By logical name."""
+    registered: tuple[RegisteredTensor, ...]
     metadata: object
-
-    @property
-    def by_key(self) -> dict[str, Entry]:
-        """The entries by torch's key."""
-        return {entry.key: entry for entry in self.entries.values()}
+    """torch's versions of the modules."""
 
 
-def export(module: nn.Module) -> Exported:
+def read_state_dict(module: nn.Module) -> ModuleStateDict:
     """Call `state_dict` and explain every entry of it.
 
     Raises PlacementError where it fails, is no mapping, or gives two entries one logical name.
@@ -85,7 +82,7 @@ def export(module: nn.Module) -> Exported:
     # After the call: hooks may replace parameters.
     tree = list(walk_all(module))
     registered = tuple(
-        Registered(
+        RegisteredTensor(
             name=f"{logical}{attribute}",
             owner=inner,
             attribute=attribute,
@@ -96,7 +93,7 @@ def export(module: nn.Module) -> Exported:
         if not is_wrapper
         for attribute, tensor in registered_in(inner).items()
     )
-    names = Names(module, has_wrappers=any(is_wrapper for *_, is_wrapper in tree))
+    has_wrappers = any(is_wrapper for *_, is_wrapper in tree)
     memory = _Memory(registered)
     own: dict[int, torch.Tensor] = {}
     if not all(map(memory.is_known, state.values())):
@@ -105,14 +102,14 @@ def export(module: nn.Module) -> Exported:
             if held is not None:
                 own[id(value)] = held.tensor
                 memory.claim(held.tensor)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StateDictEntry] = {}
     for key, value in state.items():
         if not isinstance(key, str):
             raise PlacementError(
                 f"{type(module).__name__}.state_dict() has a key {key!r} that is no text"
             )
         value = own.get(id(value), value)
-        logical = names.logical(key, value)
+        logical = logical_name(module, key, value) if has_wrappers else key
         if logical in entries:
             raise PlacementError(
                 f"two tensors of {type(module).__name__} are both named '{logical}'"
@@ -120,8 +117,8 @@ def export(module: nn.Module) -> Exported:
         backing = memory.owner(value)
         if _is_extra(logical) and backing is not None and backing.name != logical:
             backing = None  # get_extra_state returned a tensor of the module: set_… wants it
-        entries[logical] = Entry(key=key, name=logical, value=value, backing=backing)
-    return Exported(
+        entries[logical] = StateDictEntry(key=key, name=logical, value=value, backing=backing)
+    return ModuleStateDict(
         entries=entries, registered=registered, metadata=getattr(state, "_metadata", None)
     )
 
@@ -132,39 +129,22 @@ def same_memory(one: object, other: object) -> bool:
         return True
     if isinstance(one, DTensor) and isinstance(other, DTensor):
         alike = one.device_mesh == other.device_mesh and one.placements == other.placements
-        return alike and one.shape == other.shape and same_memory(local(one), local(other))
+        return alike and one.shape == other.shape and same_memory(local_of(one), local_of(other))
     if isinstance(one, DTensor) or isinstance(other, DTensor):
         return False
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    place = _place(one)
-    return place is not None and place == _place(other)
+    key = _memory_key(one)
+    return key is not None and key == _memory_key(other)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached."""
-    found = tensor.detach()
-    return found._local_tensor if isinstance(found, DTensor) else found
-
-
-def reshapes(module: nn.Module) -> bool:
-    """Whether a module has code of its own that makes entries of a state dict."""
-    kind = type(module)
-    return (
-        bool(getattr(module, "_state_dict_hooks", None))
-        or "state_dict" in module.__dict__
-        or kind.state_dict is not nn.Module.state_dict
-        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
-    )
-
-
-def forms_of(exported: Exported, module: nn.Module) -> tuple[Registered, ...]:
+def forms_of(shown: ModuleStateDict, module: nn.Module) -> tuple[RegisteredTensor, ...]:
     """Registered tensors that only entries of other names can stand for (split, fused, packed)."""
-    return tuple(hidden for hidden in _hidden(exported) if _stands_for(exported, module, hidden))
+    return tuple(hidden for hidden in _hidden(shown) if _is_represented(shown, module, hidden))
 
 
 def refuse_hidden(
-    exported: Exported, module: nn.Module, is_asked: Callable[[str, torch.Tensor], bool]
+    shown: ModuleStateDict, module: nn.Module, is_selected: Callable[[str, torch.Tensor], bool]
 ) -> None:
     """PlacementError naming what the module holds and its state dict shows in no form.
 
@@ -172,13 +152,13 @@ def refuse_hidden(
     """
     lost = [
         hidden.name
-        for hidden in _hidden(exported)
-        if is_asked(hidden.name, hidden.tensor) and not _stands_for(exported, module, hidden)
+        for hidden in _hidden(shown)
+        if is_selected(hidden.name, hidden.tensor) and not _is_represented(shown, module, hidden)
     ]
     if lost:
-        shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
+        names = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         raise PlacementError(
-            f"{type(module).__name__}.state_dict() shows {shown} in no form, or only in part, so "
+            f"{type(module).__name__}.state_dict() shows {names} in no form, or only in part, so "
             f"a checkpoint would lose it. Let state_dict show it; or leave it out by name: "
             f"ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, value: "
             f"...); or register a buffer with persistent=False"
@@ -206,44 +186,46 @@ def _is_extra(name: str) -> bool:
     return name.rsplit(".", 1)[-1] == _EXTRA_STATE
 
 
-def _hidden(exported: Exported) -> Iterable[Registered]:
+def _hidden(shown: ModuleStateDict) -> Iterable[RegisteredTensor]:
     """Persistent tensors that no entry is or wholly covers, nor bears the name of; each once."""
-    seen = {id(entry.value) for entry in exported.entries.values()}
-    missed: list[Registered] = []
-    for held in exported.registered:
+    seen = {id(entry.value) for entry in shown.entries.values()}
+    missed: list[RegisteredTensor] = []
+    for held in shown.registered:
         if held.is_persistent and id(held.tensor) not in seen and not is_lazy(held.tensor):
             seen.add(id(held.tensor))
             missed.append(held)
     if not missed:
         return
-    parts: dict[int, int] = {}
+    num_shown: dict[int, int] = {}
     claimed = _Memory(())
-    for entry in exported.entries.values():
+    for entry in shown.entries.values():
         if entry.backing is not None and isinstance(entry.value, torch.Tensor):
             key = id(entry.backing.tensor)
-            parts[key] = parts.get(key, 0) + entry.value.numel()
+            num_shown[key] = num_shown.get(key, 0) + entry.value.numel()
             claimed.claim(entry.value)
     for held in missed:
-        bearer = exported.entries.get(held.name)
+        bearer = shown.entries.get(held.name)
         if bearer is not None and bearer.backing is None:
             continue
-        shown = parts.get(id(held.tensor), 0)
-        if 0 < local(held.tensor).numel() != shown and not claimed.covers(held.tensor):
+        size = local_of(held.tensor).numel()
+        if 0 < size != num_shown.get(id(held.tensor), 0) and not claimed.covers(held.tensor):
             yield held
 
 
-def _stands_for(exported: Exported, module: nn.Module, hidden: Registered) -> bool:
+def _is_represented(shown: ModuleStateDict, module: nn.Module, hidden: RegisteredTensor) -> bool:
     """Whether forms made by code of its module, or of one above, may stand for a hidden tensor."""
-    own = {held.name for held in exported.registered}
-    scopes = {prefix for prefix, _, inner, _ in walk_all(module) if reshapes(inner)}
-    for entry in exported.entries.values():
-        if entry.backing is not None or entry.name in own:
-            continue
-        if not _holds_data(entry.value):
-            continue
-        homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
-        if homes and hidden.name.startswith(max(homes, key=len)):
-            return True
+    own = {held.name for held in shown.registered}
+    methods = ("state_dict", "_save_to_state_dict")
+    scopes = {
+        prefix
+        for prefix, _, inner, _ in walk_all(module)
+        if getattr(inner, "_state_dict_hooks", None) or overrides(inner, nn.Module, methods)
+    }
+    for entry in shown.entries.values():
+        if entry.backing is None and entry.name not in own and _holds_data(entry.value):
+            homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
+            if homes and hidden.name.startswith(max(homes, key=len)):
+                return True
     return False
 
 
@@ -255,10 +237,10 @@ def _holds_data(value: object) -> bool:
     return isinstance(value, torch.Tensor | Marked | np.ndarray | bytes | bytearray)
 
 
-_Place = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+_MemoryKey = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 
 
-def _place(tensor: torch.Tensor) -> _Place | None:
+def _memory_key(tensor: torch.Tensor) -> _MemoryKey | None:
     """Where and how a tensor's elements lie; None where that says nothing."""
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -276,11 +258,11 @@ def _place(tensor: torch.Tensor) -> _Place | None:
 
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     """Device, first byte and the one after the last of a plain tensor's elements."""
-    place = None if isinstance(tensor, DTensor) else _place(tensor)
-    if place is None or place[1] == 0:
+    key = None if isinstance(tensor, DTensor) else _memory_key(tensor)
+    if key is None or key[1] == 0:
         return None
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), place[1], place[1] + (last + 1) * tensor.element_size()
+    return str(tensor.device), key[1], key[1] + (last + 1) * tensor.element_size()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -292,51 +274,51 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class _Memory:
     """Which registered tensor a tensor is or lies in, by identity and by address."""
 
-    def __init__(self, registered: Iterable[Registered]) -> None:
-        self._by_id: dict[int, Registered] = {}
+    def __init__(self, registered: Iterable[RegisteredTensor]) -> None:
+        self._by_id: dict[int, RegisteredTensor] = {}
         for held in registered:
             self._by_id.setdefault(id(held.tensor), held)
-        self._by_place: dict[object, Registered] | None = None
-        self._dense: dict[str, list[tuple[int, int, Registered]]] = {}
+        self._by_memory: dict[object, RegisteredTensor] | None = None
+        self._dense: dict[str, list[tuple[int, int, RegisteredTensor]]] = {}
         self._claimed: dict[str, list[tuple[int, int]]] = {}
         self._claimed_ids: set[int] = set()
 
     def is_known(self, value: object) -> bool:
-        """Whether nothing need be asked of a value's memory: most models have no others."""
+        """Whether a value is known without a look at its memory; most models have no others."""
         return id(value) in self._by_id or not isinstance(value, torch.Tensor)
 
-    def _places(self) -> dict[object, Registered]:
-        """The registered tensors by where they lie; worked out when first asked for."""
-        if self._by_place is not None:
-            return self._by_place
-        found: dict[object, Registered] = {}
+    def _index_memory(self) -> dict[object, RegisteredTensor]:
+        """The registered tensors by memory; computed when first asked for."""
+        if self._by_memory is not None:
+            return self._by_memory
+        by_memory: dict[object, RegisteredTensor] = {}
         for held in self._by_id.values():
             if is_lazy(held.tensor):
                 continue
-            place = _place(local(held.tensor))
-            if place is not None:
-                found.setdefault(place, held)
+            key = _memory_key(local_of(held.tensor))
+            if key is not None:
+                by_memory.setdefault(key, held)
             extent = _extent(held.tensor)
             if extent is not None and _is_dense(held.tensor):
                 self._dense.setdefault(extent[0], []).append((extent[1], extent[2], held))
         for spans in self._dense.values():
             spans.sort(key=lambda span: span[:2])
-        self._by_place = found
-        return found
+        self._by_memory = by_memory
+        return by_memory
 
-    def same(self, value: object) -> Registered | None:
+    def same(self, value: object) -> RegisteredTensor | None:
         """The registered tensor that a value is, or all of whose memory it is."""
         held = self._by_id.get(id(value))
         if held is not None or not isinstance(value, torch.Tensor) or is_lazy(value):
             return held
-        found = self._places().get(_place(local(value)))
-        return found if found is not None and same_memory(found.tensor, value) else None
+        result = self._index_memory().get(_memory_key(local_of(value)))
+        return result if result is not None and same_memory(result.tensor, value) else None
 
-    def owner(self, value: object) -> Registered | None:
+    def owner(self, value: object) -> RegisteredTensor | None:
         """The registered tensor that a value is or lies in; claims what it has not claimed.
 
-        A part that overlaps what another entry has claimed is a form, lest two entries fill one
-        piece of memory; so is one whose own elements overlap.
+        A part that overlaps what another entry has claimed is a form, so that no two entries fill
+        one piece of memory; so is one whose own elements overlap.
         """
         held = self.same(value)
         if held is not None or not isinstance(value, torch.Tensor):

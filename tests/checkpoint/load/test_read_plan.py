@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import reading_plan
-from holdfast.checkpoint.load.reading_plan import ReadingPlan, gather_requests, plan_reading
-from holdfast.checkpoint.load.requests import decode_boxes, encode_boxes
-from holdfast.checkpoint.load.transfers import Deliveries, Moves
+from holdfast.checkpoint.load import read_plan
+from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
+from holdfast.checkpoint.load.requests import decode_boxes, encode_boxes, gather_requests
+from holdfast.checkpoint.load.transfers import RankTransfers, Transfers
 from holdfast.errors import CorruptionError
+from holdfast.format import byte_ranges
 from holdfast.format.index import ChunkIndex
 
 GRAIN = 16
@@ -120,7 +121,7 @@ class Case:
         )
         tables = [table_of(asked, self.ndim) for asked in self.asked]
         self.requests, self.numbers = gather_requests(tables)
-        self.plan = plan_reading(
+        self.plan = plan_reads(
             self.index,
             self.requests,
             itemsize=self.itemsize,
@@ -143,7 +144,7 @@ class Case:
         return found
 
 
-def blocks_of(plan: ReadingPlan, rank: int) -> Counter[tuple[int, int]]:
+def blocks_of(plan: ReadPlan, rank: int) -> Counter[tuple[int, int]]:
     """How often a rank reads each (row, block)."""
     count: Counter[tuple[int, int]] = Counter()
     for row, start, stop, reader in zip(plan.row, plan.start, plan.stop, plan.reader, strict=True):
@@ -153,34 +154,34 @@ def blocks_of(plan: ReadingPlan, rank: int) -> Counter[tuple[int, int]]:
     return count
 
 
-def counted(moves: Moves, case: Case, rank: int) -> dict[int, np.ndarray]:
+def counted(transfers: RankTransfers, case: Case, rank: int) -> dict[int, np.ndarray]:
     """Box asked for -> how often each of its elements is put in place on a rank."""
-    boxes = moves.plan.requests.boxes
+    boxes = transfers.plan.requests.boxes
     counts = {
         int(q): np.zeros(boxes.extent[q], dtype=np.int64)
         for q in np.unique(case.numbers[rank])
         if q >= 0
     }
-    for got in (moves.local, moves.incoming):
+    for got in (transfers.local, transfers.incoming):
         for i in range(len(got)):
-            size = int(moves.plan.pairs.itemsize[got.pair[i]])
+            size = int(transfers.plan.overlaps.itemsize[got.overlap[i]])
             there = counts[int(got.request[i])]
             if got.is_run[i]:
                 first = int(got.target[i]) // size
                 there.reshape(-1)[first : first + int(got.nbytes[i]) // size] += 1
                 continue
-            parts = moves.parts(int(got.piece[i]), int(got.pair[i]))
-            assert sum(int(np.prod(p.wanted)) for p in parts) * size == int(got.nbytes[i])
-            for part in parts:
-                assert there[part.target].shape == part.wanted
-                there[part.target] += 1
+            copies = transfers.strided_copies(int(got.piece[i]), int(got.overlap[i]))
+            assert sum(int(np.prod(copy.extent)) for copy in copies) * size == int(got.nbytes[i])
+            for copy in copies:
+                assert there[copy.target].shape == copy.extent
+                there[copy.target] += 1
     return counts
 
 
-def letters(deliveries: Deliveries, plan: ReadingPlan, peer: int) -> list[tuple[int, ...]]:
+def letters(transfers: Transfers, plan: ReadPlan, peer: int) -> list[tuple[int, ...]]:
     """What goes between two ranks, in order, with places and sizes."""
-    columns = ("piece", "pair", "nbytes", "at", "is_run", "is_large", "source", "target")
-    chosen = deliveries.take(deliveries.peer == peer)
+    columns = ("piece", "overlap", "nbytes", "at", "is_run", "is_large", "source", "target")
+    chosen = transfers.take(transfers.peer == peer)
     rows = zip(plan.round[chosen.piece], *(getattr(chosen, c) for c in columns), strict=True)
     return [tuple(map(int, row)) for row in rows]
 
@@ -199,16 +200,18 @@ def test_each_element_comes_exactly_once_to_each_that_asks(data: st.DataObject) 
         read += mine
     assert set(read) == set().union(*everybody)
     assert set(read.values()) <= {1}
-    all_moves = [Moves(plan, me=rank) for rank in range(case.num_ranks)]
-    for rank, moves in enumerate(all_moves):
-        for number, times in counted(moves, case, rank).items():
+    everybody_transfers = [RankTransfers(plan, position=rank) for rank in range(case.num_ranks)]
+    for rank, transfers in enumerate(everybody_transfers):
+        for number, times in counted(transfers, case, rank).items():
             assert (times == 1).all(), (rank, number)
-        for other, theirs in enumerate(all_moves):
-            assert letters(moves.outgoing, plan, other) == letters(theirs.incoming, plan, rank)
-            sent = moves.outgoing.take(moves.outgoing.peer == other)
+        for other, theirs in enumerate(everybody_transfers):
+            assert letters(transfers.outgoing, plan, other) == letters(theirs.incoming, plan, rank)
+            sent = transfers.outgoing.take(transfers.outgoing.peer == other)
             assert (plan.reader[sent.piece] == rank).all()
             assert other != rank or not len(sent)
-    alone = np.isin(np.arange(len(plan.row)), [p for m in all_moves for p in m.outgoing.piece])
+    alone = np.isin(
+        np.arange(len(plan.row)), [p for m in everybody_transfers for p in m.outgoing.piece]
+    )
     assert (plan.round[~alone] >= -1).all()
     assert (plan.round[alone] >= 0).all()
 
@@ -223,7 +226,7 @@ def test_shared_blocks_are_read_in_equal_shares(data: st.DataObject) -> None:
     writer = case.writer % num_ranks
     if data.draw(st.booleans()):
         writer[:] = -1
-    plan = plan_reading(
+    plan = plan_reads(
         case.index,
         requests,
         itemsize=case.itemsize,
@@ -243,25 +246,25 @@ def test_a_rank_reads_its_own_file_where_the_balance_allows() -> None:
     requests, _ = gather_requests([asked, asked])
     one = np.ones(4, dtype=np.int64)
     for writer, expected in (((0, 1), (1, 0, 1, 0)), ((1, 0), (0, 1, 0, 1))):
-        plan = plan_reading(
+        plan = plan_reads(
             index, requests, itemsize=one, writer=np.array(writer), num_ranks=2, grain=GRAIN
         )
         for row, reader in zip(plan.row, plan.reader, strict=True):
             assert reader == expected[row]
-    plan = plan_reading(
+    plan = plan_reads(
         index, requests, itemsize=one, writer=np.array([0, 0]), num_ranks=2, grain=GRAIN
     )
     assert np.bincount(plan.reader, plan.stop - plan.start).tolist() == [512, 512]
 
 
 def test_rounds_bound_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round moves about the stated bytes, and readers take turns in it."""
-    monkeypatch.setattr(reading_plan, "_ROUND_NBYTES", 256)
-    monkeypatch.setattr(reading_plan, "_PIECE_NBYTES", 64)
+    """Each round transfers about the stated bytes, and readers take turns in it."""
+    monkeypatch.setattr(read_plan, "_ROUND_NBYTES", 256)
+    monkeypatch.setattr(byte_ranges, "PIECE_NBYTES", 64)
     whole = Box((0,), (4096,))
     index = index_of([(0, 0, whole, 1)], 1)
     requests, _ = gather_requests([table_of([(0, whole)], 1)] * 4)
-    plan = plan_reading(
+    plan = plan_reads(
         index,
         requests,
         itemsize=np.ones(1, dtype=np.int64),
@@ -280,7 +283,7 @@ def test_a_box_that_no_chunk_covers_is_damage() -> None:
     index = index_of([(0, 0, Box((0,), (3,)), 4)], 1)
     requests, _ = gather_requests([table_of([(0, Box((0,), (4,)))], 1)])
     with pytest.raises(CorruptionError, match="1 elements"):
-        plan_reading(
+        plan_reads(
             index,
             requests,
             itemsize=np.array([4]),
@@ -304,7 +307,7 @@ def test_requests_come_back_from_their_bytes(data: st.DataObject) -> None:
 
 
 def test_a_large_job_is_planned_in_seconds() -> None:
-    """E20: 100 000 chunks, asked for by 64 ranks in another cut; memory by the number of pairs."""
+    """E20: 100 000 chunks, requested by 64 ranks in another cut; memory by the overlaps."""
     num_tensors, cut = 1000, 100
     rows = 800
     box = [Box((i * rows // cut, 0), (rows // cut, 64)) for i in range(cut)]
@@ -320,7 +323,7 @@ def test_a_large_job_is_planned_in_seconds() -> None:
     shapes = pad_shapes([(rows, 64)] * num_tensors, 2)
     assert shapes.shape == (num_tensors, 2)
     requests, _ = gather_requests(asked)
-    plan = plan_reading(
+    plan = plan_reads(
         index,
         requests,
         itemsize=np.full(num_tensors, 4),
@@ -331,5 +334,8 @@ def test_a_large_job_is_planned_in_seconds() -> None:
     shares = np.bincount(plan.reader, plan.stop - plan.start)
     assert len(plan.row) == num_tensors * cut
     assert shares.max() <= 1.05 * shares.mean()
-    moves = Moves(plan, me=3)
-    assert int(moves.local.nbytes.sum() + moves.incoming.nbytes.sum()) == num_tensors * 50 * 256
+    transfers = RankTransfers(plan, position=3)
+    assert (
+        int(transfers.local.nbytes.sum() + transfers.incoming.nbytes.sum())
+        == num_tensors * 50 * 256
+    )
