@@ -46,6 +46,8 @@ class Ticket:
         self.finished = threading.Event()
         self.outcome: SaveOutcome | None = None
         self.after: Callable[[SaveOutcome], object] | None = None
+        self._callbacks: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
 
     @classmethod
     def failed(cls, job: WriteJob, error: HoldfastError, *, commits: bool) -> Ticket:
@@ -58,9 +60,21 @@ class Ticket:
         """Record what came of it, then do what was asked for after it."""
         self.outcome = outcome
         self.written.set()
-        self.finished.set()
+        with self._lock:
+            self.finished.set()
+            callbacks, self._callbacks = self._callbacks, []
         if self.after is not None:
             self.after(outcome)
+        for callback in callbacks:
+            callback()
+
+    def when_finished(self, callback: Callable[[], object]) -> None:
+        """Call it once: by the thread that receives the outcome, or now where that is there."""
+        with self._lock:
+            if not self.finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
 
 
 class WriterProcess:

@@ -145,7 +145,10 @@ def decode_plan(data: bytes, *, where: str) -> CommitPlan:
 
 
 class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs between two saves under one plan."""
+    """What differs between two saves under one plan.
+
+    `metadata`: the JSON of `format.metadata.encode_metadata`.
+    """
 
     step: int
     save_id: str
@@ -153,6 +156,7 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     holdfast: str
     torch: str
     overwrite: bool
+    metadata: bytes = b""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

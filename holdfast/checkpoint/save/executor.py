@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import msgspec
@@ -13,11 +12,12 @@ import numpy as np
 import torch
 
 import holdfast
+from holdfast.checkpoint.options import SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.checkpoint.save.copier import Copiers, CudaPageLock, PageLock
 from holdfast.checkpoint.save.handshake import Begun, Clock, Opened, SaveAsk, Slot
 from holdfast.checkpoint.save.local_state import LocalState
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.checkpoint.save.staging import (
     Staging,
     check_sources,
@@ -29,7 +29,6 @@ from holdfast.checkpoint.save.staging import (
 )
 from holdfast.format.names import data_file
 from holdfast.parallel import ProcessGroups
-from holdfast.retention.policies import Policy
 from holdfast.storage import Storage
 from holdfast.writer.client import Writer
 from holdfast.writer.commit import commit_save
@@ -37,18 +36,6 @@ from holdfast.writer.heartbeat import Heartbeat
 from holdfast.writer.job import SaveOutcome, prepare_directory
 from holdfast.writer.records import SaveHeader, column
 from holdfast.writer.write import Gate, Payload, WriteJob, publish_done, write_payload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaverOptions:
-    """How a `Checkpointer` saves; see there."""
-
-    block_nbytes: int
-    staging_buffers: int
-    deadline_s: float
-    retention: Policy | None
-    fingerprints: bool
-    check_replicas_every: int
 
 
 class Sender:
@@ -124,7 +111,7 @@ class Sender:
         plan: RankPlan,
         job: WriteJob,
         nbytes: int,
-        pending: PendingSave,
+        pending: InFlightSave,
         *,
         after: Callable[[SaveOutcome], None],
     ) -> None:
@@ -279,4 +266,5 @@ def save_header(ask: SaveAsk, save_id: str) -> SaveHeader:
         holdfast=holdfast.__version__,
         torch=str(torch.__version__),
         overwrite=ask.overwrite,
+        metadata=ask.metadata,
     )

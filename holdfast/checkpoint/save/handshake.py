@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.checkpoint.save.local_state import LocalState
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.checkpoint.save.staging import Arena, Staging
 from holdfast.errors import ConfigError, PlanError
 from holdfast.format.names import saving_dir
@@ -35,6 +35,8 @@ class SaveAsk:
     step: int
     overwrite: bool
     check_replicas: bool
+    metadata: bytes = b""
+    """What `format.metadata.encode_metadata` made of the caller's."""
 
     def check(self) -> None:
         """ConfigError for an argument of a wrong type or out of range."""
@@ -69,6 +71,8 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     busy: bool
     failed: tuple[tuple[str, str, str], ...]
     running: tuple[str, ...]
+    metadata: str = ""
+    """Digest of the caller's metadata; empty for none."""
 
 
 class Opened:
@@ -125,7 +129,7 @@ class Opened:
         """What has to be the same on all ranks, by name, one for each rank."""
         asked: dict[str, list[object]] = {
             what: [getattr(opening, what) for opening in self.openings]
-            for what in ("kind", "step", "overwrite", "check_replicas")
+            for what in ("kind", "step", "overwrite", "check_replicas", "metadata")
         }
         if len({opening.num_saves for opening in self.openings}) == 1:
             # Else some rank missed a save that failed, and catches up here.
@@ -151,7 +155,7 @@ class Slot:
     plan_digest: str = ""
     staging: Staging | None = None
     given: int = -1
-    pending: PendingSave | None = None
+    pending: InFlightSave | None = None
 
     def is_free(self) -> bool:
         """Whether nothing is under way in it."""

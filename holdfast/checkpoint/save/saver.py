@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import msgspec
 
 import holdfast.errors
+from holdfast.checkpoint.options import SaverOptions, WhenBusy
 from holdfast.checkpoint.plan.cache import keep_plan, plan_name
 from holdfast.checkpoint.plan.rank_plan import RankPlan, plan_again, plan_together
 from holdfast.checkpoint.reports import SaveReport
 from holdfast.checkpoint.save.budget import check_budget
-from holdfast.checkpoint.save.executor import SaverOptions, Sender, save_header
+from holdfast.checkpoint.save.executor import Sender, save_header
 from holdfast.checkpoint.save.handshake import (
     BEGIN,
     BUDGET,
@@ -30,9 +32,10 @@ from holdfast.checkpoint.save.handshake import (
     is_staging,
 )
 from holdfast.checkpoint.save.local_state import LocalState, choices, take_apart
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.pending import InFlightSave, PendingSave
 from holdfast.checkpoint.save.staging import Arena
 from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.format.digest import digest128
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -45,7 +48,6 @@ from holdfast.writer.commit import discard_save
 from holdfast.writer.job import SaveOutcome, publish_failure
 from holdfast.writer.repair import repair
 
-WhenBusy = Literal["wait", "skip"]
 _MAX_TOLD = 200
 
 
@@ -66,12 +68,15 @@ class Saver:
         self._kept: dict[bool, str] = {}
         self._num_saves = 0
         self._writer: Writer | None = None
-        self._unreported: list[PendingSave] = []
+        self._unreported: list[InFlightSave] = []
         self._cleared = False
         self._cache = LeafCache()
         self._local: LocalState | None = None
-        self._handed: PendingSave | None = None
-        self.num_plans = 0
+        self._handed: InFlightSave | None = None
+        self.counts: Counter[str] = Counter()
+        """Of this rank: `planned`, `reused`, and by outcome `committed`, `failed`, `skipped`;
+        `nbytes` written."""
+        self._counting = threading.Lock()
         control = groups.control
         self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
         self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
@@ -83,6 +88,11 @@ class Saver:
     def writer_pid(self) -> int | None:
         """Process id of the writer, or None where there is none."""
         return self._writer.pid if self._writer is not None else None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Asynchronous saves that are not done."""
+        return sum(not pending.done() for pending in self._unreported)
 
     @property
     def num_allocations(self) -> int:
@@ -119,10 +129,13 @@ class Saver:
                     self._sender.commit(plan, begun.directory, header)
             with clock.phase("retain"):
                 self._after_commit(plan)
+        nbytes = plan.image.nbytes - len(plan.image.header)
+        with self._counting:
+            self.counts["nbytes"] += nbytes
         return SaveReport(
             step=ask.step,
             path=self._storage.describe(step_dir(ask.step)),
-            nbytes=plan.image.nbytes - len(plan.image.header),
+            nbytes=nbytes,
             total_nbytes=plan.total_nbytes,
             num_tensors=plan.num_tensors,
             planned=begun.planned,
@@ -163,10 +176,11 @@ class Saver:
             writer = self._live_writer()
             begun = self._begin(ask, state, when_busy, clock, in_flight=len(self._slots) - 1)
             if begun.skipped:
-                return PendingSave(step=ask.step, ticket=None, skipped=True)
+                self.counts["skipped"] += 1
+                return PendingSave(InFlightSave(step=ask.step, ticket=None, skipped=True))
             plan = begun.plan_or_raise()
             slot = next(slot for slot in self._slots if slot.is_free())
-            pending = self._handed = slot.pending = PendingSave(
+            pending = self._handed = slot.pending = InFlightSave(
                 step=ask.step,
                 ticket=None,
                 save_id=begun.save_id,
@@ -181,8 +195,19 @@ class Saver:
             with clock.phase("submit"):
                 self._sender.hand_over(writer, slot, plan, job, nbytes, pending, after=after)
         pending.seconds = dict(clock.seconds)
+        self._report_later(pending)
+        return PendingSave(pending)
+
+    def _report_later(self, pending: InFlightSave) -> None:
+        """Keep it until every rank knows its outcome, which is counted when this rank does."""
         self._unreported.append(pending)
-        return pending
+        pending.when_done(partial(self._count_outcome, pending))
+
+    def _count_outcome(self, pending: InFlightSave) -> None:
+        outcome = pending.ticket.outcome if pending.ticket is not None else None
+        with self._counting:
+            self.counts["committed" if pending.phase == "committed" else "failed"] += 1
+            self.counts["nbytes"] += outcome.nbytes if outcome is not None else 0
 
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save went wrong here where no collective is left to say so.
@@ -193,21 +218,21 @@ class Saver:
         pending = self._handed
         if pending is not None and pending.ticket is not None:
             if pending not in self._unreported:
-                self._unreported.append(pending)
+                self._report_later(pending)
             if not isinstance(error, Exception):
                 raise error
             # All that can be missing is a note of how long it took; the other ranks go on, too.
             logging.getLogger("holdfast").warning(
-                "the save of step %s was handed over, then: %r", pending.step, error
+                "the save of step %s was submitted, then: %r", pending.step, error
             )
-            return pending
+            return PendingSave(pending)
         opened = Opened(self.async_guard.answers[BEGIN])
         failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
-        pending = PendingSave(
+        pending = InFlightSave(
             step=opened.openings[0].step, ticket=None, save_id=opened.save_id, failure=failure
         )
+        self._report_later(pending)
         self._plans = {}
-        self._unreported.append(pending)
         for slot in self._slots:
             if slot.is_free():
                 slot.reset()
@@ -219,7 +244,7 @@ class Saver:
         if not isinstance(error, Exception):
             pending.was_raised = True
             raise error
-        return pending
+        return PendingSave(pending)
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Plan, lay out and touch the memory, start the writer: the first save is then like any.
@@ -274,6 +299,7 @@ class Saver:
                 plan = self._plan_anew(local, opened, self._due(ask, opened.num_saves))
         if not (opened.is_skipped or ask.kind == "prepare"):
             self._num_saves = opened.num_saves + 1
+            self.counts["reused"] += opened.is_unchanged
         return Begun(
             local=local,
             plan=plan,
@@ -322,7 +348,7 @@ class Saver:
             block_nbytes=self._options.block_nbytes,
             compare_all=ask.check_replicas,
         )
-        self.num_plans += 1
+        self.counts["planned"] += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
         self._plans[ask.check_replicas] = plan
@@ -373,6 +399,7 @@ class Saver:
             names=local.names,
             compares=due.check_replicas,
             num_saves=self._num_saves,
+            metadata=digest128(ask.metadata)[:16] if ask.metadata else "",
             nonce=secrets.token_hex(6),
             busy=len(running) > in_flight,
             failed=tuple(
@@ -386,7 +413,7 @@ class Saver:
         opened.refuse_disagreement(control.ranks)
         return opened
 
-    def _not_raised(self) -> list[tuple[PendingSave, HoldfastError]]:
+    def _not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
         """The saves that failed, as far as known, without their failure being raised here."""
         failed = [(pending, pending.error()) for pending in self._unreported]
         return [(p, error) for p, error in failed if error is not None and not p.was_raised]
@@ -465,7 +492,7 @@ class Saver:
 
 
 def _raise_all(
-    own: list[tuple[PendingSave, HoldfastError]], others: list[tuple[str, str]] | None = None
+    own: list[tuple[InFlightSave, HoldfastError]], others: list[tuple[str, str]] | None = None
 ) -> None:
     """Raise the failures of earlier saves, once: this rank's own, and what others say of theirs."""
     for pending, _ in own:

@@ -21,6 +21,7 @@ from holdfast.cli.support.inspecting import (
     layout_in_words,
     make_console,
     make_table,
+    metadata_in_words,
     print_json,
     when,
 )
@@ -168,6 +169,7 @@ def _as_json(
             "num_files": len(manifest.files),
             "num_rows": manifest.index.num_rows,
         },
+        "metadata": manifest.metadata,
         "parts": list(manifest.parts),
         "tensors": [
             asdict(row) | ({"stats": _stats_json(stats[row.key])} if row.key in stats else {})
@@ -237,6 +239,8 @@ def _print_summary(console: Console, place: Place, manifest: Manifest) -> None:
         ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {clean(x.order)}")
         for x in manifest.layouts
     ]
+    if manifest.metadata:
+        lines.append(("metadata", metadata_in_words(manifest.metadata)))
     for name, text in lines:
         console.print(Text(f"{name:<11}", style="dim") + Text(clean(text)), soft_wrap=True)
 

@@ -7,7 +7,7 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -222,6 +222,15 @@ def layout_in_words(layout: LayoutInfo) -> str:
     sizes = "·".join(f"{axis}{size}" for axis, size in layout.axes.items() if size > 1)
     ranks = counted(len(layout.ranks), "rank")
     return clean(f"{layout.name} {sizes}{' ' if sizes else ''}on {ranks}")
+
+
+def metadata_in_words(metadata: Mapping[str, object]) -> str:
+    """A user's JSON object in short: "commit=abc, loss=1.5"."""
+    return clean(", ".join(f"{key}={_in_json(value)}" for key, value in metadata.items()))
+
+
+def _in_json(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def when(created: str) -> str:

@@ -38,7 +38,8 @@ class Guard(Generic[T]):
 
     `answers`: what `agree` returned, by phase. `is_left`: this rank has all calls of the operation
     behind it. `is_told`: the operation failed on all ranks, and no rank waits for another; it can
-    make no more calls. `outer`, `depth`: the guard that this one runs in, and how many there are.
+    make no more calls. `num_done`, `num_failed`: runs by how they ended here, those that went to
+    `rescue` apart. `outer`, `depth`: the guard that this one runs in, and how many there are.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Guard(Generic[T]):
         self.answers: dict[str, list[bytes]] = {}
         self.is_left = False
         self.is_told = False
+        self.num_done = 0
+        self.num_failed = 0
         self.outer: Guard[Any] | None = None
         self.depth = 1
         self._failure: BaseException | None = None
@@ -92,12 +95,14 @@ class Guard(Generic[T]):
             if self._has_end:
                 control.agree(None, phase=self._end)
             self.is_left = True
+            self.num_done += 1
             return result
         except BaseException as error:
             if not (self.is_left or self.is_told or control.is_broken):
                 self.is_left = self._is_over(self.answers)
             if self.is_left and self._rescue is not None:
                 return self._rescue(error)
+            self.num_failed += 1
             if self.is_left:
                 raise
             self._fail(error)

@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.reference.train.config import TrainConfig
 from holdfast.reference.train.data import Corpus, read_corpus
-from holdfast.reference.train.launch_environment import RUN_PREFIX, Place
+from holdfast.reference.train.launch_environment import RUN_PREFIX, LaunchEnvironment
 from holdfast.reference.train.loop import Trainer
 from holdfast.reference.train.metrics import Reporter
 from holdfast.reference.train.stopping import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     """Why a launched run ended early."""
 
     message: str
@@ -51,7 +51,7 @@ class Failure:
     number for a run that a signal has stopped."""
 
 
-def run_worker(config: TrainConfig, *, place: Place) -> int:
+def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
     """Train as one process of the run that the environment describes.
 
     SIGTERM or SIGINT on any rank stops all of them after the same step, which is saved; a second
@@ -64,13 +64,13 @@ def run_worker(config: TrainConfig, *, place: Place) -> int:
     Raises:
         HoldfastError: a mistake or a failure, on every rank.
     """
-    layout = config.check(world_size=place.world_size)
-    device = _pick_device(config, place=place)
+    layout = config.check(world_size=environment.world_size)
+    device = _pick_device(config, environment=environment)
     _set_determinism(config, device=device)
-    request = request_of_launcher() if place.is_ours else StopRequest()
-    is_speaker = place.rank == 0 and not place.is_ours
+    request = request_of_launcher() if environment.is_ours else StopRequest()
+    is_speaker = environment.rank == 0 and not environment.is_ours
     with (
-        listening(request, places=_places(config) if is_speaker else None),
+        listening(request, directories=_checkpoint_dirs(config) if is_speaker else None),
         open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,
         ExitStack() as stack,
     ):
@@ -84,13 +84,13 @@ def run_worker(config: TrainConfig, *, place: Place) -> int:
                     reporter.note("nothing of this run is saved: --save DIR does", style="yellow")
             with _lost_ranks_explained(groups.rank):
                 asked = trainer.run()
-            if asked and place.rank == 0:
+            if asked and environment.rank == 0:
                 say(_farewell(trainer, asked))
                 request.answer(asked)
-    return 128 + asked if asked and not place.is_ours else 0
+    return 128 + asked if asked and not environment.is_ours else 0
 
 
-def _places(config: TrainConfig) -> tuple[Path | None, ...]:
+def _checkpoint_dirs(config: TrainConfig) -> tuple[Path | None, ...]:
     """Where a checkpoint of this run may be, the likeliest first."""
     return config.checkpoint.save, config.checkpoint.load
 
@@ -158,7 +158,7 @@ def open_inputs(
     return corpus, reporter
 
 
-def launch(config: TrainConfig, *, arguments: Sequence[str]) -> Failure | None:
+def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | None:
     """Start the processes of `holdfast train` on this machine and wait for them.
 
     A first SIGTERM or SIGINT is passed on as a request to stop; a second one ends them at once.
@@ -200,12 +200,12 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> Failure | None:
             return _root_cause(error.failures)
         except (KeyboardInterrupt, SignalException) as error:
             number = getattr(error, "sigval", signal.SIGINT)
-            say(f"left at once by {name_of(number)}: {safe_on_disk(_places(config))}")
-            return Failure(message="", exit_code=128 + number)
+            say(f"left at once by {name_of(number)}: {safe_on_disk(_checkpoint_dirs(config))}")
+            return WorkerFailure(message="", exit_code=128 + number)
         finally:
             logging.disable(logging.NOTSET)
         asked = request.answered()
-    return Failure(message="", exit_code=128 + asked) if asked else None
+    return WorkerFailure(message="", exit_code=128 + asked) if asked else None
 
 
 @contextmanager
@@ -249,7 +249,7 @@ def _lost_ranks_explained(rank: int) -> Iterator[None]:
         ) from error
 
 
-def _root_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
+def _root_cause(failures: Mapping[int, ProcessFailure]) -> WorkerFailure:
     """The failure that explains the others.
 
     A recorded error comes before a death without words, and a rank that waited in vain
@@ -264,11 +264,11 @@ def _root_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
     rank, failure = min(failures.items(), key=weight)
     kind, message = _recorded(failure)
     if kind:
-        return Failure(message=message, exit_code=2)
+        return WorkerFailure(message=message, exit_code=2)
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        return Failure(message=f"rank {rank} was killed by {name}", exit_code=1)
-    return Failure(
+        return WorkerFailure(message=f"rank {rank} was killed by {name}", exit_code=1)
+    return WorkerFailure(
         message=f"rank {rank} ended with exit code {failure.exitcode}; its traceback is above",
         exit_code=1,
     )
@@ -282,20 +282,20 @@ def _recorded(failure: ProcessFailure) -> tuple[str, str]:
     return (kind, message) if message else ("", "")
 
 
-def _pick_device(config: TrainConfig, *, place: Place) -> torch.device:
+def _pick_device(config: TrainConfig, *, environment: LaunchEnvironment) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: this machine has no usable GPU; use --device cpu")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()
-    if place.local_world_size > num_devices:
+    if environment.local_world_size > num_devices:
         raise ConfigError(
-            f"this machine has {num_devices} GPUs for {place.local_world_size} processes: start at "
-            f"most {num_devices} processes per machine, or use --device cpu"
+            f"this machine has {num_devices} GPUs for {environment.local_world_size} processes: "
+            f"start at most {num_devices} processes per machine, or use --device cpu"
         )
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(environment.local_rank)
+    return torch.device("cuda", environment.local_rank)
 
 
 def _set_determinism(config: TrainConfig, *, device: torch.device) -> None:

@@ -12,7 +12,7 @@ RUN_PREFIX = "holdfast-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LaunchEnvironment:
     """Which process this is, as a launcher told it."""
 
     rank: int = 0
@@ -25,7 +25,7 @@ class Place:
     """Whether it was ours, which prints errors itself."""
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> LaunchEnvironment:
         """Read torchrun's variables; without them, one process.
 
         Raises:

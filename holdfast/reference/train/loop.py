@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import signal
 import time
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +26,11 @@ from holdfast.reference.train.losses import mean_over_rows
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
 from holdfast.reference.train.resume import check_save, find_checkpoint
 from holdfast.reference.train.schedule import Schedule, ScheduleSettings
-from holdfast.reference.train.stopping import StopRequest
+from holdfast.reference.train.stopping import StopRequest, StopWhenAsked
 from holdfast.reference.train.update import make_update
 from holdfast.retention.policies import KeepEvery, KeepLast, Policy
+from holdfast.save_when.policies import AtStep, EverySteps
+from holdfast.save_when.schedule import SaveSchedule
 from holdfast.state import RNG, OptimizerState
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,17 +69,10 @@ class Trainer:
         self.groups = groups
         self.reporter = reporter
         self.device = device or torch.device("cpu")
-        pipeline = config.layout.pipeline()
-        self.model = ParallelGPT(
-            config.model,
-            groups=groups,
-            seed=config.seed,
-            device=self.device,
-            pipeline=pipeline,
-            variant=config.layout.cp_attention,
-            autocast=_AUTOCAST[config.precision],
+        self.model = _make_model(config, groups=groups, device=self.device)
+        stages = config.layout.pipeline().stages(
+            num_layers=config.model.num_layers, pp=groups.size("pp")
         )
-        stages = pipeline.stages(num_layers=config.model.num_layers, pp=groups.size("pp"))
         self.num_microbatches = config.data.num_microbatches(
             dp=groups.size("dp"), num_stages=len(stages)
         )
@@ -96,11 +90,16 @@ class Trainer:
             global_batch_size=config.data.global_batch_size,
         )
         self.progress = Progress(self.sampler, allow_other_data=config.data.allow_other_data)
-        self._checkpointer = _checkpointer(config.checkpoint, groups=groups)
+        self._checkpointer = _make_checkpointer(config.checkpoint, groups=groups)
+        self._save_schedule = SaveSchedule(
+            EverySteps(config.checkpoint.save_interval)
+            | AtStep(config.steps)
+            | StopWhenAsked(stop or StopRequest(), reporter),
+            control=groups.control,
+        )
+        self._save_schedule.saved(0)  # there is nothing to keep of a run that has not begun
         self._pending: tuple[PendingSave, float] | None = None
-        self._stop = stop or StopRequest()
         self._damaged: tuple[int, ...] = ()
-        self._kept_step = 0
         self.safe: tuple[int, Path] | None = None
         """The step that a run can go on from, and the directory it is in; None before any is."""
         _seed_generators(
@@ -120,6 +119,7 @@ class Trainer:
         """Give back the staging memory and the hooks; groups and reporter are the caller's."""
         if error is None:
             self.update.close()
+        self._save_schedule.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
 
@@ -156,32 +156,19 @@ class Trainer:
             HoldfastError: on every rank; a save that failed, or a loss or gradient that is not
                 finite.
         """
-        checkpoint = self.config.checkpoint
-        asked = 0
-        while self.progress.step < self.config.steps:
-            asked = self._asked_to_stop()
-            if asked:
-                break
+        num_steps = self.config.steps
+        decision = self._save_schedule.decide(self.progress.step)
+        while self.progress.step < num_steps and not decision.stop:
             metrics = self.train_step()
             if self.reporter is not None:
                 self.reporter.step(metrics)
-            is_due = metrics.step % checkpoint.save_interval == 0
-            if checkpoint.save is not None and (is_due or metrics.step == self.config.steps):
+            decision = self._save_schedule.decide(metrics.step)
+            if decision.save and self._checkpointer is not None:
                 self.save()
             self._report_finished()
-        if asked and checkpoint.save is not None and self.progress.step != self._kept_step:
-            self.save()
         self.update.synchronize()
         self._finish_save()
-        return asked
-
-    def _asked_to_stop(self) -> int:
-        """The signal that asked any rank to stop, the same on all; 0 if none did. Collective."""
-        mine = self._stop.signal
-        if not mine and self.reporter is not None and not self.reporter.has_reader:
-            mine = signal.SIGPIPE
-        answers = self.groups.control.all_gather(bytes([mine]), phase="step boundary")
-        return max(answer[0] for answer in answers)
+        return decision.votes[-1] if self.progress.step < num_steps else 0
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch.
@@ -254,7 +241,8 @@ class Trainer:
         if not self.config.checkpoint.save_rng:
             del state["rng"]
         started = time.perf_counter()
-        step = self._kept_step = self.progress.step
+        step = self.progress.step
+        self._save_schedule.saved(step)
         overwrite = step in self._damaged
         if self.config.checkpoint.async_save:
             self._finish_save()
@@ -317,9 +305,9 @@ class Trainer:
         started = time.perf_counter()
         report = Checkpointer(checkpoint.load, groups=self.groups).load(
             {name: state[name] for name in wanted},
-            step=None if checkpoint.fallback else step,
+            step=None if checkpoint.max_fallbacks else step,
             allow_missing=("scaler",),
-            fallback=checkpoint.fallback,
+            max_fallbacks=checkpoint.max_fallbacks,
         )
         self._take_note_of(report)
         if report.missing:
@@ -333,11 +321,12 @@ class Trainer:
     def _take_note_of(self, report: LoadReport) -> None:
         """What a fallback leaves behind: steps that this run saves over when it comes to them."""
         checkpoint = self.config.checkpoint
-        self._kept_step = 0 if checkpoint.finetune else report.step
+        if not checkpoint.finetune:
+            self._save_schedule.saved(report.step)
         if checkpoint.load is not None:
             self.safe = (report.step, checkpoint.load)
         for given_up in report.fell_back:
-            self._note(f"step {given_up.step} was given up: {given_up.why}")
+            self._note(f"gave up {given_up.summary}")
         if not report.fell_back or checkpoint.save is None or checkpoint.load is None:
             return
         error: HoldfastError | None = None
@@ -425,7 +414,19 @@ def _seed_generators(seed: int, *, data_index: int, stage_index: int) -> None:
     torch.manual_seed(value)
 
 
-def _checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
+def _make_model(config: TrainConfig, *, groups: ProcessGroups, device: torch.device) -> ParallelGPT:
+    return ParallelGPT(
+        config.model,
+        groups=groups,
+        seed=config.seed,
+        device=device,
+        pipeline=config.layout.pipeline(),
+        variant=config.layout.cp_attention,
+        autocast=_AUTOCAST[config.precision],
+    )
+
+
+def _make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
     """What saves are made with; None for a run that makes none."""
     if config.save is None:
         return None

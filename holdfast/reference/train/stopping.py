@@ -15,10 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import list_steps, parse_saving_dir
+from holdfast.save_when.policies import Moment, SavePolicy
 from holdfast.storage import PosixStorage
+
+if TYPE_CHECKING:
+    from holdfast.reference.train.metrics import Reporter
 
 STOP_DIR = "HOLDFAST_STOP_DIR"
 """Variable in the environment of our launcher's processes: where requests and answers lie."""
@@ -78,6 +83,35 @@ class StopRequest:
             temporary.replace(self._notes / name)
 
 
+class StopWhenAsked(SavePolicy):
+    """Save and stop where any rank is asked to, or the reader of the reports has left.
+
+    Its vote is the signal's number; SIGPIPE for a reader that has left.
+    """
+
+    decided_by = "any rank"
+    stop = True
+
+    def __init__(self, request: StopRequest, reporter: Reporter | None) -> None:
+        self._request = request
+        self._reporter = reporter
+
+    def __repr__(self) -> str:
+        """The same on all ranks, of which one reports."""
+        return "StopWhenAsked()"
+
+    def vote(self, moment: Moment) -> int:
+        """One look at a file, under our own launcher."""
+        del moment
+        if self._reporter is not None and not self._reporter.has_reader:
+            return self._request.signal or signal.SIGPIPE
+        return self._request.signal
+
+    def reason(self, vote: int) -> str:
+        """The signal's name."""
+        return name_of(vote)
+
+
 @contextmanager
 def stop_notes() -> Iterator[StopRequest]:
     """A launcher's request: a directory that its processes know by their environment."""
@@ -99,12 +133,12 @@ def request_of_launcher() -> StopRequest:
 
 
 @contextmanager
-def listening(request: StopRequest, *, places: Sequence[Path | None] | None) -> Iterator[None]:
+def listening(request: StopRequest, *, directories: Sequence[Path | None] | None) -> Iterator[None]:
     """Take SIGTERM and SIGINT as requests to stop; a second one ends the process at once.
 
     Args:
         request: gets the first one.
-        places: where `safe_on_disk` looks, to tell a person; None for a process that prints
+        directories: where `safe_on_disk` looks, to tell a person; None for a process that prints
             nothing, because another one does.
 
     Main thread only.
@@ -118,7 +152,7 @@ def listening(request: StopRequest, *, places: Sequence[Path | None] | None) -> 
             stack.callback(signal.signal, number, signal.signal(number, _only_wake))
         before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, before)
-        threading.Thread(target=_listen, args=(ours, request, places), daemon=True).start()
+        threading.Thread(target=_listen, args=(ours, request, directories), daemon=True).start()
         yield
 
 
@@ -128,7 +162,7 @@ def _only_wake(number: int, frame: FrameType | None) -> None:
 
 
 def _listen(
-    ours: socket.socket, request: StopRequest, places: Sequence[Path | None] | None
+    ours: socket.socket, request: StopRequest, directories: Sequence[Path | None] | None
 ) -> None:
     while True:
         try:
@@ -141,19 +175,19 @@ def _listen(
             if number not in _SIGNALS:
                 continue
             if request.signal:
-                _leave(number, places)
+                _leave(number, directories)
             request.ask(number)
-            if places is not None:
+            if directories is not None:
                 say(will_stop(number))
 
 
-def _leave(number: int, places: Sequence[Path | None] | None) -> None:
+def _leave(number: int, directories: Sequence[Path | None] | None) -> None:
     """End this process now; storage that does not answer does not hold it up."""
-    if places is not None:
+    if directories is not None:
         timer = threading.Timer(2.0, os._exit, args=(128 + number,))
         timer.daemon = True
         timer.start()
-        say(f"left at once by {name_of(number)}: {safe_on_disk(places)}")
+        say(f"left at once by {name_of(number)}: {safe_on_disk(directories)}")
     os._exit(128 + number)
 
 
@@ -173,17 +207,17 @@ def will_stop(number: int) -> str:
     return f"{name_of(number)}: stopping after this step; once more leaves at once"
 
 
-def safe_on_disk(places: Sequence[Path | None]) -> str:
+def safe_on_disk(directories: Sequence[Path | None]) -> str:
     """Which step a run can go on from, in words.
 
     Args:
-        places: where it saved to, and where it was loaded from, in order of preference.
+        directories: where it saved to, and where it was loaded from, in order of preference.
     """
-    for place in places:
-        if place is None:
+    for directory in directories:
+        if directory is None:
             continue
         try:
-            storage = PosixStorage(place)
+            storage = PosixStorage(directory)
             steps = list_steps(storage)
             names = storage.list("")
         except HoldfastError:
@@ -193,5 +227,5 @@ def safe_on_disk(places: Sequence[Path | None]) -> str:
         saving = sorted(s[0] for name in names if (s := parse_saving_dir(name)) is not None)
         newer = [step for step in saving if step > steps[-1]]
         also = f" (step {newer[-1]} was being saved)" if newer else ""
-        return f"step {steps[-1]} is safe in {place}{also}; --load {place} goes on from it"
+        return f"step {steps[-1]} is safe in {directory}{also}; --load {directory} goes on from it"
     return "no step of it is on disk"
