@@ -8,7 +8,7 @@ A test reads as what each rank does:
     def test_add():
         assert run_ranks(2, add, 10).results == [10, 11]
 
-The processes are forked from a clean server that has imported torch once, so a run of four ranks
+The processes are forked from a clean server that has imported torch and Holdfast once, so a run of four ranks
 takes tenths of a second. `target` and its arguments travel by pickle (tests may), so the target is
 a function at module level. The rendezvous store lives in the test process: it survives the death
 of any rank, like the store of a launcher's agent.
@@ -38,7 +38,24 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "numpy", "pytest"]
+# What nearly every rank imports, imported once: otherwise each rank of each run spends a second of
+# processor time on it.
+_PRELOAD = [
+    "numpy",
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.testing._internal.composite_compliance",
+    "holdfast.checkpoint",
+    "holdfast.optim",
+    "holdfast.reference.models.parallelize",
+    "holdfast.reference.train.loop",
+    "holdfast.writer.process",
+]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

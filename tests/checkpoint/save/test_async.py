@@ -27,6 +27,7 @@ from holdfast import (
     Union,
 )
 from holdfast.checkpoint.save.budget import available_memory_nbytes, check_budget
+from holdfast.format.names import step_dir
 from holdfast.writer.repair import repair
 from tests.checkpoint.common import assert_equal, full, make_state
 from tests.harness import RankContext, run_ranks
@@ -231,6 +232,10 @@ def _load_after_death(context: RankContext, root: str) -> int:
 def test_writers_commit_after_all_trainers_were_killed(tmp_path: Path) -> None:
     """P5: SIGKILL right after the call returned; a new run finds and loads the step."""
     run_ranks(2, _die_after_save, str(tmp_path), expect_failure=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / step_dir(7)).exists():  # the writers outlive their trainers
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     outcome = run_ranks(2, _load_after_death, str(tmp_path))
     assert outcome.results == [7, 7]
     assert not list(tmp_path.glob(".saving*"))
