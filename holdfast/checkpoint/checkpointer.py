@@ -326,10 +326,9 @@ class Checkpointer:
     ) -> LoadReport:
         """Load a checkpoint into the state, under any layout.
 
-        The whole request is matched with the checkpoint before any target is touched: missing and
-        unexpected entries, shapes, dtypes and kinds. Parts that the state leaves out are not loaded
-        and are named in the report. Tensors are read in place; values (hyperparameters, schedulers,
-        RNG) are restored only after every tensor on every rank was good.
+        The whole request is matched with the checkpoint before any target is touched. Parts that
+        the state leaves out are not loaded. Tensors are read in place; values (hyperparameters,
+        schedulers, RNG) are restored only after every tensor on every rank was good.
 
         Args:
             state: as of `save`; what it holds is overwritten.
@@ -339,28 +338,19 @@ class Checkpointer:
             allow_dropped: patterns of per-rank values whose coordinates no rank of this layout has.
             cast: convert dtypes.
             verify: check the digest of every block read.
-            exchange: read bytes that several ranks ask for from storage once: assigned to those
-                ranks by digest blocks and in equal shares, each rank's own file first, and sent to
-                the others over the control communicator. Without it each rank reads the byte ranges
-                of its own boxes and nothing is sent, which is faster where the storage gives every
-                rank its bytes faster than the network does (a page cache, a local disk with all the
-                files).
-            max_fallbacks: how many older checkpoints may be tried, newest first, where the newest
-                is damaged or incomplete (CorruptionError, StorageError): 0, the newest or the one
-                of `step` only; n, at most n older ones; None, as many as there are. All ranks take
-                the same one; a warning (logger `holdfast`) and `LoadReport.fell_back` say what was
-                given up and why. What the damaged one wrote to targets is overwritten by the good
-                one; one that would leave such a target is not taken. MismatchError is never a
-                reason to fall back.
+            exchange: read bytes that several ranks ask for once, in equal shares, and send them
+                over the control communicator. Without it each rank reads its own byte ranges, which
+                is faster where storage is faster than the network (a page cache, a local disk).
+            max_fallbacks: how many older checkpoints may be tried where the newest is damaged or
+                incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
+                most n older ones; None, any number. All ranks take the same one, which overwrites
+                what the damaged one wrote; `LoadReport.fell_back` says what was given up and why.
 
         Raises:
             MismatchError: state and checkpoint differ in what is not allowed.
-            CorruptionError: damage; the message says which targets were written to before it was
-                met. With `max_fallbacks`, none was good, and all are listed.
+            CorruptionError: damage; the message lists the targets that were written to before.
             StorageError: there is no such checkpoint, or it cannot be read.
-            ConfigError: an argument is wrong, or `step` and `max_fallbacks` are given together.
-
-            All on all ranks.
+            ConfigError: an argument is wrong. All of these on all ranks.
 
         Cost: seven small collectives, of which one carries the requests of all ranks (some bytes a
         box) and one is a broadcast of manifest and index; with boxes that several ranks ask for,

@@ -13,7 +13,7 @@ RUN_PREFIX = "holdfast-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """Which process this is, as a launcher told it."""
+    """Which process this is, from the variables that a launcher sets."""
 
     rank: int = 0
     local_rank: int = 0

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
@@ -22,7 +23,6 @@ from holdfast.parallel import ProcessGroups
 from holdfast.reference.models import ParallelGPT
 from holdfast.reference.train.config import CheckpointConfig, OptimConfig, TrainConfig
 from holdfast.reference.train.data import BatchSampler, Corpus
-from holdfast.reference.train.losses import mean_over_rows
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
 from holdfast.reference.train.resume import check_save, find_checkpoint
 from holdfast.reference.train.schedule import Schedule, ScheduleSettings
@@ -91,13 +91,10 @@ class Trainer:
         )
         self.progress = Progress(self.sampler, allow_other_data=config.data.allow_other_data)
         self._checkpointer = _make_checkpointer(config.checkpoint, groups=groups)
-        self._save_schedule = SaveSchedule(
-            EverySteps(config.checkpoint.save_interval)
-            | AtStep(config.steps)
-            | StopWhenAsked(stop or StopRequest(), reporter),
-            control=groups.control,
-        )
-        self._save_schedule.saved(0)  # there is nothing to keep of a run that has not begun
+        policy = EverySteps(config.checkpoint.save_interval) | AtStep(config.steps)
+        stopping = StopWhenAsked(stop or StopRequest(), reporter)
+        self._save_schedule = SaveSchedule(policy | stopping, control=groups.control)
+        self._save_schedule.saved(0)  # a run that has not begun has nothing to keep
         self._pending: tuple[PendingSave, float] | None = None
         self._damaged: tuple[int, ...] = ()
         self.safe: tuple[int, Path] | None = None
@@ -136,7 +133,7 @@ class Trainer:
         return state if self.scaler is None else state | {"scaler": self.scaler}
 
     def run(self) -> int:
-        """Resume if asked to, then train to the last step; see `resume` and `train`."""
+        """Resume if configured to, then train to the last step; see `resume` and `train`."""
         self.resume()
         if self.progress.step >= self.config.steps:
             self._note(
@@ -149,8 +146,8 @@ class Trainer:
         """Train from where the state is to the last step, and save on the way; collective.
 
         Returns:
-            0, or the number of the signal that asked on any rank for an end before; the state of
-            the step after which all ranks stopped is saved then.
+            0, or the number of the signal that stopped the run on all ranks before the last step;
+            the state of that step is saved.
 
         Raises:
             HoldfastError: on every rank; a save that failed, or a loss or gradient that is not
@@ -217,7 +214,7 @@ class Trainer:
         if np.isfinite(loss):
             outcome = self.update.step(max_norm=self.config.optim.clip_grad)
         else:
-            outcome = self.update.leave_out()
+            outcome = self.update.skip_step()
         if outcome.skipped and (self.scaler is None or outcome.loss_scale <= self.scaler.minimum):
             raise FaultError(
                 f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
@@ -295,31 +292,31 @@ class Trainer:
                 self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
             return None
         state = self.state()
-        wanted = ["model"]
+        names = ["model"]
         if not checkpoint.finetune:
-            wanted += ["optimizer"] if checkpoint.load_optim else []
-            wanted += ["scheduler"] if checkpoint.load_scheduler else []
-            wanted += ["rng"] if checkpoint.load_rng else []
-            wanted += ["progress"]
-            wanted += ["scaler"] if self.scaler is not None else []
+            names += ["optimizer"] if checkpoint.load_optim else []
+            names += ["scheduler"] if checkpoint.load_scheduler else []
+            names += ["rng"] if checkpoint.load_rng else []
+            names += ["progress"]
+            names += ["scaler"] if self.scaler is not None else []
         started = time.perf_counter()
         report = Checkpointer(checkpoint.load, groups=self.groups).load(
-            {name: state[name] for name in wanted},
+            {name: state[name] for name in names},
             step=None if checkpoint.max_fallbacks else step,
             allow_missing=("scaler",),
             max_fallbacks=checkpoint.max_fallbacks,
         )
-        self._take_note_of(report)
+        self._after_load(report)
         if report.missing:
             self._note("the checkpoint was trained without a loss scale: it starts afresh")
         seconds = time.perf_counter() - started
-        # The optimizer's part brings the stored lr: the schedule in force has the last word.
+        # The optimizer's part brings the stored lr: this run's schedule applies.
         self.schedule.apply()
         self._report_load(report, seconds=seconds)
         return report
 
-    def _take_note_of(self, report: LoadReport) -> None:
-        """What a fallback leaves behind: steps that this run saves over when it comes to them."""
+    def _after_load(self, report: LoadReport) -> None:
+        """Note the step that is on storage, and the damaged ones to save over after a fallback."""
         checkpoint = self.config.checkpoint
         if not checkpoint.finetune:
             self._save_schedule.saved(report.step)
@@ -387,6 +384,30 @@ class Progress:
         step, data = state["step"], state["data"]
         self._sampler.load_state_dict(data, allow_other=self._allow_other_data)  # type: ignore[arg-type]
         self.step = int(step)  # type: ignore[call-overload]
+
+
+def mean_over_rows(row_losses: torch.Tensor, *, num_rows: int, groups: ProcessGroups) -> float:
+    """The mean over the rows of all data ranks, the same number under every layout.
+
+    Args:
+        row_losses: of this data rank's rows, means over this rank's positions; empty on ranks
+            without the last pipeline stage.
+        num_rows: rows of one data rank.
+        groups: of the run.
+
+    Cost: one all-reduce over each of `dp_cp` and `pp` of 8 bytes per row of the global batch.
+    """
+    # Rows are reduced, not their sums: each has its own element of a vector of zeros, so the sum
+    # over data ranks is exact, and the order of addition does not depend on the layout.
+    everyone = torch.zeros(
+        groups.size("dp"), num_rows, dtype=torch.float64, device=row_losses.device
+    )
+    if len(row_losses):
+        everyone[groups.index("dp")] = row_losses.double() / groups.size("cp")
+    for name in ("dp_cp", "pp"):
+        if groups.size(name) > 1:
+            dist.all_reduce(everyone, group=groups.group(name))
+    return float(np.sum(everyone.cpu().numpy()) / everyone.numel())
 
 
 def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSettings:

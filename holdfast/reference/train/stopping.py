@@ -1,7 +1,7 @@
 """Stopping a run on request: a signal asks once, and the run ends at a step with everything saved.
 
-Torch-free. Signals are taken off a file descriptor by a thread, because Python runs handlers only
-between two instructions of the main thread: one that waits in a collective would hear nothing.
+Torch-free. A thread reads signals from a file descriptor, because Python runs handlers only between
+two instructions of the main thread: while that waits in a collective, no handler runs.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ STOP_DIR = "HOLDFAST_STOP_DIR"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REQUEST = "stop"
-_ANSWER = "stopped"
+_STOPPED = "stopped"
 
 
 class StopRequest:
     """Whether this process has been asked to stop, and by which signal.
 
-    Threads may look at it; it changes once. `notes`: the directory through which our own launcher,
-    which gets the signals of a terminal, passes them on to its processes; None without it.
+    Threads may look at it; it changes once.
+
+    Args:
+        directory: where our own launcher, which gets the signals of a terminal, forwards them to
+            its processes as files; None without it.
     """
 
-    def __init__(self, *, notes: Path | None = None) -> None:
+    def __init__(self, *, directory: Path | None = None) -> None:
         self._signal = 0
-        self._notes = notes
+        self._directory = directory
 
     @property
     def signal(self) -> int:
@@ -55,32 +58,32 @@ class StopRequest:
         """Ask for a stop; a later one changes nothing."""
         self._signal = self._signal or number
 
-    def pass_on(self) -> None:
-        """Leave the request where the processes of this launcher find it."""
+    def forward(self) -> None:
+        """Write the request where the processes of this launcher read it."""
         self._write(_REQUEST, self._signal)
 
-    def answer(self, number: int) -> None:
-        """Leave word for our launcher, if there is one, that the run has stopped for a signal."""
-        self._write(_ANSWER, number)
+    def record_stop(self, number: int) -> None:
+        """Record for our launcher, if there is one, which signal has stopped the run."""
+        self._write(_STOPPED, number)
 
-    def answered(self) -> int:
+    def recorded_stop(self) -> int:
         """The signal that a launcher's processes have stopped for; 0 if they have not."""
-        return self._read(_ANSWER)
+        return self._read(_STOPPED)
 
     def _read(self, name: str) -> int:
-        if self._notes is not None:
+        if self._directory is not None:
             with suppress(OSError, ValueError):
-                return int((self._notes / name).read_text())
+                return int((self._directory / name).read_text())
         return 0
 
     def _write(self, name: str, number: int) -> None:
-        if self._notes is None:
+        if self._directory is None:
             return
         # Whole or not at all: others read it while it is written.
-        temporary = self._notes / f"{name}.{os.getpid()}"
+        temporary = self._directory / f"{name}.{os.getpid()}"
         with suppress(OSError):
             temporary.write_text(str(number))
-            temporary.replace(self._notes / name)
+            temporary.replace(self._directory / name)
 
 
 class StopWhenAsked(SavePolicy):
@@ -109,17 +112,17 @@ class StopWhenAsked(SavePolicy):
 
     def reason(self, vote: int) -> str:
         """The signal's name."""
-        return name_of(vote)
+        return signal_name(vote)
 
 
 @contextmanager
-def stop_notes() -> Iterator[StopRequest]:
-    """A launcher's request: a directory that its processes know by their environment."""
+def stop_directory() -> Iterator[StopRequest]:
+    """A launcher's request, in a directory that its processes know by their environment."""
     with tempfile.TemporaryDirectory(prefix="holdfast-stop-") as directory:
         before = os.environ.get(STOP_DIR)
         os.environ[STOP_DIR] = directory
         try:
-            yield StopRequest(notes=Path(directory))
+            yield StopRequest(directory=Path(directory))
         finally:
             os.environ.pop(STOP_DIR)
             if before is not None:
@@ -129,11 +132,13 @@ def stop_notes() -> Iterator[StopRequest]:
 def request_of_launcher() -> StopRequest:
     """The request of a process that our launcher has started."""
     directory = os.environ.get(STOP_DIR)
-    return StopRequest(notes=Path(directory) if directory else None)
+    return StopRequest(directory=Path(directory) if directory else None)
 
 
 @contextmanager
-def listening(request: StopRequest, *, directories: Sequence[Path | None] | None) -> Iterator[None]:
+def handle_stop_signals(
+    request: StopRequest, *, directories: Sequence[Path | None] | None
+) -> Iterator[None]:
     """Take SIGTERM and SIGINT as requests to stop; a second one ends the process at once.
 
     Args:
@@ -175,36 +180,36 @@ def _listen(
             if number not in _SIGNALS:
                 continue
             if request.signal:
-                _leave(number, directories)
+                _exit_now(number, directories)
             request.ask(number)
             if directories is not None:
-                say(will_stop(number))
+                print_line(stopping_message(number))
 
 
-def _leave(number: int, directories: Sequence[Path | None] | None) -> None:
+def _exit_now(number: int, directories: Sequence[Path | None] | None) -> None:
     """End this process now; storage that does not answer does not hold it up."""
     if directories is not None:
         timer = threading.Timer(2.0, os._exit, args=(128 + number,))
         timer.daemon = True
         timer.start()
-        say(f"left at once by {name_of(number)}: {safe_on_disk(directories)}")
+        print_line(f"left at once by {signal_name(number)}: {safe_on_disk(directories)}")
     os._exit(128 + number)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """One line on standard error, from any thread and from a signal handler."""
     with suppress(OSError):
         os.write(2, f"holdfast: {line}\n".encode())
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     """SIGTERM for 15."""
     return signal.Signals(number).name
 
 
-def will_stop(number: int) -> str:
+def stopping_message(number: int) -> str:
     """What the first signal gets as its answer."""
-    return f"{name_of(number)}: stopping after this step; once more leaves at once"
+    return f"{signal_name(number)}: stopping after this step; once more leaves at once"
 
 
 def safe_on_disk(directories: Sequence[Path | None]) -> str:

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from holdfast.errors import FaultError
 from holdfast.optim import GradientNorm, clip_gradients, gradient_norm
 from holdfast.parallel import Layout, ProcessGroups
-from holdfast.reference.train.loop import Trainer
-from holdfast.reference.train.losses import mean_over_rows
+from holdfast.reference.train.loop import Trainer, mean_over_rows
 from tests.harness import RankContext, run_ranks
 from tests.reference.train.test_resume import config_of, text, workplace
 
