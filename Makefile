@@ -8,10 +8,10 @@ READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-slow lint types contracts format bench setup clean help
+.PHONY: demo test test-all test-slow lint types contracts format bench trace setup clean help
 
 help:
-	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench test-slow clean"
+	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench trace test-slow clean"
 
 setup: $(READY)
 
@@ -46,6 +46,9 @@ format: setup
 
 bench: setup
 	@$(BIN)/python -m bench
+
+trace: setup
+	@$(BIN)/python -m tools.trace
 
 clean:
 	rm -rf $(VENV) demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache

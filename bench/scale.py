@@ -174,9 +174,11 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[ChunkTable]:
             flat = flatten_state({"model": state}, layout=layout, rank=rank, codecs=Codecs())
             of_stage[stage] = chunk_table(flat)[0]
         first = of_stage[stage]
-        domains = tuple(replace(domain, replicas=(rank,)) for domain in first.domains)
+        replica_sets = tuple(
+            replace(replica_set, replicas=(rank,)) for replica_set in first.replica_sets
+        )
         offset = extent * np.array([at["tp"], at["dp"]])
-        tables.append(replace(first, offset=offset, domains=domains))
+        tables.append(replace(first, offset=offset, replica_sets=replica_sets))
     return tables
 
 

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.checkpoint import Checkpointer
 from holdfast.cli.commands.train import parse
-from holdfast.cli.support.report import EXIT_MISTAKE, print_error
+from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import HoldfastError
 from holdfast.reference.train.config import TrainConfig
 from holdfast.reference.train.launch import open_groups, open_inputs

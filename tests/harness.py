@@ -8,10 +8,11 @@ A test reads as what each rank does:
     def test_add():
         assert run_ranks(2, add, 10).results == [10, 11]
 
-The processes are forked from a clean server that has imported torch and Holdfast once, so a run of four ranks
-takes tenths of a second. `target` and its arguments travel by pickle (tests may), so the target is
-a function at module level. The rendezvous store lives in the test process: it survives the death
-of any rank, like the store of a launcher's agent.
+The processes are forked from a clean server that has imported everything heavy once
+(`tests/preload.py`), so a run of four ranks takes about a tenth of a second. `target` and its
+arguments travel by pickle (tests may), so the target is a function at module level. The rendezvous
+store lives in the test process: it survives the death of any rank, like the store of a launcher's
+agent.
 """
 
 from __future__ import annotations
@@ -38,24 +39,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# What nearly every rank imports, imported once: otherwise each rank of each run spends a second of
-# processor time on it.
-_PRELOAD = [
-    "numpy",
-    "pytest",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "torch.testing._internal.composite_compliance",
-    "holdfast.checkpoint",
-    "holdfast.optim",
-    "holdfast.reference.models.parallelize",
-    "holdfast.reference.train.loop",
-    "holdfast.writer.process",
-]
+_PRELOAD = ["tests.preload"]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

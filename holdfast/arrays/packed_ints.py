@@ -6,9 +6,8 @@ import struct
 import zlib
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from holdfast.arrays.types import IntArray as Ints
 
 MAX_NBYTES = 1 << 32
 """No packed record is larger than this when unpacked; more is refused before it is held."""
@@ -51,18 +50,3 @@ def unsqueeze(data: bytes) -> bytes:
     if not engine.eof or engine.unused_data:
         raise ValueError("compressed bytes that do not end where they should")
     return found
-
-
-def mix_columns(columns: Ints) -> npt.NDArray[np.uint64]:
-    """One 64-bit word per row (splitmix64 steps); equal rows have equal words."""
-    word = np.zeros(len(columns), dtype=np.uint64)
-    for column in columns.T:
-        word = _mix(word ^ column.astype(np.uint64))
-    return word
-
-
-def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    word = word + np.uint64(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))

@@ -100,8 +100,8 @@ class Checkpointer:
             "save": self._saver.save_guard,
             "save_async": self._saver.async_guard,
             "prepare": self._saver.prepare_guard,
-            "load": Guard(control, "load", again=self._loader.was_replaced),
-            "load_all": Guard(control, "load", again=self._loader.was_replaced),
+            "load": Guard(control, "load", retry_if=self._loader.was_replaced),
+            "load_all": Guard(control, "load", retry_if=self._loader.was_replaced),
         }
         self._nbytes_loaded = 0
         self._preempted = ""

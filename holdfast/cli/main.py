@@ -1,6 +1,6 @@
-"""Entry point of `holdfast`: finds the verb, and turns a mistake into one line.
+"""Entry point of `holdfast`: dispatches to a command, and prints errors as one line.
 
-Torch is imported only by verbs that need it.
+Torch is imported only by commands that need it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from holdfast import __version__
-from holdfast.cli.support.report import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
+from holdfast.cli.support.messages import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.version import __version__
 
 VERBS = {
     "train": "train the reference model, save and resume under any layout",
@@ -27,7 +27,7 @@ VERBS = {
     "repair": "finish or remove what saves have left behind",
     "tag": "name steps, list and remove names",
 }
-"""Each verb and what it is for."""
+"""Each command and what it is for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,14 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `holdfast`; default those of this process.
 
     Returns:
-        The exit code: 0, or 2 for a mistake explained on standard error, or the verb's own.
+        The exit code: 0; 2 for a mistake or failure, explained on standard error; or the
+        command's own.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # File names need not be text: what cannot be printed is shown as an escape.
+        # File names need not be text; bytes that cannot be printed are shown as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _answer(words)
+        return _run(words)
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _flush()
 
 
-def _answer(words: list[str]) -> int:
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
@@ -68,7 +69,7 @@ def _answer(words: list[str]) -> int:
 
 
 def _flush() -> None:
-    """Write what is buffered, unless the reader (head, less) has seen enough and left."""
+    """Write what is buffered, unless the reading end of the pipe (head, less) has closed it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -82,9 +83,9 @@ def _dispatch(verb: str, words: list[str]) -> int:
     module = import_module(f"holdfast.cli.commands.{verb}")
     if verb == "train":
         return int(module.run_command(words))
-    from holdfast.cli.support.parse import parse_flags
+    from holdfast.cli.support.arguments import parse_arguments
 
-    args = parse_flags(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
+    args = parse_arguments(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
     return int(module.run(args))
 
 

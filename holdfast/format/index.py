@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.arrays.boxes import Box, check_tilings, pad_shapes
+from holdfast.arrays.box_table import BoxTable, pad_shapes
+from holdfast.arrays.boxes import Box
+from holdfast.arrays.tiling import check_tilings
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import (
@@ -73,10 +75,14 @@ class ChunkIndex:
         """Number of columns d of `offset` and `extent`."""
         return int(self.offset.shape[1])
 
+    @property
+    def boxes(self) -> BoxTable:
+        """The box of every row; shares the columns' memory."""
+        return BoxTable(tensor=self.tensor, offset=self.offset, extent=self.extent)
+
     def box(self, row: int, *, ndim: int) -> Box:
         """The box of one row of a tensor with `ndim` dims."""
-        offset, extent = self.offset[row, :ndim].tolist(), self.extent[row, :ndim].tolist()
-        return Box(tuple(offset), tuple(extent))
+        return self.boxes.box(row, ndim=ndim)
 
     def digests(self, row: int) -> Words:
         """The block digests of one row."""
@@ -250,10 +256,7 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
         raise _refuse(index, manifest, int(wrong[0]), "the columns behind its dims are not 0 and 1")
     shapes = [t.shape for t in manifest.tensors]
     primary = np.flatnonzero(index.copy == 0)
-    flaws = check_tilings(
-        index.tensor[primary], index.offset[primary], index.extent[primary], shapes, max_flaws=1
-    )
-    for owner, flaw in flaws:
+    for owner, flaw in check_tilings(index.boxes.take(primary), shapes, max_flaws=1):
         rows = primary[list(flaw.rows)].tolist()
         at = "; ".join(describe_row(index, manifest, row) for row in rows[:4])
         raise CorruptionError(

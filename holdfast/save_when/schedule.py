@@ -71,7 +71,7 @@ class SaveSchedule:
         self._is_first = True
         # No call at the end: the only one of `decide`, where there is one, has all ranks in step.
         self._guard: Guard[SaveDecision] = Guard(
-            control, "maybe_save", is_over=lambda answers: PHASE in answers
+            control, "maybe_save", is_complete=lambda answers: PHASE in answers
         )
         started: list[SavePolicy] = []
         try:

@@ -1,7 +1,7 @@
 """What a training state is made of: parts, placements, markers, random streams."""
 
 from holdfast.state.flatten import flatten_state
-from holdfast.state.leaves import Domain, FlatState, TensorLeaf
+from holdfast.state.leaves import FlatState, ReplicaSet, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
     FromPart,
@@ -26,7 +26,6 @@ from holdfast.state.rng import RNG, Stream
 
 __all__ = [
     "RNG",
-    "Domain",
     "FlatShard",
     "FlatState",
     "FromPart",
@@ -39,6 +38,7 @@ __all__ = [
     "PartitionedOptimizer",
     "PerRank",
     "PerRankValues",
+    "ReplicaSet",
     "Replicated",
     "Sharded",
     "Stateful",

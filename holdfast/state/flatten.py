@@ -35,7 +35,7 @@ from holdfast.state.module.part import ModulePart
 from holdfast.state.numpy_arrays import array_tensor
 from holdfast.state.optimizer.part import OptimizerState
 from holdfast.state.parts import Part, is_last, part_of
-from holdfast.state.placement import Domains, tensor_leaf
+from holdfast.state.placement import ReplicaSets, tensor_leaf
 
 Entry = tuple[object, object, TensorLeaf]
 """A tensor or marker, everything of it that may change (`_made_from`), and the leaf of that."""
@@ -170,7 +170,7 @@ class _Flattener:
         before: LeafCache,
     ) -> None:
         self._before = before
-        self._domains: Domains = {}
+        self._replica_sets: ReplicaSets = {}
         self.entries: dict[str, Entry] = {}
         self.shelves: dict[str, _Shelf] = {}
         self._layout = layout
@@ -325,7 +325,7 @@ class _Flattener:
             or held[2].layout is not self._layout
         ):
             leaf = _renewed(held, obj, self._layout) or tensor_leaf(
-                obj, key=path, layout=self._layout, rank=self._rank, domains=self._domains
+                obj, key=path, layout=self._layout, rank=self._rank, replica_sets=self._replica_sets
             )
             held = (obj, made_from, leaf)
         self.leaves[path] = held[2]
@@ -356,7 +356,7 @@ def _renewed(held: Entry | None, obj: object, layout: Layout) -> TensorLeaf | No
         return None
     return TensorLeaf(
         key=leaf.key, dtype=leaf.dtype, shape=leaf.shape, boxes=leaf.boxes,
-        locals=(obj.detach(),), domain=leaf.domain, layout=leaf.layout,
+        locals=(obj.detach(),), replica_set=leaf.replica_set, layout=leaf.layout,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from holdfast.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Domain:
+class ReplicaSet:
     """Who else holds the same bytes, by declaration.
 
     `replicas`: the ranks (ascending, this one included) that hold the same boxes of the tensor.
@@ -29,7 +29,7 @@ class TensorLeaf:
     """One tensor of the state as this rank holds it.
 
     `dtype`: the format's name. `shape`: global. `boxes[i]` is held by `locals[i]`, a tensor of that
-    box's shape (any strides, any device). `domain`: None where nothing declares the placement.
+    box's shape (any strides, any device). `replica_set`: None where nothing declares the placement.
     `layout`: the one that the part lives on.
     """
 
@@ -38,7 +38,7 @@ class TensorLeaf:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     locals: tuple[torch.Tensor, ...]
-    domain: Domain | None
+    replica_set: ReplicaSet | None
     layout: Layout
 
 

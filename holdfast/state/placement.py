@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.parallel.layout import Layout
-from holdfast.state.leaves import Domain, TensorLeaf
+from holdfast.state.leaves import ReplicaSet, TensorLeaf
 from holdfast.state.markers import FlatShard, Marked, Padded, Replicated, Sharded
 from holdfast.state.padding import clip_leaf
 from holdfast.state.torch_dtypes import dtype_name
@@ -31,8 +31,8 @@ def is_tensor_like(obj: object) -> TypeGuard[torch.Tensor | Marked]:
     return isinstance(obj, torch.Tensor | Marked)
 
 
-Domains = dict[tuple[int, tuple[object, ...]], Domain]
-"""Domains found so far, by mesh and placements; good as long as the meshes live."""
+ReplicaSets = dict[tuple[int, tuple[object, ...]], ReplicaSet]
+"""Replica sets found so far, by mesh and placements; good as long as the meshes live."""
 
 
 def tensor_leaf(
@@ -41,25 +41,26 @@ def tensor_leaf(
     key: str,
     layout: Layout,
     rank: int,
-    domains: Domains | None = None,
+    replica_sets: ReplicaSets | None = None,
 ) -> TensorLeaf:
     """The leaf of one tensor of the state, on `rank` of `layout`.
 
-    `domains`: kept by the caller between the leaves of one pass, so that each is worked out once.
+    `replica_sets`: kept by the caller between the leaves of one pass, so that each is worked out
+    once.
 
     Raises PlacementError naming `key` for what cannot be stored (partial sums, sparse, quantised,
     meta and unknown wrapper tensors, a DTensor whose local shape is not what its placements say).
     Cost: no collectives, no copies: the leaf's tensors are views.
     """
     if isinstance(obj, Padded):
-        whole = tensor_leaf(obj.value, key=key, layout=layout, rank=rank, domains=domains)
+        whole = tensor_leaf(obj.value, key=key, layout=layout, rank=rank, replica_sets=replica_sets)
         return clip_leaf(whole, obj.shape)
     if isinstance(obj, Sharded):
         _refuse_unreadable(obj.local, key)
         return _sharded_leaf(obj, key=key, layout=layout, rank=rank)
     if isinstance(obj, FlatShard):
         _refuse_unreadable(obj.local, key)
-        return _flat_leaf(obj, key=key, layout=layout, rank=rank, domains=domains)
+        return _flat_leaf(obj, key=key, layout=layout, rank=rank, replica_sets=replica_sets)
     if isinstance(obj, Replicated):
         if isinstance(obj.local, DTensor):
             raise PlacementError(
@@ -67,12 +68,12 @@ def tensor_leaf(
             )
         _refuse_unreadable(obj.local, key)
         span = _stage_ranks(layout, rank)
-        domain = Domain(replicas=span, span=span)
-        return _whole_leaf(obj.local, key=key, domain=domain, layout=layout)
+        replica_set = ReplicaSet(replicas=span, span=span)
+        return _whole_leaf(obj.local, key=key, replica_set=replica_set, layout=layout)
     if isinstance(obj, DTensor):
-        return _dtensor_leaf(obj, key=key, layout=layout, domains=domains)
+        return _dtensor_leaf(obj, key=key, layout=layout, replica_sets=replica_sets)
     _refuse_unreadable(obj, key)
-    return _whole_leaf(obj, key=key, domain=None, layout=layout)
+    return _whole_leaf(obj, key=key, replica_set=None, layout=layout)
 
 
 def shard_intervals(intervals: Intervals, *, num_chunks: int, index: int) -> Intervals:
@@ -166,7 +167,7 @@ def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
 
 
 def _whole_leaf(
-    tensor: torch.Tensor, *, key: str, domain: Domain | None, layout: Layout
+    tensor: torch.Tensor, *, key: str, replica_set: ReplicaSet | None, layout: Layout
 ) -> TensorLeaf:
     shape = tuple(tensor.shape)
     return TensorLeaf(
@@ -175,7 +176,7 @@ def _whole_leaf(
         shape=shape,
         boxes=(Box((0,) * len(shape), shape),),
         locals=(tensor.detach(),),
-        domain=domain,
+        replica_set=replica_set,
         layout=layout,
     )
 
@@ -190,7 +191,7 @@ def _sharded_leaf(obj: Sharded, *, key: str, layout: Layout, rank: int) -> Tenso
     if obj.dims is not None:
         axes = tuple(axis for named in obj.dims.values() for axis in _names(named))
     try:
-        domain = _domain(axes, layout=layout, rank=rank)
+        replica_set = _replica_set(axes, layout=layout, rank=rank)
         dims = _dims_intervals(obj, layout=layout, rank=rank)
     except (LayoutError, PlacementError) as error:
         raise PlacementError(f"{key}: {error}") from error
@@ -217,18 +218,18 @@ def _sharded_leaf(obj: Sharded, *, key: str, layout: Layout, rank: int) -> Tenso
         shape=obj.shape,
         boxes=boxes,
         locals=locals_,
-        domain=domain,
+        replica_set=replica_set,
         layout=layout,
     )
 
 
 def _flat_leaf(
-    obj: FlatShard, *, key: str, layout: Layout, rank: int, domains: Domains | None
+    obj: FlatShard, *, key: str, layout: Layout, rank: int, replica_sets: ReplicaSets | None
 ) -> TensorLeaf:
     """The boxes of a run of a local tensor: local boxes first, then each where it lies globally."""
     like = obj.like
     dims: tuple[Intervals, ...] = tuple(((0, size),) for size in like.shape)
-    domain: Domain | None = None
+    replica_set: ReplicaSet | None = None
     local_shape = tuple(like.shape)
     if isinstance(like, DTensor):
         if like.device_mesh.get_coordinate() is None:
@@ -236,11 +237,11 @@ def _flat_leaf(
         dims = _dtensor_dims(like, key=key)
         local_shape = tuple(like.to_local().shape)
         name = (id(like.device_mesh), (*like.placements, obj.over, rank))
-        domain = domains.get(name) if domains is not None else None
-        if domain is None:
-            domain = _flat_domain(like, over=obj.over, key=key, layout=layout, rank=rank)
-        if domains is not None:
-            domains[name] = domain
+        replica_set = replica_sets.get(name) if replica_sets is not None else None
+        if replica_set is None:
+            replica_set = _flat_replica_set(like, over=obj.over, key=key, layout=layout, rank=rank)
+        if replica_sets is not None:
+            replica_sets[name] = replica_set
     flat = obj.local.detach()
     boxes: list[Box] = []
     locals_: list[torch.Tensor] = []
@@ -260,20 +261,22 @@ def _flat_leaf(
         shape=tuple(like.shape),
         boxes=tuple(boxes),
         locals=tuple(locals_),
-        domain=domain,
+        replica_set=replica_set,
         layout=layout,
     )
 
 
-def _flat_domain(like: DTensor, *, over: str, key: str, layout: Layout, rank: int) -> Domain:
+def _flat_replica_set(
+    like: DTensor, *, over: str, key: str, layout: Layout, rank: int
+) -> ReplicaSet:
     """Replicas of a run: those of the parameter that have this rank's index along `over`."""
-    whole = _mesh_domain(like)
+    whole = _mesh_replica_set(like)
     try:
         index = layout.group(over, rank).index(rank)
         same = tuple(r for r in whole.replicas if layout.group(over, r).index(r) == index)
     except LayoutError as error:
         raise PlacementError(f"{key}: {error}") from error
-    return Domain(replicas=same, span=whole.span)
+    return ReplicaSet(replicas=same, span=whole.span)
 
 
 def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -299,7 +302,7 @@ def _dims_intervals(obj: Sharded, *, layout: Layout, rank: int) -> tuple[Interva
     return tuple(result)
 
 
-def _domain(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Domain:
+def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> ReplicaSet:
     """Replicas of a tensor that differs along `axes` only: equal coordinates along them."""
     tokens = {token for axis in axes for token in layout.tokens(axis)}
     view = _DENSE if tokens <= set(_DENSE) else _EXPERT
@@ -312,11 +315,11 @@ def _domain(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Domain:
     same = [token for token in span_tokens if token not in tokens]
     span = tuple(sorted(layout.group("-".join(span_tokens), rank)))
     replicas = tuple(sorted(layout.group("-".join(same), rank))) if same else (rank,)
-    return Domain(replicas=replicas, span=span)
+    return ReplicaSet(replicas=replicas, span=span)
 
 
 def _dtensor_leaf(
-    tensor: DTensor, *, key: str, layout: Layout, domains: Domains | None
+    tensor: DTensor, *, key: str, layout: Layout, replica_sets: ReplicaSets | None
 ) -> TensorLeaf:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -330,7 +333,7 @@ def _dtensor_leaf(
             shape=shape,
             boxes=(),
             locals=(),
-            domain=Domain(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist()))),
+            replica_set=ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist()))),
             layout=layout,
         )
     dims = _dtensor_dims(tensor, key=key)
@@ -338,18 +341,18 @@ def _dtensor_leaf(
     if local.numel() == 0:
         local = local.new_empty(tuple(sum(b - a for a, b in d) for d in dims))
     like = (id(mesh), tensor.placements)
-    domain = domains.get(like) if domains is not None else None
-    if domain is None:
-        domain = _mesh_domain(tensor)
-        if domains is not None:
-            domains[like] = domain
+    replica_set = replica_sets.get(like) if replica_sets is not None else None
+    if replica_set is None:
+        replica_set = _mesh_replica_set(tensor)
+        if replica_sets is not None:
+            replica_sets[like] = replica_set
     return TensorLeaf(
         key=key,
         dtype=dtype_name(tensor.dtype, key=key),
         shape=shape,
         boxes=tuple(box for box, _ in placed),
         locals=tuple(local[where_] for _, where_ in placed),
-        domain=domain,
+        replica_set=replica_set,
         layout=layout,
     )
 
@@ -409,7 +412,7 @@ def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
         )
 
 
-def _mesh_domain(tensor: DTensor) -> Domain:
+def _mesh_replica_set(tensor: DTensor) -> ReplicaSet:
     """Replicas of a DTensor: ranks of its mesh with equal coordinates along the sharding dims."""
     mesh = tensor.device_mesh
     ranks = mesh.mesh
@@ -419,4 +422,6 @@ def _mesh_domain(tensor: DTensor) -> Domain:
         for mesh_dim, placement in enumerate(tensor.placements)
     ]
     replicas = ranks[tuple(index)].flatten().tolist()
-    return Domain(replicas=tuple(sorted(replicas)), span=tuple(sorted(ranks.flatten().tolist())))
+    return ReplicaSet(
+        replicas=tuple(sorted(replicas)), span=tuple(sorted(ranks.flatten().tolist()))
+    )

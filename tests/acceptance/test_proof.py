@@ -16,7 +16,7 @@ import torch
 from holdfast import Checkpointer, HoldfastError, Layout, PlanError, ProcessGroups
 from holdfast.checkpoint.plan.claims import ChunkTable, TensorNames, decode_names
 from holdfast.checkpoint.plan.proof import make_plan
-from holdfast.state.leaves import Domain
+from holdfast.state.leaves import ReplicaSet
 from holdfast.writer import commit
 from holdfast.writer.records import DoneRecord
 from tests.checkpoint.common import assert_equal, make_state
@@ -56,7 +56,7 @@ def without(tables: list[ChunkTable], rank: int) -> None:
     keep = np.arange(NUM_TENSORS) != NUMBER
     tables[rank] = dataclasses.replace(
         table, tensor=table.tensor[keep], offset=table.offset[keep],
-        extent=table.extent[keep], domain=table.domain[keep],
+        extent=table.extent[keep], replica_set=table.replica_set[keep],
     )  # fmt: skip
 
 
@@ -89,11 +89,11 @@ def out_of_bounds(tables: list[ChunkTable]) -> None:
 
 def duplicate_owner(tables: list[ChunkTable]) -> None:
     """A rank says that the shard is its alone; another one holds the same box."""
-    domain = tables[VICTIM].domain.copy()
-    domain[NUMBER] = 1
-    alone = Domain(replicas=(VICTIM,), span=tuple(range(NUM_RANKS)))
+    replica_set = tables[VICTIM].replica_set.copy()
+    replica_set[NUMBER] = 1
+    alone = ReplicaSet(replicas=(VICTIM,), span=tuple(range(NUM_RANKS)))
     tables[VICTIM] = dataclasses.replace(
-        tables[VICTIM], domain=domain, domains=(*tables[VICTIM].domains, alone)
+        tables[VICTIM], replica_set=replica_set, replica_sets=(*tables[VICTIM].replica_sets, alone)
     )
 
 

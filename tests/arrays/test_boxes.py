@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes, runs
+from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes
 from holdfast.errors import PlacementError
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -90,7 +90,7 @@ def test_runs_are_the_longest_contiguous_pieces(case: tuple[tuple[int, ...], Box
     inner = outer.intersect(other) or Box(outer.offset, (0,) * outer.ndim)
     places = np.arange(outer.numel).reshape(outer.shape)
     expected = places[inner.relative_to(outer.offset)].ravel()
-    starts, length = runs(inner, outer)
+    starts, length = cover(inner, outer, max_gap=0)
     assert (starts[:, None] + np.arange(length)).ravel().tolist() == expected.tolist()
     num_breaks = int((np.diff(expected) != 1).sum())
     assert len(starts) == (num_breaks + 1 if len(expected) else 0)
@@ -107,7 +107,7 @@ def test_cover_joins_runs_over_small_gaps_only(
     inner = outer.intersect(other)
     if inner is None:
         return
-    exact, length = runs(inner, outer)
+    exact, length = cover(inner, outer, max_gap=0)
     starts, span = cover(inner, outer, max_gap=max_gap)
     wanted = {int(s) + i for s in exact for i in range(length)}
     covered = [int(s) + i for s in starts for i in range(span)]
@@ -123,4 +123,4 @@ def test_cover_joins_runs_over_small_gaps_only(
 
 def test_runs_outside_the_outer_box_are_refused() -> None:
     with pytest.raises(PlacementError, match="not inside"):
-        runs(Box((0,), (5,)), Box((1,), (5,)))
+        cover(Box((0,), (5,)), Box((1,), (5,)), max_gap=0)

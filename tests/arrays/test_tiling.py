@@ -6,15 +6,22 @@ import random
 import time
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.arrays.boxes import Box, Flaw, check_tiling, check_tilings, pad_shapes
+from holdfast.arrays.box_table import BoxTable
+from holdfast.arrays.boxes import Box
+from holdfast.arrays.tiling import Flaw, check_tilings
+from holdfast.arrays.types import IntArray
 from holdfast.errors import PlacementError
 
-Ints = npt.NDArray[np.int64]
+
+def check_tiling(shape: tuple[int, ...], offset: IntArray, extent: IntArray) -> Flaw | None:
+    """The first flaw of one tensor's tiling."""
+    boxes = BoxTable(tensor=np.zeros(len(offset), dtype=np.int64), offset=offset, extent=extent)
+    flaws = check_tilings(boxes, [shape])
+    return flaws[0][1] if flaws else None
 
 
 def split(box: Box, rng: random.Random, num_cuts: int) -> list[Box]:
@@ -36,13 +43,13 @@ def split(box: Box, rng: random.Random, num_cuts: int) -> list[Box]:
     return boxes
 
 
-def arrays(boxes: list[Box], ndim: int) -> tuple[Ints, Ints]:
+def arrays(boxes: list[Box], ndim: int) -> tuple[IntArray, IntArray]:
     offsets = np.array([b.offset for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
     extents = np.array([b.shape for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
     return offsets, extents
 
 
-def cover_counts(shape: tuple[int, ...], boxes: list[Box]) -> Ints:
+def cover_counts(shape: tuple[int, ...], boxes: list[Box]) -> IntArray:
     counts = np.zeros(shape, dtype=np.int64)
     for box in boxes:
         counts[box.relative_to((0,) * len(shape))] += 1
@@ -117,15 +124,11 @@ def test_a_table_passes_exactly_when_every_element_is_covered_once(
 def test_many_tensors_at_once_are_judged_like_one_by_one(
     cases: list[tuple[tuple[int, ...], list[Box]]], seed: int
 ) -> None:
-    num_dims = max(len(shape) for shape, _ in cases)
     rows = [(i, box) for i, (_, boxes) in enumerate(cases) for box in boxes]
     random.Random(seed).shuffle(rows)
-    tensor = np.array([i for i, _ in rows], dtype=np.int64)
-    offsets = np.zeros((len(rows), num_dims), dtype=np.int64)
-    extents = np.ones((len(rows), num_dims), dtype=np.int64)
-    for row, (_, box) in enumerate(rows):
-        offsets[row, : box.ndim], extents[row, : box.ndim] = box.offset, box.shape
-    flaws = check_tilings(tensor, offsets, extents, [shape for shape, _ in cases])
+    num_dims = max(len(shape) for shape, _ in cases)
+    table = BoxTable.from_boxes([i for i, _ in rows], [box for _, box in rows], num_dims=num_dims)
+    flaws = check_tilings(table, [shape for shape, _ in cases])
     assert [owner for owner, _ in flaws] == sorted({owner for owner, _ in flaws})
     found = dict(flaws)
     for i, (shape, boxes) in enumerate(cases):
@@ -166,12 +169,12 @@ def test_dims_are_not_interchangeable() -> None:
 
 
 def test_scalars_and_empty_tensors() -> None:
-    none = np.zeros((0, 0), dtype=np.int64)
-    assert check_tiling((), np.zeros((1, 0)), np.zeros((1, 0))) is None  # type: ignore[arg-type]
+    none, one, two = (np.zeros((rows, 0), dtype=np.int64) for rows in range(3))
+    assert check_tiling((), one, one) is None
     missing = check_tiling((), none, none)
     assert missing is not None
     assert missing.kind == "gap"
-    twice = check_tiling((), np.zeros((2, 0)), np.zeros((2, 0)))  # type: ignore[arg-type]
+    twice = check_tiling((), two, two)
     assert twice is not None
     assert twice.kind == "overlap"
     empty = np.zeros((0, 2), dtype=np.int64)
@@ -180,15 +183,13 @@ def test_scalars_and_empty_tensors() -> None:
 
 
 def test_no_tensors_and_no_rows() -> None:
-    empty = np.zeros((0, 3), dtype=np.int64)
-    assert check_tilings(np.zeros(0, dtype=np.int64), empty, empty, []) == []
+    assert check_tilings(BoxTable.from_boxes([], [], num_dims=3), []) == []
 
 
 def test_a_row_of_a_tensor_that_is_not_there_is_refused() -> None:
-    one = np.zeros((1, 1), dtype=np.int64)
     for owner in (-1, 1):
         with pytest.raises(PlacementError, match="outside"):
-            check_tilings(np.array([owner]), one, one + 1, [(1,)])
+            check_tilings(BoxTable.from_boxes([owner], [Box((0,), (1,))], num_dims=1), [(1,)])
 
 
 @pytest.mark.parametrize(
@@ -199,11 +200,6 @@ def test_hostile_numbers_are_out_of_bounds_and_do_not_wrap(offset: int, extent: 
     assert flaw is not None
     assert flaw.kind == "out_of_bounds"
     assert flaw.rows == (0,)
-
-
-def test_shapes_are_padded_with_ones() -> None:
-    assert pad_shapes([(2, 3), (), (4,)], 2).tolist() == [[2, 3], [1, 1], [4, 1]]
-    assert pad_shapes([], 2).shape == (0, 2)
 
 
 def test_every_single_mutation_of_a_large_irregular_table_is_found() -> None:

@@ -17,7 +17,7 @@ from tests.format.making import Made, make, sample_tensors, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class CommandResult:
     """What a command answered: exit code and both streams."""
 
     code: int
@@ -29,16 +29,16 @@ class Said:
         return json.loads(self.out)
 
 
-Holdfast = Callable[..., Said]
+Holdfast = Callable[..., CommandResult]
 
 
 @pytest.fixture
 def holdfast(capsys: pytest.CaptureFixture[str]) -> Holdfast:
-    def run(*words: object) -> Said:
+    def run(*words: object) -> CommandResult:
         capsys.readouterr()
         code = main([str(word) for word in words])
         streams = capsys.readouterr()
-        return Said(code=code, out=streams.out, err=streams.err)
+        return CommandResult(code=code, out=streams.out, err=streams.err)
 
     return run
 

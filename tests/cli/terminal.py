@@ -23,7 +23,7 @@ def on_terminal(
         start_new_session=True,
     ) as process:  # fmt: skip
         os.close(theirs)
-        said = b""
+        result = b""
         while True:
             try:
                 more = os.read(ours, 1 << 16)
@@ -31,6 +31,6 @@ def on_terminal(
                 break
             if not more:
                 break
-            said += more
+            result += more
         os.close(ours)
-    return process.returncode, said.decode().replace("\r\n", "\n")
+    return process.returncode, result.decode().replace("\r\n", "\n")

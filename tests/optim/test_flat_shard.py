@@ -38,7 +38,7 @@ def test_plain_parameters(shape: list[int], data: st.DataObject) -> None:
     run = full.flatten()[start:stop].clone()
     leaf = tensor_leaf(FlatShard(run, start, full, "dp"), key="k", layout=LONE, rank=0)
     assert len(leaf.boxes) <= max(1, 2 * len(shape) - 1)
-    assert leaf.domain is None
+    assert leaf.replica_set is None
     check(leaf, run, full)
 
 
@@ -63,12 +63,12 @@ def on_a_mesh(context: RankContext) -> int:
                         compared += 1
         column = distribute_tensor(torch.zeros(4, 4), mesh, [Replicate(), Shard(0)])
         leaf = leaf_of(column, groups)
-        assert leaf.domain is not None
-        assert leaf.domain.replicas == (groups.rank,)
-        assert leaf.domain.span == (0, 1, 2, 3)
+        assert leaf.replica_set is not None
+        assert leaf.replica_set.replicas == (groups.rank,)
+        assert leaf.replica_set.span == (0, 1, 2, 3)
         row = leaf_of(distribute_tensor(torch.zeros(8), mesh, [Replicate()] * 2), groups)
-        assert row.domain is not None
-        assert row.domain.replicas == groups.ranks("tp")
+        assert row.replica_set is not None
+        assert row.replica_set.replicas == groups.ranks("tp")
         with pytest.raises(PlacementError, match=r"w: .*neither view"):
             tensor_leaf(
                 FlatShard(torch.zeros(1), 0, column, "nowhere"),

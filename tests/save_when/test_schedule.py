@@ -51,7 +51,7 @@ class ThreadControl:
     """What a schedule needs of `Control`, between threads of one process."""
 
     ranks = tuple(range(NUM_RANKS))
-    running = shared = None
+    scope = shared_error = None
     is_broken = False
 
     def __init__(self, rank: int, payloads: list[bytes], barrier: threading.Barrier) -> None:

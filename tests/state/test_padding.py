@@ -34,7 +34,7 @@ def check(padded: Padded, full: torch.Tensor, layout: Layout, rank: int) -> list
     whole = tensor_leaf(padded.value, key="k", layout=layout, rank=rank)
     leaf = tensor_leaf(padded, key="k", layout=layout, rank=rank)
     assert leaf.shape == padded.shape
-    assert leaf.domain == whole.domain
+    assert leaf.replica_set == whole.replica_set
     held: list[int] = []
     for box, local in zip(leaf.boxes, leaf.locals, strict=True):
         assert tuple(local.shape) == box.shape

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.overlap import Bools, Ints, stretches
+from holdfast.arrays.box_table import enumerate_ranges as stretches
+from holdfast.arrays.types import BoolArray as Bools
+from holdfast.arrays.types import IntArray as Ints
+from holdfast.arrays.water_filling import fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,21 +124,6 @@ def assign(segments: Segments, rows: Rows, *, num_ranks: int) -> Shares:
     )
 
 
-def level(load: Ints, nbytes: int) -> Ints:
-    """How much of `nbytes` to pour onto each so that the fullest of those poured on is lowest."""
-    order = np.argsort(load, kind="stable")
-    height = load[order]
-    # Filling the first k to the height of the next one takes k * height[k] - sum(height[:k]).
-    steps = np.arange(len(height)) * height - (np.cumsum(height) - height)
-    k = int(np.searchsorted(steps, nbytes, side="right"))
-    total = nbytes + int(height[:k].sum())
-    poured = np.zeros(len(load), dtype=np.int64)
-    target = total // k + (np.arange(k) < total % k)
-    poured[order[:k]] = np.maximum(target - height[:k], 0)
-    poured[order[0]] += nbytes - int(poured.sum())
-    return poured
-
-
 def _sizes(segments: Segments, rows: Rows) -> Ints:
     end, begin = (rows.byte_of(segments.row, at) for at in (segments.end, segments.begin))
     return end - begin
@@ -160,7 +148,7 @@ def _deal(
 ) -> list[tuple[Parts, int]]:
     """One set's segments in order of files, handed out: what, to whom."""
     whole = Parts(segment=chosen, begin=segments.begin[chosen], end=segments.end[chosen])
-    quota = level(load[members], int(whole.nbytes(segments, rows).sum()))
+    quota = fill(load[members], int(whole.nbytes(segments, rows).sum()))
     writer = rows.writer[rows.file[segments.row[chosen]]]
     dealt: list[tuple[Parts, int]] = []
     rest = [whole.take(~np.isin(writer, members))]

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from holdfast.arrays.overlap import Ints
+from holdfast.arrays.types import IntArray as Ints
 from holdfast.checkpoint.load.targets import Target
 from holdfast.checkpoint.load.transfers import Deliveries, Moves
 from holdfast.format.blocks import element_of

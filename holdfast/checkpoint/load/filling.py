@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.overlap import BoxTable, Ints, union_nbytes
+from holdfast.arrays.box_table import BoxTable, union_nbytes
+from holdfast.arrays.types import IntArray as Ints
 from holdfast.checkpoint.load.executor import Reader, num_reading_threads
 from holdfast.checkpoint.load.reading_plan import Requests, gather_requests, plan_reading
 from holdfast.checkpoint.load.targets import Target

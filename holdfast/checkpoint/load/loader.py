@@ -145,7 +145,7 @@ class Loader:
             try:
                 # Under a guard of its own: all ranks go on to the next one, or none does.
                 control, name = self._groups.control, f"load: step {step}"
-                guard = Guard[LoadReport](control, name, again=self.was_replaced)
+                guard = Guard[LoadReport](control, name, retry_if=self.was_replaced)
                 report = guard.run(partial(attempt, step))
             except (CorruptionError, StorageError) as error:
                 first = first or error

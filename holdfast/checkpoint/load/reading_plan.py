@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.boxes import Box, cover
-from holdfast.arrays.overlap import (
-    Bools,
+from holdfast.arrays.box_table import (
     BoxTable,
-    Ints,
     Runs,
     meeting_pairs,
     runs_in,
-    stretches,
     unique_boxes,
 )
+from holdfast.arrays.box_table import enumerate_ranges as stretches
+from holdfast.arrays.boxes import Box, cover
+from holdfast.arrays.types import BoolArray as Bools
+from holdfast.arrays.types import IntArray as Ints
 from holdfast.checkpoint.load.assign_readers import Rows, Segments, assign, split
 from holdfast.errors import CorruptionError
 from holdfast.format.index import ChunkIndex

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from holdfast.arrays.boxes import pad_shapes
-from holdfast.arrays.overlap import BoxTable, Ints
+from holdfast.arrays.box_table import BoxTable, pad_shapes
+from holdfast.arrays.types import IntArray as Ints
 from holdfast.errors import CorruptionError
 from holdfast.format.manifest import Manifest
 from holdfast.state.match.result import Wanted

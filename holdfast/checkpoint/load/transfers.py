@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.arrays.box_table import enumerate_ranges as stretches
 from holdfast.arrays.boxes import Box, flat_range_boxes
-from holdfast.arrays.overlap import Bools, Ints, stretches
+from holdfast.arrays.types import BoolArray as Bools
+from holdfast.arrays.types import IntArray as Ints
 from holdfast.checkpoint.load.reading_plan import ReadingPlan
 
 _LARGE_NBYTES = 128 << 10

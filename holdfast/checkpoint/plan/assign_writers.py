@@ -15,16 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.arrays.boxes import flat_range_boxes
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from holdfast.arrays.types import FloatArray as Floats
+from holdfast.arrays.types import IntArray as Ints
+from holdfast.arrays.water_filling import fill_groups
 
 MIN_PIECE_NBYTES = 1 << 16
 """No box is cut into pieces smaller than this; one that is not twice as large stays whole."""
 _MIN_PIECE_SHARE = 1 / 512
 """Nor into pieces smaller than this share of a rank's mean load, which balance nothing."""
 _GOOD_ENOUGH = 1.01
-_MAX_SWEEPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +132,8 @@ def _dealt(held: Holdings, place: Ints, load: Ints) -> tuple[Ints, list[Part]]:
     only = counts == 1
     np.add.at(alone, held.holders[held.first[:-1][only]], held.nbytes[only])
     members = [_holders(held, group) for group in groups]
-    sizes = [float(held.nbytes[group].sum()) for group in groups]
-    quotas = level(alone.astype(np.float64), members, sizes)
-    ideal = alone.astype(np.float64)
+    quotas = fill_groups(alone, members, [int(held.nbytes[group].sum()) for group in groups])
+    ideal = alone.copy()
     for who, quota in zip(members, quotas, strict=True):
         ideal[who] += quota
     if load.max() <= _GOOD_ENOUGH * ideal.max():
@@ -147,43 +145,7 @@ def _dealt(held: Holdings, place: Ints, load: Ints) -> tuple[Ints, list[Part]]:
     return (dealt, parts) if _loads(held, dealt, parts).max() < load.max() else (place, [])
 
 
-def level(fixed: Floats, members: Sequence[Ints], sizes: Sequence[float]) -> list[Floats]:
-    """Shares of divisible loads among their holders so that the highest total is lowest.
-
-    Load i of size `sizes[i]` may be divided among `members[i]` in any way; `fixed` is what each
-    already has. The sum of squares is minimised load by load, which ends at the most level totals
-    there are, highest first (Fujishige 1980: lexicographically optimal bases).
-    """
-    totals = fixed.copy()
-    shares = [np.full(len(who), size / len(who)) for who, size in zip(members, sizes, strict=True)]
-    for who, share in zip(members, shares, strict=True):
-        totals[who] += share
-    tolerance = max(float(totals.mean()), 1.0) * 1e-3
-    for _ in range(_MAX_SWEEPS):
-        moved = 0.0
-        for i, who in enumerate(members):
-            others = totals[who] - shares[i]
-            share = _fill(others, sizes[i])
-            moved = max(moved, float(np.abs(share - shares[i]).max()))
-            totals[who] = others + share
-            shares[i] = share
-        if moved <= tolerance:
-            break
-    return shares
-
-
-def _fill(levels: Floats, amount: float) -> Floats:
-    """Pour `amount` over `levels` so that the lowest rise to one common level; what each gets."""
-    ordered = np.sort(levels)
-    count = np.arange(1, len(levels) + 1)
-    heights: Floats = (amount + np.cumsum(ordered)) / count
-    # The water reaches the k lowest where its height over them is below the next one's.
-    reached = int(np.argmin(np.append(heights[:-1] > ordered[1:], False)))
-    filled: Floats = np.maximum(heights[reached] - levels, 0.0)
-    return filled
-
-
-def _deal(held: Holdings, group: Ints, quota: Floats, smallest: int, dealt: Ints) -> list[Part]:
+def _deal(held: Holdings, group: Ints, quota: Ints, smallest: int, dealt: Ints) -> list[Part]:
     """Boxes of one set of holders, largest first, each to whom most of the quota is left.
 
     A box that is larger than what is left is cut there. `dealt` gets the places of whole boxes.

@@ -16,25 +16,17 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.arrays.boxes import check_tilings
-from holdfast.arrays.packed_ints import (
-    MAX_NBYTES,
-    mix_columns,
-    pack_ints,
-    squeeze,
-    unpack_ints,
-    unsqueeze,
-)
+from holdfast.arrays.box_table import BoxTable, pad_shapes
+from holdfast.arrays.packed_ints import MAX_NBYTES, pack_ints, squeeze, unpack_ints, unsqueeze
+from holdfast.arrays.tiling import check_tilings
+from holdfast.arrays.types import IntArray as Ints
 from holdfast.checkpoint.plan.claims import UNDECLARED, ChunkTable, decode_names
 from holdfast.checkpoint.plan.proof import Assignment, Cut
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.storage import Storage
 from holdfast.writer.records import CommitPlan, decode_plan, seal
-
-Ints = npt.NDArray[np.int64]
 
 PLANS_DIR = ".plans"
 _VERSION = 1
@@ -206,12 +198,17 @@ class _Proof:
         self._holder = holder
         self._table = holder.table
         self._num_dims = kept.plan.row_offset.shape[1]
+        self._rows = BoxTable(
+            tensor=kept.plan.row_tensor, offset=kept.plan.row_offset, extent=kept.plan.row_extent
+        )
 
     def run(self, *, tiling: bool) -> Assignment:
         self._same_question()
         self._well_formed()
         numbers = self._same_tensors()
-        own = _Boxes(numbers[self._table.tensor], self._table.offset, self._table.extent)
+        own = BoxTable(
+            tensor=numbers[self._table.tensor], offset=self._table.offset, extent=self._table.extent
+        ).padded(self._num_dims)
         if tiling:
             self._tiles()
         checks, vouched = self._checks(own)
@@ -268,24 +265,25 @@ class _Proof:
         return np.array(found, dtype=np.int64)
 
     def _tiles(self) -> None:
-        plan = self._plan
-        _need(not check_tilings(plan.row_tensor, plan.row_offset, plan.row_extent, plan.shapes))
+        _need(not check_tilings(self._rows, self._plan.shapes))
 
-    def _checks(self, own: _Boxes) -> tuple[Ints, set[tuple[int, int]]]:
+    def _checks(self, own: BoxTable) -> tuple[Ints, set[tuple[int, int]]]:
         """This rank's rows to vouch for; and (row, position) of all that vouch with it.
 
         All members of a group must vouch for one and the same box.
         """
         plan, record = self._plan, self._record
-        boxes = _Boxes(plan.check_tensor, record.check_offset, record.check_extent)
+        boxes = BoxTable(
+            tensor=plan.check_tensor, offset=record.check_offset, extent=record.check_extent
+        )
         group = plan.check_group
-        columns = boxes.columns(self._num_dims)
+        columns = np.column_stack([boxes.tensor, boxes.offset, boxes.extent])
         order = np.lexsort((plan.check_position, group))
         same = group[order][1:] == group[order][:-1]
         _need((columns[order][1:] == columns[order][:-1])[same].all())
         _need((np.diff(plan.check_position[order]) > 0)[same].all())
         mine = np.flatnonzero(plan.check_position == self._holder.position)
-        rows = own.find(boxes.take(mine), self._num_dims)
+        rows = own.find(boxes.take(mine))
         _need((rows >= 0).all())
         row_of = dict(zip(group[mine].tolist(), rows.tolist(), strict=True))
         ours = np.isin(group, group[mine])
@@ -293,74 +291,65 @@ class _Proof:
         vouched = {(row_of[number], position) for number, position in members}
         return rows, vouched
 
-    def _written_rightly(self, own: _Boxes, vouched: set[tuple[int, int]]) -> None:
+    def _written_rightly(self, own: BoxTable, vouched: set[tuple[int, int]]) -> None:
         """Every box that this rank holds is written by one who has the right to."""
         plan = self._plan
-        num_dims = self._num_dims
-        sizes = np.ones((len(plan.shapes), num_dims), dtype=np.int64)
-        for number, shape in enumerate(plan.shapes):
-            sizes[number, : len(shape)] = shape
-        columns = own.columns(num_dims)
-        stop = columns[:, 1 : 1 + num_dims] + columns[:, 1 + num_dims :]
-        _need((columns[:, 1:] >= 0).all() and (stop <= sizes[columns[:, 0]]).all())
-        rows = _Boxes(plan.row_tensor, plan.row_offset, plan.row_extent)
+        sizes = pad_shapes(plan.shapes, self._num_dims)
+        _need((own.offset >= 0).all() and (own.extent >= 0).all())
+        _need((own.stop <= sizes[own.tensor]).all())
         writers = np.array(plan.writers, dtype=np.int64)[plan.row_file]
-        exact = rows.find(own, num_dims)
+        exact = self._rows.find(own)
         pairs = np.column_stack([np.arange(len(exact)), writers[exact]])[exact >= 0]
         held = [pairs]
-        cut = np.flatnonzero(exact < 0).tolist()
-        theirs = rows.columns(num_dims) if cut else columns
-        held += [self._pieces(columns[row], row, theirs, writers) for row in cut]
+        held += [self._pieces(own, row, writers) for row in np.flatnonzero(exact < 0).tolist()]
         self._judge(np.concatenate(held), vouched)
 
-    def _pieces(self, box: Ints, row: int, rows: Ints, writers: Ints) -> Ints:
+    def _pieces(self, own: BoxTable, row: int, writers: Ints) -> Ints:
         """(row, writer) of the plan's rows that share an element with a box: they must fill it."""
-        num_dims = (len(box) - 1) // 2
-        low, high = box[1 : 1 + num_dims], box[1 : 1 + num_dims] + box[1 + num_dims :]
-        start, stop = rows[:, 1 : 1 + num_dims], rows[:, 1 : 1 + num_dims] + rows[:, 1 + num_dims :]
-        shared = (rows[:, 0] == box[0]) & (start < high).all(axis=1) & (stop > low).all(axis=1)
-        _need((start[shared] >= low).all() and (stop[shared] <= high).all())
-        numel = rows[shared, 1 + num_dims :].prod(axis=1).sum()
-        _need(numel == box[1 + num_dims :].prod())
+        rows, low, high = self._rows, own.offset[row], own.stop[row]
+        shared = rows.tensor == own.tensor[row]
+        shared &= (rows.offset < high).all(axis=1) & (rows.stop > low).all(axis=1)
+        parts = rows.take(shared)
+        _need((parts.offset >= low).all() and (parts.stop <= high).all())
+        _need(parts.numel().sum() == own.extent[row].prod())
         return np.array([(row, w) for w in np.unique(writers[shared]).tolist()], dtype=np.int64)
 
     def _judge(self, held: Ints, vouched: set[tuple[int, int]]) -> None:
         """Each writer of each of this rank's boxes: itself, a declared replica, or compared."""
         holder, table = self._holder, self._table
         others = held[held[:, 1] != holder.position]
-        domain = table.domain[others[:, 0]]
+        replica_set = table.replica_set[others[:, 0]]
         trusted = np.zeros(len(others), dtype=np.bool_)
-        for number, writer in np.unique(np.column_stack([domain, others[:, 1]]), axis=0).tolist():
+        for number, writer in np.unique(
+            np.column_stack([replica_set, others[:, 1]]), axis=0
+        ).tolist():
             if number == UNDECLARED:
                 continue
-            rank, said = holder.ranks[writer], table.domains[number]
+            rank, said = holder.ranks[writer], table.replica_sets[number]
             _need(rank in said.replicas or rank not in said.span)
             if rank in said.replicas and not holder.compare_all:
-                trusted |= (domain == number) & (others[:, 1] == writer)
+                trusted |= (replica_set == number) & (others[:, 1] == writer)
         for row, writer in others[~trusted].tolist():
             _need((row, writer) in vouched)
 
-    def _own_rows(self, own: _Boxes) -> tuple[int, Ints, tuple[Cut, ...]]:
+    def _own_rows(self, own: BoxTable) -> tuple[int, Ints, tuple[Cut, ...]]:
         """The rows that this rank writes, found in its own table: whole boxes, or parts of them."""
-        plan, num_dims = self._plan, self._num_dims
+        plan = self._plan
         if self._holder.position not in plan.writers:
             return -1, np.zeros(0, dtype=np.int64), ()
         file = plan.writers.index(self._holder.position)
         mine = np.flatnonzero(plan.row_file == file)
-        wanted = _Boxes(plan.row_tensor, plan.row_offset, plan.row_extent).take(mine)
-        rows = own.find(wanted, num_dims)
-        held, columns = own.columns(num_dims), wanted.columns(num_dims)
+        parts = self._rows.take(mine)
+        rows = own.find(parts)
         cuts = []
         for place in np.flatnonzero(rows < 0).tolist():
-            part = columns[place]
-            low, size = part[1 : 1 + num_dims], part[1 + num_dims :]
-            start, extent = held[:, 1 : 1 + num_dims], held[:, 1 + num_dims :]
-            around = (held[:, 0] == part[0]) & (start <= low).all(axis=1)
-            around &= (low + size <= start + extent).all(axis=1)
-            _need((size > 0).all() and around.any())
+            around = own.tensor == parts.tensor[place]
+            around &= (own.offset <= parts.offset[place]).all(axis=1)
+            around &= (parts.stop[place] <= own.stop).all(axis=1)
+            _need((parts.extent[place] > 0).all() and around.any())
             rows[place] = int(np.flatnonzero(around)[0])
-            ndim = len(plan.shapes[part[0]])
-            cuts.append(Cut(place, tuple(low[:ndim].tolist()), tuple(size[:ndim].tolist())))
+            box = parts.box(place, ndim=len(plan.shapes[parts.tensor[place]]))
+            cuts.append(Cut(place, box.offset, box.shape))
         return file, rows, tuple(cuts)
 
 
@@ -371,40 +360,3 @@ def _all_used(values: Ints, count: int) -> None:
 
 def _within(values: Ints, count: int) -> None:
     _need(not len(values) or 0 <= int(values.min()) <= int(values.max()) < count)
-
-
-@dataclass(frozen=True, slots=True)
-class _Boxes:
-    """Boxes of tensors, by the plan's numbers."""
-
-    tensor: Ints
-    offset: Ints
-    extent: Ints
-
-    def take(self, rows: Ints) -> _Boxes:
-        return _Boxes(self.tensor[rows], self.offset[rows], self.extent[rows])
-
-    def columns(self, num_dims: int) -> Ints:
-        """(n, 1 + 2 * num_dims): tensor, offset, extent, padded with 0 and 1."""
-        num_rows, width = self.offset.shape
-        wide = np.zeros((num_rows, 1 + 2 * num_dims), dtype=np.int64)
-        wide[:, 0] = self.tensor
-        wide[:, 1 : 1 + width] = self.offset
-        wide[:, 1 + num_dims : 1 + num_dims + width] = self.extent
-        wide[:, 1 + num_dims + width :] = 1
-        return wide
-
-    def find(self, wanted: _Boxes, num_dims: int) -> Ints:
-        """For each box wanted the first of these that equals it, -1 where there is none."""
-        mine, theirs = self.columns(num_dims), wanted.columns(num_dims)
-        found = np.full(len(theirs), -1, dtype=np.int64)
-        if len(mine) == 0:
-            return found
-        words = mix_columns(mine)
-        order = np.argsort(words, kind="stable")
-        at = np.searchsorted(words[order], mix_columns(theirs))
-        candidate = order[np.minimum(at, len(order) - 1)]
-        # Of two boxes with one word only the first is found: the plan is then made anew.
-        equal = (mine[candidate] == theirs).all(axis=1)
-        found[equal] = candidate[equal]
-        return found

@@ -15,10 +15,10 @@ from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import LayoutInfo
 from holdfast.parallel.layout import Layout
-from holdfast.state.leaves import Domain, FlatState, TensorLeaf
+from holdfast.state.leaves import FlatState, ReplicaSet, TensorLeaf
 
 UNDECLARED = -1
-"""Domain number of a row whose placement nothing declares."""
+"""Replica set of a row whose placement nothing declares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +27,15 @@ class ChunkTable:
 
     `names`: encoded keys, dtypes and shapes of its tensors; equal bytes on ranks that hold the same
     tensors. `tensor` (n,): position in those. `offset`, `extent` (n, d): the box, padded with 0
-    and 1 behind the tensor's dims. `domain` (n,): position in `domains`, or UNDECLARED.
+    and 1 behind the tensor's dims. `replica_set` (n,): position in `replica_sets`, or UNDECLARED.
     """
 
     names: bytes
     tensor: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     extent: npt.NDArray[np.int64]
-    domain: npt.NDArray[np.int64]
-    domains: tuple[Domain, ...]
+    replica_set: npt.NDArray[np.int64]
+    replica_sets: tuple[ReplicaSet, ...]
 
 
 class TensorNames(msgspec.Struct, frozen=True):
@@ -57,8 +57,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     tensor: bytes
     offset: bytes
     extent: bytes
-    domain: bytes
-    domains: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    replica_set: bytes
+    replica_sets: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -84,32 +84,36 @@ def chunk_table(flat: FlatState) -> tuple[ChunkTable, list[torch.Tensor]]:
         layouts=tuple(layout_info(layout) for layout in layouts),
         homes=homes,
     )
-    domains: dict[Domain, int] = {}
+    replica_sets: dict[ReplicaSet, int] = {}
     tensor: list[int] = []
     offset: list[tuple[int, ...]] = []
     extent: list[tuple[int, ...]] = []
-    domain: list[int] = []
+    replica_set: list[int] = []
     sources: list[torch.Tensor] = []
     zeros, ones = (0,) * num_dims, (1,) * num_dims
     for number, leaf in enumerate(leaves):
         ndim = len(leaf.shape)
         hollow = 0 in leaf.shape
-        where = UNDECLARED if leaf.domain is None else domains.setdefault(leaf.domain, len(domains))
+        where = (
+            UNDECLARED
+            if leaf.replica_set is None
+            else replica_sets.setdefault(leaf.replica_set, len(replica_sets))
+        )
         for box, local in zip(leaf.boxes, leaf.locals, strict=True):
             if 0 in box.shape and not hollow:
                 continue
             tensor.append(number)
             offset.append(box.offset + zeros[ndim:])
             extent.append(box.shape + ones[ndim:])
-            domain.append(where)
+            replica_set.append(where)
             sources.append(local)
     table = ChunkTable(
         names=msgspec.msgpack.encode(names),
         tensor=np.array(tensor, dtype=np.int64),
         offset=np.array(offset, dtype=np.int64).reshape(len(tensor), num_dims),
         extent=np.array(extent, dtype=np.int64).reshape(len(tensor), num_dims),
-        domain=np.array(domain, dtype=np.int64),
-        domains=tuple(domains),
+        replica_set=np.array(replica_set, dtype=np.int64),
+        replica_sets=tuple(replica_sets),
     )
     return table, sources
 
@@ -120,7 +124,7 @@ def claims_the_same(was: TensorLeaf, leaf: TensorLeaf) -> bool:
         was.key == leaf.key
         and was.dtype == leaf.dtype
         and was.shape == leaf.shape
-        and was.domain == leaf.domain
+        and was.replica_set == leaf.replica_set
         and (was.boxes is leaf.boxes or was.boxes == leaf.boxes)
         and (was.layout is leaf.layout or was.layout == leaf.layout)
     )
@@ -152,8 +156,8 @@ def encode_table(table: ChunkTable) -> bytes:
             tensor=pack_ints(table.tensor),
             offset=pack_ints(table.offset),
             extent=pack_ints(table.extent),
-            domain=pack_ints(table.domain),
-            domains=tuple((d.replicas, d.span) for d in table.domains),
+            replica_set=pack_ints(table.replica_set),
+            replica_sets=tuple((d.replicas, d.span) for d in table.replica_sets),
         )
     )
 
@@ -172,8 +176,8 @@ def decode_table(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Chunk
             tensor=tensor,
             offset=unpack_ints(wire.offset).reshape(num_rows, wire.num_dims),
             extent=unpack_ints(wire.extent).reshape(num_rows, wire.num_dims),
-            domain=unpack_ints(wire.domain),
-            domains=tuple(Domain(replicas=r, span=s) for r, s in wire.domains),
+            replica_set=unpack_ints(wire.replica_set),
+            replica_sets=tuple(ReplicaSet(replicas=r, span=s) for r, s in wire.replica_sets),
         )
     except (msgspec.DecodeError, LookupError, ValueError) as error:
         raise PlanError(f"rank {rank} sent a chunk table that cannot be read: {error!r}") from error

@@ -10,19 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.arrays.boxes import Box, check_tilings
-from holdfast.arrays.packed_ints import mix_columns
+from holdfast.arrays.box_table import BoxTable, concatenate, enumerate_ranges, unique_boxes
+from holdfast.arrays.boxes import Box
+from holdfast.arrays.mixing import mix_columns
+from holdfast.arrays.tiling import check_tilings
+from holdfast.arrays.types import BoolArray
+from holdfast.arrays.types import IntArray as Ints
 from holdfast.checkpoint.plan.assign_writers import Awards, Holdings, elect
 from holdfast.checkpoint.plan.claims import UNDECLARED, ChunkTable, decode_names
 from holdfast.errors import PlanError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import LayoutInfo
-from holdfast.state.leaves import Domain
+from holdfast.state.leaves import ReplicaSet
 from holdfast.writer.records import CommitPlan
 
-Ints = npt.NDArray[np.int64]
 _MAX_SENTENCES = 5
 
 
@@ -55,20 +57,18 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claims:
-    """All ranks' rows side by side; tensors and domains numbered globally."""
+    """All ranks' rows side by side; tensors and replica sets numbered globally."""
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[LayoutInfo, ...]
     homes: tuple[int, ...]
-    domains: tuple[Domain, ...]
+    replica_sets: tuple[ReplicaSet, ...]
     position: Ints
     local: Ints
-    tensor: Ints
-    offset: Ints
-    extent: Ints
-    domain: Ints
+    boxes: BoxTable
+    replica_set: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,75 +189,54 @@ def _number_tensors(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Tens
 
 def _join(tables: Sequence[ChunkTable], ranks: Sequence[int]) -> _Claims:
     tensors = _number_tensors(tables, ranks)
-    num_dims = max((table.offset.shape[1] for table in tables), default=0)
-    domains: dict[Domain, int] = {}
-    columns: list[tuple[Ints, ...]] = []
-    for position, table in enumerate(tables):
-        own = np.array(
-            [domains.setdefault(d, len(domains)) for d in table.domains] + [UNDECLARED],
-            dtype=np.int64,
+    replica_sets: dict[ReplicaSet, int] = {}
+    own = [
+        np.array(
+            [replica_sets.setdefault(d, len(replica_sets)) for d in table.replica_sets]
+            + [UNDECLARED]
         )
-        num_rows = len(table.tensor)
-        columns.append(
-            (
-                np.full(num_rows, position, dtype=np.int64),
-                np.arange(num_rows, dtype=np.int64),
-                tensors.maps[table.names][table.tensor],
-                _widen(table.offset, num_dims, 0),
-                _widen(table.extent, num_dims, 1),
-                own[table.domain],
-            )
-        )
-    joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        for table in tables
+    ]
+    position, local = enumerate_ranges(np.array([len(table.tensor) for table in tables]))
     return _Claims(
         keys=tensors.keys,
         dtypes=tensors.dtypes,
         shapes=tensors.shapes,
         layouts=tensors.layouts,
         homes=tensors.homes,
-        domains=tuple(domains),
-        position=joined[0],
-        local=joined[1],
-        tensor=joined[2],
-        offset=joined[3],
-        extent=joined[4],
-        domain=joined[5],
+        replica_sets=tuple(replica_sets),
+        position=position,
+        local=local,
+        boxes=concatenate(
+            [
+                BoxTable(
+                    tensor=tensors.maps[table.names][table.tensor],
+                    offset=table.offset,
+                    extent=table.extent,
+                )
+                for table in tables
+            ]
+        ),
+        replica_set=np.concatenate(
+            [numbers[table.replica_set] for numbers, table in zip(own, tables, strict=True)]
+        ),
     )
 
 
-def _widen(columns: Ints, num_dims: int, value: int) -> Ints:
-    if columns.shape[1] == num_dims:
-        return columns
-    wide = np.full((len(columns), num_dims), value, dtype=np.int64)
-    wide[:, : columns.shape[1]] = columns
-    return wide
-
-
 def _distinct_boxes(claims: _Claims) -> _Boxes:
-    """Group rows by (tensor, offset, extent): by a hash whose collisions are undone."""
-    columns = np.column_stack([claims.tensor, claims.offset, claims.extent])
-    word = mix_columns(columns)
-    order = np.lexsort((claims.position, word))
-    if len(order) == 0:
-        empty = np.zeros(0, dtype=np.int64)
-        return _Boxes(order=empty, first=np.zeros(1, dtype=np.int64), nbytes=empty)
-    changed = word[order][1:] != word[order][:-1]
-    differs = (columns[order][1:] != columns[order][:-1]).any(axis=1)
-    if not np.array_equal(changed, differs):
-        order = np.lexsort((claims.position, *columns.T[::-1]))
-        differs = (columns[order][1:] != columns[order][:-1]).any(axis=1)
-    first = np.concatenate([[0], np.flatnonzero(differs) + 1, [len(order)]]).astype(np.int64)
+    """Group rows by box; within a box they are in the order of ranks, as they came."""
+    distinct, number = unique_boxes(claims.boxes)
     itemsize = np.array([DTYPES[name].itemsize for name in claims.dtypes], dtype=np.int64)
-    head = order[first[:-1]]
-    nbytes = claims.extent[head].prod(axis=1, dtype=np.int64) * itemsize[claims.tensor[head]]
-    return _Boxes(order=order, first=first, nbytes=nbytes)
+    return _Boxes(
+        order=np.argsort(number, kind="stable"),
+        first=np.concatenate([[0], np.cumsum(np.bincount(number, minlength=len(distinct)))]),
+        nbytes=distinct.numel() * itemsize[distinct.tensor],
+    )
 
 
 def _prove_tiling(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> None:
     head = boxes.order[boxes.first[:-1]]
-    flaws = check_tilings(
-        claims.tensor[head], claims.offset[head], claims.extent[head], claims.shapes
-    )
+    flaws = check_tilings(claims.boxes.take(head), claims.shapes)
     if not flaws:
         return
     sentences = []
@@ -265,7 +244,9 @@ def _prove_tiling(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> None:
         holders = sorted(
             {
                 int(claims.position[row])
-                for box in (flaw.rows or np.flatnonzero(claims.tensor[head] == tensor).tolist())
+                for box in (
+                    flaw.rows or np.flatnonzero(claims.boxes.tensor[head] == tensor).tolist()
+                )
                 for row in boxes.rows(int(box))
             }
         )
@@ -292,7 +273,7 @@ def _box_text(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.offset, box.stop, strict=True)) + "]"
 
 
-def _judge_replicas(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> npt.NDArray[np.bool_]:
+def _judge_replicas(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> BoolArray:
     """For each box whether its holders must be compared by content.
 
     Boxes with the same holders and the same declarations are judged once: they share a word, the
@@ -301,7 +282,7 @@ def _judge_replicas(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> npt
     compare = np.zeros(boxes.num_boxes, dtype=np.bool_)
     if boxes.num_boxes == 0:
         return compare
-    pairs = np.column_stack([claims.position, claims.domain])[boxes.order]
+    pairs = np.column_stack([claims.position, claims.replica_set])[boxes.order]
     words = np.add.reduceat(mix_columns(pairs), boxes.first[:-1])
     _, head, inverse = np.unique(words, return_index=True, return_inverse=True)
     verdicts = np.zeros(len(head), dtype=np.bool_)
@@ -311,12 +292,9 @@ def _judge_replicas(claims: _Claims, boxes: _Boxes, ranks: Sequence[int]) -> npt
         problem, verdicts[number] = _judge(claims, rows, ranks)
         if problem is not None and boxes.nbytes[box] > 0:
             example = int(rows[0])
-            tensor = int(claims.tensor[example])
+            tensor = int(claims.boxes.tensor[example])
             num_dims = len(claims.shapes[tensor])
-            where = Box(
-                tuple(claims.offset[example, :num_dims].tolist()),
-                tuple(claims.extent[example, :num_dims].tolist()),
-            )
+            where = claims.boxes.box(example, ndim=num_dims)
             count = int((inverse == number).sum())
             also = f" and {count - 1} other boxes" if count > 1 else ""
             problems.append(f"{claims.keys[tensor]} {_box_text(where)}{also}: {problem}")
@@ -332,17 +310,17 @@ def _judge(claims: _Claims, rows: Ints, ranks: Sequence[int]) -> tuple[str | Non
     if len(holders) == 1:
         return None, False
     compare = False
-    for holder, number in zip(holders, claims.domain[rows].tolist(), strict=True):
+    for holder, number in zip(holders, claims.replica_set[rows].tolist(), strict=True):
         if number == UNDECLARED:
             compare = True
             continue
-        domain = claims.domains[number]
-        replicas, span = set(domain.replicas), set(domain.span)
+        replica_set = claims.replica_sets[number]
+        replicas, span = set(replica_set.replicas), set(replica_set.span)
         rivals = [other for other in holders if other in span and other not in replicas]
         if rivals:
             return (
-                f"rank {holder} declares its replicas to be ranks {list(domain.replicas)}, but "
-                f"ranks {rivals} hold the same box",
+                f"rank {holder} declares its replicas to be ranks {sorted(replicas)}, but ranks "
+                f"{rivals} hold the same box",
                 True,
             )
         compare = compare or any(other not in replicas for other in holders)
@@ -358,7 +336,7 @@ def _holdings(claims: _Claims, boxes: _Boxes, *, num_ranks: int) -> Holdings:
         holders=holders,
         first=boxes.first,
         nbytes=boxes.nbytes,
-        extent=claims.extent[boxes.order[boxes.first[:-1]]],
+        extent=claims.boxes.extent[boxes.order[boxes.first[:-1]]],
         words=words,
         num_ranks=num_ranks,
     )
@@ -368,7 +346,7 @@ def _assemble(
     claims: _Claims,
     boxes: _Boxes,
     awards: Awards,
-    compare: npt.NDArray[np.bool_],
+    compare: BoolArray,
     *,
     ranks: tuple[int, ...],
     coordinates: tuple[dict[str, int], ...],
@@ -376,10 +354,10 @@ def _assemble(
     block_nbytes: int,
 ) -> tuple[CommitPlan, list[Assignment]]:
     row = boxes.order[boxes.first[awards.box] + awards.place]
-    offset = claims.offset[row] + awards.offset
-    order = np.lexsort((*offset.T[::-1], claims.tensor[row], claims.position[row]))
+    offset = claims.boxes.offset[row] + awards.offset
+    order = np.lexsort((*offset.T[::-1], claims.boxes.tensor[row], claims.position[row]))
     row, offset, extent = row[order], offset[order], awards.extent[order]
-    position, tensor = claims.position[row], claims.tensor[row]
+    position, tensor = claims.position[row], claims.boxes.tensor[row]
     writers = np.unique(position)
     file_of = np.full(len(ranks), -1, dtype=np.int64)
     file_of[writers] = np.arange(len(writers))
@@ -408,13 +386,13 @@ def _assemble(
         row_copy=np.zeros(len(row), dtype=np.int64),
         check_group=np.repeat(groups, counts),
         check_position=claims.position[check_rows],
-        check_tensor=claims.tensor[check_rows],
+        check_tensor=claims.boxes.tensor[check_rows],
     )
     rows = _split(claims.local[row], position, len(ranks))
     checks = _split(claims.local[check_rows], claims.position[check_rows], len(ranks))
     cuts: list[list[Cut]] = [[] for _ in ranks]
     first = np.searchsorted(position, np.arange(len(ranks)))
-    for i in np.flatnonzero((extent != claims.extent[row]).any(axis=1)).tolist():
+    for i in np.flatnonzero((extent != claims.boxes.extent[row]).any(axis=1)).tolist():
         p, ndim = int(position[i]), len(claims.shapes[tensor[i]])
         cut = Cut(i - int(first[p]), tuple(offset[i, :ndim].tolist()),
                   tuple(extent[i, :ndim].tolist()))  # fmt: skip

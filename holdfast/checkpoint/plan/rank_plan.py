@@ -313,9 +313,9 @@ def _refuse_another(planned: ChunkTable, found: ChunkTable) -> None:
             "the state's keys, dtypes, shapes or layouts are not those that this save was planned "
             "for"
         )
-    columns = ("tensor", "offset", "extent", "domain")
+    columns = ("tensor", "offset", "extent", "replica_set")
     same = all(np.array_equal(getattr(planned, n), getattr(found, n)) for n in columns)
-    if not same or planned.domains != found.domains:
+    if not same or planned.replica_sets != found.replica_sets:
         raise PlanError(
             "the boxes that this rank holds, or who holds them beside it, are not those that this "
             "save was planned for"

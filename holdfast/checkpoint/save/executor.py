@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import torch
 
-import holdfast
 from holdfast.checkpoint.options import SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.checkpoint.save.copier import Copiers, CudaPageLock, PageLock
@@ -30,6 +29,7 @@ from holdfast.checkpoint.save.staging import (
 from holdfast.format.names import data_file
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
+from holdfast.version import __version__
 from holdfast.writer.client import Writer
 from holdfast.writer.commit import commit_save
 from holdfast.writer.heartbeat import Heartbeat
@@ -263,7 +263,7 @@ def save_header(ask: SaveAsk, save_id: str) -> SaveHeader:
         step=ask.step,
         save_id=save_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        holdfast=holdfast.__version__,
+        holdfast=__version__,
         torch=str(torch.__version__),
         overwrite=ask.overwrite,
         metadata=ask.metadata,

@@ -81,7 +81,7 @@ class Saver:
         self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
         self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
         self.async_guard: Guard[PendingSave] = Guard(
-            control, "save_async", is_over=is_staging, rescue=self._rescue
+            control, "save_async", is_complete=is_staging, rescue=self._rescue
         )
 
     @property

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
 import numpy as np
-import tyro
 
-from holdfast.arrays.boxes import Box
-from holdfast.cli.support.inspecting import EXIT_DAMAGED, counted, in_bytes, make_console
-from holdfast.cli.support.opening import Advance, matching_keys, no_match, open_marked, progress_bar
-from holdfast.cli.support.report import print_error
-from holdfast.cli.support.tensor_stats import decode_elements
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.elements import decode_elements, read_elements
+from holdfast.cli.support.keys import select_keys
+from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes, print_error
+from holdfast.cli.support.steps import open_checkpoint
+from holdfast.cli.support.tables import make_console, progress_bar
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import ImageEntry, layout_image
 from holdfast.format.manifest import TensorInfo
-from holdfast.format.pieces import split_box
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage, Sink
 
-_PIECE_NBYTES = 8 << 20
+Advance = Callable[[int], object]
+"""Called with the number of bytes read since the last call."""
+
 _SUFFIX = ".safetensors"
 
 
@@ -36,7 +38,7 @@ _SUFFIX = ".safetensors"
 class Args:
     """Write tensors, whole whatever their sharding, as a safetensors file or as npy files."""
 
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    path: Annotated[Path, POSITIONAL]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
     tensor: str
@@ -71,23 +73,22 @@ class _Output:
 
 
 def run(args: Args) -> int:
-    """Write the files and say where; 1 when the checkpoint is damaged. Streams, some MiB of memory.
+    """Write the files; 1 when the checkpoint is damaged.
 
     A file gets its name when it is complete and durable. Nothing that exists is overwritten.
+
+    Cost: reads each tensor once, in pieces of some MiB.
     """
     try:
-        with open_marked(args.path, step=args.step) as opened:
+        with open_checkpoint(args.path, step=args.step) as opened:
             snapshot = opened.snapshot
-            keys = matching_keys(snapshot, args.tensor)
-            if not keys:
-                raise no_match(args.tensor, snapshot.keys)
+            keys = select_keys(args.tensor, snapshot.keys)
             outputs = [_output(snapshot.tensor(key), args) for key in keys]
             total = sum(output.info.nbytes for output in outputs)
-            with progress_bar("export", total=total, quiet=False) as advance:
-                if args.to.name.endswith(_SUFFIX):
-                    _write_safetensors(snapshot, outputs, args.to, advance)
-                else:
-                    _write_npy(snapshot, outputs, args.to, advance)
+            with progress_bar(quiet=False) as bar:
+                advance = partial(bar.advance, bar.add_task("export", total=total))
+                write = _write_safetensors if args.to.name.endswith(_SUFFIX) else _write_npy
+                write(snapshot, outputs, args.to, advance)
     except CorruptionError as error:
         print_error(error)
         return EXIT_DAMAGED
@@ -140,7 +141,7 @@ def _write_npy(snapshot: Snapshot, outputs: list[_Output], to: Path, advance: Ad
 
 
 def _file_name(key: str) -> str:
-    """A key as a file name: characters of trouble percent-encoded, a long one cut and marked."""
+    """A key as a file name: unsafe characters percent-encoded, a long one ended by its digest."""
     name = quote(key, safe=" @[],=+")
     name = name.replace(".", "%2E", 1) if name.startswith(".") else name
     return name if len(name) <= 200 else f"{name[:160]}-{digest128(key.encode())}"
@@ -149,18 +150,14 @@ def _file_name(key: str) -> str:
 def _copy(snapshot: Snapshot, output: _Output, sink: Sink, start: int, advance: Advance) -> None:
     """All elements of a tensor in row-major order to byte `start` of a file."""
     info = output.info
-    itemsize = DTYPES[info.dtype].itemsize
-    whole = Box((0,) * len(output.shape), output.shape)
-    for box in split_box(whole, max_numel=_PIECE_NBYTES // itemsize):
-        data = bytearray(box.numel * itemsize)
-        snapshot.read_box(info.key, box, memoryview(data))
+    for data in read_elements(snapshot, info.key):
         advance(len(data))
-        written = memoryview(data)
+        piece = memoryview(data)
         if output.dtype != info.dtype:
             wide = decode_elements(data, info.dtype).astype(DTYPES[output.dtype].numpy)
-            written = memoryview(wide.tobytes())
-        sink.write_at(start, written)
-        start += written.nbytes
+            piece = memoryview(wide.tobytes())
+        sink.write_at(start, piece)
+        start += piece.nbytes
 
 
 def _refuse_existing(path: Path) -> None:
@@ -170,7 +167,7 @@ def _refuse_existing(path: Path) -> None:
 
 @contextmanager
 def _new_file(path: Path, *, nbytes: int) -> Iterator[Sink]:
-    """A file to fill; it gets its name when all went well, and is durable then."""
+    """A file to fill; once that has succeeded it is durable and gets its name."""
     _refuse_existing(path)
     storage = PosixStorage(path.parent)
     storage.make_dir("")

@@ -6,22 +6,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from holdfast.cli.support.inspecting import (
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
     clean,
     counted,
-    find_runs,
     in_bytes,
     layout_in_words,
-    make_console,
-    make_table,
     metadata_in_words,
-    open_root,
-    print_json,
     when,
 )
+from holdfast.cli.support.steps import find_runs, open_root
+from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from holdfast.format.names import (
@@ -39,7 +35,7 @@ from holdfast.storage import PosixStorage
 class Args:
     """List the checkpoints in a directory."""
 
-    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[ROOT]")] = Path()
+    root: Annotated[Path, POSITIONAL] = Path()
     """The directory that holds the checkpoints; default the current one."""
 
     json: bool = False
@@ -63,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A directory that is no checkpoint: a save under way or abandoned, or one being removed."""
+    """A directory that is no checkpoint: a save in progress or abandoned, or one being removed."""
 
     name: str
     step: int | None
@@ -143,18 +139,18 @@ def _run(path: Path) -> Run:
 
 
 def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Leftover]:
-    found = []
+    leftovers = []
     for name in storage.list(""):
         saving, step = parse_saving_dir(name), parse_step_dir(name)
         if saving is not None:
-            what = "a save under way, or one that was not finished"
-            found.append(Leftover(name=name, step=saving[0], what=what))
+            what = "a save in progress, or one that was not finished"
+            leftovers.append(Leftover(name=name, step=saving[0], what=what))
         elif name.startswith((".trash-", ".old-")):
-            found.append(Leftover(name=name, step=None, what="being removed, or left from it"))
+            leftovers.append(Leftover(name=name, step=None, what="being removed, or left from it"))
         elif step is not None and step not in committed:
             what = f"has the name of a step, but no {MANIFEST}"
-            found.append(Leftover(name=name, step=step, what=what))
-    return found
+            leftovers.append(Leftover(name=name, step=step, what=what))
+    return leftovers
 
 
 def _pointer(storage: PosixStorage) -> int | None:

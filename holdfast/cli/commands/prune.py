@@ -8,18 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-import tyro
-
-from holdfast.cli.support.inspecting import (
-    EXIT_DAMAGED,
-    clean,
-    counted,
-    in_bytes,
-    make_console,
-    make_table,
-    open_steps,
-    print_json,
-)
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.messages import EXIT_DAMAGED, clean, counted, in_bytes
+from holdfast.cli.support.steps import open_steps
+from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError
 from holdfast.retention.removal import (
     AnyOf,
@@ -42,9 +34,9 @@ _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
-    """Remove checkpoints that no --keep… asks to keep; the newest sound one always stays."""
+    """Remove checkpoints that no --keep… option keeps; the newest sound one always stays."""
 
-    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
+    root: Annotated[Path, POSITIONAL]
     """The directory that holds the checkpoints."""
 
     keep_last: int | None = None
@@ -138,8 +130,8 @@ def _may_remove(args: Args, plan: RetentionPlan) -> bool:
         return True
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
-            f"nothing was removed: {counted(len(plan.remove), 'checkpoint')} would go, and nobody "
-            "is there to be asked; add --yes to remove, --dry-run to look"
+            f"nothing was removed: {counted(len(plan.remove), 'checkpoint')} would be "
+            "removed, but there is no terminal to ask on; add --yes to remove, --dry-run to look"
         )
     nbytes = in_bytes(sum(removal.stored_nbytes for removal in plan.remove))
     try:

@@ -6,32 +6,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from holdfast.cli.support.inspecting import (
-    EXIT_DAMAGED,
-    clean,
-    counted,
-    make_console,
-    make_table,
-    open_steps,
-    print_json,
-)
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.messages import EXIT_DAMAGED, clean, counted
+from holdfast.cli.support.steps import open_steps
+from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.writer.repair import Fate, Leftover, repair
 
-_WORDS: dict[Fate, str] = {
-    "finished": "finished",
-    "removed": "removed",
-    "alive": "left alone",
-    "read": "left to its readers",
-    "kept": "stuck",
-}
-_STYLES: dict[Fate, str] = {
-    "finished": "green",
-    "removed": "yellow",
-    "alive": "dim",
-    "read": "dim",
-    "kept": "red",
+_WORDS_AND_STYLES: dict[Fate, tuple[str, str]] = {
+    "finished": ("finished", "green"),
+    "removed": ("removed", "yellow"),
+    "alive": ("left alone", "dim"),
+    "read": ("left to its readers", "dim"),
+    "kept": ("stuck", "red"),
 }
 
 
@@ -39,7 +25,7 @@ _STYLES: dict[Fate, str] = {
 class Args:
     """Finish saves that are complete, remove those that cannot be; checkpoints stay untouched."""
 
-    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
+    root: Annotated[Path, POSITIONAL]
     """The directory that holds the checkpoints."""
 
     dry_run: bool = False
@@ -73,16 +59,18 @@ def _print(args: Args, leftovers: list[Leftover]) -> None:
         return
     table = make_table([("step", "right"), ("leftover", ""), ("", ""), ("why", "")])
     for leftover in leftovers:
+        word, style = _WORDS_AND_STYLES[leftover.fate]
         would = args.dry_run and leftover.fate in ("finished", "removed")
         table.add_row(
             "" if leftover.step is None else str(leftover.step),
             clean(leftover.name),
-            f"{'would be ' if would else ''}{_WORDS[leftover.fate]}",
+            f"{'would be ' if would else ''}{word}",
             clean(leftover.why),
-            style=_STYLES[leftover.fate],
+            style=style,
         )
     console.print(table)
     fates = [leftover.fate for leftover in leftovers]
-    counts = [f"{fates.count(fate)} {word}" for fate, word in _WORDS.items() if fate in fates]
+    words = {fate: word for fate, (word, _) in _WORDS_AND_STYLES.items() if fate in fates}
+    counts = [f"{fates.count(fate)} {word}" for fate, word in words.items()]
     prefix = "nothing was changed: " if args.dry_run else ""
     console.print(f"{prefix}{counted(len(leftovers), 'leftover')}: {', '.join(counts)}")

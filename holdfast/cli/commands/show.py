@@ -7,40 +7,37 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.support.inspecting import (
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.keys import select_keys
+from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
-    Place,
     clean,
     counted,
     in_bytes,
     in_ranges,
     layout_in_words,
-    make_console,
-    make_table,
     metadata_in_words,
-    print_json,
+    print_error,
+    shape_in_words,
     when,
 )
-from holdfast.cli.support.opening import mark_place, matching_keys, no_match
-from holdfast.cli.support.report import print_error
+from holdfast.cli.support.steps import open_checkpoint
+from holdfast.cli.support.tables import MAX_ROWS, make_console, make_table, print_json
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.support.value_tree import leaf_keys, num_values, value_tree
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
 
-_MAX_ROWS = 50
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
     """Show what is in a checkpoint: layouts, parts, tensors, and on request files and values."""
 
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    path: Annotated[Path, POSITIONAL]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
     step: int | None = None
@@ -67,7 +64,7 @@ class Args:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """One tensor as listed: `writers` are global ranks, `num_copies` the most of any chunk."""
+    """One line of the list: `writers` are global ranks, `num_copies` the most of any chunk."""
 
     key: str
     part: str
@@ -80,23 +77,20 @@ class TensorRow:
 
 
 def run(args: Args) -> int:
-    """Print what was asked for; 1 when the checkpoint is damaged."""
+    """Print the checkpoint; 1 when it is damaged."""
     if args.stats and args.tensor is None:
         raise ConfigError("--stats reads tensors: choose them with --tensor KEY or a pattern")
     try:
-        with (
-            mark_place(args.path, step=args.step) as (place, reading),
-            Snapshot.open(place.storage, place.directory) as snapshot,
-        ):
-            reading.of_version(snapshot.manifest.save_id)
+        with open_checkpoint(args.path, step=args.step) as opened:
+            label, snapshot = opened.label, opened.snapshot
             if args.part is not None:
                 snapshot.read_values(args.part)
             rows = _tensor_rows(snapshot, args)
             stats = {row.key: tensor_stats(snapshot, row.key) for row in rows if args.stats}
             if args.json:
-                print_json(_as_json(place, snapshot, args, rows, stats))
+                print_json(_as_json(label, snapshot, args, rows, stats))
             else:
-                _print(place, snapshot, args, rows, stats)
+                _print(label, snapshot, args, rows, stats)
     except CorruptionError as error:
         print_error(error)
         return EXIT_DAMAGED
@@ -111,14 +105,10 @@ def _parts_of_keys(manifest: Manifest) -> dict[str, str]:
 def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     parts = _parts_of_keys(snapshot.manifest)
     rows = []
-    chosen = None if args.tensor is None else set(matching_keys(snapshot, args.tensor))
-    if args.tensor is not None and not chosen:
-        raise no_match(args.tensor, snapshot.keys)
+    chosen = set(snapshot.keys if args.tensor is None else select_keys(args.tensor, snapshot.keys))
     for tensor in snapshot.manifest.tensors:
         part = parts.get(tensor.key, "")
-        if args.part is not None and part != args.part:
-            continue
-        if chosen is not None and tensor.key not in chosen:
+        if tensor.key not in chosen or args.part not in (None, part):
             continue
         stored = snapshot.rows_of(tensor.key)
         copies = snapshot.index.copy[stored]
@@ -143,7 +133,7 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
 
 
 def _as_json(
-    place: Place,
+    label: str,
     snapshot: Snapshot,
     args: Args,
     rows: list[TensorRow],
@@ -151,7 +141,7 @@ def _as_json(
 ) -> dict[str, object]:
     manifest = snapshot.manifest
     document: dict[str, object] = {
-        "checkpoint": place.label,
+        "checkpoint": label,
         "step": manifest.step,
         "created": manifest.created,
         "save_id": manifest.save_id,
@@ -199,7 +189,7 @@ def _stats_json(stats: TensorStats) -> dict[str, object]:
 
 
 def _print(
-    place: Place,
+    label: str,
     snapshot: Snapshot,
     args: Args,
     rows: list[TensorRow],
@@ -208,7 +198,7 @@ def _print(
     console = make_console()
     is_narrow = args.tensor is not None
     if not is_narrow:
-        _print_summary(console, place, snapshot.manifest)
+        _print_summary(console, label, snapshot.manifest)
         if args.part is None:
             _print_parts(console, snapshot.manifest)
     if args.files:
@@ -224,12 +214,12 @@ def _print(
             console.print(value_tree(part, parts[part], tensors=tensors))
 
 
-def _print_summary(console: Console, place: Place, manifest: Manifest) -> None:
+def _print_summary(console: Console, label: str, manifest: Manifest) -> None:
     totals = manifest.totals
     extra = totals.stored_nbytes - totals.nbytes
     copies = f" + {in_bytes(extra)} of copies" if extra else ""
     lines = [
-        ("checkpoint", place.label),
+        ("checkpoint", label),
         ("step", f"{manifest.step}, saved {when(manifest.created)} UTC, id {manifest.save_id}"),
         ("by", f"holdfast {manifest.holdfast}, torch {manifest.torch}, format {manifest.version}"),
         ("holds", f"{counted(totals.num_tensors, 'tensor')}, {in_bytes(totals.nbytes)}{copies} "
@@ -275,12 +265,11 @@ def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> 
             ("copies", "right"), ("written by", ""), ("size", "right"),
         ]
     )  # fmt: skip
-    shown = rows if is_all else rows[:_MAX_ROWS]
+    shown = rows if is_all else rows[:MAX_ROWS]
     for row in shown:
-        shape = " x ".join(map(str, row.shape)) or "scalar"
         table.add_row(
-            clean(row.key), row.dtype, shape, f"{row.num_chunks:,}", f"{row.num_copies}",
-            in_ranges(row.writers), in_bytes(row.nbytes),
+            clean(row.key), row.dtype, shape_in_words(row.shape), f"{row.num_chunks:,}",
+            f"{row.num_copies}", in_ranges(row.writers), in_bytes(row.nbytes),
         )  # fmt: skip
     console.print(table)
     if len(shown) < len(rows):

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from holdfast.cli.support.inspecting import (
-    clean,
-    make_console,
-    make_table,
-    open_steps,
-    print_json,
-)
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.messages import clean
+from holdfast.cli.support.steps import open_steps
+from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError
 from holdfast.format.names import list_steps
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
@@ -24,13 +19,13 @@ from holdfast.retention.tags import list_tags, remove_tag, set_tag
 class Args:
     """List the tags of a directory of checkpoints, set one, or remove one."""
 
-    root: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
+    root: Annotated[Path, POSITIONAL]
     """The directory that holds the checkpoints."""
 
-    step: Annotated[int | None, tyro.conf.Positional, tyro.conf.arg(metavar="[STEP]")] = None
+    step: Annotated[int | None, POSITIONAL] = None
     """The committed step to name."""
 
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None
+    name: Annotated[str | None, POSITIONAL] = None
     """Its name; a tag of that name moves."""
 
     remove: str | None = None
@@ -41,7 +36,7 @@ class Args:
 
 
 def run(args: Args) -> int:
-    """Do what was asked, and list the tags as they are then."""
+    """Set or remove a tag if one is given, and list the tags."""
     storage = open_steps(args.root, verb="tag")
     if args.remove is not None:
         if args.step is not None:

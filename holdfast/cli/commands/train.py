@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.support.parse import parse_flags
-from holdfast.cli.support.report import EXIT_MISTAKE, print_error
+from holdfast.cli.support.arguments import parse_arguments
+from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import ConfigError, HoldfastError, LayoutError
 from holdfast.reference.train.config import TrainConfig, read_toml
 from holdfast.reference.train.data import check_paths
@@ -23,7 +23,7 @@ _ABOUT = (
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Parse, check, and train here or in processes of our own; the exit code.
+    """Parse, check, and train in this process or in new ones; the exit code.
 
     Everything that can be refused without torch is refused before it is imported, and before any
     process is started.
@@ -47,7 +47,7 @@ def run_command(words: Sequence[str]) -> int:
             record_failure(error)
             return EXIT_MISTAKE
         if environment.local_rank != 0 and isinstance(error, (ConfigError, LayoutError)):
-            # The same on every process; the first one of the machine says it.
+            # The same on every process; the first one of the machine prints it.
             return EXIT_MISTAKE
         raise
     return _launch(config, words)
@@ -86,22 +86,22 @@ def parse(words: Sequence[str]) -> TrainConfig:
         ConfigError: a mistake in either.
     """
     rest = list(words)
-    default = None
+    default = TrainConfig()
     if rest and not rest[0].startswith("-"):
         default = _named(rest.pop(0))
-    return parse_flags(
+    return parse_arguments(
         TrainConfig,
         rest,
         prog="holdfast train",
         about=_ABOUT,
         default=default,
-        is_reversible=True,
+        has_pairs=True,
         stray="a preset or a CONFIG.toml comes first, and everything else is an option",
     )
 
 
 def _named(word: str) -> TrainConfig:
-    """What the first word means: a preset, or a file."""
+    """The run that the first word names: a preset, or a file."""
     if word in PRESETS:
         return PRESETS[word]
     path = Path(word)

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
-from holdfast.cli.support.inspecting import (
-    EXIT_DAMAGED,
-    clean,
-    counted,
-    in_bytes,
-    make_console,
-    make_table,
-    print_json,
-)
-from holdfast.cli.support.opening import mark_place
-from holdfast.format.verify import Damage, OnProgress, verify_snapshot
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.messages import EXIT_DAMAGED, clean, counted, in_bytes
+from holdfast.cli.support.steps import StoredCheckpoint, lease_checkpoint
+from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
+from holdfast.format.verify import Damage, verify_snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
     """Check every byte of a checkpoint against its digests."""
 
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    path: Annotated[Path, POSITIONAL]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
 
     step: int | None = None
@@ -46,53 +28,40 @@ class Args:
     """Print JSON instead of text."""
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Bytes read so far."""
-
-    nbytes: int = 0
-
-
 def run(args: Args) -> int:
     """Print the verdict; 1 when anything is damaged. Reads every byte once."""
-    tally = _Tally()
     began = time.monotonic()
-    with (
-        mark_place(args.path, step=args.step) as (place, _),
-        _progress(tally, quiet=args.json) as on_progress,
-    ):
-        damages = verify_snapshot(place.storage, place.directory, on_progress=on_progress)
+    with lease_checkpoint(args.path, step=args.step) as (checkpoint, _):
+        nbytes, damages = _verify(checkpoint, quiet=args.json)
     seconds = time.monotonic() - began
     if args.json:
         print_json(
             {
-                "checkpoint": place.label,
+                "checkpoint": checkpoint.label,
                 "whole": not damages,
-                "nbytes": tally.nbytes,
+                "nbytes": nbytes,
                 "seconds": round(seconds, 3),
                 "damages": [asdict(damage) for damage in damages],
             }
         )
     else:
-        _print(place.label, damages, tally.nbytes, seconds)
+        _print(checkpoint.label, damages, nbytes, seconds)
     return EXIT_DAMAGED if damages else 0
 
 
-@contextmanager
-def _progress(tally: _Tally, *, quiet: bool) -> Iterator[OnProgress]:
-    """A bar on standard error while it is a terminal."""
-    bar = Progress(
-        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=make_console(sys.stderr), transient=True, disable=quiet or not sys.stderr.isatty(),
-    )  # fmt: skip
-    with bar:
+def _verify(checkpoint: StoredCheckpoint, *, quiet: bool) -> tuple[int, list[Damage]]:
+    """The number of bytes read, and what is damaged."""
+    nbytes = 0
+    with progress_bar(quiet=quiet) as bar:
         task = bar.add_task("verify", total=None)
 
         def on_progress(done: int, total: int) -> None:
-            tally.nbytes = done
+            nonlocal nbytes
+            nbytes = done
             bar.update(task, completed=done, total=total)
 
-        yield on_progress
+        damages = verify_snapshot(checkpoint.storage, checkpoint.directory, on_progress=on_progress)
+    return nbytes, damages
 
 
 def _print(label: str, damages: list[Damage], nbytes: int, seconds: float) -> None:

@@ -1,1 +1,1 @@
-"""What the commands share: arguments, opening checkpoints, tables and messages."""
+"""What the commands share: arguments, steps, keys, elements, comparison, tables and messages."""

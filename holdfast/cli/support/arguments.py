@@ -1,56 +1,80 @@
-"""The words of a command line, checked against the dataclass that they fill.
+"""Command lines made from dataclasses: each field is an option, its docstring the help text.
 
-Every mistake is found here, before the library that makes the help text and the dataclass sees the
-words: its own messages are framed, folded to the width of a terminal and coloured, and read
-differently through a pipe.
+Parsing is one pass over the words, so that every mistake is a `ConfigError` of one line, the same
+on a terminal and through a pipe. Only the layout of the help text is left to argparse, whose own
+messages, abbreviations and rules for negative numbers do not suit a command line of 90 options.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 import inspect
 import re
+import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import tyro
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from holdfast.errors import ConfigError
 
-HELP = ("-h", "--help")
+T = TypeVar("T")
 
+POSITIONAL = "positional"
+"""Annotation of a field that is given by its position: `path: Annotated[Path, POSITIONAL]`."""
+
+_HELP = ("-h", "--help")
 _NUMBER = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 _POWER = re.compile(r"[+-]?\d{1,19}(\.\d{1,19})?[eE]\+?\d{1,2}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One field as the command line has it.
+    """One field of a dataclass as the command line has it."""
 
-    `choices`: the only values there are; empty: any that `kind` can be made of. `kind`: `int`,
-    `float`, `str` or `Path`. `is_required`: positional or not, without it there is nothing to do.
-    """
-
-    name: str
+    field: str
+    """Name of the field; the option's has dashes for its underscores."""
     kind: type
+    """`int`, `float`, `str`, `Path` or, for a flag, `bool`."""
+    owner: type
+    """The dataclass that has the field."""
+    section: str
+    """Name of the field that has the owner, where dataclasses are nested; else ""."""
+    default: object
+    """`MISSING` where the command needs a value."""
     choices: tuple[object, ...] = ()
+    """The only values there are; empty: any that `kind` can be made of."""
     is_positional: bool = False
-    is_required: bool = False
-    is_flag: bool = False
     is_many: bool = False
     is_optional: bool = False
 
     @property
     def shown(self) -> str:
-        """How it is named to people: --steps, or PATH for a positional argument."""
-        return self.name.upper() if self.is_positional else f"--{self.name}"
+        """How messages name it: --steps, or PATH for a positional argument."""
+        name = self.field.replace("_", "-")
+        return name.upper() if self.is_positional else f"--{name}"
+
+    @property
+    def metavar(self) -> str:
+        """What the help text shows for its value."""
+        if self.choices:
+            return f"{{{','.join(map(str, self.choices))}}}"
+        return self.shown if self.is_positional else self.kind.__name__.upper()
 
     @property
     def needs(self) -> str:
@@ -60,36 +84,22 @@ class Option:
             return f"{', '.join(most)} or {last}" if most else last
         return {int: "a whole number", float: "a number", Path: "a path"}.get(self.kind, "a value")
 
-    def read(self, word: str) -> str:
-        """The word as it is to be converted; ConfigError when it is no such value."""
+    def convert(self, word: str) -> object:
+        """The value that a word stands for; ConfigError when it is no such value."""
         if self.is_optional and word == "None" and self.kind is not str:
-            return word
+            return None
         if self.choices:
-            if word in map(str, self.choices):
-                return word
+            for choice in self.choices:
+                if word == str(choice):
+                    return choice
             near = difflib.get_close_matches(word, map(str, self.choices), n=1)
             raise self._refuse(word, f"; did you mean {near[0]}?" if near else "")
-        if self.kind is int:
-            return self._whole(word)
-        if self.kind is float:
-            try:
-                float(word)
-            except ValueError:
-                raise self._refuse(word) from None
         if self.kind is Path and not word:
             raise ConfigError(f"{self.shown} is empty: it needs a path (an unset variable?)")
-        if "\0" in word:
-            raise self._refuse(word)
-        return word
-
-    def _whole(self, word: str) -> str:
         try:
-            if _POWER.fullmatch(word):  # 1e5, as people write step counts
-                number = float(word)
-                if number != int(number):
-                    raise ValueError
-                return str(int(number))
-            return str(int(word))
+            if "\0" in word:
+                raise ValueError
+            return _whole_number(word) if self.kind is int else self.kind(word)
         except ValueError:
             raise self._refuse(word) from None
 
@@ -97,24 +107,42 @@ class Option:
         return ConfigError(f"{self.shown} needs {self.needs}, not {word!r}{hint}")
 
 
-def options_of(kind: Any) -> list[Option]:
-    """The options of a dataclass, those of the dataclasses inside of it included."""
+def _whole_number(word: str) -> int:
+    """An int; also one written as a power, 1e5, which is usual for numbers of steps."""
+    if not _POWER.fullmatch(word):
+        return int(word)
+    number = float(word)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def options_of(kind: Any, default: object = None, *, section: str = "") -> list[Option]:
+    """The options of a dataclass, those of nested dataclasses included.
+
+    Args:
+        kind: the dataclass.
+        default: an instance with the values of options that are not given; absent: those of its
+            fields.
+        section: name of the field that has the dataclass; "" for the outermost.
+    """
     hints = get_type_hints(kind, include_extras=True)
-    found: list[Option] = []
+    options: list[Option] = []
     for field in fields(kind):
-        if is_dataclass(hints[field.name]):
-            found += options_of(hints[field.name])
+        hint = hints[field.name]
+        value = getattr(default, field.name, field.default)
+        if is_dataclass(hint):
+            options += options_of(hint, value, section=field.name)
         else:
-            required = field.default is MISSING and field.default_factory is MISSING
-            found.append(_option(field.name, hints[field.name], is_required=required))
-    return found
+            options.append(_option(field.name, hint, value, owner=kind, section=section))
+    return options
 
 
-def _option(name: str, hint: Any, *, is_required: bool) -> Option:
+def _option(name: str, hint: Any, default: object, *, owner: type, section: str) -> Option:
     is_positional = False
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
-        is_positional = tyro.conf.Positional in notes
+        is_positional = POSITIONAL in notes
     is_optional = get_origin(hint) in (Union, types.UnionType)
     if is_optional:
         (hint,) = (member for member in get_args(hint) if member is not type(None))
@@ -123,77 +151,104 @@ def _option(name: str, hint: Any, *, is_required: bool) -> Option:
         hint = get_args(hint)[0]
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     return Option(
-        name=name.replace("_", "-"),
+        field=name,
         kind=type(choices[0]) if choices else hint,
+        owner=owner,
+        section=section,
+        default=default,
         choices=choices,
         is_positional=is_positional,
-        is_required=is_required,
-        is_flag=hint is bool,
         is_many=is_many,
         is_optional=is_optional,
     )
 
 
-def checked_words(words: Sequence[str], kind: type, *, stray: str = "") -> list[str]:
-    """The same command line in one plain form: positional words first, then options.
+def _docstrings(kind: type) -> dict[str, str]:
+    """The string below each field of a dataclass, on one line; "" where the source is missing."""
+    texts = {field.name: "" for field in fields(cast("Any", kind))}
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except (OSError, SyntaxError):
+        return texts
+    for field, below in pairwise(body.body if isinstance(body, ast.ClassDef) else []):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+def parse_arguments(
+    kind: type[T],
+    words: Sequence[str],
+    *,
+    prog: str,
+    about: str,
+    default: T | None = None,
+    has_pairs: bool = False,
+    stray: str = "",
+) -> T:
+    """Read a command line into a dataclass; `--help` prints and exits.
 
     Args:
-        words: after the verb, without a request for help.
-        kind: the dataclass that they fill.
+        kind: a dataclass; fields of nested dataclasses become options without a prefix.
+        words: the command line after the command's name.
+        prog: what the help text calls the command.
+        about: one line of help.
+        default: values of the options that are not given; needed where dataclasses are nested.
+        has_pairs: whether the help lists `--x` and `--no-x` for each boolean, because a file may
+            set it. Both are understood in any case.
         stray: what to say about a word that belongs to nothing.
 
     Raises:
         ConfigError: an unknown option, a missing, unwanted or malformed value, or a word too many;
             one line with what, where and what to do.
     """
-    options = options_of(kind)
-    plain, missing = _Reading(options, stray=stray).read(words)
-    if missing:
-        raise ConfigError(f"missing {' and '.join(map(partial(_in_full, kind), missing))}")
-    return plain
-
-
-def _in_full(kind: type, option: Option) -> str:
-    """A missing argument and what it is for, as its dataclass says."""
-    about = " ".join(_docstring(kind, option.name.replace("-", "_")).split()).rstrip(".")
-    return f"{option.shown} ({about or option.needs})"
-
-
-def _docstring(kind: type, name: str) -> str:
-    """The string below a field of a dataclass; empty where the source is not at hand."""
+    if any(word in _HELP for word in (words[: words.index("--")] if "--" in words else words)):
+        print(_help(kind, prog=prog, about=about, default=default, has_pairs=has_pairs), end="")
+        sys.exit(0)
     try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    except (OSError, SyntaxError):
-        return ""
-    lines = body.body if isinstance(body, ast.ClassDef) else []
-    for field, below in pairwise(lines):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-            continue
-        if field.target.id != name or not isinstance(below, ast.Expr):
-            continue
-        if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            return below.value.value
-    return ""
+        values = _Parser(options_of(kind, default), stray=stray).parse(words)
+    except ConfigError as error:
+        see = f"See `{prog} --help`"
+        raise ConfigError(
+            f"{error} {see}" if str(error).endswith("?") else f"{error}; {see.lower()}"
+        ) from None
+    return kind(**values) if default is None else _replaced(default, values)
 
 
-class _Reading:
+def _replaced(default: Any, values: dict[str, object]) -> Any:
+    """A copy of a dataclass, and of those inside of it, with other values in the fields named."""
+    changes = {}
+    for field in fields(default):
+        value = getattr(default, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _replaced(value, values)
+        elif field.name in values:
+            changes[field.name] = values[field.name]
+    return replace(default, **changes)
+
+
+class _Parser:
     """One pass over a command line."""
 
     def __init__(self, options: Sequence[Option], *, stray: str) -> None:
-        self._named = {f"--{option.name}": option for option in options if not option.is_positional}
+        self._named = {option.shown: option for option in options if not option.is_positional}
         self._positional = [option for option in options if option.is_positional]
-        self._flags = {
-            spelt: option
-            for option in options
-            if option.is_flag
-            for spelt in (f"--{option.name}", f"--no-{option.name}")
+        self._switches = {
+            f"--{prefix}{name[2:]}": (option.field, not prefix)
+            for name, option in self._named.items()
+            if option.kind is bool
+            for prefix in ("", "no-")
         }
         self._stray = stray
-        self._placed: list[str] = []
-        self._given: dict[str, list[str]] = {}
+        self._num_placed = 0
+        self._values: dict[str, object] = {}
 
-    def read(self, words: Sequence[str]) -> tuple[list[str], list[Option]]:
-        """The checked words, and the required arguments that are not among them."""
+    def parse(self, words: Sequence[str]) -> dict[str, object]:
+        """The values given, by field; ConfigError when a required one is missing."""
         rest = list(words)
         while rest:
             word = rest.pop(0)
@@ -205,52 +260,60 @@ class _Reading:
                 self._option(word, rest)
             else:
                 self._place(word)
-        named = [part for given in self._given.values() for part in given]
-        return [*self._placed, *named], self._missing()
+        self._check_required()
+        return self._values
 
     def _option(self, word: str, rest: list[str]) -> None:
         written, equals, value = word.partition("=")
         name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
-        if name in self._flags:
+        if name in self._switches:
             if equals:
                 raise ConfigError(f"{name} takes no value: write {name} alone, or leave it out")
-            self._given[self._flags[name].name] = [name]
+            field, is_on = self._switches[name]
+            self._values[field] = is_on
             return
         option = self._named.get(name)
         if option is None:
             raise ConfigError(f"unknown option {written}{self._hint(name)}")
-        values = [value] if equals else list(_taken(rest, is_many=option.is_many))
-        if not values:
-            what = "one value or several" if option.is_many else option.needs
-            raise ConfigError(f"{name} needs {what} after it")
-        self._given[option.name] = [name, *map(option.read, values)]
-        if not option.is_many:  # one word, so that a negative number is not an option
-            self._given[option.name] = [f"{name}={option.read(values[0])}"]
+        given = [value] if equals else []
+        while not equals and rest and not _is_option(rest[0]) and (option.is_many or not given):
+            given.append(rest.pop(0))
+        if not given:
+            needs = "one value or several" if option.is_many else option.needs
+            raise ConfigError(f"{name} needs {needs} after it")
+        values = tuple(map(option.convert, given))
+        self._values[option.field] = values if option.is_many else values[0]
 
     def _place(self, word: str) -> None:
-        if len(self._placed) == len(self._positional):
-            wanted = " ".join(option.shown for option in self._positional)
-            taken = f"only {wanted} is taken" if wanted else "only options are taken"
+        if self._num_placed == len(self._positional):
+            names = " ".join(option.shown for option in self._positional)
+            taken = f"only {names} is taken" if names else "only options are taken"
             raise ConfigError(f"unexpected {word!r}: {self._stray or taken}")
-        option = self._positional[len(self._placed)]
-        read = option.read(word)
-        # As a relative path it begins with ./, so that nothing takes it for an option.
-        self._placed.append(f"./{read}" if read.startswith("-") and option.kind is Path else read)
+        option = self._positional[self._num_placed]
+        self._values[option.field] = option.convert(word)
+        self._num_placed += 1
 
-    def _missing(self) -> list[Option]:
-        missing = [option for option in self._positional[len(self._placed) :] if option.is_required]
-        for option in self._named.values():
-            if missing and option.is_many and option.name in self._given:
-                raise ConfigError(
-                    f"missing {missing[0].shown}: {option.shown} took all words after it; put "
-                    f"{missing[0].shown} before {option.shown}"
-                )
-            if option.is_required and option.name not in self._given:
-                missing.append(option)
-        return missing
+    def _check_required(self) -> None:
+        missing = [
+            option
+            for option in (*self._positional, *self._named.values())
+            if option.default is MISSING and option.field not in self._values
+        ]
+        if missing and missing[0].is_positional:
+            for option in self._named.values():
+                if option.is_many and option.field in self._values:
+                    name = missing[0].shown
+                    raise ConfigError(
+                        f"missing {name}: {option.shown} took all words after it; put {name} "
+                        f"before {option.shown}"
+                    )
+        if missing:
+            about = {owner: _docstrings(owner) for owner in {option.owner for option in missing}}
+            names = [f"{o.shown} ({about[o.owner][o.field].rstrip('.')})" for o in missing]
+            raise ConfigError(f"missing {' and '.join(names)}")
 
     def _hint(self, name: str) -> str:
-        names = [*self._named, *(self._flags if name.startswith("--no") else ())]
+        names = [*self._named, *(self._switches if name.startswith("--no") else ())]
         if name.startswith("-") and not name.startswith("--") and f"-{name}" in names:
             return f"; did you mean -{name}?"
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.65)
@@ -263,9 +326,32 @@ def _is_option(word: str) -> bool:
     return word.startswith("-") and word != "-" and not _NUMBER.match(word)
 
 
-def _taken(rest: list[str], *, is_many: bool) -> Iterator[str]:
-    """Take the values of an option off the front of the other words."""
-    while rest and not _is_option(rest[0]):
-        yield rest.pop(0)
-        if not is_many:
-            return
+def _help(kind: type, *, prog: str, about: str, default: object, has_pairs: bool) -> str:
+    """The help text, with a section for each nested dataclass; as wide as the terminal."""
+    options = options_of(kind, default)
+    names = [
+        option.shown if option.default is MISSING else f"[{option.shown}]"
+        for option in options
+        if option.is_positional
+    ]
+    usage = " ".join([prog, *names, "[OPTIONS]"])
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=about, add_help=False)
+    sections = {"": parser.add_argument_group("arguments")}
+    sections[""].add_argument(*_HELP, action="help", help="show this text and exit")
+    texts = {owner: _docstrings(owner) for owner in {kind, *(option.owner for option in options)}}
+    for option in options:
+        if option.section not in sections:
+            about_section = texts[kind][option.section]
+            sections[option.section] = parser.add_argument_group(option.section, about_section)
+        text = texts[option.owner][option.field].replace("%", "%%")
+        shown: list[str] = [option.shown]
+        form: dict[str, Any] = {"metavar": option.metavar, "nargs": "+" if option.is_many else None}
+        if option.kind is bool:
+            shown += [f"--no-{option.shown[2:]}"] if has_pairs else []
+            form = {"action": "store_true"}
+        if option.default is MISSING:
+            text += " (required)"
+        elif option.default not in (None, ()) and (has_pairs or option.kind is not bool):
+            text += f" (default: {option.default})"
+        sections[option.section].add_argument(*shown, help=text, **form)
+    return parser.format_help()

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from rich.text import Text
 from rich.tree import Tree
 
-from holdfast.cli.support.inspecting import clean, counted, in_bytes
+from holdfast.cli.support.messages import clean, counted, in_bytes, shape_in_words
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import TensorInfo
 from holdfast.format.values import TAG, Node, decode_tree, join_path, shorten
 
 MAX_MEMBERS = 40
-"""Members of one container that are shown, and tensors beside values."""
+"""Members of one container that are shown."""
 
 _MAX_DEPTH = 40
 _MAX_WIDTH = 80
@@ -34,27 +34,27 @@ def value_tree(part: str, node: Node, *, tensors: Mapping[str, TensorInfo]) -> T
         tensors: what the manifest says about each key.
     """
     tree = Tree(Text(clean(part), style="bold"))
-    words = _Words(tensors)
-    if words.is_one_line(node):
-        tree.label = _label(part, words.of(node, part))
+    builder = _TreeBuilder(tensors)
+    if builder.is_one_line(node):
+        tree.label = _label(part, builder.line(node, part))
     else:
-        words.grow(tree, node, part, depth=0)
+        builder.grow(tree, node, part, depth=0)
     return tree
 
 
 def leaf_keys(node: Node) -> Iterator[str]:
     """The keys of the tensors that a node refers to."""
-    waiting: list[Node] = [node]
-    while waiting:
-        top = waiting.pop()
+    stack: list[Node] = [node]
+    while stack:
+        top = stack.pop()
         if isinstance(top, list):
-            waiting += top
+            stack += top
         elif isinstance(top, dict):
             key = top.get("k")
             if top.get(TAG) in _TENSOR_TAGS and isinstance(key, str):
                 yield key
             else:
-                waiting += top.values()
+                stack += top.values()
 
 
 def num_values(node: Node) -> int:
@@ -73,8 +73,8 @@ def num_values(node: Node) -> int:
     return 1
 
 
-class _Words:
-    """Nodes in words, with what is known about tensors."""
+class _TreeBuilder:
+    """Makes lines of nodes, with dtypes and shapes from the manifest."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = tensors
@@ -86,7 +86,7 @@ class _Words:
         is_per_rank = isinstance(node, dict) and node.get(TAG) == "per_rank"
         for name, child in shown:
             below = f"{path}[{name}]" if is_per_rank else join_path(path, name)
-            branch = tree.add(_label(name, self.of(child, below)))
+            branch = tree.add(_label(name, self.line(child, below)))
             if not self.is_one_line(child):
                 if depth < _MAX_DEPTH:
                     self.grow(branch, child, below, depth=depth + 1)
@@ -95,23 +95,23 @@ class _Words:
         if len(shown) < len(members):
             rest: list[Node] = [child for _, child in members[len(shown) :]]
             keys = list(leaf_keys(rest))
-            what = f", {self._sum(keys)} in them" if keys else ""
+            what = f", {self._total(keys)} in them" if keys else ""
             more = f"… and {len(rest):,} more{what}; --json lists all"
             tree.add(Text(more, style="dim"))
 
     def is_one_line(self, node: Node) -> bool:
-        """Whether a node is fully told, or summed up, by `of`."""
+        """Whether a node is shown by `line` alone, in full or summed up."""
         return not _members(node) or _row_shape(node) is not None or self._is_all_tensors(node)
 
-    def of(self, node: Node, path: str) -> str:
+    def line(self, node: Node, path: str) -> str:
         """One line for a node: the value of a scalar, the kind of a container."""
         if isinstance(node, dict) and node.get(TAG) in _TENSOR_TAGS:
             return self._tensor(node, path)
         if _members(node) and self._is_all_tensors(node):
-            return self._sum(list(leaf_keys(node)))
+            return self._total(list(leaf_keys(node)))
         shape = _row_shape(node)
         if shape is not None:
-            return clean(f"numbers {' x '.join(map(str, shape))}: {shorten(repr(node), limit=60)}")
+            return clean(f"numbers {shape_in_words(shape)}: {shorten(repr(node), limit=60)}")
         return clean(_in_words(node))
 
     def _tensor(self, node: dict[str, Node], path: str) -> str:
@@ -119,7 +119,7 @@ class _Words:
         info = self._tensors.get(key)
         what = str(node.get(TAG))
         if info is not None:
-            what += f" {info.dtype} {' x '.join(map(str, info.shape)) or 'scalar'}"
+            what += f" {info.dtype} {shape_in_words(info.shape)}"
         return clean(what if key == path else f"{what}, stored as {key}")
 
     def _is_all_tensors(self, node: Node) -> bool:
@@ -127,17 +127,17 @@ class _Words:
             return False
         return next(leaf_keys(node), None) is not None and num_values(node) == 0
 
-    def _sum(self, keys: list[str]) -> str:
+    def _total(self, keys: list[str]) -> str:
         sizes = [self._tensors[key].nbytes for key in set(keys) if key in self._tensors]
         return f"{counted(len(keys), 'tensor')}, {in_bytes(sum(sizes))}"
 
 
-def _label(name: str, words: str) -> Text:
-    return Text(clean(name), style="bold") + Text(f": {words}")
+def _label(name: str, line: str) -> Text:
+    return Text(clean(name), style="bold") + Text(f": {line}")
 
 
 def _members(node: Node) -> list[tuple[str, Node]]:
-    """What a container shows below itself; nothing for what is told on its own line."""
+    """What a container shows below itself; empty for a node that one line shows."""
     if isinstance(node, list):
         return [] if _is_flat(node) else [(str(i), item) for i, item in enumerate(node)]
     if not isinstance(node, dict):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError
-
-if TYPE_CHECKING:
-    from holdfast.parallel.control.control import Control
+from holdfast.parallel.control.control import Control
+from holdfast.parallel.control.scope import GuardScope
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Over = Callable[[Mapping[str, list[bytes]]], bool]
 
 _MAX_RUNS = 8
-"""How often an operation is begun again at most."""
+"""How often an operation is run at most, where it is retried."""
 
 
 class Guard(Generic[T]):
@@ -25,21 +23,22 @@ class Guard(Generic[T]):
     The body makes the operation's calls of `Control`; between them it may do anything. Whatever it
     raises on one rank, MemoryError and KeyboardInterrupt included, takes the place of that rank's
     next call: the others meet it in theirs, wherever that is, and all ranks raise one error that
-    names the failing ranks, with their messages. All are in step then, and may go on.
+    names the failing ranks, with their messages. All are in sync then, and may go on.
 
     The operation ends with a call of all ranks, so that an error after its last own one is met,
-    too. `is_over` is for an operation that does without: it answers, from the answers to `agree` by
-    phase, whether this rank has all calls of the operation behind it. What is raised after that
-    goes to `rescue`, which must let the others know in another way and returns for the operation.
-    `undo`: called when the operation has failed on all ranks, before the error is raised here.
-    `again`: asked on all ranks when a run has failed on all of them, with the error: whether to
-    begin again. It may make calls of its own, and must answer alike on all ranks. Not together with
-    `is_over`.
+    too.
 
-    `answers`: what `agree` returned, by phase. `is_left`: this rank has all calls of the operation
-    behind it. `is_told`: the operation failed on all ranks, and no rank waits for another; it can
-    make no more calls. `num_done`, `num_failed`: runs by how they ended here, those that went to
-    `rescue` apart. `outer`, `depth`: the guard that this one runs in, and how many there are.
+    Args:
+        control: the ranks, and where their calls are made.
+        operation: its name, for messages and phases.
+        is_complete: for an operation that does without the call at its end: tells, from what
+            `agree` returned by phase, whether this rank has made all its calls.
+        rescue: takes what is raised after that. It must let the other ranks know in another way,
+            and returns for the operation.
+        undo: called when the operation has failed on all ranks, before the error is raised here.
+        retry_if: asked on all ranks when a run has failed on all of them, with the error: whether
+            to run the body again. It may make calls of its own, and must answer alike on all
+            ranks. Not together with `is_complete`.
     """
 
     def __init__(
@@ -47,72 +46,77 @@ class Guard(Generic[T]):
         control: Control,
         operation: str,
         *,
-        is_over: Over | None = None,
+        is_complete: Callable[[Mapping[str, list[bytes]]], bool] | None = None,
         rescue: Callable[[BaseException], T] | None = None,
         undo: Callable[[], None] | None = None,
-        again: Callable[[BaseException], bool] | None = None,
+        retry_if: Callable[[BaseException], bool] | None = None,
     ) -> None:
         self._control = control
         self._operation = operation
         self._end = f"{operation}: end"
-        self._has_end = is_over is None and again is None  # else each run has an end of its own
-        self._is_over = is_over if is_over is not None else self._is_ended
+        # each run of a retried operation has an end of its own
+        self._has_end = is_complete is None and retry_if is None
+        self._is_complete = is_complete if is_complete is not None else self._has_ended
         self._rescue = rescue
         self._undo = undo
-        self._again = again
+        self._retry_if = retry_if
         self._attempt: Guard[T] | None = None
-        self.answers: dict[str, list[bytes]] = {}
-        self.is_left = False
-        self.is_told = False
         self.num_done = 0
+        """Runs that ended well here."""
         self.num_failed = 0
-        self.outer: Guard[Any] | None = None
-        self.depth = 1
-        self._failure: BaseException | None = None
+        """Runs that raised here."""
+        self._made_all_calls = False
+        self._scope = GuardScope()
+
+    @property
+    def answers(self) -> Mapping[str, list[bytes]]:
+        """What `Control.agree` returned in the last run, by phase."""
+        return self._scope.answers
 
     def run(self, body: Callable[[], T]) -> T:
         """The body's result, if no rank failed; else all ranks raise as `Control.agree` does.
 
         A rank that was interrupted (KeyboardInterrupt, SystemExit) raises that, the others an error
-        that says so. Guards may be nested, and one may be run again and again, though not within
-        itself (ConfigError). An error that left an inner guard on all ranks leaves the outer one as
-        it is.
+        that names it. Guards may be nested, and one may be run several times, though not within
+        itself (ConfigError). An error that left an inner guard on all ranks passes the outer one
+        unchanged.
+
         A function and not a context manager: between the body of a `with` and its exit is a place
-        where an interrupt is met by nobody.
-        Cost: without `is_over`, one collective. With `again`, one more for each failed run.
+        where an interrupt would reach no guard.
+
+        Cost: without `is_complete`, one collective. With `retry_if`, one more for each failed run.
         """
         control = self._control
-        outer = control.running
+        outer = control.scope
         self._refuse_within(outer)
         if outer is not None:
-            outer.refuse_more()
-        self.outer, self.depth = outer, 1 if outer is None else outer.depth + 1
-        self.answers, self.is_left, self.is_told, self._failure = {}, False, False, None
-        self._attempt = None
-        control.running = self
+            outer.refuse_calls_after_failure()
+        depth = 1 if outer is None else outer.depth + 1
+        control.scope = scope = self._scope = GuardScope(guard=self, outer=outer, depth=depth)
+        self._made_all_calls, self._attempt = False, None
         try:
-            result = body() if self._again is None else self._attempts(body, self._again)
+            result = body() if self._retry_if is None else self._retried(body, self._retry_if)
             if self._has_end:
                 control.agree(None, phase=self._end)
-            self.is_left = True
+            self._made_all_calls = True
             self.num_done += 1
             return result
         except BaseException as error:
-            if not (self.is_left or self.is_told or control.is_broken):
-                self.is_left = self._is_over(self.answers)
-            if self.is_left and self._rescue is not None:
+            if not (self._made_all_calls or scope.has_failed_on_all or control.is_broken):
+                self._made_all_calls = self._is_complete(scope.answers)
+            if self._made_all_calls and self._rescue is not None:
                 return self._rescue(error)
             self.num_failed += 1
-            if self.is_left:
+            if self._made_all_calls:
                 raise
             self._fail(error)
             raise
         finally:
-            control.running = self.outer
-            self.outer, self._failure = None, None
+            control.scope = outer
+            scope.outer = scope.failure = None  # their tracebacks would keep tensors alive
 
-    def _attempts(self, body: Callable[[], T], again: Callable[[BaseException], bool]) -> T:
-        """The body under a guard of its own, until it succeeds or is not to begin again.
+    def _retried(self, body: Callable[[], T], retry_if: Callable[[BaseException], bool]) -> T:
+        """The body under a guard of its own, until it succeeds or is not to be run again.
 
         The question is asked under this guard: a rank that cannot ask it any more, because it was
         interrupted, say, ends it for the others, too.
@@ -122,57 +126,43 @@ class Guard(Generic[T]):
             try:
                 return attempt.run(body)
             except HoldfastError as error:
-                if self._control.is_broken or not again(error):
+                if self._control.is_broken or not retry_if(error):
                     raise
         self._attempt = attempt = Guard[T](self._control, self._operation)
         return attempt.run(body)
 
-    def _refuse_within(self, outer: Guard[Any] | None) -> None:
+    def _refuse_within(self, outer: GuardScope | None) -> None:
         while outer is not None:
-            if outer is self:
+            if outer.guard is self:
                 raise ConfigError(
                     f"{self._operation} is called from within itself, by code that it runs "
                     f"(state_dict, load_state_dict, a codec, merge); call it before or after"
                 )
             outer = outer.outer
 
-    def refuse_more(self) -> None:
-        """Raise the failure again, if the operation has failed on all ranks."""
-        if self.is_told and self._failure is not None:
-            raise self._failure
-
-    def remember(self, error: BaseException) -> None:
-        """Keep what a call under this guard, or one around it, has failed with on all ranks."""
-        guard: Guard[Any] | None = self
-        while guard is not None and guard.is_told:
-            guard._failure = guard._failure or error
-            guard = guard.outer
-
     def _fail(self, error: BaseException) -> None:
         """Raise what all ranks raise; return where this rank is to raise its own error."""
         control = self._control
-        together = error
-        if not (self.is_told or control.is_broken):
+        shared = error
+        if not (self._scope.has_failed_on_all or control.is_broken):
+            last = next(reversed(self._scope.answers), None)
+            where = self._operation if last is None else f"{self._operation}, after '{last}'"
             try:
-                control.fail(error, phase=self._where())
-            except HoldfastError as caught:
-                together = caught
+                control.fail(error, phase=where)
+            except HoldfastError as raised:
+                shared = raised
         elif not isinstance(error, HoldfastError):
-            together = HoldfastError(f"{self._operation}: {type(error).__name__}: {error}")
-        control.shared = together
+            shared = HoldfastError(f"{self._operation}: {type(error).__name__}: {error}")
+        control.shared_error = shared
         if self._undo is not None:
             self._undo()
-        if together is not error and isinstance(error, Exception):
-            raise together from error
+        if shared is not error and isinstance(error, Exception):
+            raise shared from error
 
-    def _is_ended(self, answers: Mapping[str, list[bytes]]) -> bool:
-        if self._again is not None:
-            return self._attempt is not None and self._attempt.is_left
+    def _has_ended(self, answers: Mapping[str, list[bytes]]) -> bool:
+        if self._retry_if is not None:
+            return self._attempt is not None and self._attempt._made_all_calls
         return self._end in answers
-
-    def _where(self) -> str:
-        last = next(reversed(self.answers), None)
-        return self._operation if last is None else f"{self._operation}, after '{last}'"
 
 
 class Guarded(Protocol):

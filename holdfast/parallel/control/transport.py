@@ -1,4 +1,4 @@
-"""Bytes over one gloo communicator, with deadlines, and names for those who do not come."""
+"""Bytes over one gloo communicator, with deadlines that name the ranks which did not arrive."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ if TYPE_CHECKING:
 
 _SLACK_S = 0.1
 """Waits may end this much before their deadline."""
-_SETTLE_S = 2.0
-"""How long to look for the others' marks before a rank is called missing or silent."""
+_PROGRESS_WAIT_S = 2.0
+"""How long to wait for the others' progress entries before a rank is called missing or silent."""
 
 
 class Transport:
-    """The wire under `Control`: exact bytes between group indices, no protocol.
+    """Moves exact bytes between group indices for `Control`; no protocol of its own.
 
-    Before a collective each rank leaves a mark, ``sequence:phase``, under one store key of its own
-    (overwritten, so the store does not grow). When a wait fails, the marks say who is missing and
-    where each was last seen; that is a DeadlineError, and the link is broken from then on: it is
-    closed at once, so that ranks which wait for this one notice too. A store that has gone costs
-    the names, not the collective. The link owns its communicator.
+    Before a collective each rank writes a progress entry, ``sequence:phase``, under one store key
+    of its own (overwritten, so the store does not grow). When a wait fails, the entries say who is
+    missing and where each was last seen; that is a DeadlineError, and the transport is broken from
+    then on: its communicator is closed at once, so that ranks which wait for this one fail too. A
+    store that is gone costs the names, not the collective.
+
+    Args:
+        group: communicator of exactly `ranks`, in that order; owned by the transport.
+        ranks: global ranks.
+        rank: this process's global rank.
+        store: holds the progress entries.
+        timeout_s: for messages.
+        name: the layout's name, for messages.
     """
 
     def __init__(
@@ -43,7 +51,6 @@ class Transport:
         timeout_s: float,
         name: str,
     ) -> None:
-        """Wrap a communicator of exactly `ranks`, in that order; `store` holds the marks."""
         self.num_collectives = 0
         self.nbytes_sent = 0
         self._group: ProcessGroup | None = group
@@ -56,22 +63,22 @@ class Transport:
         self._phase = "created"
         self._deadline = 0.0
         self._broken = ""
-        self._mark("created")
+        self._post("created")
 
     @property
     def is_broken(self) -> bool:
         """Whether it failed, or was abandoned or closed."""
         return bool(self._broken) or self._group is None
 
-    def enter(self, sequence: int, phase: str, deadline: float) -> None:
-        """Leave the mark of the next call; GroupError if the link broke in an earlier one."""
+    def begin(self, sequence: int, phase: str, deadline: float) -> None:
+        """Post the progress of the next call; GroupError if an earlier call broke the transport."""
         if self._broken:
             raise GroupError(
                 f"Phase {phase!r}: the control communicator of layout {self._name!r} failed "
-                f"earlier and cannot be used any more. It said: {self._broken}"
+                f"earlier and cannot be used any more. The reason: {self._broken}"
             )
         self._sequence, self._phase, self._deadline = sequence, phase, deadline
-        self._mark(phase)
+        self._post(phase)
 
     def close(self) -> None:
         """Destroy the communicator; nothing happens the second time."""
@@ -80,7 +87,7 @@ class Transport:
             _torch.destroy(group)
 
     def abandon(self, why: str) -> None:
-        """Break the link on purpose; the others' waits end with a DeadlineError that names us."""
+        """Break it on purpose; the others' waits end with a DeadlineError that names this rank."""
         if not self._broken:
             self._broken = why
             self.close()
@@ -89,7 +96,7 @@ class Transport:
         """Every rank's `data`, padded to `row_nbytes`, by group index."""
         mine = _tensor(data.ljust(row_nbytes, b"\0"))
         rows = torch.empty((len(self._ranks), row_nbytes), dtype=torch.uint8)
-        with self._naming_the_missing():
+        with self._naming_missing_ranks():
             self._count(row_nbytes)
             options = c10d.AllgatherOptions()
             options.timeout = self._left()
@@ -99,7 +106,7 @@ class Transport:
     def broadcast(self, data: bytes | None, nbytes: int) -> bytes:
         """The `data` of index 0, `nbytes` long, at every rank."""
         buffer = torch.empty(nbytes, dtype=torch.uint8) if data is None else _tensor(data)
-        with self._naming_the_missing():
+        with self._naming_missing_ranks():
             self._count(0 if data is None else nbytes)
             options = c10d.BroadcastOptions()
             options.rootRank = 0
@@ -110,7 +117,7 @@ class Transport:
     def send(self, messages: Sequence[tuple[int, bytes]]) -> None:
         """Send each (index, data), all in flight at once; empty data is not sent."""
         tensors = [(index, _tensor(data)) for index, data in messages if data]
-        with self._naming_the_missing():
+        with self._naming_missing_ranks():
             for _, tensor in tensors:
                 self._count(tensor.numel())
             self._wait([self._live().send([tensor], index, 0) for index, tensor in tensors])
@@ -122,17 +129,17 @@ class Transport:
         """
         buffers = [torch.empty(nbytes, dtype=torch.uint8) for _, nbytes in sizes]
         expected = [(index, b) for (index, _), b in zip(sizes, buffers, strict=True) if b.numel()]
-        with self._naming_the_missing():
+        with self._naming_missing_ranks():
             for _ in expected:
                 self._count(0)
             self._wait([self._live().recv([buffer], index, 0) for index, buffer in expected])
         return [_bytes(buffer) for buffer in buffers]
 
-    def renew(self, deadline: float) -> None:
-        """Move the deadline of the call under way."""
+    def extend(self, deadline: float) -> None:
+        """Move the deadline of the call in progress."""
         self._deadline = deadline
 
-    def swap(
+    def exchange(
         self,
         outgoing: Sequence[tuple[int, torch.Tensor]],
         incoming: Sequence[tuple[int, torch.Tensor]],
@@ -142,7 +149,7 @@ class Transport:
         Messages of one sender arrive in the order in which they were sent; empty ones are left out
         on both sides.
         """
-        with self._naming_the_missing():
+        with self._naming_missing_ranks():
             works: list[Work] = []
             for index, tensor in incoming:
                 if tensor.numel():
@@ -174,16 +181,16 @@ class Transport:
         self.num_collectives += 1
         self.nbytes_sent += nbytes
 
-    def _mark(self, phase: str) -> None:
+    def _post(self, phase: str) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"mark/{self._rank}", f"{self._sequence}:{phase}")
+            self._store.set(f"progress/{self._rank}", f"{self._sequence}:{phase}")
 
     @contextlib.contextmanager
-    def _naming_the_missing(self) -> Iterator[None]:
+    def _naming_missing_ranks(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            self._mark(f"{self._phase} (gave up)")
+            self._post(f"{self._phase} (gave up)")
             broke = time.monotonic() < self._deadline - _SLACK_S
             self.close()
             self._broken = self._describe(str(error), broke=broke)
@@ -193,29 +200,29 @@ class Transport:
         where = f"Phase {self._phase!r} (collective {self._sequence} of layout {self._name!r})"
         what = "a connection broke" if broke else f"not complete after {self._timeout_s:g} s"
         try:
-            missing, silent = self._look_for_marks(broke=broke)
+            missing, silent = self._read_progress(broke=broke)
         except RuntimeError as error:
             return f"{where}: {what}, and the store cannot say who is missing ({error}). {cause}"
         if missing:
-            seen = "; ".join(f"rank {rank}: {mark}" for rank, mark in missing.items())
+            seen = "; ".join(f"rank {rank}: {where}" for rank, where in missing.items())
             who = f"ranks {list(missing)} did not arrive, last seen in {seen}"
         elif silent:
-            who = f"all had arrived, but ranks {silent} have not been heard of since"
+            who = f"all had arrived, but ranks {silent} have not reported since"
         else:
             who = "all had arrived"
         return (
             f"{where}: {what}; {who}. Look at what happened on those ranks first. The control "
-            f"communicator is of no further use; start again from the last checkpoint. ({cause})"
+            f"communicator cannot be used any more; start again from the last checkpoint. ({cause})"
         )
 
-    def _look_for_marks(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
-        """Ranks that have not reached this collective, with their marks; and who gave no sign."""
-        until = time.monotonic() + _SETTLE_S
+    def _read_progress(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
+        """Ranks that have not reached this collective, with where they are; and the silent ones."""
+        until = time.monotonic() + _PROGRESS_WAIT_S
         while True:
             missing, silent = {}, []
-            marks = self._store.multi_get([f"mark/{rank}" for rank in self._ranks])
-            for rank, mark in zip(self._ranks, marks, strict=True):
-                number, _, phase = bytes(mark).decode().partition(":")
+            entries = self._store.multi_get([f"progress/{rank}" for rank in self._ranks])
+            for rank, entry in zip(self._ranks, entries, strict=True):
+                number, _, phase = bytes(entry).decode().partition(":")
                 if int(number) < self._sequence:
                     missing[rank] = f"phase {phase!r} (collective {number})"
                 elif int(number) == self._sequence and not phase.endswith(" (gave up)"):

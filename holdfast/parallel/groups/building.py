@@ -1,4 +1,4 @@
-"""How communicators come to be: created, adopted, cloned.
+"""Makes communicators: created, adopted, cloned.
 
 The order of creation is the same on every rank (control first, then the order of `GROUP_NAMES`),
 and a rank makes only the communicators it is a member of. So no rank can wait for one that waits
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Communicator:
     """A communicator and its verified members, in order."""
 
     group: ProcessGroup
@@ -36,21 +36,21 @@ class Held:
 
 
 @dataclass(slots=True, kw_only=True)
-class Built:
-    """What one rank has of one layout; `owned` is destroyed in the end, newest first."""
+class Communicators:
+    """Every communicator of one layout on one rank, and those it has to destroy, newest first."""
 
     layout: Layout
     rank: int
     control: Control
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, Communicator] = field(default_factory=dict)
     owned: list[ProcessGroup] = field(default_factory=list)
-    alone: dict[str, ProcessGroup] = field(default_factory=dict)
+    singles: dict[str, ProcessGroup] = field(default_factory=dict)
     """Communicators of this rank only, for mesh dimensions of size 1."""
     store: Store | None = None
     timeout_s: float = 60.0
     backend: str = ""
     prefix: str = ""
-    """Unique to this meeting of this layout's ranks; starts the names of its communicators."""
+    """Starts the names of the communicators made here; unique to one rendezvous of the layout."""
     has_meshes: bool = False
     """Whether a device mesh was made of them."""
 
@@ -66,15 +66,15 @@ class Built:
             store=self.store,
         )
         self.owned.append(group)
-        found = tuple(_torch.group_ranks(group))
-        if found != tuple(ranks):
-            raise GroupError(f"Communicator {name!r} has ranks {found}, not {tuple(ranks)}.")
+        actual = tuple(_torch.group_ranks(group))
+        if actual != tuple(ranks):
+            raise GroupError(f"Communicator {name!r} has ranks {actual}, not {tuple(ranks)}.")
         return group
 
     def destroy(self) -> None:
         """Destroy everything owned and forget everything held."""
         self.held.clear()
-        self.alone.clear()
+        self.singles.clear()
         self.control.close()
         self.destroy_newest(len(self.owned))
         if self.has_meshes:
@@ -94,34 +94,36 @@ def create(
     timeout_s: float,
     rank: int | None,
     store: Store | None,
-) -> Built:
+) -> Communicators:
     """See `ProcessGroups.create`."""
-    asked = None if names is None else list(names)
+    requested = None if names is None else list(names)
     rank = _own_rank(layout, rank)
     if layout.world_size == 1 and not _torch.is_initialized():
-        _wanted(layout, asked)
-        return _alone(layout, rank, timeout_s)
-    built = _start(layout, rank, backend, timeout_s, store)
-    meeting = _meet(built, "create")
-    wanted: list[str] = []
+        _names_to_create(layout, requested)
+        return _of_one_process(layout, rank, timeout_s)
+    comms = _start(layout, rank, backend, timeout_s, store)
+    rendezvous = _rendezvous_on(comms, "create")
+    chosen: list[str] = []
     error: Exception | None = None
     try:
-        wanted = _wanted(layout, asked)
+        chosen = _names_to_create(layout, requested)
     except HoldfastError as raised:
         error = raised
-    meeting.propose(_proposal(layout, wanted, built.backend), error)
-    built.prefix = f"{meeting.prefix}/{layout.digest()[:8]}"
+    rendezvous.propose(_proposal(layout, chosen, comms.backend), error)
+    comms.prefix = f"{rendezvous.prefix}/{layout.digest()[:8]}"
 
-    def fill() -> None:
-        built.control = _make_control(built)
-        for name in wanted:
+    def make_all() -> None:
+        comms.control = _make_control(comms)
+        for name in chosen:
             if layout.has_group(name, rank):
-                source = built.held.get(clone_source(name) or "")
+                source = comms.held.get(clone_source(name) or "")
                 ranks = layout.group(name, rank) if source is None else source.ranks
-                built.held[name] = Held(group=built.make(ranks, name), ranks=ranks, axes=name)
+                comms.held[name] = Communicator(
+                    group=comms.make(ranks, name), ranks=ranks, axes=name
+                )
 
-    _conclude(built, meeting, fill)
-    return built
+    _finish(comms, rendezvous, make_all)
+    return comms
 
 
 def adopt(
@@ -131,62 +133,62 @@ def adopt(
     timeout_s: float,
     rank: int | None,
     store: Store | None,
-) -> Built:
+) -> Communicators:
     """See `ProcessGroups.adopt`."""
     rank = _own_rank(layout, rank)
     if layout.world_size == 1 and not _torch.is_initialized() and not supplied:
-        return _alone(layout, rank, timeout_s)
-    built = _start(layout, rank, None, timeout_s, store)
-    meeting = _meet(built, "adopt groups for")
+        return _of_one_process(layout, rank, timeout_s)
+    comms = _start(layout, rank, None, timeout_s, store)
+    rendezvous = _rendezvous_on(comms, "adopt groups for")
     error: Exception | None = None
     try:
-        built.held = _verified(layout, supplied, rank)
-        built.backend = next((_torch.backend_of(h.group) for h in built.held.values()), "gloo")
+        comms.held = _check_supplied(layout, supplied, rank)
+        comms.backend = next((_torch.backend_of(h.group) for h in comms.held.values()), "gloo")
     except HoldfastError as raised:
         error = raised
-    everywhere = sorted(_names_of_all(layout, supplied))
-    meeting.propose(_proposal(layout, everywhere, "supplied"), error)
-    meeting.conclude("compared", _flaw_of_communicators(built, meeting))
-    built.prefix = f"{meeting.prefix}/{layout.digest()[:8]}"
+    everywhere = sorted(_names_on_every_rank(layout, supplied))
+    rendezvous.propose(_proposal(layout, everywhere, "supplied"), error)
+    rendezvous.finish("compared", _check_same_communicators(comms, rendezvous))
+    comms.prefix = f"{rendezvous.prefix}/{layout.digest()[:8]}"
 
-    def fill() -> None:
-        built.control = _make_control(built)
+    def make_control() -> None:
+        comms.control = _make_control(comms)
 
-    _conclude(built, meeting, fill)
-    return built
+    _finish(comms, rendezvous, make_control)
+    return comms
 
 
 def clone(
-    built: Built, name: str, source: ProcessGroup, *, purpose: str, error: Exception | None
+    comms: Communicators, name: str, source: ProcessGroup, *, purpose: str, error: Exception | None
 ) -> ProcessGroup:
     """See `ProcessGroups.clone`."""
     ranks = tuple(_torch.group_ranks(source))
-    if built.store is None:
+    if comms.store is None:
         raise GroupError(f"Cannot clone {name!r}: these groups are of one process.")
-    meeting = Rendezvous(
-        built.store,
-        layout_name=built.layout.name,
+    rendezvous = Rendezvous(
+        comms.store,
+        layout_name=comms.layout.name,
         purpose=f"clone {name!r} as {purpose!r} of",
         ranks=ranks,
-        rank=built.rank,
-        timeout_s=built.timeout_s,
+        rank=comms.rank,
+        timeout_s=comms.timeout_s,
     )
     text = f"clone of {name!r}, ranks {list(ranks)}"
-    meeting.propose(Proposal(text=text, content=_torch.group_name(source)), error)
+    rendezvous.propose(Proposal(text=text, content=_torch.group_name(source)), error)
     failure: Exception | None = None
-    num_owned = len(built.owned)
+    num_owned = len(comms.owned)
     try:
-        built.make(ranks, f"{purpose}-{meeting.number}", _torch.backend_of(source))
+        comms.make(ranks, f"{purpose}-{rendezvous.number}", _torch.backend_of(source))
     except Exception as raised:
         failure = raised
     try:
-        meeting.conclude("made", failure)
+        rendezvous.finish("made", failure)
     except BaseException:
-        built.destroy_newest(len(built.owned) - num_owned)
+        comms.destroy_newest(len(comms.owned) - num_owned)
         raise
-    axes = built.held[name].axes
-    built.held[purpose] = Held(group=built.owned[-1], ranks=ranks, axes=axes)
-    return built.owned[-1]
+    axes = comms.held[name].axes
+    comms.held[purpose] = Communicator(group=comms.owned[-1], ranks=ranks, axes=axes)
+    return comms.owned[-1]
 
 
 def _own_rank(layout: Layout, rank: int | None) -> int:
@@ -200,35 +202,35 @@ def _own_rank(layout: Layout, rank: int | None) -> int:
     return own
 
 
-def _alone(layout: Layout, rank: int, timeout_s: float) -> Built:
+def _of_one_process(layout: Layout, rank: int, timeout_s: float) -> Communicators:
     control = Control(None, ranks=(rank,), rank=rank, timeout_s=timeout_s, name=layout.name)
-    return Built(layout=layout, rank=rank, control=control, timeout_s=timeout_s)
+    return Communicators(layout=layout, rank=rank, control=control, timeout_s=timeout_s)
 
 
 def _start(
     layout: Layout, rank: int, backend: str | None, timeout_s: float, store: Store | None
-) -> Built:
+) -> Communicators:
     _torch.default_rank()
-    return Built(
+    return Communicators(
         layout=layout,
         rank=rank,
-        control=Control.single(rank=rank, name=layout.name),  # until the ranks have met
+        control=Control.single(rank=rank, name=layout.name),  # until the ranks have agreed
         store=_torch.default_store() if store is None else store,
         timeout_s=timeout_s,
         backend=backend or _torch.default_backend(),
     )
 
 
-def _meet(built: Built, purpose: str) -> Rendezvous:
-    if built.store is None:
-        raise GroupError(f"There is no store to {purpose} {built.layout} over.")
+def _rendezvous_on(comms: Communicators, purpose: str) -> Rendezvous:
+    if comms.store is None:
+        raise GroupError(f"There is no store to {purpose} {comms.layout} over.")
     return Rendezvous(
-        built.store,
-        layout_name=built.layout.name,
+        comms.store,
+        layout_name=comms.layout.name,
         purpose=purpose,
-        ranks=built.layout.ranks,
-        rank=built.rank,
-        timeout_s=built.timeout_s,
+        ranks=comms.layout.ranks,
+        rank=comms.rank,
+        timeout_s=comms.timeout_s,
     )
 
 
@@ -240,37 +242,39 @@ def _proposal(layout: Layout, names: Sequence[str], backend: str) -> Proposal:
     )
 
 
-def _conclude(built: Built, meeting: Rendezvous, fill: Callable[[], None]) -> None:
-    """Run `fill` on every rank; if it fails on any, destroy what was made and raise on all."""
+def _finish(comms: Communicators, rendezvous: Rendezvous, make: Callable[[], None]) -> None:
+    """Run `make` on every rank; if it fails on any, destroy what it made and raise on all."""
     failure: Exception | None = None
     try:
         try:
-            fill()
+            make()
         except Exception as raised:
             failure = raised
-        meeting.conclude("made", failure)
+        rendezvous.finish("made", failure)
     except BaseException:
-        built.destroy()
+        comms.destroy()
         raise
 
 
-def _make_control(built: Built) -> Control:
-    layout, rank = built.layout, built.rank
-    link = None
-    if layout.world_size > 1 and built.store is not None:
-        built.make(layout.ranks, "control", "gloo")
-        link = Transport(
-            built.owned.pop(),  # the link owns it from here
+def _make_control(comms: Communicators) -> Control:
+    layout, rank = comms.layout, comms.rank
+    transport = None
+    if layout.world_size > 1 and comms.store is not None:
+        comms.make(layout.ranks, "control", "gloo")
+        transport = Transport(
+            comms.owned.pop(),  # the transport owns it from here
             ranks=layout.ranks,
             rank=rank,
-            store=_torch.prefix_store(f"{built.prefix}/marks", built.store),
-            timeout_s=built.timeout_s,
+            store=_torch.prefix_store(f"{comms.prefix}/progress", comms.store),
+            timeout_s=comms.timeout_s,
             name=layout.name,
         )
-    return Control(link, ranks=layout.ranks, rank=rank, timeout_s=built.timeout_s, name=layout.name)
+    return Control(
+        transport, ranks=layout.ranks, rank=rank, timeout_s=comms.timeout_s, name=layout.name
+    )
 
 
-def _wanted(layout: Layout, names: Sequence[str] | None) -> list[str]:
+def _names_to_create(layout: Layout, names: Sequence[str] | None) -> list[str]:
     """The groups to make, in the order in which every rank makes them."""
     if names is None:
         chosen = [name for name in GROUP_NAMES if _is_default(layout, name)]
@@ -279,21 +283,21 @@ def _wanted(layout: Layout, names: Sequence[str] | None) -> list[str]:
             resolved = {layout.resolve(name) for name in names}
         except LayoutError as error:
             raise GroupError(f"Cannot create groups: {error}") from None
-        chosen = sorted(resolved, key=lambda n: (_place(n), n))
-    wanted = []
+        chosen = sorted(resolved, key=lambda n: (_creation_order(n), n))
+    names_in_order = []
     for name in chosen:
         if name == "control":
-            raise GroupError("'control' is always made, and asked for as groups.control.")
+            raise GroupError("'control' is always made, and available as groups.control.")
         source = clone_source(name)
         try:
-            several = layout.size(name) > 1
+            has_several = layout.size(name) > 1
         except LayoutError as error:
             raise GroupError(f"Cannot create {name!r}: {error}") from None
-        if several and source is not None and source not in chosen:
+        if has_several and source is not None and source not in chosen:
             raise GroupError(f"{name!r} is a clone of {source!r}, which has to be created with it.")
-        if several:
-            wanted.append(name)
-    return wanted
+        if has_several:
+            names_in_order.append(name)
+    return names_in_order
 
 
 def _is_default(layout: Layout, name: str) -> bool:
@@ -303,20 +307,22 @@ def _is_default(layout: Layout, name: str) -> bool:
     return (layout.replicas > 1 or not is_slice) and not is_absent
 
 
-def _place(name: str) -> int:
+def _creation_order(name: str) -> int:
     return GROUP_NAMES.index(name) if name in GROUP_NAMES else len(GROUP_NAMES)
 
 
-def _verified(layout: Layout, supplied: Mapping[str, ProcessGroup], rank: int) -> dict[str, Held]:
+def _check_supplied(
+    layout: Layout, supplied: Mapping[str, ProcessGroup], rank: int
+) -> dict[str, Communicator]:
     """Each supplied communicator with its ranks; GroupError listing every one that is wrong."""
-    held: dict[str, Held] = {}
-    flaws = []
-    for given in sorted(supplied, key=lambda n: (_place(n), n)):
-        name, group = given, supplied[given]
+    held: dict[str, Communicator] = {}
+    errors = []
+    for key in sorted(supplied, key=lambda n: (_creation_order(n), n)):
+        name, group = key, supplied[key]
         try:
             if name == "control":
                 raise GroupError("is made here and never supplied")
-            name = layout.resolve(given)
+            name = layout.resolve(key)
             planned = layout.group(name, rank)
             _check_ranks(group, planned)
             if name in held and held[name].group is not group:
@@ -326,15 +332,17 @@ def _verified(layout: Layout, supplied: Mapping[str, ProcessGroup], rank: int) -
             twin = held.get(clone_source(name) or "")
             if twin is not None and twin.group is group and len(planned) > 1:
                 raise GroupError(f"has to be another communicator than {twin.axes!r}")
-            held[name] = Held(group=group, ranks=planned, axes=name)
+            held[name] = Communicator(group=group, ranks=planned, axes=name)
         except HoldfastError as error:
-            flaws.append(f"{given!r} {error}")
-    if flaws:
-        raise GroupError(f"Supplied groups do not fit {layout} on rank {rank}: {'; '.join(flaws)}.")
+            errors.append(f"{key!r} {error}")
+    if errors:
+        raise GroupError(
+            f"Supplied groups do not fit {layout} on rank {rank}: {'; '.join(errors)}."
+        )
     return held
 
 
-def _names_of_all(layout: Layout, supplied: Iterable[str]) -> set[str]:
+def _names_on_every_rank(layout: Layout, supplied: Iterable[str]) -> set[str]:
     """The supplied groups that every rank has to supply, by the layout's names for them."""
     names = set()
     for name in supplied:
@@ -347,30 +355,30 @@ def _names_of_all(layout: Layout, supplied: Iterable[str]) -> set[str]:
 
 def _check_ranks(group: object, planned: tuple[int, ...]) -> None:
     try:
-        found = _torch.group_ranks(group)
+        actual = _torch.group_ranks(group)
     except GroupError as error:
         raise GroupError(f"{error}; planned are ranks {list(planned)}") from None
-    if found == list(planned):
+    if actual == list(planned):
         return
-    missing = sorted(set(planned) - set(found))
-    extra = sorted(set(found) - set(planned))
+    missing = sorted(set(planned) - set(actual))
+    extra = sorted(set(actual) - set(planned))
     if missing or extra:
         how = f"missing {missing}, extra {extra}"
     else:
         how = "the same ranks in another order, and shards are cut by position"
-    raise GroupError(f"has ranks {found}, but planned are {list(planned)}: {how}")
+    raise GroupError(f"has ranks {actual}, but planned are {list(planned)}: {how}")
 
 
-def _flaw_of_communicators(built: Built, meeting: Rendezvous) -> GroupError | None:
-    """What is wrong where members of a group supplied several communicators over its ranks."""
-    mine = {name: _torch.group_name(held.group) for name, held in built.held.items()}
-    shared = meeting.share("communicators", json.dumps(mine))
-    theirs = dict(zip(meeting.ranks, map(json.loads, shared), strict=True))
-    for name, held in built.held.items():
-        others = [rank for rank in held.ranks if theirs[rank].get(name) != mine[name]]
+def _check_same_communicators(comms: Communicators, rendezvous: Rendezvous) -> GroupError | None:
+    """The error of a group whose members supplied different communicators over its ranks."""
+    own = {name: _torch.group_name(held.group) for name, held in comms.held.items()}
+    answers = rendezvous.exchange("communicators", json.dumps(own))
+    names = dict(zip(rendezvous.ranks, map(json.loads, answers), strict=True))
+    for name, held in comms.held.items():
+        others = [rank for rank in held.ranks if names[rank].get(name) != own[name]]
         if others:
             return GroupError(
                 f"Group {name!r} (ranks {list(held.ranks)}): ranks {others} supplied another "
-                f"communicator than rank {built.rank} (or none), so they would wait for each other."
+                f"communicator than rank {comms.rank} (or none): they would wait for each other."
             )
     return None

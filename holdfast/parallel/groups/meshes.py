@@ -15,33 +15,33 @@ from holdfast.parallel.groups import _torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from holdfast.parallel.groups.building import Built
+    from holdfast.parallel.groups.building import Communicators
 
 
-def mesh(built: Built, names: Sequence[str], device_type: str | None) -> DeviceMesh:
+def mesh(comms: Communicators, names: Sequence[str], device_type: str | None) -> DeviceMesh:
     """See `ProcessGroups.mesh`."""
-    axes = [built.held[name].axes if name in built.held else name for name in names]
-    grid = _grid(built, names, axes)
-    groups = [_communicator(built, name) for name in names]
+    axes = [comms.held[name].axes if name in comms.held else name for name in names]
+    grid = _grid(comms, names, axes)
+    groups = [_communicator(comms, name) for name in names]
     kind = device_type or _torch.device_type(groups[0])
-    given = groups[0] if len(groups) == 1 else groups
-    made = DeviceMesh.from_group(given, kind, grid, mesh_dim_names=tuple(names))
-    built.has_meshes = True
-    return _torch.set_apart(made, mark=built.prefix)
+    one_or_all = groups[0] if len(groups) == 1 else groups  # a list of one is refused by torch
+    result = DeviceMesh.from_group(one_or_all, kind, grid, mesh_dim_names=tuple(names))
+    comms.has_meshes = True
+    return _torch.set_apart(result, mark=comms.prefix)
 
 
-def _grid(built: Built, names: Sequence[str], axes: Sequence[str]) -> torch.Tensor:
+def _grid(comms: Communicators, names: Sequence[str], axes: Sequence[str]) -> torch.Tensor:
     """The ranks reached from this one by walking each group in turn, checked to be a grid.
 
     `DeviceMesh.from_group` takes any groups for any table of ranks, so this check is ours:
     every line along a dimension is the group of its members. (Then no rank can be there twice: its
     place along each dimension is its index in that group.)
     """
-    layout = built.layout
+    layout = comms.layout
     sizes = [layout.size(axis) for axis in axes]
     ranks = []
     for place in itertools.product(*map(range, sizes)):
-        rank = built.rank
+        rank = comms.rank
         for axis, index in zip(axes, place, strict=True):
             rank = layout.group(axis, rank)[index]
         ranks.append(rank)
@@ -58,7 +58,7 @@ def _grid(built: Built, names: Sequence[str], axes: Sequence[str]) -> torch.Tens
             "different views."
         )
     for name, axis in zip(names, axes, strict=True):
-        planned, held = layout.group(axis, built.rank), built.held.get(name)
+        planned, held = layout.group(axis, comms.rank), comms.held.get(name)
         if held is not None and held.ranks != planned:
             raise GroupError(
                 f"Communicator {name!r} has ranks {held.ranks}, the layout says {planned} now."
@@ -66,10 +66,10 @@ def _grid(built: Built, names: Sequence[str], axes: Sequence[str]) -> torch.Tens
     return grid
 
 
-def _communicator(built: Built, name: str) -> ProcessGroup:
+def _communicator(comms: Communicators, name: str) -> ProcessGroup:
     """The held communicator, or one of this rank alone for a group of one rank."""
-    if name in built.held:
-        return built.held[name].group
-    if name not in built.alone:
-        built.alone[name] = built.make((built.rank,), f"{name}-alone")
-    return built.alone[name]
+    if name in comms.held:
+        return comms.held[name].group
+    if name not in comms.singles:
+        comms.singles[name] = comms.make((comms.rank,), f"{name}-alone")
+    return comms.singles[name]

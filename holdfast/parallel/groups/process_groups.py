@@ -12,7 +12,7 @@ from holdfast.errors import GroupError, LayoutError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.group_names import clone_source
 from holdfast.parallel.groups import building
-from holdfast.parallel.groups.building import Built, Held
+from holdfast.parallel.groups.building import Communicator, Communicators
 from holdfast.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -37,20 +37,20 @@ def current_groups() -> ProcessGroups:
 class ProcessGroups:
     """Every communicator of one layout on one rank; use it as a context manager.
 
-    Made by `create`, `adopt` or `single`. A group that is not there is an error by name: absent is
-    never None, never size 1, never the default world. Groups are asked for with `group("tp")`;
-    there are no attributes named after groups to probe. Leaving the context destroys what was
-    created here; adopted communicators stay the caller's.
+    Made by `create`, `adopt` or `single`. A missing group is an error by name: it is never None,
+    never size 1, never the default world. Groups are looked up with `group("tp")`; there are no
+    attributes named after groups to probe. Leaving the context destroys what was created here;
+    adopted communicators stay the caller's.
     """
 
-    __slots__ = ("_built", "_closed", "control", "layout", "rank")
+    __slots__ = ("_closed", "_comms", "control", "layout", "rank")
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, comms: Communicators) -> None:
         """Not for callers: use `create`, `adopt` or `single`."""
-        self.layout: Layout = built.layout
-        self.rank: int = built.rank
-        self.control: Control = built.control
-        self._built = built
+        self.layout: Layout = comms.layout
+        self.rank: int = comms.rank
+        self.control: Control = comms.control
+        self._comms = comms
         self._closed = False
 
     @classmethod
@@ -66,17 +66,26 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Make the communicators of `layout`; called by all of its ranks, and by no other.
 
-        `names` are the groups to make (default: every named group of more than one rank; the
-        `_intra` and `_inter` slices only if the layout has replicas). `backend` is that of the
-        default group unless given. `store` is where ranks meet first: the default group's unless
-        given. `timeout_s` bounds every stage here and every later call of `control`. Ranks meet
-        under the layout's name and a count of their meetings under it: layouts of different ranks
-        in one program need different names.
+        Before anything is made all ranks compare layouts; what was made when one of them fails is
+        destroyed.
 
-        Before anything is made all ranks compare layouts. Raises on all ranks of the layout:
-        LayoutError naming the ranks that differ, DeadlineError naming those that did not come,
-        GroupError for unknown names; what was made by then is destroyed. Cost: a few store
-        operations per rank, one communicator per name, and a gloo one for `control`.
+        Args:
+            layout: the ranks and axes. Ranks find each other under its name and a count of the
+                calls under it: layouts of different ranks in one program need different names.
+            names: the groups to make; by default every named group of more than one rank, the
+                `_intra` and `_inter` slices only if the layout has replicas.
+            backend: of the communicators; by default the default group's.
+            timeout_s: bounds every stage here and every later call of `control`.
+            rank: this process's global rank, checked against torch.distributed's.
+            store: where ranks find each other; by default the default group's.
+
+        Raises:
+            LayoutError: Ranks have different layouts; they are named, on all ranks.
+            DeadlineError: Ranks did not arrive; they are named, on all others.
+            GroupError: Names are unknown, or torch.distributed is not initialised.
+
+        Cost: a few store operations per rank, one communicator per name, and a gloo one for
+        `control`.
         """
         return cls(
             building.create(
@@ -101,10 +110,22 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Take communicators that the caller made, after checking each against the layout.
 
-        Each has to be live, to have this rank as a member, to have exactly the ranks that the
-        layout plans for its name, in that order, and to be one communicator on all of its members.
-        If any rank's is not, all ranks of the layout raise GroupError with both lists. Nothing is
-        made but the control communicator; nothing supplied is ever destroyed here.
+        Nothing is made but the control communicator; nothing supplied is ever destroyed here.
+
+        Args:
+            layout: what the communicators are checked against.
+            supplied: live communicators by group name, each with exactly the ranks that the layout
+                plans for its name, in that order, and the same one on all of its members.
+            timeout_s: as for `create`.
+            rank: as for `create`.
+            store: as for `create`.
+
+        Raises:
+            GroupError: On all ranks of the layout, if any rank's do not fit; with both lists.
+            LayoutError: As for `create`.
+            DeadlineError: As for `create`.
+
+        Cost: a few store operations per rank, and one gloo communicator.
         """
         return cls(building.adopt(layout, supplied, timeout_s=timeout_s, rank=rank, store=store))
 
@@ -112,7 +133,9 @@ class ProcessGroups:
     def single(cls, name: str = "model", *, rank: int = 0) -> ProcessGroups:
         """The groups of one process on its own; torch.distributed is not needed."""
         layout = Layout(name=name, ranks=(rank,))
-        return cls(Built(layout=layout, rank=rank, control=Control.single(rank=rank, name=name)))
+        return cls(
+            Communicators(layout=layout, rank=rank, control=Control.single(rank=rank, name=name))
+        )
 
     def group(self, name: str) -> ProcessGroup:
         """The communicator `name`; GroupError if there is none, saying why and what there is."""
@@ -133,7 +156,7 @@ class ProcessGroups:
     def held(self) -> tuple[str, ...]:
         """The names of all communicators that this rank holds, clones included."""
         self._check_open()
-        return tuple(self._built.held)
+        return tuple(self._comms.held)
 
     def size(self, name: str) -> int:
         """Number of ranks in the group, whether or not it has a communicator."""
@@ -161,14 +184,14 @@ class ProcessGroups:
         """GroupError naming every axis of several ranks that no communicator here runs along.
 
         The axes are tp, cp, dp and pp, and with experts (ep > 1, or expt_tp other than tp) also
-        ep, expt_tp and expt_dp. A communicator of another name with the same ordered ranks will
-        do: `dp_cp` is `dp` where cp is 1.
+        ep, expt_tp and expt_dp. A communicator of another name with the same ordered ranks
+        counts: `dp_cp` is `dp` where cp is 1.
         """
         self._check_open()
         axes = ["tp", "cp", "dp", "pp"]
         if self.layout.has_experts:
             axes += ["ep", "expt_tp", "expt_dp"]
-        covered = {held.ranks for held in self._built.held.values()}
+        covered = {held.ranks for held in self._comms.held.values()}
         missing = [a for a in axes if self._is_missing(a) and self.ranks(a) not in covered]
         if missing:
             sizes = ", ".join(f"{axis} (size {self.size(axis)})" for axis in missing)
@@ -179,33 +202,44 @@ class ProcessGroups:
             )
 
     def clone(self, name: str, *, purpose: str) -> ProcessGroup:
-        """A second communicator with the ordered members of `name`, held as `purpose` from now on.
+        """A second communicator with the ordered members of `name`, held as `purpose`.
 
         The members are those of the existing communicator; nothing is derived from the layout.
-        Called by all members of that group; no other rank takes part. Raises on all of them if
-        they disagree or one does not come. A clone that is made by default (`dp_cp_ag` of `dp_cp`)
-        and is there already is given back. Cost: a few store operations, one communicator.
+        Called by all members of that group; no other rank takes part. A clone that exists already
+        because it is made by default (`dp_cp_ag` of `dp_cp`) is returned as it is.
+
+        Raises:
+            GroupError: On all members, where they disagree or `purpose` is taken.
+            DeadlineError: On all members, where one does not arrive.
+
+        Cost: a few store operations, one communicator.
         """
         source = self.group(name)
         name = self._resolved(name)
-        held = self._built.held.get(purpose)
+        held = self._comms.held.get(purpose)
         is_default = held is not None and clone_source(purpose) == name
         if held is not None and is_default and held.group is not source:
             return held.group
         error: Exception | None = None
-        if purpose in self._built.held:
+        if purpose in self._comms.held:
             error = GroupError(f"There is a communicator {purpose!r} already on rank {self.rank}.")
         elif clone_source(purpose) != name and self._is_known(purpose, or_raise=False):
             error = GroupError(f"{purpose!r} is a group of the layout, not a clone of {name!r}.")
-        return building.clone(self._built, name, source, purpose=purpose, error=error)
+        return building.clone(self._comms, name, source, purpose=purpose, error=error)
 
     def mesh(self, *names: str, device_type: str | None = None) -> DeviceMesh:
         """The DeviceMesh with one dimension per name, on exactly these communicators.
 
-        The first name is the slowest dimension. A group of one rank gets a communicator of its
-        own, owned here. `device_type` is "cuda" for NCCL communicators and "cpu" otherwise.
-        Raises GroupError if a communicator is missing or the groups do not form a grid (two that
-        share an axis, dense with expert). No communication.
+        Args:
+            names: groups, the slowest dimension first. A group of one rank gets a communicator of
+                its own, owned here.
+            device_type: by default "cuda" for NCCL communicators and "cpu" otherwise.
+
+        Raises:
+            GroupError: A communicator is missing, or the groups do not form a grid (two that share
+                an axis, dense with expert).
+
+        Cost: no communication.
         """
         self._check_open()
         if not names or len(set(names)) != len(names):
@@ -214,7 +248,7 @@ class ProcessGroups:
         names = tuple(self._resolved(name) for name in names)
         from holdfast.parallel.groups import meshes
 
-        return meshes.mesh(self._built, names, device_type)
+        return meshes.mesh(self._comms, names, device_type)
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[ProcessGroups]:
@@ -232,7 +266,7 @@ class ProcessGroups:
     def close(self) -> None:
         """Destroy the communicators created here; nothing happens the second time."""
         self._closed = True
-        self._built.destroy()
+        self._comms.destroy()
 
     def __enter__(self) -> ProcessGroups:
         """Return itself; leaving closes it."""
@@ -263,9 +297,9 @@ class ProcessGroups:
         if self._closed:
             raise GroupError(f"The process groups of {self.layout} are closed.")
 
-    def _held(self, name: str) -> Held | None:
+    def _held(self, name: str) -> Communicator | None:
         """The communicator of this name, or of the group that it is another name of."""
-        held = self._built.held
+        held = self._comms.held
         return held[name] if name in held else held.get(self._resolved(name))
 
     def _resolved(self, name: str) -> str:
@@ -294,7 +328,7 @@ class ProcessGroups:
     def _why_absent(self, name: str) -> str:
         self._is_known(name, or_raise=True)
         if name == "control":
-            return "'control' is not handed out: agreement goes through groups.control."
+            return "'control' is no group to use: agreement goes through groups.control."
         if not self.layout.has_group(name, self.rank):
             where = "not the first" if self._resolved(name) == "pos_embd" else "an interior"
             return f"Rank {self.rank} is {where} stage: it is in no {name!r} group."
@@ -306,4 +340,4 @@ class ProcessGroups:
         )
 
     def _listed(self) -> str:
-        return ", ".join(self._built.held) or "no communicator"
+        return ", ".join(self._comms.held) or "no communicator"

@@ -1,7 +1,7 @@
-"""Agreement before there is a communicator: ranks compare notes over the c10d store.
+"""Agreement before there is a communicator: ranks compare proposals over the c10d store.
 
-Each rank posts under keys of its own and reads the keys of the ranks *it* believes in, so that two
-different beliefs meet wherever they overlap. Every wait has a deadline.
+Each rank posts under keys of its own and reads the keys of the ranks that *it* expects, so that two
+ranks with different expectations find each other wherever these overlap. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from holdfast.errors import DeadlineError, GroupError, HoldfastError, LayoutError
-from holdfast.parallel.control.outcome import Outcome, raise_failures
+import msgspec
+
+from holdfast.errors import DeadlineError, ErrorRecord, GroupError, HoldfastError, LayoutError
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+_decode_failure = msgspec.json.Decoder(ErrorRecord | None).decode
+_decode_opening = msgspec.json.Decoder(tuple[str, ErrorRecord | None]).decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +42,23 @@ class Proposal:
 
 
 class Rendezvous:
-    """One meeting of `ranks` for one purpose: the n-th of this rank, for that layout and purpose.
+    """One agreement of `ranks` on one purpose: the n-th of this rank, for that layout and purpose.
 
     The number n is counted in the store per rank, so it lives exactly as long as the store, and no
-    two meetings share a key. Cost of a stage: one write, and one read of a few bytes per rank.
+    two agreements share a key.
+
+    Args:
+        store: the c10d store that all ranks reach.
+        layout_name: together with `purpose`, what the number is counted for.
+        purpose: a verb phrase for messages, completed by the layout's name.
+        ranks: the global ranks that take part.
+        rank: this process's global rank.
+        timeout_s: bounds every stage.
+
+    Raises:
+        GroupError: The store does not answer.
+
+    Cost: for each stage one write, and one read of a few bytes per rank.
     """
 
     def __init__(
@@ -54,69 +71,65 @@ class Rendezvous:
         rank: int,
         timeout_s: float,
     ) -> None:
-        """Take the next number; raises GroupError if the store does not answer."""
         self.ranks = tuple(ranks)
         self.rank = rank
         self.timeout_s = timeout_s
-        room = f"{layout_name}/{purpose}"
+        prefix = f"{layout_name}/{purpose}"
         self._root = _torch.prefix_store("holdfast", store)
         try:
-            self.number = int(self._root.add(f"{room}/number/{rank}", 1))
+            self.number = int(self._root.add(f"{prefix}/number/{rank}", 1))
             self.what = f"{purpose} layout {layout_name!r} (time {self.number})"
             self._root.set(f"doing/{rank}", self.what)
         except RuntimeError as error:
             raise GroupError(f"The c10d store does not answer rank {rank}: {error}") from error
-        self.prefix = f"holdfast/{room}/{self.number}"
-        self._store = _torch.prefix_store(f"{room}/{self.number}", self._root)
+        self.prefix = f"holdfast/{prefix}/{self.number}"
+        self._store = _torch.prefix_store(f"{prefix}/{self.number}", self._root)
 
     def propose(self, proposal: Proposal, error: Exception | None = None) -> None:
         """Check that every rank proposes the same and none has an error; all ranks raise if not.
 
-        Raises LayoutError naming the ranks that differ, the first failing rank's error if one came
-        with an `error`, DeadlineError naming who did not come.
+        Raises:
+            LayoutError: Ranks differ; they are named.
+            DeadlineError: Ranks did not arrive; they are named.
+            HoldfastError: Some rank came with an `error`; of the class of the first one's.
         """
         failure: Exception | None = None
         try:
             digest = proposal.digest()
             self._store.set(f"text/{self.rank}", proposal.text)
-            self._join_camp(digest, proposal.text)
-            opening = {"digest": digest, "outcome": Outcome.of(error).to_json()}
-            answers = [json.loads(a) for a in self._exchange("open", json.dumps(opening))]
-            outcomes = [Outcome.from_json(answer["outcome"]) for answer in answers]
-            raise_failures(outcomes, ranks=self.ranks, phase=self.what, cause=error)
-            self._compare([answer["digest"] for answer in answers])
-            self._check_camps(digest)
+            self._announce(digest, proposal.text)
+            own = (digest, ErrorRecord.of(error) if error is not None else None)
+            openings = self.exchange("open", msgspec.json.encode(own).decode())
+            digests, records = zip(*map(_decode_opening, openings), strict=True)
+            self._raise_failures(records, cause=error)
+            self._compare(digests)
+            self._check_other_proposals(digest)
         except HoldfastError as raised:
             failure = raised
         except RuntimeError as lost:
             failure = self._lost("open", lost)
         if failure is not None:  # every rank that answered sees the same, so nothing to join
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"settled/{self.rank}", Outcome.of(failure).to_json())
+                self._post("agreed", failure)
             raise failure
-        self.conclude("settled", None)
+        self.finish("agreed", None)
 
-    def conclude(self, stage: str, error: Exception | None) -> None:
-        """Tell all ranks how `stage` went; raise on all of them if it failed on any.
+    def finish(self, stage: str, error: Exception | None) -> None:
+        """Report to all ranks how `stage` went; raise on all of them if it failed on any.
 
-        A rank with an error does not wait for the others: it tells them, and raises. What they
-        have said by then is in its message.
+        A rank with an error does not wait for the others: it reports and raises. What they have
+        reported by then is in its message.
         """
-        report = Outcome.of(error).to_json()
         if error is not None:
-            raise self._with_others(stage, report, error)
+            raise self._joined_with_others(stage, error)
         try:
-            answers = self._exchange(stage, report)
-        except DeadlineError as late:  # the reason may be with those who have come
-            raise self._with_others(stage, Outcome.of(late).to_json(), late) from late
-        outcomes = [Outcome.from_json(answer) for answer in answers]
-        raise_failures(outcomes, ranks=self.ranks, phase=self.what, cause=None)
+            reports = self.exchange(stage, "null")
+        except DeadlineError as late:  # the reason may be with those who have arrived
+            raise self._joined_with_others(stage, late) from late
+        self._raise_failures([_decode_failure(report) for report in reports], cause=None)
 
-    def share(self, stage: str, value: str) -> list[str]:
-        """Every rank's `value`, in the order of `ranks`; DeadlineError naming who did not come."""
-        return self._exchange(stage, value)
-
-    def _exchange(self, stage: str, value: str) -> list[str]:
+    def exchange(self, stage: str, value: str) -> list[str]:
+        """Every rank's `value`, in the order of `ranks`; DeadlineError naming the missing ranks."""
         keys = [f"{stage}/{rank}" for rank in self.ranks]
         try:
             self._store.set(f"{stage}/{self.rank}", value)
@@ -130,9 +143,22 @@ class Rendezvous:
                 ]
                 if missing:
                     raise DeadlineError(self._absent(missing, stage)) from None
-            return [bytes(answer).decode() for answer in self._store.multi_get(keys)]
+            return [bytes(value).decode() for value in self._store.multi_get(keys)]
         except RuntimeError as error:
             raise self._lost(stage, error) from error
+
+    def _post(self, stage: str, error: Exception) -> None:
+        record = ErrorRecord.of(error)
+        self._store.set(f"{stage}/{self.rank}", msgspec.json.encode(record).decode())
+
+    def _raise_failures(
+        self, records: Sequence[ErrorRecord | None], *, cause: Exception | None
+    ) -> None:
+        pairs = zip(self.ranks, records, strict=True)
+        failed = {rank: record for rank, record in pairs if record is not None}
+        if failed:
+            joined = ErrorRecord.joined(failed, num_ranks=len(self.ranks), phase=self.what)
+            raise joined.to_error() from cause
 
     def _lost(self, stage: str, error: RuntimeError) -> GroupError:
         return GroupError(
@@ -140,21 +166,21 @@ class Rendezvous:
             f"{error}"
         )
 
-    def _with_others(self, stage: str, report: str, error: Exception) -> Exception:
-        """Post this rank's failure; return it, joined with the failures that others have posted."""
-        outcomes = []
+    def _joined_with_others(self, stage: str, error: Exception) -> Exception:
+        """Post this rank's failure; return it, joined with those that others have posted."""
         try:
-            self._store.set(f"{stage}/{self.rank}", report)
-            for rank in self.ranks:
-                key = f"{stage}/{rank}"
-                said = self._store.get(key).decode() if self._store.check([key]) else ""
-                outcomes.append(Outcome.from_json(said))
+            self._post(stage, error)
+            keys = [f"{stage}/{rank}" for rank in self.ranks]
+            posted = [
+                self._store.get(k).decode() if self._store.check([k]) else "null" for k in keys
+            ]
         except RuntimeError:
             return error
-        if sum(bool(outcome.kind) for outcome in outcomes) == 1:
+        records = [_decode_failure(report) for report in posted]
+        if sum(record is not None for record in records) == 1:
             return error
         try:
-            raise_failures(outcomes, ranks=self.ranks, phase=self.what, cause=error)
+            self._raise_failures(records, cause=error)
         except HoldfastError as joined:
             return joined
         return error
@@ -167,42 +193,43 @@ class Rendezvous:
             seen.append(f"rank {rank}: {there}")
         return (
             f"Rank {self.rank} waited {self.timeout_s:g} s to {self.what}, stage {stage!r}: ranks "
-            f"{list(missing)} did not come ({'; '.join(seen)}). Every rank of the layout creates "
+            f"{list(missing)} did not arrive ({'; '.join(seen)}). Every rank of the layout creates "
             "its groups, in the same order of layouts; layouts that share ranks have names of "
             "their own."
         )
 
     def _compare(self, digests: Sequence[str]) -> None:
-        camps: dict[str, list[int]] = {}
+        ranks_by_digest: dict[str, list[int]] = {}
         for rank, digest in zip(self.ranks, digests, strict=True):
-            camps.setdefault(digest, []).append(rank)
-        if len(camps) == 1:
+            ranks_by_digest.setdefault(digest, []).append(rank)
+        if len(ranks_by_digest) == 1:
             return
-        ordered = sorted(camps.values(), key=lambda camp: (-len(camp), self.ranks.index(camp[0])))
-        differing = sorted(rank for camp in ordered[1:] for rank in camp)
+        sides = sorted(ranks_by_digest.values(), key=lambda r: (-len(r), self.ranks.index(r[0])))
+        differing = sorted(rank for side in sides[1:] for rank in side)
         lines = [
-            f"ranks {shorten_ranks(camp)}: {self._store.get(f'text/{camp[0]}').decode()}"
-            for camp in ordered
+            f"ranks {shorten_ranks(side)}: {self._store.get(f'text/{side[0]}').decode()}"
+            for side in sides
         ]
         raise LayoutError(
             f"Ranks {differing} disagree with the others, so no rank may {self.what}. "
             + "; ".join(lines)
         )
 
-    def _join_camp(self, digest: str, text: str) -> None:
-        """Announce a proposal, once per distinct one, to ranks that do not know of this one."""
-        if self._store.add(f"camp/{digest}", 1) == 1:
-            camp = {"digest": digest, "rank": self.rank, "ranks": self.ranks, "text": text}
-            self._store.set(f"camps/{self._store.add('camps', 1)}", json.dumps(camp))
+    def _announce(self, digest: str, text: str) -> None:
+        """List a proposal, once per distinct one, for ranks that do not take part in it."""
+        if self._store.add(f"is_listed/{digest}", 1) == 1:
+            listed = {"digest": digest, "rank": self.rank, "ranks": self.ranks, "text": text}
+            number = self._store.add("num_listed", 1)
+            self._store.set(f"listed/{number}", json.dumps(listed))
 
-    def _check_camps(self, digest: str) -> None:
-        """Check that no rank outside of this meeting proposes something for the ranks inside."""
-        for number in range(1, int(self._store.add("camps", 0)) + 1):
-            camp = json.loads(self._store.get(f"camps/{number}"))
-            shared = sorted(set(camp["ranks"]) & set(self.ranks))
-            if camp["digest"] != digest and shared:
+    def _check_other_proposals(self, digest: str) -> None:
+        """Check that no rank outside of this agreement proposes something for the ranks inside."""
+        for number in range(1, int(self._store.add("num_listed", 0)) + 1):
+            listed = json.loads(self._store.get(f"listed/{number}"))
+            shared = sorted(set(listed["ranks"]) & set(self.ranks))
+            if listed["digest"] != digest and shared:
                 raise LayoutError(
-                    f"Rank {camp['rank']} disagrees with ranks {shorten_ranks(self.ranks)}, so no "
-                    f"rank may {self.what}: it counts on ranks {shorten_ranks(shared)} for "
-                    f"{camp['text']}."
+                    f"Rank {listed['rank']} disagrees with ranks {shorten_ranks(self.ranks)}, so "
+                    f"no rank may {self.what}: it counts on ranks {shorten_ranks(shared)} for "
+                    f"{listed['text']}."
                 )

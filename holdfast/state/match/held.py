@@ -10,7 +10,7 @@ from holdfast.parallel.layout import Layout
 from holdfast.state.markers import Marked, Padded
 from holdfast.state.match.result import Wanted
 from holdfast.state.padding import clip_leaf, padding_views
-from holdfast.state.placement import Domains, tensor_leaf
+from holdfast.state.placement import ReplicaSets, tensor_leaf
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -27,7 +27,7 @@ class Targets:
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout = layout
         self._rank = rank
-        self._domains: Domains = {}
+        self._replica_sets: ReplicaSets = {}
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
         self.cleared: list[Wanted] = []
@@ -64,7 +64,7 @@ class Targets:
             key=path,
             layout=self._layout,
             rank=self._rank,
-            domains=self._domains,
+            replica_sets=self._replica_sets,
         )
         if isinstance(template, Padded):
             if id(template) not in self._paddings:

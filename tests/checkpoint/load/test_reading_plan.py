@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.arrays.boxes import Box, pad_shapes
-from holdfast.arrays.overlap import BoxTable, meeting_pairs, union_nbytes, unique_boxes
+from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
+from holdfast.arrays.boxes import Box
 from holdfast.checkpoint.load import reading_plan
-from holdfast.checkpoint.load.assign_readers import level
 from holdfast.checkpoint.load.reading_plan import ReadingPlan, gather_requests, plan_reading
 from holdfast.checkpoint.load.requests import decode_boxes, encode_boxes
 from holdfast.checkpoint.load.transfers import Deliveries, Moves
@@ -293,57 +292,15 @@ def test_a_box_that_no_chunk_covers_is_damage() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_overlaps_and_unions_equal_brute_force(data: st.DataObject) -> None:
+def test_requests_come_back_from_their_bytes(data: st.DataObject) -> None:
     ndim = data.draw(st.integers(1, 3))
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=ndim, max_size=ndim)))
-
-    def draw_table() -> BoxTable:
-        rows = data.draw(
-            st.lists(st.tuples(st.integers(0, 2), boxes_in(shape)), min_size=0, max_size=6)
-        )
-        return table_of([(t, b) for t, b in rows if b.numel], ndim)
-
-    first, second = draw_table(), draw_table()
-
-    def box(table: BoxTable, row: int) -> Box:
-        return Box(tuple(table.offset[row].tolist()), tuple(table.extent[row].tolist()))
-
-    expected = [
-        (a, b)
-        for a in range(len(first))
-        for b in range(len(second))
-        if first.tensor[a] == second.tensor[b]
-        and box(first, a).intersect(box(second, b)) is not None
-    ]
-    assert list(zip(*(x.tolist() for x in meeting_pairs(first, second)), strict=True)) == expected
-    distinct, number = unique_boxes(first)
-    for row in range(len(first)):
-        assert box(distinct, number[row]) == box(first, row)
-        assert distinct.tensor[number[row]] == first.tensor[row]
-    seen = np.zeros((3, *shape), dtype=np.bool_)
-    for row in range(len(distinct)):
-        seen[distinct.tensor[row]][box(distinct, row).relative_to((0,) * ndim)] = True
-    sizes = np.array([1, 4, 2])
-    expected_nbytes = int((seen.reshape(3, -1).sum(axis=1) * sizes).sum())
-    assert union_nbytes(distinct, sizes) == expected_nbytes
-    again = decode_boxes(encode_boxes(first))
-    assert (again.offset == first.offset).all()
-    assert (again.extent == first.extent).all()
-    assert (again.tensor == first.tensor).all()
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 200))
-def test_pouring_levels_what_it_fills(load: list[int], nbytes: int) -> None:
-    poured = level(np.array(load), nbytes)
-    assert poured.sum() == nbytes
-    assert (poured >= 0).all()
-    filled = np.array(load) + poured
-    heights = sorted(load)
-    lowest = min(
-        max(heights[n - 1], -(-(nbytes + sum(heights[:n])) // n)) for n in range(1, len(load) + 1)
-    )
-    if nbytes:
-        assert filled[poured > 0].max() <= lowest
+    rows = data.draw(st.lists(st.tuples(st.integers(0, 2), boxes_in(shape)), max_size=6))
+    boxes = table_of(rows, ndim)
+    again = decode_boxes(encode_boxes(boxes))
+    assert (again.offset == boxes.offset).all()
+    assert (again.extent == boxes.extent).all()
+    assert (again.tensor == boxes.tensor).all()
 
 
 def test_a_large_job_is_planned_in_seconds() -> None:

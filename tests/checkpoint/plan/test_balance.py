@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, Codecs, Layout, ProcessGroups, Replicated, Sharded, Stored
-from holdfast.arrays.packed_ints import mix_columns
-from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, Awards, Holdings, elect, level
+from holdfast.arrays.mixing import mix_columns
+from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, Awards, Holdings, elect
 from holdfast.checkpoint.plan.claims import chunk_table
 from holdfast.checkpoint.plan.proof import make_plan
 from holdfast.format.reader import Snapshot
@@ -133,30 +133,6 @@ def test_what_balances_whole_is_not_cut() -> None:
     boxes: Boxes = [((1000, 1000), everyone)] * 8 + [((100,), everyone)] * 40
     awards = elect(holdings(boxes, 4))
     assert len(awards.box) == len(boxes)
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=5), st.data())
-@settings(max_examples=100, deadline=None)
-def test_divisible_loads_are_levelled(fixed: list[float], data: st.DataObject) -> None:
-    """Against the brute force bound over sets of ranks; nothing is lost, nothing negative."""
-    count = len(fixed)
-    members = data.draw(
-        st.lists(st.sets(st.integers(0, count - 1), min_size=1), min_size=1, max_size=4)
-    )
-    who = [np.array(sorted(each), dtype=np.int64) for each in members]
-    sizes = [data.draw(st.floats(0, 100)) for _ in members]
-    shares = level(np.array(fixed), who, sizes)
-    totals = np.array(fixed)
-    for each, share, size in zip(who, shares, sizes, strict=True):
-        assert (share >= 0).all()
-        assert abs(share.sum() - size) <= 1e-6 * max(size, 1)
-        totals[each] += share
-    best = 0.0
-    for n in range(1, count + 1):
-        for chosen in itertools.combinations(range(count), n):
-            inside = sum(s for s, m in zip(sizes, members, strict=True) if m <= set(chosen))
-            best = max(best, (inside + sum(fixed[i] for i in chosen)) / n)
-    assert totals.max() <= best + 0.02 * max(totals.mean(), 1.0)
 
 
 def plan_of(layout: Layout, states: list[dict[str, object]]) -> CommitPlan:

@@ -379,8 +379,8 @@ def _assert_compared(
             number = plan.keys.index(key)
             where = tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
             for other in np.unique(writer[number][where[: len(plan.shapes[number])]]).tolist():
-                domain = int(table.domain[local])
-                declared = domain >= 0 and other in table.domains[domain].replicas
+                replica_set = int(table.replica_set[local])
+                declared = replica_set >= 0 and other in table.replica_sets[replica_set].replicas
                 if other == position or (declared and not case.holders[0].compare_all):
                     continue
                 box = (key, *offset, *extent)

@@ -20,7 +20,7 @@ from holdfast.checkpoint.plan.claims import (
     table_message,
 )
 from holdfast.checkpoint.plan.proof import make_plan
-from holdfast.parallel.control.frame import RECORD_NBYTES
+from holdfast.parallel.control.frame import FRAME_NBYTES
 from holdfast.state import flatten_state
 from tests.harness import RankContext, run_ranks
 
@@ -64,7 +64,7 @@ def _plan(context: RankContext, root: str, num_tensors: int) -> tuple[int, int, 
 def test_a_hundred_thousand_shards_on_four_ranks(tmp_path: Path) -> None:
     results = run_ranks(4, _plan, str(tmp_path / "many"), NUM_TENSORS, timeout_s=280).results
     received = sum(nbytes for nbytes, *_ in results[1:])
-    assert received <= ROW_NBYTES * 3 * NUM_TENSORS + 64 * RECORD_NBYTES
+    assert received <= ROW_NBYTES * 3 * NUM_TENSORS + 64 * FRAME_NBYTES
     # Names do not travel from every rank: what the others send is far below their names alone.
     assert received < 3 * NUM_TENSORS * len("m.model.layers.12345.weight")
     assert max(seconds for *_, seconds in results) < 120
@@ -73,7 +73,7 @@ def test_a_hundred_thousand_shards_on_four_ranks(tmp_path: Path) -> None:
         results, few, strict=True
     ):
         assert collectives == few_collectives == 1
-        assert nbytes == few_nbytes <= 2 * RECORD_NBYTES
+        assert nbytes == few_nbytes <= 2 * FRAME_NBYTES
 
 
 def test_the_bound_holds_on_virtual_ranks_and_memory_is_linear() -> None:

@@ -27,7 +27,7 @@ from holdfast.checkpoint.plan.proof import Assignment, make_plan
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.state import flatten_state
-from holdfast.state.leaves import Domain
+from holdfast.state.leaves import ReplicaSet
 from holdfast.writer.records import CommitPlan, decode_plan, encode_plan
 
 SHAPES = {"a": (7, 4), "b": (4, 6), "c": (3,), "d": (2, 3, 5)}
@@ -134,7 +134,7 @@ def test_every_wrong_claim_is_found_and_named(key: str, fault: str) -> None:
     row = row_of(table, key)
     offset, extent, names = table.offset.copy(), table.extent.copy(), table.names
     keep = np.ones(len(table.tensor), dtype=bool)
-    domains, domain = table.domains, table.domain.copy()
+    replica_sets, replica_set = table.replica_sets, table.replica_set.copy()
     dim = {"m.a": 0, "m.b": 1, "m.c": 0, "m.d": 2}[key]
     if fault == "drop":
         # Every replica of the box drops it; else another holder would write it, rightly.
@@ -146,8 +146,8 @@ def test_every_wrong_claim_is_found_and_named(key: str, fault: str) -> None:
     elif fault == "stray":
         offset[row, dim] += 100
     elif fault == "rival":
-        domains = (*domains, Domain(replicas=(3,), span=LAYOUT.ranks))
-        domain[row] = len(domains) - 1
+        replica_sets = (*replica_sets, ReplicaSet(replicas=(3,), span=LAYOUT.ranks))
+        replica_set[row] = len(replica_sets) - 1
     else:
         encoded = names.replace(b"F32", b"F16", 1) if fault == "dtype" else None
         if encoded is None:
@@ -167,11 +167,11 @@ def test_every_wrong_claim_is_found_and_named(key: str, fault: str) -> None:
                 keep[mine] = False
                 tables[position] = dataclasses.replace(
                     each, tensor=each.tensor[keep], offset=each.offset[keep],
-                    extent=each.extent[keep], domain=each.domain[keep],
+                    extent=each.extent[keep], replica_set=each.replica_set[keep],
                 )  # fmt: skip
     else:
         tables[victim] = dataclasses.replace(
-            table, offset=offset, extent=extent, domain=domain, domains=domains
+            table, offset=offset, extent=extent, replica_set=replica_set, replica_sets=replica_sets
         )
     with pytest.raises(PlanError) as caught:
         plan_of(LAYOUT, tables)
@@ -211,8 +211,8 @@ def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[ChunkTabl
                 tensor=np.arange(num_tensors, dtype=np.int64),
                 offset=np.stack([rows * shard, np.zeros_like(rows)], axis=1),
                 extent=np.stack([rows, np.full_like(rows, 64)], axis=1),
-                domain=np.zeros(num_tensors, dtype=np.int64),
-                domains=(Domain(replicas=same, span=tuple(range(num_ranks))),),
+                replica_set=np.zeros(num_tensors, dtype=np.int64),
+                replica_sets=(ReplicaSet(replicas=same, span=tuple(range(num_ranks))),),
             )
         )
     return tables

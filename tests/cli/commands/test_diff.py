@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.arrays.boxes import Box
-from holdfast.cli.support.comparing import TensorComparer, Tolerance
+from holdfast.cli.support.compare import TensorComparer, Tolerance
 from holdfast.format.fingerprint import snapshot_fingerprints
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
@@ -68,10 +68,10 @@ def test_equal_checkpoints_of_different_layouts(holdfast: Holdfast, tmp_path: Pa
     a = store(tmp_path / "a", sample_tensors())
     b = store(tmp_path / "b", relaid(sample_tensors()))
     for one, two in ((a, b), (b, a), (a, a), (a / "iter_0000007", b / "iter_0000007")):
-        said = holdfast("diff", one, two)
-        assert said.code == 0
-        assert "equal: 7 tensors and all values" in said.out
-        assert "fingerprint" not in said.out
+        result = holdfast("diff", one, two)
+        assert result.code == 0
+        assert "equal: 7 tensors and all values" in result.out
+        assert "fingerprint" not in result.out
     found = holdfast("diff", a, b, "--json").json
     assert found["equal"] is True
     assert found["num_equal_tensors"] == 7
@@ -85,10 +85,10 @@ def test_fingerprints_in_both_manifests_tell_without_reading(
     b = store(tmp_path / "b", relaid(sample_tensors()), fingerprints=True)
     plain = store(tmp_path / "plain", sample_tensors())
     for path in (b / "iter_0000007/data").iterdir():
-        path.write_bytes(path.read_bytes()[:-1])  # whoever reads b fails
-    said = holdfast("diff", a, b)
-    assert said.code == 0
-    assert "0 B read, 7 tensors told by fingerprint and not read" in said.out
+        path.write_bytes(path.read_bytes()[:-1])  # reading b fails
+    result = holdfast("diff", a, b)
+    assert result.code == 0
+    assert "0 B read, 7 tensors equal by fingerprint and not read" in result.out
     assert holdfast("diff", a, b, "--json").json["nbytes_read"] == 0
     assert holdfast("diff", a, b, "--read").code == 2
     assert holdfast("diff", a, plain, "--json").json["num_equal_by_fingerprint"] == 0
@@ -99,9 +99,9 @@ def test_fingerprints_that_differ_lead_to_the_bytes(holdfast: Holdfast, tmp_path
     a = store(tmp_path / "a", tensors, fingerprints=True)
     tensors["model.mask"] = changed(tensors["model.mask"], 0, 1)
     b = store(tmp_path / "b", relaid(tensors), fingerprints=True)
-    said = holdfast("diff", a, b, "--json")
-    assert said.code == 1
-    found = said.json
+    result = holdfast("diff", a, b, "--json")
+    assert result.code == 1
+    found = result.json
     assert found["num_equal_by_fingerprint"] == 6
     assert found["tensors"] == [
         {"key": "model.mask", "dtype": "BOOL", "shape": [11], "num_differing": 1,
@@ -115,17 +115,17 @@ def test_structure(holdfast: Holdfast, tmp_path: Path) -> None:
     two = {"x": random_tensor(1, dtype="F32", shape=(3, 2)), "only b": random_tensor(
         2, dtype="U8", shape=()), "t": random_tensor(3, dtype="I32", shape=(4,))}  # fmt: skip
     a, b = store(tmp_path / "a", one), store(tmp_path / "b", two)
-    said = holdfast("diff", a, b, "--json")
-    assert said.code == 1
-    assert said.json["structure"] == [
+    result = holdfast("diff", a, b, "--json")
+    assert result.code == 1
+    assert result.json["structure"] == [
         {"key": "x", "a": "F32 2 x 3", "b": "F32 3 x 2"},
         {"key": "only a", "a": "U8 scalar", "b": None},
         {"key": "t", "a": "F32 4", "b": "I32 4"},
         {"key": "only b", "a": None, "b": "U8 scalar"},
     ]
-    said = holdfast("diff", a, b)
-    assert "different: 4 tensors of another kind" in said.out
-    assert "not there" in said.out
+    result = holdfast("diff", a, b)
+    assert "different: 4 tensors of another kind" in result.out
+    assert "not there" in result.out
 
 
 def test_values(holdfast: Holdfast, tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_values(holdfast: Holdfast, tmp_path: Path) -> None:
         ("kind", True, True),
     ]
     assert found["tensors"] == []
-    said = holdfast("diff", a, b, "--values")
-    assert said.code == 1
+    result = holdfast("diff", a, b, "--values")
+    assert result.code == 1
     for text in ("inf", "0.5", "not there", "'zwei'", "different: 10 values"):
-        assert text in said.out
+        assert text in result.out
     assert holdfast("diff", a, b, "--tensor", "w", "--json").json["values"] == []
     assert len(holdfast("diff", a, b, "--tensor", "w", "--values", "--json").json["values"]) == 10
 
@@ -184,8 +184,8 @@ def test_numbers_of_a_difference(holdfast: Holdfast, tmp_path: Path) -> None:
     other[0, 0], other[4, 6], other[1, 1], other[2, 2], other[3, 3] = 3, -4, np.nan, np.inf, -0.0
     a = store(tmp_path / "a", {"w": of_array(base, "F32")})
     b = store(tmp_path / "b", {"w": of_array(other, "F32", QUARTERS)})
-    said = holdfast("diff", a, b, "--json")
-    assert said.json["tensors"] == [
+    result = holdfast("diff", a, b, "--json")
+    assert result.json["tensors"] == [
         {"key": "w", "dtype": "F32", "shape": [5, 7], "num_differing": 5, "num_undefined": 2,
          "max_abs": 4.0, "norm": 5.0}
     ]  # fmt: skip
@@ -225,7 +225,7 @@ def test_tolerance_is_that_of_numpy(
     b = PosixStorage(store(root / "b", {"w": of_array(two, dtype)}))
     with Snapshot.open(a, "iter_0000007") as left, Snapshot.open(b, "iter_0000007") as right:
         tolerance = Tolerance(rtol=rtol, atol=atol)
-        found = TensorComparer(left, right, tolerance=tolerance, advance=int).compare("w")
+        found = TensorComparer(a=left, b=right, tolerance=tolerance, advance=int).compare("w")
     # Both sides in double precision: the bound itself must not be rounded to the tensor's type.
     exact = [values.astype(np.result_type(kind, np.float64)) for values in (one, two)]
     expected = int((~np.isclose(*exact, rtol=rtol, atol=atol, equal_nan=True)).sum())
@@ -264,7 +264,7 @@ def test_every_element_type_can_be_compared(holdfast: Holdfast, tmp_path: Path, 
 def test_large_tensors_are_compared_in_pieces(
     holdfast: Holdfast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.cli.support.comparing._PIECE_NBYTES", 64)
+    monkeypatch.setattr("holdfast.cli.support.compare._PIECE_NBYTES", 64)
     tensors = sample_tensors()
     a = store(tmp_path / "a", tensors)
     other = relaid(tensors)
@@ -290,9 +290,9 @@ def test_mistakes_and_damage(holdfast: Holdfast, tmp_path: Path) -> None:
         ([a, b], "the manifest states"),
     ]
     for words, text in cases:
-        said = holdfast("diff", *words)
-        assert said.code == 2, words
-        assert text in said.err
-        assert said.err.count("\n") == 1
-        assert said.out == ""
+        result = holdfast("diff", *words)
+        assert result.code == 2, words
+        assert text in result.err
+        assert result.err.count("\n") == 1
+        assert result.out == ""
     assert list((a / ".reading").iterdir()) == []

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from holdfast.arrays.boxes import Box
-from holdfast.cli.support.tensor_stats import decode_elements
+from holdfast.cli.support.elements import decode_elements
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
 from tests.format.making import Chunk, make, random_tensor, sample_tensors, write
@@ -34,9 +34,9 @@ def test_one_tensor_across_shards_to_safetensors(
     holdfast: Holdfast, root: Path, tmp_path: Path
 ) -> None:
     to = tmp_path / "out.safetensors"
-    said = holdfast("export", root, "--tensor", "model.weight", "--to", to)
-    assert (said.code, said.err) == (0, "")
-    assert "1 tensor, 140 B, written to" in said.out
+    result = holdfast("export", root, "--tensor", "model.weight", "--to", to)
+    assert (result.code, result.err) == (0, "")
+    assert "1 tensor, 140 B, written to" in result.out
     found = load_file(to)
     assert list(found) == ["model.weight"]
     assert found["model.weight"].tobytes() == weight().tobytes()
@@ -78,12 +78,12 @@ def test_types_that_npy_lacks_are_refused_or_widened(
     holdfast: Holdfast, root: Path, tmp_path: Path
 ) -> None:
     to = tmp_path / "arrays"
-    said = holdfast("export", root, "--tensor", "*", "--to", to)
-    assert said.code == 2
-    assert "model.norm" in said.err
-    assert "BF16" in said.err
-    assert ".safetensors" in said.err
-    assert "--as-float32" in said.err
+    result = holdfast("export", root, "--tensor", "*", "--to", to)
+    assert result.code == 2
+    assert "model.norm" in result.err
+    assert "BF16" in result.err
+    assert ".safetensors" in result.err
+    assert "--as-float32" in result.err
     assert not to.exists()
     assert holdfast("export", root, "--tensor", "*", "--to", to, "--as-float32").code == 0
     for key in ("model.norm", "optimizer.moment"):
@@ -144,14 +144,14 @@ def test_large_tensors_are_streamed(holdfast: Holdfast, tmp_path: Path) -> None:
 def test_nothing_that_exists_is_overwritten(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
     to = tmp_path / "out.safetensors"
     to.write_bytes(b"mine")
-    said = holdfast("export", root, "--tensor", "model.weight", "--to", to)
-    assert said.code == 2
-    assert "exists already" in said.err
+    result = holdfast("export", root, "--tensor", "model.weight", "--to", to)
+    assert result.code == 2
+    assert "exists already" in result.err
     assert to.read_bytes() == b"mine"
     (tmp_path / "arrays").mkdir()
     (tmp_path / "arrays/model.weight.npy").symlink_to(tmp_path / "elsewhere")
-    said = holdfast("export", root, "--tensor", "model.*t", "--to", tmp_path / "arrays")
-    assert said.code == 2
+    result = holdfast("export", root, "--tensor", "model.*t", "--to", tmp_path / "arrays")
+    assert result.code == 2
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -161,9 +161,9 @@ def test_damage_is_named_and_leaves_no_file(holdfast: Holdfast, root: Path, tmp_
     data[4096] ^= 1
     path.write_bytes(data)
     to = tmp_path / "out" / "x.safetensors"
-    said = holdfast("export", root, "--tensor", "model.weight", "--to", to)
-    assert said.code == 1
-    assert "model.weight" in said.err
+    result = holdfast("export", root, "--tensor", "model.weight", "--to", to)
+    assert result.code == 1
+    assert "model.weight" in result.err
     assert list((tmp_path / "out").iterdir()) == []
     assert list((root / ".reading").iterdir()) == []
 
@@ -178,8 +178,8 @@ def test_mistakes(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
         ([tmp_path / "none", "--tensor", "*", "--to", to], "does not exist"),
     ]
     for words, text in cases:
-        said = holdfast("export", *words)
-        assert said.code == 2, words
-        assert text in said.err
-        assert said.err.count("\n") == 1
+        result = holdfast("export", *words)
+        assert result.code == 2, words
+        assert text in result.err
+        assert result.err.count("\n") == 1
         assert not to.exists()

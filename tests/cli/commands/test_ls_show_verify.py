@@ -30,15 +30,15 @@ def assert_one_clear_line(err: str) -> None:
 
 
 def test_ls_lists_steps_the_latest_and_leftovers(holdfast: Holdfast, root: Path) -> None:
-    said = holdfast("ls", root)
-    assert said.code == 0
-    lines = said.out.splitlines()
+    result = holdfast("ls", root)
+    assert result.code == 0
+    lines = result.out.splitlines()
     assert sum("2026-01-02 03:04:05" in line for line in lines) == 2
     assert [line.split()[0] for line in lines if "latest" in line] == ["120"]
-    assert "model tp2 on 2 ranks" in said.out
-    assert ".saving-iter_0000130-ab12" in said.out
-    assert "iter_0000140" in said.out
-    assert "says" not in said.out
+    assert "model tp2 on 2 ranks" in result.out
+    assert ".saving-iter_0000130-ab12" in result.out
+    assert "iter_0000140" in result.out
+    assert "says" not in result.out
 
 
 def test_ls_as_json(holdfast: Holdfast, root: Path) -> None:
@@ -63,17 +63,17 @@ def test_ls_says_when_the_pointer_is_wrong(holdfast: Holdfast, root: Path) -> No
 
 def test_ls_names_a_damaged_manifest_and_lists_the_others(holdfast: Holdfast, root: Path) -> None:
     flip(root / "iter_0000005" / "manifest.json", 100)
-    said = holdfast("ls", root)
-    assert said.code == 1
-    assert "damaged" in said.out
-    assert "120" in said.out
+    result = holdfast("ls", root)
+    assert result.code == 1
+    assert "damaged" in result.out
+    assert "120" in result.out
     assert holdfast("ls", root, "--json").json["steps"][0]["damage"]
 
 
 def test_ls_of_nothing(holdfast: Holdfast, tmp_path: Path) -> None:
-    said = holdfast("ls", tmp_path)
-    assert said.code == 0
-    assert "no committed checkpoint" in said.out
+    result = holdfast("ls", tmp_path)
+    assert result.code == 0
+    assert "no committed checkpoint" in result.out
     assert holdfast("ls", tmp_path, "--json").json["latest"] is None
 
 
@@ -81,11 +81,11 @@ def test_ls_of_nothing(holdfast: Holdfast, tmp_path: Path) -> None:
 
 
 def test_show_takes_the_newest_step_of_a_root(holdfast: Holdfast, root: Path) -> None:
-    said = holdfast("show", root)
-    assert said.code == 0
+    result = holdfast("show", root)
+    assert result.code == 0
     for text in ("iter_0000120", "model tp2 on 2 ranks (0-1)", "7 tensors", "model.weight",
                  "5 x 7", "BF16", "progress"):  # fmt: skip
-        assert text in said.out
+        assert text in result.out
     assert holdfast("show", root / "iter_0000005", "--json").json["step"] == 5
     assert holdfast("show", root, "--step", "5", "--json").json["step"] == 5
 
@@ -103,9 +103,9 @@ def test_show_as_json(holdfast: Holdfast, root: Path) -> None:
 
 def test_show_narrows_by_key_pattern_and_part(holdfast: Holdfast, root: Path) -> None:
     def keys(*words: object, code: int = 0) -> list[str]:
-        said = holdfast("show", root, *words, "--json")
-        assert said.code == code
-        return [] if code else [row["key"] for row in said.json["tensors"]]
+        result = holdfast("show", root, *words, "--json")
+        assert result.code == code
+        return [] if code else [row["key"] for row in result.json["tensors"]]
 
     assert keys("--tensor", "model.norm") == ["model.norm"]
     assert keys("--tensor", "*.m*") == ["model.mask", "optimizer.moment"]
@@ -114,36 +114,36 @@ def test_show_narrows_by_key_pattern_and_part(holdfast: Holdfast, root: Path) ->
 
 
 def test_show_values_as_a_tree(holdfast: Holdfast, root: Path) -> None:
-    said = holdfast("show", root, "--values", "--part", "progress")
-    assert "step: 120" in said.out
-    assert "best: -inf" in said.out
-    assert "seen: [1, 2, 3]" in said.out
-    assert "model.weight" not in said.out
+    result = holdfast("show", root, "--values", "--part", "progress")
+    assert "step: 120" in result.out
+    assert "best: -inf" in result.out
+    assert "seen: [1, 2, 3]" in result.out
+    assert "model.weight" not in result.out
 
 
 def test_show_files(holdfast: Holdfast, root: Path) -> None:
-    said = holdfast("show", root, "--files")
-    assert "data/00001.safetensors" in said.out
-    assert "tp=1" in said.out
+    result = holdfast("show", root, "--files")
+    assert "data/00001.safetensors" in result.out
+    assert "tp=1" in result.out
 
 
 def test_show_reads_no_data_file_without_stats(holdfast: Holdfast, root: Path) -> None:
     for path in (root / "iter_0000120" / "data").iterdir():
         path.unlink()
     assert holdfast("show", root, "--files", "--values").code == 0
-    said = holdfast("show", root, "--tensor", "model.weight", "--stats")
-    assert said.code == 1
-    assert_one_clear_line(said.err)
-    assert "model.weight" in said.err
+    result = holdfast("show", root, "--tensor", "model.weight", "--stats")
+    assert result.code == 1
+    assert_one_clear_line(result.err)
+    assert "model.weight" in result.err
 
 
 def test_show_lists_only_so_many_tensors_unless_asked(holdfast: Holdfast, tmp_path: Path) -> None:
     store = PosixStorage(tmp_path)
     tensors = {f"layer.{i}": random_tensor(i, dtype="U8", shape=(2,)) for i in range(60)}
     write(store, at_step(make(tensors), 1))
-    said = holdfast("show", tmp_path)
-    assert "10 more tensors" in said.out
-    assert "layer.59" not in said.out
+    result = holdfast("show", tmp_path)
+    assert "10 more tensors" in result.out
+    assert "layer.59" not in result.out
     assert "layer.59" in holdfast("show", tmp_path, "--tensor", "*").out
 
 
@@ -154,23 +154,23 @@ def test_a_hostile_key_cannot_steer_the_terminal(holdfast: Holdfast, tmp_path: P
     parts = {"p\x1b[2J": {key: "\x1b[2J", "t": {"$": "tensor", "k": key}}}
     write(store, at_step(make(tensors, parts=parts), 1))
     for words in (["show"], ["show", "--values"], ["show", "--tensor", "w*", "--stats"], ["ls"]):
-        said = holdfast(words[0], tmp_path, *words[1:])
-        assert said.code == 0
-        assert "\x1b" not in said.out
+        result = holdfast(words[0], tmp_path, *words[1:])
+        assert result.code == 0
+        assert "\x1b" not in result.out
     assert r"w\x1b[2J[red]x[/red]\n" in holdfast("show", tmp_path).out
     flip(tmp_path / "iter_0000001/data/00000.safetensors", 4096)
-    said = holdfast("verify", tmp_path)
-    assert said.code == 1
-    assert "\x1b" not in said.out
+    result = holdfast("verify", tmp_path)
+    assert result.code == 1
+    assert "\x1b" not in result.out
 
 
 # verify
 
 
 def test_verify_says_whole(holdfast: Holdfast, root: Path) -> None:
-    said = holdfast("verify", root)
-    assert said.code == 0
-    assert "iter_0000120: whole" in said.out
+    result = holdfast("verify", root)
+    assert result.code == 0
+    assert "iter_0000120: whole" in result.out
     found = holdfast("verify", root, "--step", "5", "--json").json
     assert found["whole"] is True
     assert found["damages"] == []
@@ -182,9 +182,9 @@ def test_verify_names_each_damage(holdfast: Holdfast, root: Path) -> None:
     flip(place / "data/00000.safetensors", 4096)
     (place / "data/00001.safetensors").unlink()
     (place / "stray").write_bytes(b"")
-    said = holdfast("verify", root)
-    assert said.code == 1
-    assert "3 damages" in said.out
+    result = holdfast("verify", root)
+    assert result.code == 1
+    assert "3 damages" in result.out
     for text in (
         "data/00000.safetensors",
         "4096",
@@ -192,7 +192,7 @@ def test_verify_names_each_damage(holdfast: Holdfast, root: Path) -> None:
         "data/00001.safetensors",
         "stray",
     ):
-        assert text in said.out
+        assert text in result.out
     found = holdfast("verify", place, "--json")
     assert found.code == 1
     assert found.json["whole"] is False
@@ -207,13 +207,13 @@ def test_damaged_records_are_damage_not_a_mistake(
     holdfast: Holdfast, root: Path, name: str
 ) -> None:
     flip(root / "iter_0000120" / name, -40)
-    said = holdfast("verify", root)
-    assert said.code == 1
-    assert name in said.out
-    said = holdfast("show", root)
-    assert said.code == 1
-    assert_one_clear_line(said.err)
-    assert name in said.err
+    result = holdfast("verify", root)
+    assert result.code == 1
+    assert name in result.out
+    result = holdfast("show", root)
+    assert result.code == 1
+    assert_one_clear_line(result.err)
+    assert name in result.err
 
 
 # Mistakes
@@ -239,11 +239,11 @@ def test_mistakes_are_one_line_and_code_2(holdfast: Holdfast, root: Path, tmp_pa
         (["verify"], "path"),
     ]
     for words, text in cases:
-        said = holdfast(*words)
-        assert said.code == 2, words
-        assert_one_clear_line(said.err)
-        assert text.lower() in said.err.lower(), (words, said.err)
-        assert said.out == ""
+        result = holdfast(*words)
+        assert result.code == 2, words
+        assert_one_clear_line(result.err)
+        assert text.lower() in result.err.lower(), (words, result.err)
+        assert result.out == ""
 
 
 @pytest.mark.parametrize("verb", ["ls", "show", "verify"])

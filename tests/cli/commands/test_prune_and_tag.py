@@ -28,24 +28,24 @@ def steps(root: Path) -> list[int]:
 
 
 def test_prune_says_what_stays_and_goes_and_does_it(holdfast: Holdfast, root: Path) -> None:
-    said = holdfast("prune", root, "--keep-last", "1", "--keep-every", "20", "--yes")
-    assert (said.code, said.err) == (0, "")
-    rows = {line.split()[0]: line for line in said.out.splitlines() if line[:4].strip().isdigit()}
+    result = holdfast("prune", root, "--keep-last", "1", "--keep-every", "20", "--yes")
+    assert (result.code, result.err) == (0, "")
+    rows = {line.split()[0]: line for line in result.out.splitlines() if line[:4].strip().isdigit()}
     assert "goes" in rows["10"]
     assert "20 B" in rows["10"]
     assert "stays" in rows["20"]
     assert "every 20 steps" in rows["20"]
     assert "the newest sound checkpoint; one of the last 1; every 20 steps" in rows["40"]
-    assert "removed 2 checkpoints, 40 B" in said.out
+    assert "removed 2 checkpoints, 40 B" in result.out
     assert steps(root) == [20, 40]
     assert (root / ".saving-iter_0000050-ab").is_dir()
 
 
 def test_a_dry_run_removes_nothing(holdfast: Holdfast, root: Path) -> None:
-    said = holdfast("prune", root, "--keep-last", "1", "--dry-run")
-    assert said.code == 0
-    assert "goes" in said.out
-    assert "removed" not in said.out
+    result = holdfast("prune", root, "--keep-last", "1", "--dry-run")
+    assert result.code == 0
+    assert "goes" in result.out
+    assert "removed" not in result.out
     found = holdfast("prune", root, "--keep-last", "1", "--dry-run", "--json").json
     assert [item["step"] for item in found["remove"]] == [10, 20, 30]
     assert found["removed"] == []
@@ -55,10 +55,10 @@ def test_a_dry_run_removes_nothing(holdfast: Holdfast, root: Path) -> None:
 
 def test_without_a_person_to_ask_nothing_goes(holdfast: Holdfast, root: Path) -> None:
     for words in ((), ("--json",)):
-        said = holdfast("prune", root, "--keep-last", "1", *words)
-        assert said.code == 2
-        assert "--yes" in said.err
-        assert "3 checkpoints would go" in said.err
+        result = holdfast("prune", root, "--keep-last", "1", *words)
+        assert result.code == 2
+        assert "--yes" in result.err
+        assert "3 checkpoints would be removed" in result.err
     assert steps(root) == [10, 20, 30, 40]
     assert holdfast("prune", root, "--keep-last", "9").code == 0  # there is nothing to ask
 
@@ -100,19 +100,19 @@ def test_prune_by_metric_time_and_tag(holdfast: Holdfast, tmp_path: Path) -> Non
     assert kept("--keep-tagged") == ["1", "4"]
     assert kept("--keep-within", "90s") == ["4"]
     assert kept("--keep-within", "9999w") == ["1", "2", "3", "4"]
-    said = holdfast("prune", tmp_path, "--keep-last", "1", "--dry-run")
-    assert "no policy keeps it, though tagged first" in said.out
+    result = holdfast("prune", tmp_path, "--keep-last", "1", "--dry-run")
+    assert "no policy keeps it, though tagged first" in result.out
 
 
 def test_what_is_read_or_damaged_is_left_and_said(holdfast: Holdfast, root: Path) -> None:
     damage(root, 40, "index")
     with mark_reading(PosixStorage(root), "iter_0000010"):
-        said = holdfast("prune", root, "--keep-last", "1", "--yes")
-    assert said.code == 0
-    assert "left alone" in said.out
-    assert "damaged" in said.out
-    assert "step 10 was left: being read by process" in said.out
-    assert "removed 1 checkpoint, 20 B" in said.out
+        result = holdfast("prune", root, "--keep-last", "1", "--yes")
+    assert result.code == 0
+    assert "left alone" in result.out
+    assert "damaged" in result.out
+    assert "step 10 was left: being read by process" in result.out
+    assert "removed 1 checkpoint, 20 B" in result.out
     assert steps(root) == [10, 30, 40]
 
 
@@ -127,17 +127,17 @@ def test_a_failure_is_said_and_exits_with_1(
         remove(self, path, **options)
 
     monkeypatch.setattr(PosixStorage, "remove_tree", fail)
-    said = holdfast("prune", root, "--keep-last", "1", "--yes")
-    assert said.code == 1
-    assert "step 20 could not be removed: no permission" in said.out
+    result = holdfast("prune", root, "--keep-last", "1", "--yes")
+    assert result.code == 1
+    assert "step 20 could not be removed: no permission" in result.out
     assert steps(root) == [20, 40]
 
 
 def test_tags(holdfast: Holdfast, root: Path) -> None:
     assert "no tags" in holdfast("tag", root).out
-    said = holdfast("tag", root, 20, "best")
-    assert said.code == 0
-    assert "best" in said.out
+    result = holdfast("tag", root, 20, "best")
+    assert result.code == 0
+    assert "best" in result.out
     assert holdfast("tag", root, 30, "v1.0", "--json").json["tags"] == {"best": 20, "v1.0": 30}
     assert holdfast("prune", root, "--keep-tagged", "--yes").code == 0
     assert steps(root) == [20, 30, 40]
@@ -165,11 +165,11 @@ def test_mistakes_are_one_line_and_code_2(holdfast: Holdfast, root: Path) -> Non
         (["tag", root, 20, "--remove", "x"], "by its name"),
     ]
     for words, text in cases:
-        said = holdfast(*words)
-        assert said.code == 2, words
-        assert text in said.err, (words, said.err)
-        assert said.err.count("\n") == 1
-        assert said.out == ""
+        result = holdfast(*words)
+        assert result.code == 2, words
+        assert text in result.err, (words, result.err)
+        assert result.err.count("\n") == 1
+        assert result.out == ""
     assert steps(root) == [10, 20, 30, 40]
 
 

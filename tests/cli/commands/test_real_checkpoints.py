@@ -32,9 +32,9 @@ def test_a_run_is_compared_exported_and_pruned(holdfast: Holdfast, tmp_path: Pat
     assert holdfast("export", root, "--step", 2, "--tensor", "model.*", "--to", to).code == 0
     assert torch.equal(load_file(to)["model.weight"], tensors[2])
     assert holdfast("tag", root, 2, "dear").code == 0
-    said = holdfast("prune", root, "--keep-best", "progress.loss:min", "--keep-tagged", "--yes")
-    assert said.code == 0
-    assert "best 1 by progress.loss (1)" in said.out
+    result = holdfast("prune", root, "--keep-best", "progress.loss:min", "--keep-tagged", "--yes")
+    assert result.code == 0
+    assert "best 1 by progress.loss (1)" in result.out
     left = [item["step"] for item in holdfast("ls", root, "--json").json["steps"]]
     assert left == [2, 3, 4]
 

@@ -34,16 +34,16 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a mistake gets, from this process."""
     assert main(words) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
+    result = capsys.readouterr()
+    assert result.out == ""
+    lines = result.err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("holdfast: error: ")
     return lines[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "result"),
     [
         ("train --nproc 4 --tp 3", "4 ranks cannot be divided by"),
         ("train --nproc 4 --tp 2 --dp 4", "there are 4"),
@@ -63,10 +63,10 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: str, result: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert said in refusal(words.split(), capsys)
+    assert result in refusal(words.split(), capsys)
 
 
 def test_half_of_a_launchers_environment_is_refused(
@@ -206,11 +206,11 @@ def test_a_killed_process_ends_the_run_with_a_line(tmp_path: Path) -> None:
         listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         workers = [int(pid) for pid in listed if b"RANK=1\0" in environment_of(int(pid))]
         os.kill(workers[0], signal.SIGKILL)
-        _, said = parent.communicate(timeout=60)
+        _, result = parent.communicate(timeout=60)
     finally:
         parent.kill()
     assert parent.returncode == 1
-    assert said.splitlines() == ["holdfast: error: rank 1 was killed by SIGKILL"]
+    assert result.splitlines() == ["holdfast: error: rank 1 was killed by SIGKILL"]
     assert not [pid for pid in listed if Path(f"/proc/{pid}/status").exists()]
 
 

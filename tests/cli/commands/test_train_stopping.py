@@ -248,9 +248,9 @@ def test_fallback_goes_back_trains_on_and_saves_over_what_was_damaged(
     capsys.readouterr()
     assert main(go_on) == 2
     assert main([*go_on, "--max-fallbacks", "1"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "gave up step 4: tensor " in said
-    assert ": damaged loaded step 2 from ck" in said
+    result = " ".join(capsys.readouterr().out.split())
+    assert "gave up step 4: tensor " in result
+    assert ": damaged loaded step 2 from ck" in result
     store = PosixStorage(tmp_path / "ck")
     assert list_steps(store) == [2, 4, 6]
     for name in ("iter_0000004", "iter_0000006"):

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import DeadlineError, GroupError, HoldfastError, PlanError, StorageError
 from holdfast.parallel import Control, Layout, ProcessGroups
-from holdfast.parallel.control.frame import INLINE_NBYTES, RECORD_NBYTES
+from holdfast.parallel.control.frame import FRAME_NBYTES, INLINE_NBYTES
 from tests.harness import RankContext, run_ranks
 
 RANKS = (3, 1, 4, 2)  # not ascending, and without rank 0, which takes no part
@@ -84,7 +84,7 @@ def check_errors(control: Control) -> dict[str, Any]:
     told("phases", lambda: control.all_gather(b"z" * 5000, phase=phase))
     operation = control.barrier if index < 2 else lambda phase: control.gather(b"", phase=phase)
     told("operations", lambda: operation(phase="save 11"))
-    tail = "x" * 120 + str(index // 2)  # differs beyond what the record shows
+    tail = "x" * 120 + str(index // 2)  # differs beyond what the frame shows
     told("long phases", lambda: control.barrier(phase=tail))
     told("scatter", lambda: control.scatter([b""] if index == 0 else None, phase="s"))
     told("broadcast", lambda: control.broadcast(b"" if index == 2 else None, phase="s"))
@@ -123,15 +123,15 @@ def test_payloads_errors_and_costs() -> None:
         for case, parts in {
             "phases": ["ranks 3, 1, 2 in phase 'save 10' (all_gather", "rank 4 in phase 'plan'"],
             "operations": ["ranks 3, 1 in phase 'save 11' (barrier", "ranks 4, 2 in phase 'save 1"],
-            "long phases": ["have come apart: ranks 3, 1 in phase 'xxx", "ranks 4, 2 in"],
+            "long phases": ["are out of sync: ranks 3, 1 in phase 'xxx", "ranks 4, 2 in"],
             "scatter": ["rank 3: scatter needs 4 payloads at the coordinator, got 1"],
             "broadcast": ["rank 3: broadcast takes a payload", "rank 4: broadcast takes a payload"],
         }.items():
             assert said[case][0] == "GroupError"
             for part in parts:
                 assert part in said[case][1], said[case][1]
-        one = (1, RECORD_NBYTES)
-        two = (2, RECORD_NBYTES + INLINE_NBYTES + 1)
+        one = (1, FRAME_NBYTES)
+        two = (2, FRAME_NBYTES + INLINE_NBYTES + 1)
         assert said["costs"] == {
             "agree small": one,
             "agree large": two,

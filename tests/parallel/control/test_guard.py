@@ -122,7 +122,10 @@ def others(control: Control, rank: int) -> None:
 
     # Without an end: what comes after the last call is this rank's own to tell.
     rescued = Guard[str](
-        control, "free", is_over=lambda answers: "last" in answers, rescue=lambda e: f"saved {e}"
+        control,
+        "free",
+        is_complete=lambda answers: "last" in answers,
+        rescue=lambda e: f"saved {e}",
     )
 
     def to_the_end() -> str:
@@ -152,7 +155,7 @@ def leave_midway(context: RankContext) -> float:
                 def interrupted(*_: Any) -> None:
                     raise KeyboardInterrupt
 
-                patch.setattr(control._link, "send", interrupted)
+                patch.setattr(control._transport, "send", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     Guard(control, "op").run(lambda: control.gather(b"x" * 5000, phase="tables"))
         else:
@@ -194,7 +197,7 @@ class Repeated:
         return self.control.agree(None, phase="again?", payload=b"1")[0] == b"1"
 
     def run(self) -> int:
-        return Guard[int](self.control, "op", again=self.again).run(self.body)
+        return Guard[int](self.control, "op", retry_if=self.again).run(self.body)
 
 
 def begin_again(context: RankContext) -> float:
@@ -248,7 +251,7 @@ def test_an_operation_is_begun_again_on_all_ranks_or_on_none() -> None:
 
 def test_an_operation_within_itself_is_refused() -> None:
     for again in (None, lambda error: False):
-        guard = Guard[None](Control.single(), "op", again=again)
+        guard = Guard[None](Control.single(), "op", retry_if=again)
         with pytest.raises(HoldfastError, match="op is called from within itself"):
             guard.run(partial(guard.run, lambda: None))
         guard.run(lambda: None)

@@ -132,13 +132,13 @@ def check_clones(groups: ProcessGroups, layout: Layout) -> None:
     members = members_in_order(groups.group("dp_cp"))
     patched = Layout(tp=4, ranks=layout.ranks)
     groups.layout = patched
-    groups._built.layout = patched
+    groups._comms.layout = patched
     try:
         clone = groups.clone("dp_cp", purpose="overlap")
         assert groups.group("overlap") is clone
         assert groups.ranks("overlap") == groups.ranks("dp_cp") == tuple(members)
     finally:
-        groups.layout = groups._built.layout = layout
+        groups.layout = groups._comms.layout = layout
     assert members_in_order(clone) == members
     assert clone.group_name not in {
         groups.group(name).group_name for name in ("dp", "dp_cp", "dp_cp_ag")
@@ -269,7 +269,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         assert kind_name == DeadlineError.__name__
         assert seconds < 8
         if rank != 2:
-            assert "ranks [2] did not come (rank 2: create layout 'elsewhere'" in text
+            assert "ranks [2] did not arrive (rank 2: create layout 'elsewhere'" in text
             assert seconds >= 4
 
 

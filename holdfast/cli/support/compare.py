@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.cli.support.opening import Advance
-from holdfast.cli.support.tensor_stats import Values, decode_elements
+from holdfast.cli.support.elements import Values, decode_elements, read_box
 from holdfast.errors import HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.pieces import split_box
@@ -29,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """One value that differs, or that one side has not: `in_a`, `in_b` say which have it."""
+    """One value that differs, or that one side lacks: `in_a` and `in_b` say which have it."""
 
     path: str
     a: Node
@@ -69,7 +68,7 @@ class TensorDifference:
 
 
 def value_differences(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[ValueDifference]:
-    """Every value that is not the same in two trees of parts, by path."""
+    """Every value that differs between two trees of parts, by path."""
     yield from _members(dict(a), dict(b), "")
 
 
@@ -131,47 +130,51 @@ def _paired(node: dict[str, Node]) -> dict[str, Node]:
     return table
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorComparer:
-    """Compares tensors of two checkpoints, whatever the layouts; some tens of MiB of memory."""
+    """Compares tensors of two checkpoints, whatever their layouts; some tens of MiB of memory.
 
-    def __init__(self, a: Snapshot, b: Snapshot, *, tolerance: Tolerance, advance: Advance) -> None:
-        self._a = a
-        self._b = b
-        self._tolerance = tolerance
-        self._advance = advance
+    `advance` is called with the bytes of A read since the last call.
+    """
+
+    a: Snapshot
+    b: Snapshot
+    tolerance: Tolerance
+    advance: Callable[[int], object]
 
     def compare(self, key: str) -> TensorDifference | None:
         """How a tensor of equal dtype and shape differs; None when it is the same.
 
-        Reads both sides once, verified, in pieces of the chunks of A. Raises CorruptionError.
+        Raises:
+            CorruptionError: one of the two is damaged.
+
+        Cost: reads both sides once, in pieces of the chunks of A.
         """
-        info = self._a.tensor(key)
-        itemsize = DTYPES[info.dtype].itemsize
-        tally = _Tally(tolerance=self._tolerance)
-        rows = self._a.rows_of(key)
-        for row in rows[self._a.index.copy[rows] == 0].tolist():
-            chunk = self._a.index.box(row, ndim=len(info.shape))
-            for box in split_box(chunk, max_numel=_PIECE_NBYTES // itemsize):
-                one, two = (bytearray(box.numel * itemsize) for _ in range(2))
-                self._a.read_box(key, box, memoryview(one))
-                self._b.read_box(key, box, memoryview(two))
-                self._advance(len(one))
-                tally.add(one, two, info.dtype)
-        if not tally.num_differing:
+        info = self.a.tensor(key)
+        max_numel = _PIECE_NBYTES // DTYPES[info.dtype].itemsize
+        sums = _DifferenceSums(tolerance=self.tolerance)
+        rows = self.a.rows_of(key)
+        for row in rows[self.a.index.copy[rows] == 0].tolist():
+            chunk = self.a.index.box(row, ndim=len(info.shape))
+            for box in split_box(chunk, max_numel=max_numel):
+                one, two = (read_box(side, key, box) for side in (self.a, self.b))
+                self.advance(len(one))
+                sums.add(one, two, info.dtype)
+        if not sums.num_differing:
             return None
         return TensorDifference(
             key=key,
             dtype=info.dtype,
             shape=tuple(info.shape),
-            num_differing=tally.num_differing,
-            num_undefined=tally.num_undefined,
-            max_abs=tally.max_abs,
-            norm=math.sqrt(tally.squares),
+            num_differing=sums.num_differing,
+            num_undefined=sums.num_undefined,
+            max_abs=sums.max_abs,
+            norm=math.sqrt(sums.squares),
         )
 
 
-class _Tally:
-    """Sums over the pieces of one tensor."""
+class _DifferenceSums:
+    """Running sums over the differing elements of one tensor."""
 
     def __init__(self, *, tolerance: Tolerance) -> None:
         self._tolerance = tolerance
@@ -199,7 +202,7 @@ class _Tally:
         if self._tolerance.is_exact:
             return 0
         size = np.abs(b.astype(np.complex128 if b.dtype.kind == "c" else np.float64))
-        # An infinity is far from everything but itself, whatever the relative tolerance.
+        # Without the zero, rtol * inf would make every finite value close to an infinity.
         bound = self._tolerance.atol + self._tolerance.rtol * np.where(np.isfinite(size), size, 0)
         close = (distance <= bound) | (np.isnan(size) & np.isnan(np.abs(a)))
         return int(close.sum())
@@ -208,10 +211,11 @@ class _Tally:
 def _distance(a: Values, b: Values) -> Floats:
     """|b - a| of each element; exact for integers before it is rounded to float64."""
     if a.dtype.kind in "iu":
+        # max - min always fits the unsigned type of the same width, even where b - a overflows.
         wide = np.dtype(np.uint64 if a.dtype.kind == "u" else np.int64)
         high, low = (m.astype(wide).view(np.uint64) for m in (np.maximum(a, b), np.minimum(a, b)))
         return (high - low).astype(np.float64)
     if a.dtype.kind == "c":
-        found: Floats = np.abs(b.astype(np.complex128) - a.astype(np.complex128))
-        return found
+        magnitude: Floats = np.abs(b.astype(np.complex128) - a.astype(np.complex128))
+        return magnitude
     return np.abs(b.astype(np.float64) - a.astype(np.float64))

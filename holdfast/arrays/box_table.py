@@ -1,0 +1,301 @@
+"""Many boxes as columns: equal ones, overlapping ones, their bytes, and how they lie in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.arrays.boxes import Box
+from holdfast.arrays.types import BoolArray, IntArray
+
+_MAX_CELLS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoxTable:
+    """Boxes of tensors as columns: n rows, d dims.
+
+    Tensors of fewer than d dims are padded behind their own with offset 0 and extent 1.
+    """
+
+    tensor: IntArray
+    """(n,) number of the tensor; what it counts is the user's."""
+    offset: IntArray
+    """(n, d) first coordinate, in elements."""
+    extent: IntArray
+    """(n, d) shape, in elements."""
+
+    @classmethod
+    def from_boxes(cls, tensor: Sequence[int], boxes: Sequence[Box], *, num_dims: int) -> BoxTable:
+        """The table of `boxes`, each of the tensor named at its place in `tensor`."""
+        return cls(
+            tensor=np.array(tensor, dtype=np.int64),
+            offset=pad_shapes([box.offset for box in boxes], num_dims, fill=0),
+            extent=pad_shapes([box.shape for box in boxes], num_dims),
+        )
+
+    def __len__(self) -> int:
+        """Number of boxes."""
+        return len(self.tensor)
+
+    @property
+    def num_dims(self) -> int:
+        """Number of columns d of `offset` and `extent`."""
+        return int(self.offset.shape[1])
+
+    @property
+    def stop(self) -> IntArray:
+        """(n, d) first coordinate past each box."""
+        return self.offset + self.extent
+
+    def numel(self) -> IntArray:
+        """(n,) elements of each box."""
+        product: IntArray = self.extent.prod(axis=1, dtype=np.int64)
+        return product
+
+    def box(self, row: int, *, ndim: int | None = None) -> Box:
+        """One row as a box of `ndim` dims, by default all of the table's."""
+        offset, extent = self.offset[row, :ndim].tolist(), self.extent[row, :ndim].tolist()
+        return Box(tuple(offset), tuple(extent))
+
+    def take(self, rows: IntArray | BoolArray) -> BoxTable:
+        """The chosen rows, in their order."""
+        return BoxTable(
+            tensor=self.tensor[rows], offset=self.offset[rows], extent=self.extent[rows]
+        )
+
+    def padded(self, num_dims: int) -> BoxTable:
+        """The same boxes with at least `num_dims` dims."""
+        missing = num_dims - self.num_dims
+        if missing <= 0:
+            return self
+        offset, extent = (
+            np.pad(column, ((0, 0), (0, missing)), constant_values=fill)
+            for column, fill in ((self.offset, 0), (self.extent, 1))
+        )
+        return BoxTable(tensor=self.tensor, offset=offset, extent=extent)
+
+    def find(self, wanted: BoxTable) -> IntArray:
+        """(len(wanted),) the first row that equals each box, -1 where none does."""
+        _, number = unique_boxes(concatenate([self, wanted]))
+        first = np.full(len(number), -1, dtype=np.int64)
+        # Backwards, because of several assignments to one place the last one stays.
+        first[number[: len(self)][::-1]] = np.arange(len(self))[::-1]
+        return first[number[len(self) :]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """How inner boxes lie in the row-major memory of outer ones; all in elements."""
+
+    start: IntArray
+    """(n,) position of the inner box's first element."""
+    hull: IntArray
+    """(n,) from the first element past the last."""
+    max_gap: IntArray
+    """(n,) the widest gap between two neighbouring elements, 0 for a run."""
+
+    @property
+    def is_run(self) -> BoolArray:
+        """(n,) whether the inner box is one run of the outer one's memory."""
+        flags: BoolArray = self.max_gap == 0
+        return flags
+
+
+def pad_shapes(shapes: Sequence[Sequence[int]], num_dims: int, *, fill: int = 1) -> IntArray:
+    """Shapes (or offsets) as an (n, num_dims) array, padded with `fill` behind their own dims."""
+    lengths = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
+    padded = np.full((len(shapes), num_dims), fill, dtype=np.int64)
+    values = itertools.chain.from_iterable(shapes)
+    padded[np.arange(num_dims) < lengths[:, None]] = np.fromiter(values, dtype=np.int64)
+    return padded
+
+
+def concatenate(tables: Sequence[BoxTable]) -> BoxTable:
+    """One table of all rows, in the order given, as wide as the widest."""
+    num_dims = max((table.num_dims for table in tables), default=0)
+    wide = [table.padded(num_dims) for table in tables]
+    tensor, offset, extent = (
+        np.concatenate([getattr(table, name) for table in wide])
+        for name in ("tensor", "offset", "extent")
+    )
+    return BoxTable(tensor=tensor, offset=offset, extent=extent)
+
+
+def enumerate_ranges(lengths: IntArray) -> tuple[IntArray, IntArray]:
+    """For ranges laid end to end: the number of its range and its position there, of each item.
+
+    Lengths (2, 0, 3) give ranges (0, 0, 2, 2, 2) and positions (0, 1, 0, 1, 2).
+    """
+    total = int(lengths.sum())
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+    begins = np.cumsum(lengths) - lengths
+    return owner, np.arange(total, dtype=np.int64) - begins[owner]
+
+
+def unique_boxes(boxes: BoxTable) -> tuple[BoxTable, IntArray]:
+    """The distinct boxes, by tensor, offset, extent; and for each row the number of its box.
+
+    Cost: one sort by all columns; about 0.2 s for a million boxes of three dims.
+    """
+    if not len(boxes):
+        return boxes, np.empty(0, dtype=np.int64)
+    columns = np.column_stack([boxes.tensor, boxes.offset, boxes.extent])
+    order = np.lexsort(columns.T[::-1])
+    columns = columns[order]
+    new = np.concatenate([[True], (columns[1:] != columns[:-1]).any(axis=1)])
+    number = np.empty(len(boxes), dtype=np.int64)
+    number[order] = np.cumsum(new) - 1
+    return boxes.take(order[new]), number
+
+
+def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray]:
+    """All (row of `first`, row of `second`) that share an element, by first, then second.
+
+    Neither table may hold an empty box. Each tensor's boxes of `second` are sorted along the dim
+    that cuts them finest, so that only neighbours are compared: about linear for grids.
+
+    One tensor of shape (8, 4); `second` are five slabs of two dims, cut along dim 0:
+
+        row of second    dim 0     dim 1     shares with first = box [3:6, 1:3]
+        0                [0:2]     [0:4]     no: ends before 3
+        1                [2:4]     [0:4]     yes
+        2                [4:5]     [0:4]     yes
+        3                [5:6]     [3:4]     no: dim 1 begins at 3
+        4                [6:8]     [0:4]     no: begins at 6
+
+    Dim 0 has the finer cuts and the longest extent there is 2. Only rows that begin in dim 0 after
+    3 - 2 = 1 and before 6 can overlap: a binary search leaves rows 1, 2, 3, and comparing all
+    dims of these leaves the pairs (0, 1) and (0, 2).
+    """
+    none = np.empty(0, dtype=np.int64)
+    if not len(first) or not len(second):
+        return none, none
+    # Rows of `second` tensor by tensor; `heads` is where each tensor begins.
+    by_tensor = np.argsort(second.tensor, kind="stable")
+    tensor = second.tensor[by_tensor]
+    heads = np.flatnonzero(np.concatenate([[True], tensor[1:] != tensor[:-1]]))
+    known = tensor[heads]
+    offset, extent = second.offset[by_tensor], second.extent[by_tensor]
+    counts = np.diff(np.append(heads, len(tensor)))
+    # Per tensor the dim in which its boxes overlap least: covered length over sum of lengths.
+    span = np.maximum.reduceat(offset + extent, heads, axis=0)
+    fineness = span * counts[:, None] / np.add.reduceat(extent, heads, axis=0)
+    dims = fineness.argmax(axis=1)
+    # Rows of `first` whose tensor has boxes in `second`, and which group that is.
+    at = np.minimum(np.searchsorted(known, first.tensor), len(known) - 1)
+    candidates = np.flatnonzero(known[at] == first.tensor)
+    group_of_first = at[candidates]
+    group = np.repeat(np.arange(len(known)), counts)
+    rows = np.arange(len(tensor))
+    lo = offset[rows, dims[group]]
+    longest = np.maximum.reduceat(extent[rows, dims[group]], heads)
+    # One sorted key for all tensors, (group, rank of the begin): coordinates themselves might be
+    # too large to be multiplied with the number of groups.
+    values = np.unique(lo)
+    key = group * (len(values) + 1) + np.searchsorted(values, lo)
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    dim = dims[group_of_first]
+    begin = first.offset[candidates, dim]
+    end = begin + first.extent[candidates, dim]
+    base = group_of_first * (len(values) + 1)
+    left = base + np.searchsorted(values, begin - longest[group_of_first], side="right")
+    right = base + np.searchsorted(values, end, side="left")
+    from_, to = np.searchsorted(key, left), np.searchsorted(key, right)
+    owner, position = enumerate_ranges(np.maximum(to - from_, 0))
+    a, b = candidates[owner], by_tensor[order[from_[owner] + position]]
+    meets = (first.offset[a] < second.offset[b] + second.extent[b]) & (
+        second.offset[b] < first.offset[a] + first.extent[a]
+    )
+    keep = meets.all(axis=1)
+    a, b = a[keep], b[keep]
+    order = np.lexsort((b, a))
+    return a[order], b[order]
+
+
+def runs_in(
+    offset: IntArray, extent: IntArray, outer_offset: IntArray, outer_extent: IntArray
+) -> Runs:
+    """How each box lies in the row-major memory of the outer one that contains it.
+
+    Args:
+        offset: (n, d) of the inner boxes, in the tensor's coordinates.
+        extent: (n, d) of the inner boxes; none is empty.
+        outer_offset: (n, d) of the outer boxes.
+        outer_extent: (n, d) of the outer boxes.
+    """
+    num, ndim = offset.shape
+    start = np.zeros(num, dtype=np.int64)
+    hull = np.ones(num, dtype=np.int64)
+    stride = np.ones(num, dtype=np.int64)
+    max_gap = np.zeros(num, dtype=np.int64)
+    for dim in range(ndim - 1, -1, -1):
+        start += (offset[:, dim] - outer_offset[:, dim]) * stride
+        many = extent[:, dim] > 1
+        np.maximum(max_gap, np.where(many, stride - hull, 0), out=max_gap)
+        hull += (extent[:, dim] - 1) * stride
+        stride *= outer_extent[:, dim]
+    return Runs(start=start, hull=hull, max_gap=max_gap)
+
+
+def union_nbytes(boxes: BoxTable, itemsize: IntArray) -> int:
+    """Bytes of the elements that lie in at least one of the boxes.
+
+    Args:
+        boxes: Distinct and not empty. Where they overlap, exact by the grid of their ends.
+        itemsize: Bytes of an element, by tensor.
+    """
+    if not len(boxes):
+        return 0
+    total = boxes.numel() * itemsize[boxes.tensor]
+    a, b = meeting_pairs(boxes, boxes)
+    overlapping = np.unique(boxes.tensor[a[a != b]])
+    alone = ~np.isin(boxes.tensor, overlapping)
+    nbytes = int(total[alone].sum())
+    for tensor in overlapping.tolist():
+        mine = boxes.take(boxes.tensor == tensor)
+        nbytes += _union_numel(mine.offset, mine.stop) * int(itemsize[tensor])
+    return nbytes
+
+
+def _union_numel(lo: IntArray, hi: IntArray) -> int:
+    """Elements in the union of boxes [lo, hi), which overlap."""
+    volumes = (hi - lo).prod(axis=1)
+    largest = int(volumes.argmax())
+    inside = (lo >= lo[largest]).all(axis=1) & (hi <= hi[largest]).all(axis=1)
+    if inside.all():
+        return int(volumes[largest])
+    ends = [np.unique(np.concatenate([lo[:, d], hi[:, d]])) for d in range(lo.shape[1])]
+    cells = [max(len(e) - 1, 1) for e in ends]
+    if int(np.prod(cells, dtype=np.float64)) > _MAX_CELLS:
+        # Halves along the dim with the most ends: each is a smaller problem of the same kind.
+        dim = int(np.argmax(cells))
+        middle = int(ends[dim][len(ends[dim]) // 2])
+        return sum(
+            _clipped_union(lo, hi, dim, low, high)
+            for low, high in ((int(ends[dim][0]), middle), (middle, int(ends[dim][-1])))
+        )
+    # Paint a cell for each pair of neighbouring ends, then weigh the cells by their sizes.
+    seen = np.zeros(cells, dtype=np.bool_)
+    first = [np.searchsorted(e, lo[:, d]) for d, e in enumerate(ends)]
+    last = [np.searchsorted(e, hi[:, d]) for d, e in enumerate(ends)]
+    for row in range(len(lo)):
+        seen[tuple(slice(first[d][row], last[d][row]) for d in range(len(ends)))] = True
+    weight = seen.astype(np.int64)
+    for d, e in enumerate(ends):
+        shape = [1] * len(ends)
+        shape[d] = len(e) - 1
+        weight = weight * np.diff(e).reshape(shape)
+    return int(weight.sum())
+
+
+def _clipped_union(lo: IntArray, hi: IntArray, dim: int, low: int, high: int) -> int:
+    lo, hi = lo.copy(), hi.copy()
+    lo[:, dim] = np.maximum(lo[:, dim], low)
+    hi[:, dim] = np.minimum(hi[:, dim], high)
+    keep = lo[:, dim] < hi[:, dim]
+    return _union_numel(lo[keep], hi[keep]) if keep.any() else 0

@@ -1,0 +1,49 @@
+"""Which tensors a pattern on the command line stands for, and what to say when there are none."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+
+from holdfast.errors import ConfigError
+
+_MAX_COMPARED = 10_000
+"""Names among which a mistyped one is looked for."""
+
+
+def select_keys(pattern: str, keys: Sequence[str]) -> list[str]:
+    """The keys that equal a pattern, or match it (`*`, `?`).
+
+    Keys contain brackets of their own (one per coordinate), so "[" stands for itself.
+
+    Raises:
+        ConfigError: no key matches; it names near ones, or the pattern that was probably meant.
+    """
+    if pattern in keys:
+        return [pattern]
+    glob = pattern.replace("[", "[[]")
+    matches = [key for key in keys if fnmatch.fnmatchcase(key, glob)]
+    if not matches:
+        hint = _suggestion(pattern, keys[:_MAX_COMPARED])
+        raise ConfigError(f"no tensor matches {pattern!r}{hint}")
+    return matches
+
+
+def _suggestion(pattern: str, keys: Sequence[str]) -> str:
+    stem = pattern.strip("*?").lower()
+    inside = [key for key in keys if stem and stem in key.lower()]
+    if inside and stem != "" and not set("*?") & set(stem):
+        start = inside[0].lower().index(stem)
+        cased = inside[0][start : start + len(stem)]
+        if all(cased in key for key in inside):
+            more = "" if len(inside) == 1 else f" and {len(inside) - 1:,} more"
+            return f"; the pattern '*{cased}*' matches {inside[0]}{more}"
+    near = difflib.get_close_matches(pattern, keys, n=3)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    words = sorted({word for key in keys for word in key.split(".") if not word.isdigit()})
+    near = difflib.get_close_matches(stem, words[:_MAX_COMPARED], n=3)
+    if near:
+        return f"; did you mean {' or '.join(repr(f'*{word}*') for word in near)}?"
+    return f"; there are {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}" if keys else ""

@@ -1,0 +1,83 @@
+"""What the commands print in words: errors, sizes, counts, layouts and times; exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.format.manifest import LayoutInfo
+
+EXIT_DAMAGED = 1
+"""Something stored is damaged, or two things differ."""
+
+EXIT_MISTAKE = 2
+"""Exit code of a mistake or failure that was explained in one line."""
+
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
+
+
+def print_error(error: BaseException | str) -> None:
+    """One line on standard error, whatever line breaks and control characters the message has."""
+    text = clean(" ".join(str(error).split()))
+    print(f"holdfast: error: {text}", file=sys.stderr, flush=True)
+
+
+def clean(text: str) -> str:
+    """Text from elsewhere made safe for a terminal: control characters become escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
+
+
+def in_bytes(nbytes: int) -> str:
+    """A size for people, in powers of 1000: "1.23 GB"."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if size < 999.5 or unit == "PB":
+            return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{nbytes} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: "1 file", "2,000 files"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def in_ranges(numbers: Iterable[int]) -> str:
+    """Numbers in short: "0-3, 7"."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def shape_in_words(shape: Sequence[int]) -> str:
+    """The lengths of a tensor's dims: "5 x 7", or "scalar"."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def layout_in_words(layout: LayoutInfo) -> str:
+    """A layout in short: "model tp2·dp4 on 8 ranks"."""
+    sizes = "·".join(f"{axis}{size}" for axis, size in layout.axes.items() if size > 1)
+    ranks = counted(len(layout.ranks), "rank")
+    return clean(f"{layout.name} {sizes}{' ' if sizes else ''}on {ranks}")
+
+
+def metadata_in_words(metadata: Mapping[str, object]) -> str:
+    """A user's JSON object in short: "commit=abc, loss=1.5"."""
+    pairs = ((k, v if isinstance(v, str) else json.dumps(v)) for k, v in metadata.items())
+    return clean(", ".join(f"{key}={value}" for key, value in pairs))
+
+
+def when(created: str) -> str:
+    """A time from a manifest without its letters: "2026-01-02 03:04:05"."""
+    return clean(created).replace("T", " ").removesuffix("Z").removesuffix("+00:00")[:19]

@@ -1,0 +1,208 @@
+"""Which checkpoint a path on the command line means, and opening it under a reader's lease."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from holdfast.cli.support.messages import counted
+from holdfast.errors import ConfigError, StorageError
+from holdfast.format.leases import Reading, mark_reading
+from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
+from holdfast.format.reader import Snapshot
+from holdfast.format.versions import save_id_of
+from holdfast.storage import PosixStorage
+
+_MAX_RUN_DEPTH = 2
+_MAX_RUN_DIRECTORIES = 2000
+_NUM_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCheckpoint:
+    """One committed checkpoint: its storage, the directory in it, and its path for messages."""
+
+    storage: PosixStorage
+    directory: str
+    label: str
+
+
+def open_root(path: Path) -> PosixStorage:
+    """The storage at a directory; ConfigError when there is no such directory."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be examined: {reason}") from None
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(
+            f"{path} is not a directory: name a checkpoint, or the directory that holds them"
+        )
+    return PosixStorage(path)
+
+
+def open_steps(path: Path, *, verb: str) -> PosixStorage:
+    """The storage at a directory of checkpoints, for a command that works on all of them.
+
+    Raises:
+        ConfigError: the path is one checkpoint, or a directory of runs.
+    """
+    storage = open_root(path)
+    if storage.exists(MANIFEST):
+        above = path.resolve().parent
+        raise ConfigError(
+            f"{path} is one checkpoint; name the directory that holds them: "
+            f"`holdfast {verb} {above}`"
+        )
+    if not _has_steps(storage.list("")) and (runs := find_runs(path)):
+        raise ConfigError(_choose_a_run(path, runs))
+    return storage
+
+
+def find_runs(path: Path) -> list[Path]:
+    """Directories of checkpoints one or two levels below a directory, in order of their names.
+
+    Directories that cannot be read are skipped.
+
+    Cost: lists 2,000 directories at most, so that a mistaken `/` is answered at once.
+    """
+    runs: list[Path] = []
+    queue = [(path, 0)]
+    for directory, depth in queue:
+        names = _directories_in(directory)
+        if depth and _has_steps(p.name for p in names):
+            runs.append(directory)
+        elif depth < _MAX_RUN_DEPTH:
+            queue += [(p, depth + 1) for p in names if not p.name.startswith(".")]
+        if len(queue) > _MAX_RUN_DIRECTORIES:
+            break
+    return sorted(runs)
+
+
+def _directories_in(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            few = islice(entries, _MAX_RUN_DIRECTORIES)
+            return sorted(Path(e.path) for e in few if e.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def _has_steps(names: Iterable[str]) -> bool:
+    return any(parse_step_dir(name) is not None or parse_saving_dir(name) for name in names)
+
+
+def _choose_a_run(path: Path, runs: list[Path]) -> str:
+    few = ", ".join(map(str, runs[:4])) + (", …" if len(runs) > 4 else "")
+    return (
+        f"{path} holds {counted(len(runs), 'run')} and no checkpoint of its own: name one of them "
+        f"({few}); `holdfast ls {path}` lists them"
+    )
+
+
+def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
+    """The checkpoint meant by a path: one checkpoint directory, or a directory of checkpoints.
+
+    Of a directory of checkpoints the newest committed step is taken, or `step`.
+
+    Raises:
+        ConfigError: there is none; the message says what was looked for.
+    """
+    storage = open_root(path)
+    if storage.exists(MANIFEST):
+        if step is not None and path.resolve().name != step_dir(step):
+            raise ConfigError(f"{path} is one checkpoint; --step {step} needs the directory above")
+        return StoredCheckpoint(storage=storage, directory="", label=str(path))
+    steps = list_steps(storage)
+    if not steps:
+        raise ConfigError(_nothing_at(path, storage))
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps[-8:]))
+        raise ConfigError(f"{path} has no committed step {step}; it has {known}")
+    directory = step_dir(steps[-1] if step is None else step)
+    return StoredCheckpoint(storage=storage, directory=directory, label=str(path / directory))
+
+
+def _nothing_at(path: Path, storage: PosixStorage) -> str:
+    if any(parse_saving_dir(name) for name in (path.resolve().name, *storage.list(""))):
+        return f"{path} holds no committed checkpoint, only a save that was not finished"
+    if runs := find_runs(path):
+        return _choose_a_run(path, runs)
+    return (
+        f"{path} is no checkpoint: neither a {MANIFEST} nor an iter_*/{MANIFEST} is in it; "
+        "name one checkpoint or the directory that holds them"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheckpoint:
+    """A checkpoint open for reading, and its path for messages."""
+
+    snapshot: Snapshot
+    label: str
+
+
+@contextmanager
+def open_checkpoint(path: Path, *, step: int | None = None) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint meant by a path; while it is open, `prune` leaves it alone.
+
+    On storage that cannot be written to it is read without a lease.
+
+    Raises:
+        ConfigError: as `find_checkpoint`.
+        StorageError: it is no longer there.
+        CorruptionError: manifest or index are damaged.
+    """
+    with (
+        lease_checkpoint(path, step=step) as (checkpoint, reading),
+        Snapshot.open(checkpoint.storage, checkpoint.directory) as snapshot,
+    ):
+        reading.of_version(snapshot.manifest.save_id)
+        yield OpenCheckpoint(snapshot=snapshot, label=checkpoint.label)
+
+
+@contextmanager
+def lease_checkpoint(
+    path: Path, *, step: int | None = None
+) -> Iterator[tuple[StoredCheckpoint, Reading]]:
+    """The checkpoint meant by a path; until this is closed, no process removes it.
+
+    Retention may remove the newest step just before the lease is written. There is a newer one
+    then, so the path is looked up again.
+
+    Raises:
+        ConfigError: as `find_checkpoint`.
+        StorageError: the checkpoint was removed each time.
+    """
+    for left in reversed(range(_NUM_ATTEMPTS)):
+        checkpoint = _from_above(path, find_checkpoint(path, step=step))
+        with ExitStack() as stack:
+            try:
+                reading = stack.enter_context(
+                    mark_reading(checkpoint.storage, checkpoint.directory)
+                )
+            except StorageError:
+                if not left:
+                    raise
+                continue
+            if left and save_id_of(checkpoint.storage, checkpoint.directory) is None:
+                continue
+            yield checkpoint, reading
+            return
+
+
+def _from_above(path: Path, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
+    """A checkpoint named by its own directory, seen from the directory above, where leases are."""
+    real = path.resolve()
+    if checkpoint.directory or parse_step_dir(real.name) is None:
+        return checkpoint
+    return StoredCheckpoint(
+        storage=PosixStorage(real.parent), directory=real.name, label=checkpoint.label
+    )

@@ -1,0 +1,161 @@
+"""How much code a reader meets who follows one steady save or load: functions, files, jumps.
+
+    python -m tools.trace [--list 'tensors: save']     # or: make trace
+
+Two ranks keep a small state. After some saves and loads as warm-up, one call of each kind is traced
+on rank 0, in all threads that it starts. (The writer of an asynchronous save is another process,
+and is not counted.) There are two states: `tensors` is a dict of DTensors and values, as other
+checkpointers take it, and the bars are for this one; `training` is a module, its optimizer, the
+random streams and values, so that the rooms that export these are counted, too.
+
+Counted, of the frames whose code lies in `holdfast/`:
+
+- *functions*: distinct functions, methods and properties that are entered; a lambda or a
+  comprehension belongs to the function that it is written in;
+- *files*: distinct files they lie in;
+- *changes of file*: with the functions in the order in which each is first entered, how many lie
+  in another file than the one before. Repeated calls, one for each tensor say, count once, so that
+  the number does not depend on the size of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from holdfast import RNG, Checkpointer, Layout, OptimizerState, PendingSave, ProcessGroups
+from tests.harness import RankContext, run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MAX_FILES = 30
+MAX_CHANGES = 90
+PACKAGE = str(ROOT / "holdfast") + os.sep
+Function = tuple[str, str]
+"""File, below `holdfast/`, and qualified name."""
+
+
+class Tracer:
+    """Collects every function of the package in the order of first entry, over all threads."""
+
+    def __init__(self) -> None:
+        self._functions: dict[Function, None] = {}
+        self._names: dict[CodeType, Function | None] = {}
+
+    def run(self, call: Callable[[], object]) -> list[Function]:
+        """What `call` enters in this process, threads that it starts included."""
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        return list(self._functions)
+
+    def _see(self, frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event != "call":
+            return
+        code = frame.f_code
+        if code not in self._names:
+            self._names[code] = _function(code)
+        function = self._names[code]
+        if function is not None:
+            self._functions.setdefault(function)
+
+
+def _function(code: CodeType) -> Function | None:
+    if not code.co_filename.startswith(PACKAGE) or code.co_name == "<module>":
+        return None
+    # A lambda or a comprehension belongs to the function that it is written in.
+    name = code.co_qualname.partition(".<locals>.<")[0]
+    return code.co_filename.removeprefix(PACKAGE), name
+
+
+def num_changes(functions: list[Function]) -> int:
+    """Neighbours, in order of first entry, that lie in different files."""
+    files = [file for file, _ in functions]
+    return sum(one != other for one, other in pairwise(files))
+
+
+def _states(groups: ProcessGroups) -> dict[str, dict[str, object]]:
+    """Both states, by name."""
+    torch.manual_seed(0)
+    mesh = groups.mesh("dp")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    progress = {"step": 1, "tokens": 2048, "losses": [0.5, 0.25]}
+    tensors = {
+        "weight": DTensor.from_local(torch.ones(4, 8), mesh, [Shard(0)]),
+        "norm": DTensor.from_local(torch.ones(8), mesh, [Replicate()]),
+    }
+    return {
+        "tensors": {"model": tensors, "progress": progress},
+        "training": {
+            "model": model,
+            "optimizer": OptimizerState(optimizer, model),
+            "rng": RNG(),
+            "progress": progress,
+        },
+    }
+
+
+def _finish(submit: Callable[[], PendingSave]) -> None:
+    submit().result()
+
+
+def _traced(context: RankContext, root: str) -> dict[str, list[Function]]:
+    """What one rank enters, by state and call."""
+    del context
+    groups = ProcessGroups.create(Layout(dp=2))
+    found = {}
+    for name, state in _states(groups).items():
+        with Checkpointer(f"{root}/{name}", groups=groups) as checkpointer:
+            for step in (1, 3):
+                checkpointer.save(step, state)
+                checkpointer.save_async(step + 1, state).result()
+                checkpointer.load(state)
+            save, load = checkpointer.save, checkpointer.load
+            found[f"{name}: save"] = Tracer().run(partial(save, 5, state))
+            submit = partial(checkpointer.save_async, 6, state)
+            found[f"{name}: save_async"] = Tracer().run(partial(_finish, submit))
+            found[f"{name}: load"] = Tracer().run(partial(load, state))
+    groups.close()
+    return found
+
+
+def main() -> int:
+    """Print the counts; with `--list`, the functions of one of the calls."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--list", metavar="NAME", help="a row of the table")
+    chosen = parser.parse_args().list
+    with tempfile.TemporaryDirectory() as root:
+        found = run_ranks(2, _traced, root, timeout_s=120).results[0]
+    if chosen is not None:
+        for file, name in found[chosen]:
+            print(f"{file}  {name}")
+    print(f"{'':22}{'functions':>10}{'files':>8}{'changes of file':>18}")
+    for name, functions in found.items():
+        files = len({file for file, _ in functions})
+        changes = num_changes(functions)
+        print(f"{name:22}{len(functions):10}{files:8}{changes:18}")
+    print(f"{'at most, on tensors':22}{'':10}{MAX_FILES:8}{MAX_CHANGES:18}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
