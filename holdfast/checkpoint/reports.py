@@ -71,8 +71,8 @@ class FellBack:
     def summary(self) -> str:
         """The step and what is wrong with it, for one line of a log."""
         clause = self.why.partition("\n")[0].partition("; ")[0].partition(". ")[0]
-        where, damaged, _ = _BEFORE_STEP.sub("", clause).partition(": damaged")
-        return f"step {self.step}: {where[:_MAX_SUMMARY]}{damaged}"
+        where = _BEFORE_STEP.sub("", clause).partition(": damaged")[0]
+        return f"step {self.step} is damaged ({where[:_MAX_SUMMARY]})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

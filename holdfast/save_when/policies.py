@@ -69,11 +69,11 @@ class SavePolicy:
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
         """Save when either says so."""
-        return AnyOf((*self.leaves(), *other.leaves()))
+        return SaveWhenAny((*self.leaves(), *other.leaves()))
 
 
 @dataclass(frozen=True)
-class AnyOf(SavePolicy):
+class SaveWhenAny(SavePolicy):
     """Save when any of these says so."""
 
     policies: tuple[SavePolicy, ...]
@@ -222,7 +222,7 @@ class OnFile(SavePolicy):
 
 
 class OnSignal(SavePolicy):
-    """Save when any rank gets a signal, and stop the run unless told otherwise.
+    """Save when any rank gets a signal, and stop the run unless `stop=False`.
 
     The handlers are in force from the making of the checkpointer until its `close`, which brings
     back the earlier ones. A signal that comes again changes nothing: launchers and schedulers often

@@ -151,8 +151,8 @@ class SaveSchedule:
         ):
             if len(set(values)) > 1:
                 pairs = zip(self._control.ranks, values, strict=True)
-                found = "; ".join(f"{value} on rank {rank}" for rank, value in pairs)
-                raise PlanError(f"maybe_save: the ranks disagree on {name}: {found}")
+                text = "; ".join(f"{value} on rank {rank}" for rank, value in pairs)
+                raise PlanError(f"maybe_save: the ranks disagree on {name}: {text}")
         self._is_first = False
         return bytes(map(max, zip(*(ballot.votes for ballot in ballots), strict=True)))
 

@@ -434,9 +434,7 @@ def hold_different_plans(context: RankContext, root: str) -> list[bool]:
             if context.rank == 1:
                 # A plan that fits this rank and is not the one that the others hold.
                 object.__setattr__(plans[False], "token", "f" * 32)
-            report = save(step, state)
-            planned.append(report.planned)
-            assert not isinstance(report, holdfast.PendingSave) or report.result(60)
+            planned.append(_finished(save(step, state)).planned)
             planned.append(checkpointer.save(step + 1, state).planned)
             plans = checkpointer._saver._plans
         blank = make_state(LAYOUT, context.rank, blank=True)
@@ -536,10 +534,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
             torch.rand(step)
             torch_state = torch.get_rng_state()
             save = checkpointer.save if step % 2 else checkpointer.save_async
-            report = save(step, state)
-            assert not report.planned
-            if not isinstance(report, holdfast.SaveReport):
-                report.result(60)
+            assert not _finished(save(step, state)).planned
             found = checkpointer.load({"loader": Stored(), "rng": Stored()}, step=step).values
             loader: Any = found["loader"]
             assert loader["n"] == clones.count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ class PendingSave:
 
     def __init__(self, save: InFlightSave) -> None:
         self._save = save
+        # Thread that runs a callback -> whether `result` has raised the failure in it.
+        self._callbacks: dict[int, bool] = {}
 
     def __repr__(self) -> str:
         """Step and state."""
@@ -65,7 +68,15 @@ class PendingSave:
             DeadlineError: it is not done within `timeout`; the save itself goes on.
             HoldfastError: what the save failed with, the same on every rank.
         """
-        return self._save.result(timeout)
+        try:
+            return self._save.result(timeout)
+        except HoldfastError:
+            thread = threading.get_ident()
+            if thread in self._callbacks:
+                self._callbacks[thread] = True
+            elif self._save.done():
+                self._save.was_raised = True
+            raise
 
     def add_done_callback(self, callback: Callable[[PendingSave], object]) -> None:
         """Call `callback(self)` once, when the save is committed, failed or skipped.
@@ -79,12 +90,16 @@ class PendingSave:
         self._save.when_done(partial(self._run_callback, callback))
 
     def _run_callback(self, callback: Callable[[PendingSave], object]) -> None:
-        was_raised = self._save.was_raised
+        thread = threading.get_ident()
+        self._callbacks[thread] = False
         try:
             callback(self)
+            # Only now: `close` must not take for raised what is about to end in a log.
+            self._save.was_raised |= self._callbacks.get(thread, False)
         except Exception:
-            self._save.was_raised = was_raised
             logging.getLogger("holdfast").exception("a callback of %r failed", self)
+        finally:
+            self._callbacks.pop(thread, None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,7 +172,6 @@ class InFlightSave:
             )
         error = self.error()
         if error is not None:
-            self.was_raised = True
             raise error
         outcome = self.ticket.outcome if self.ticket is not None else None
         if outcome is None:

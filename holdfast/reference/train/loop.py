@@ -323,7 +323,7 @@ class Trainer:
         if checkpoint.load is not None:
             self.safe = (report.step, checkpoint.load)
         for given_up in report.fell_back:
-            self._note(f"gave up {given_up.summary}")
+            self._note(f"{given_up.summary} and was given up")
         if not report.fell_back or checkpoint.save is None or checkpoint.load is None:
             return
         error: HoldfastError | None = None

@@ -249,8 +249,8 @@ def test_fallback_goes_back_trains_on_and_saves_over_what_was_damaged(
     assert main(go_on) == 2
     assert main([*go_on, "--max-fallbacks", "1"]) == 0
     result = " ".join(capsys.readouterr().out.split())
-    assert "gave up step 4: tensor " in result
-    assert ": damaged loaded step 2 from ck" in result
+    assert "step 4 is damaged (tensor " in result
+    assert "was given up loaded step 2 from ck" in result
     store = PosixStorage(tmp_path / "ck")
     assert list_steps(store) == [2, 4, 6]
     for name in ("iter_0000004", "iter_0000006"):
