@@ -33,6 +33,7 @@ from holdfast.checkpoint.load.requests import (
     encode_boxes,
     requested_boxes,
 )
+from holdfast.checkpoint.options import LoadOptions
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.save.handshake import collector_paused
 from holdfast.errors import (
@@ -57,18 +58,6 @@ from holdfast.storage import Storage
 _MAX_CANDIDATES = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How strict a load is; see `Checkpointer.load`."""
-
-    ignore_unexpected: bool = False
-    allow_missing: tuple[str, ...] = ()
-    allow_dropped: tuple[str, ...] = ()
-    cast: bool = False
-    verify: bool = True
-    exchange: bool = True
-    max_fallbacks: int | None = 0
-    """How many older checkpoints may be tried; None for all there are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -446,26 +435,15 @@ def _settings(step: int | None, options: LoadOptions) -> dict[str, object]:
         "step": step,
         "verify": options.verify,
         "exchange": options.exchange,
-        "fallback": True if options.max_fallbacks is None else options.max_fallbacks,
+        "max_fallbacks": options.max_fallbacks,
     }
 
 
-def _check_asked(state: object, step: object, options: LoadOptions) -> None:
-    """ConfigError for an argument of a wrong type."""
+def _check_asked(state: object, step: int | None, options: LoadOptions) -> None:
+    """ConfigError for a state or a step of a wrong type."""
     if state is not None and not isinstance(state, Mapping):
         raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise ConfigError(f"step must be an int or None, got {step!r}")
-    if step is not None and not 0 <= step < 10**18:
-        raise ConfigError(f"step {step}: there is no such step; it must be in [0, 10**18)")
-    for name in ("ignore_unexpected", "cast", "verify", "exchange"):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r} must be True or False")
-    for name in ("allow_missing", "allow_dropped"):
-        patterns = getattr(options, name)
-        if any(not isinstance(pattern, str) for pattern in patterns):
-            raise ConfigError(f"{name}={patterns!r} must be patterns of paths")
+    options.check_step(step)
 
 
 def _encode_request(

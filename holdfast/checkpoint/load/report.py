@@ -23,6 +23,7 @@ def make_report(snapshot: Snapshot, result: MatchResult, **fields: Any) -> LoadR
         fresh=tuple(result.fresh),
         cast=tuple(result.cast),
         kept=tuple(result.kept),
+        metadata=snapshot.manifest.metadata,
         nbytes_read=snapshot.stats.nbytes_read,
         num_opens=snapshot.stats.opens,
         replaced=tuple(snapshot.stats.fallbacks),

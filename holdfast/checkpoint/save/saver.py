@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import msgspec
 
+from holdfast.checkpoint.options import SaverOptions, WhenBusy
 from holdfast.checkpoint.plan.cache import PlanCache
 from holdfast.checkpoint.plan.rank_plan import (
     LocalState,
@@ -19,7 +21,7 @@ from holdfast.checkpoint.plan.rank_plan import (
     plan_together,
 )
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.checkpoint.save.executor import SaveExecutor, SaverOptions, check_budget
+from holdfast.checkpoint.save.executor import SaveExecutor, check_budget
 from holdfast.checkpoint.save.handshake import (
     BEGIN,
     BUDGET,
@@ -31,9 +33,10 @@ from holdfast.checkpoint.save.handshake import (
     collector_paused,
     is_staging,
 )
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.pending import InFlightSave, PendingSave
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
+from holdfast.format.digest import digest128
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -46,7 +49,6 @@ from holdfast.writer.commit import discard_save
 from holdfast.writer.job import SaveOutcome, publish_failure
 from holdfast.writer.repair import repair
 
-WhenBusy = Literal["wait", "skip"]
 _MAX_MESSAGE_LENGTH = 200
 
 
@@ -65,12 +67,15 @@ class Saver:
         self._plans = PlanCache(storage, groups, block_nbytes=options.block_nbytes)
         self._num_saves = 0
         self._writer: Writer | None = None
-        self._unreported: list[PendingSave] = []
+        self._unreported: list[InFlightSave] = []
         self._is_repaired = False
         self._cache = LeafCache()
         self._local: LocalState | None = None
-        self._submitted: PendingSave | None = None
-        self.num_plans = 0
+        self._submitted: InFlightSave | None = None
+        self.counts: Counter[str] = Counter()
+        """Of this rank: `planned`, `reused`, and by outcome `committed`, `failed`, `skipped`;
+        `nbytes` written."""
+        self._counting = threading.Lock()
         control = groups.control
         self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
         self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
@@ -82,6 +87,11 @@ class Saver:
     def writer_pid(self) -> int | None:
         """Process id of the writer, or None where there is none."""
         return self._writer.pid if self._writer is not None else None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Asynchronous saves that are not done."""
+        return sum(not pending.done() for pending in self._unreported)
 
     @property
     def num_allocations(self) -> int:
@@ -115,10 +125,13 @@ class Saver:
             self._executor.write(agreed, request, clock)
             with clock.phase("retain"):
                 self._after_commit(plan)
+        nbytes = plan.image.nbytes - len(plan.image.header)
+        with self._counting:
+            self.counts["nbytes"] += nbytes
         return SaveReport(
             step=request.step,
             path=self._storage.describe(step_dir(request.step)),
-            nbytes=plan.image.nbytes - len(plan.image.header),
+            nbytes=nbytes,
             total_nbytes=plan.total_nbytes,
             num_tensors=plan.num_tensors,
             planned=agreed.planned,
@@ -160,9 +173,10 @@ class Saver:
             agreed = self._agree(request, state, when_busy, clock, in_flight=len(self._buffers) - 1)
             plan = agreed.plan
             if plan is None:
-                return PendingSave(step=request.step, ticket=None, skipped=True)
+                self.counts["skipped"] += 1
+                return PendingSave(InFlightSave(step=request.step, ticket=None, skipped=True))
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
-            pending = self._submitted = buffer.pending = PendingSave(
+            pending = self._submitted = buffer.pending = InFlightSave(
                 step=request.step,
                 ticket=None,
                 save_id=agreed.save_id,
@@ -176,8 +190,19 @@ class Saver:
                 writer, buffer, agreed, request, clock, after=after
             )
         pending.seconds = dict(clock.seconds)
+        self._report_later(pending)
+        return PendingSave(pending)
+
+    def _report_later(self, pending: InFlightSave) -> None:
+        """Keep it until every rank knows its outcome, which is counted when this rank does."""
         self._unreported.append(pending)
-        return pending
+        pending.when_done(partial(self._count_outcome, pending))
+
+    def _count_outcome(self, pending: InFlightSave) -> None:
+        outcome = pending.ticket.outcome if pending.ticket is not None else None
+        with self._counting:
+            self.counts["committed" if pending.phase == "committed" else "failed"] += 1
+            self.counts["nbytes"] += outcome.nbytes if outcome is not None else 0
 
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save failed here after its last collective.
@@ -188,21 +213,23 @@ class Saver:
         pending = self._submitted
         if pending is not None and pending.ticket is not None:
             if pending not in self._unreported:
-                self._unreported.append(pending)
+                self._report_later(pending)
             if not isinstance(error, Exception):
                 raise error
             # All that can be missing is how long it took; the other ranks go on, too.
             logging.getLogger("holdfast").warning(
                 "the save of step %s was submitted, then: %r", pending.step, error
             )
-            return pending
+            return PendingSave(pending)
         proposals = Proposals(self.async_guard.answers[BEGIN])
         record = ErrorRecord.of(error, foreign=StorageError)
         failure = error if isinstance(error, HoldfastError) else record.to_error()
         step, overwrite = proposals.by_rank[0].step, proposals.by_rank[0].overwrite
-        pending = PendingSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
+        pending = InFlightSave(
+            step=step, ticket=None, save_id=proposals.save_id, failure=failure
+        )
+        self._report_later(pending)
         self._plans.clear()
-        self._unreported.append(pending)
         for buffer in self._buffers:
             if buffer.is_free():
                 buffer.reset()
@@ -218,7 +245,7 @@ class Saver:
         if not isinstance(error, Exception):
             pending.was_raised = True
             raise error
-        return pending
+        return PendingSave(pending)
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Plan, lay out and touch the memory, start the writer: the first save is then like any.
@@ -276,6 +303,7 @@ class Saver:
                 plan = self._make_plan(local, proposals, self._due(request, proposals.num_saves))
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
+            self.counts["reused"] += proposals.is_unchanged
         return AgreedSave(
             local=local,
             plan=plan,
@@ -299,7 +327,7 @@ class Saver:
             block_nbytes=self._options.block_nbytes,
             compare_all=request.check_replicas,
         )
-        self.num_plans += 1
+        self.counts["planned"] += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
         self._plans.add(plan, claims)
@@ -351,6 +379,7 @@ class Saver:
             names=local.names,
             compares=due.check_replicas,
             num_saves=self._num_saves,
+            metadata=digest128(request.metadata)[:16] if request.metadata else "",
             nonce=secrets.token_hex(6),
             busy=len(running) > in_flight,
             failed=tuple(
@@ -365,7 +394,7 @@ class Saver:
         proposals.refuse_disagreement(control.ranks)
         return proposals
 
-    def _not_raised(self) -> list[tuple[PendingSave, HoldfastError]]:
+    def _not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
         """The saves that failed, as far as known, without their failure being raised here."""
         failed = [(pending, pending.error()) for pending in self._unreported]
         return [(p, error) for p, error in failed if error is not None and not p.was_raised]
@@ -426,7 +455,7 @@ class Saver:
 
 
 def _raise_all(
-    own: list[tuple[PendingSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
+    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
 ) -> None:
     """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
     for pending, _ in own:
