@@ -1,14 +1,17 @@
 # make demo   sets up and runs the main job end to end
 # make test   sets up and passes the tests (short ones; `make test-all` runs every test)
+# make docs   builds the documentation with the API reference in site/, in an environment of its own
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 PYTEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-slow lint types contracts format bench trace setup clean help
+.PHONY: demo test test-all test-slow lint types contracts format bench trace docs setup clean help
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench trace test-slow clean"
@@ -47,8 +50,23 @@ format: setup
 bench: setup
 	@$(BIN)/python -m bench
 
+## The site reads the source without importing it: neither torch nor Holdfast is installed for it.
+$(DOCS_READY): pyproject.toml constraints.txt
+	@echo "Setting up $(DOCS_VENV) …"
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > $(DOCS_VENV)/requirements.txt
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --requirement $(DOCS_VENV)/requirements.txt
+	@touch $@
+
+docs: $(DOCS_READY)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
+
 trace: setup
 	@$(BIN)/python -m tools.trace
 
 clean:
-	rm -rf $(VENV) demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache

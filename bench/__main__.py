@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from bench import report
-from bench.results import Found
+from bench.results import BenchResults
 
 BASELINE = Path(__file__).with_name("baseline.json")
-Case = Callable[[Found, Path], None]
+Case = Callable[[BenchResults, Path], None]
 
 
 def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping[str, Case]:
@@ -31,17 +31,17 @@ def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping
     num_tiny = 2_000 if quick else 20_000
     num_steady = 1_000 if quick else 10_000
     return {
-        "gpt": lambda found, scratch: gpt.measure(
-            found, megabytes=size, repeats=times, scratch=scratch
+        "gpt": lambda results, scratch: gpt.measure(
+            results, megabytes=size, repeats=times, scratch=scratch
         ),
-        "tiny": lambda found, scratch: tiny.measure(
-            found, num_tensors=num_tiny, repeats=min(times, 5), scratch=scratch
+        "tiny": lambda results, scratch: tiny.measure(
+            results, num_tensors=num_tiny, repeats=min(times, 5), scratch=scratch
         ),
-        "steady": lambda found, scratch: tiny.measure_steady(
-            found, num_tensors=num_steady, repeats=min(times, 5), scratch=scratch
+        "steady": lambda results, scratch: tiny.measure_steady(
+            results, num_tensors=num_steady, repeats=min(times, 5), scratch=scratch
         ),
-        "scale": lambda found, scratch: scale.measure(
-            found,
+        "scale": lambda results, scratch: scale.measure(
+            results,
             num_ranks=[16, 64] if quick else [16, 64, 256, 1024],
             tensors_a_rank=100 if quick else 1000,
             dcp_ranks=[16] if quick else [16, 64],
@@ -61,20 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only and options.only not in chosen:
         console.print(f"--only {options.only}: there are {', '.join(chosen)}")
         return 2
-    found = Found()
+    results = BenchResults()
     for name, case in chosen.items():
         if options.only in (None, name):
             began = time.monotonic()
-            _run(case, found, out.resolve().parent / "tmp")
+            _run(case, results, out.resolve().parent / "tmp")
             console.print(f"[dim]{name}: {time.monotonic() - began:.0f} s[/]")
     baseline_path = Path(options.baseline) if options.baseline else BASELINE
     comparable = bool(options.baseline) or (not options.quick and baseline_path.exists())
     baseline = report.read_baseline(baseline_path) if comparable else {}
-    report.print_table(found, console, baseline=baseline)
-    report.print_phases(found, console)
-    document = {"machine": _machine(), "quick": options.quick, **found.to_dict()}
+    report.print_table(results, console, baseline=baseline)
+    report.print_phases(results, console)
+    document = {"machine": _machine(), "quick": options.quick, **results.to_dict()}
     (out / "bench.json").write_text(json.dumps(document, indent=1) + "\n")
-    report.draw(found, out / "bench.png")
+    report.draw(results, out / "bench.png")
     console.print(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
     return 0
 
@@ -90,12 +90,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(case: Case, found: Found, parent: Path) -> None:
-    """One case in a scratch directory beside the output, removed whatever happens."""
+def _run(case: Case, results: BenchResults, parent: Path) -> None:
+    """One case in a scratch directory next to the output, removed in any case."""
     parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
     try:
-        case(found, scratch)
+        case(results, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         if not any(parent.iterdir()):

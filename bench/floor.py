@@ -66,7 +66,7 @@ class FloorMemory:
 
 
 def has_direct_writes(directory: Path) -> bool:
-    """Whether the filesystem takes writes past the page cache."""
+    """Whether the file system supports writes past the page cache."""
     path = directory / "direct-probe"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bench import probes, rivals
 from bench.floor import FloorMemory, has_direct_writes
-from bench.results import Found, Target
+from bench.results import BenchResults, Target
 from bench.states import GptSize, gpt_size, gpt_state, local_nbytes, local_tensors
 from bench.timing import Measured, Series, interleave, median_of, slowest, timed, values_of
 from holdfast import Checkpointer, Layout, ProcessGroups
@@ -27,32 +27,34 @@ TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFound:
+class RankMeasurements:
     """What one rank of a run measured."""
 
     series: Series
     counted: dict[str, float]
 
 
-def measure(found: Found, *, megabytes: int, repeats: int, scratch: Path) -> None:
+def measure(results: BenchResults, *, megabytes: int, repeats: int, scratch: Path) -> None:
     """Run the cases on real processes and add their rows."""
     size = gpt_size(megabytes)
     saved = run_ranks(4, _save_and_load, size, repeats, scratch, timeout_s=TIMEOUT_S).results
-    _report_saves(found, saved, scratch)
-    _report_load(found, "load, same layout", saved, Target(against="floor", bound=1.15))
+    _report_saves(results, saved, scratch)
+    _report_load(results, "load, same layout", saved, Target(against="floor", bound=1.15))
     for layout in (Layout(tp=4), Layout(dp=2)):
         loaded = run_ranks(
             layout.world_size, _reshard, layout, size, repeats, scratch, timeout_s=TIMEOUT_S
         )
         name = "TP4" if layout.tp == 4 else "TP1 x DP2"
-        _report_load(found, f"load, TP2 x DP2 to {name}", loaded.results, None)
+        _report_load(results, f"load, TP2 x DP2 to {name}", loaded.results, None)
 
 
 def _barrier() -> None:
     dist.barrier()
 
 
-def _save_and_load(context: RankContext, size: GptSize, repeats: int, scratch: Path) -> RankFound:
+def _save_and_load(
+    context: RankContext, size: GptSize, repeats: int, scratch: Path
+) -> RankMeasurements:
     layout = Layout(tp=2, dp=2)
     with ProcessGroups.create(layout) as groups:
         state = gpt_state(groups, size)
@@ -83,7 +85,7 @@ def _save_and_load(context: RankContext, size: GptSize, repeats: int, scratch: P
             ours.save(KEPT)
             theirs.save(KEPT)
         loads = _loads(groups, size, state, repeats, scratch, context.rank)
-    return RankFound(series={**saves, **loads.series}, counted={**counted, **loads.counted})
+    return RankMeasurements(series={**saves, **loads.series}, counted={**counted, **loads.counted})
 
 
 def _first_save(checkpointer: Checkpointer, state: dict[str, object]) -> Measured:
@@ -171,7 +173,7 @@ class Holdfast:
         return measured | {
             "needed": float(report.nbytes_needed),
             "read": float(probes.nbytes_read() - began),
-            "told": float(report.nbytes_read),
+            "reported": float(report.nbytes_read),
         }
 
 
@@ -192,7 +194,7 @@ def _floor_arms(
 
 
 def _swept(arm: Callable[[int], Measured], scratch: Path, rank: int) -> Callable[[int], Measured]:
-    """The same arm, with everything it left on disk removed afterwards, outside its time."""
+    """The same arm, with all files it wrote removed afterwards, outside its time."""
 
     def act(number: int) -> Measured:
         measured = arm(number)
@@ -220,7 +222,7 @@ def _loads(
     repeats: int,
     scratch: Path,
     rank: int,
-) -> RankFound:
+) -> RankMeasurements:
     """Loads into blank states of this layout; the last ones are compared."""
     state, other = (gpt_state(groups, size, blank=True) for _ in range(2))
     nbytes = local_nbytes(state)
@@ -251,20 +253,20 @@ def _loads(
             if not torch.equal(mine, true):
                 raise AssertionError("what was loaded is not what was saved")
     path.unlink()
-    return RankFound(series=series, counted={"needed by load": float(nbytes)})
+    return RankMeasurements(series=series, counted={"needed by load": float(nbytes)})
 
 
 def _reshard(
     context: RankContext, layout: Layout, size: GptSize, repeats: int, scratch: Path
-) -> RankFound:
+) -> RankMeasurements:
     with ProcessGroups.create(layout) as groups:
         return _loads(groups, size, None, repeats, scratch, context.rank)
 
 
-def _report_saves(found: Found, saved: list[RankFound], scratch: Path) -> None:
+def _report_saves(results: BenchResults, saved: list[RankMeasurements], scratch: Path) -> None:
     series = slowest([each.series for each in saved])
     dcp_async = (rivals.ASYNC, rivals.ASYNC_CACHED)
-    found.compare(
+    results.compare(
         "stall", "async, steady state", unit="ms", scale=1e3,
         holdfast=values_of(series, "holdfast async", "stall"),
         floors={"memcpy": values_of(series, "memcpy", "stall")},
@@ -274,35 +276,35 @@ def _report_saves(found: Found, saved: list[RankFound], scratch: Path) -> None:
     writes = [arm for arm in series if arm.startswith("write, ")]
     floors = {arm: values_of(series, arm, "durable") for arm in writes}
     dcp_sync = (rivals.SYNC, rivals.SYNC_CACHED)
-    found.compare(
+    results.compare(
         "save", "durable", unit="ms", scale=1e3,
         holdfast=values_of(series, "holdfast", "durable"), floors=floors,
         dcp={arm: values_of(series, arm, "durable") for arm in dcp_sync},
         target=Target(against="floor", bound=1 / 0.9),
     )  # fmt: skip
-    found.compare(
+    results.compare(
         "save", "async, until durable", unit="ms", scale=1e3,
         holdfast=values_of(series, "holdfast async", "durable"), floors=floors,
         dcp={arm: values_of(series, arm, "durable") for arm in dcp_async},
         target=Target(against="floor", bound=1 / 0.9),
     )  # fmt: skip
     for arm in ("holdfast async", "holdfast"):
-        found.phases[arm] = {
+        results.phases[arm] = {
             name.removeprefix("phase "): median_of(series, arm, name)
             for name in series[arm][0]
             if name.startswith("phase ")
         }
-    _report_counts(found, saved, scratch)
+    _report_counts(results, saved, scratch)
 
 
-def _report_counts(found: Found, saved: list[RankFound], scratch: Path) -> None:
+def _report_counts(results: BenchResults, saved: list[RankMeasurements], scratch: Path) -> None:
     counts = [each.counted for each in saved]
 
     def worst(name: str) -> float:
         return max(each[name] for each in counts)
 
     zero = Target(against="value", bound=0)
-    state = found.state
+    state = results.state
     state("memory", "staging allocations after the first save", worst("allocations"), unit="",
           target=zero)  # fmt: skip
     state("memory", "descriptors opened after the first save", worst("descriptors"), unit="",
@@ -336,10 +338,12 @@ def _tree_nbytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _report_load(found: Found, case: str, loaded: list[RankFound], target: Target | None) -> None:
+def _report_load(
+    results: BenchResults, case: str, loaded: list[RankMeasurements], target: Target | None
+) -> None:
     series = slowest([each.series for each in loaded])
     for arm, what in (("holdfast load alone", "no exchange"), ("holdfast load", "exchange")):
-        found.compare(
+        results.compare(
             case, f"warm page cache, {what}", unit="ms", scale=1e3,
             holdfast=values_of(series, arm),
             floors={"read and hash": values_of(series, "read and hash")},
@@ -350,7 +354,7 @@ def _report_load(found: Found, case: str, loaded: list[RankFound], target: Targe
         arm: sum(median_of(each.series, arm, "read") for each in loaded)
         for arm in ("holdfast load", "dcp.load")
     }
-    found.state(
+    results.state(
         case, "bytes read / needed", total["holdfast load"] / needed, unit="x", floor=1.0,
         dcp=total["dcp.load"] / needed, target=Target(against="value", bound=1.25),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the kernel knows of a process: memory, descriptors, bytes read."""
+"""What the kernel reports about a process: memory, descriptors, bytes read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def resident_nbytes(field: str = "VmRSS", pid: int | str = "self") -> int:
 
 
 def forget_peak() -> None:
-    """Start the peak of this process's resident memory anew."""
+    """Reset the peak of this process's resident memory."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

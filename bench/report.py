@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
-from bench.results import Found, Row
+from bench.results import BenchResults, Row
 
 INK = "#22303c"
 FAINT = "#8795a1"
@@ -41,7 +41,7 @@ STYLE: Any = {
 
 
 def read_baseline(path: Path) -> dict[str, float]:
-    """What an earlier run found: key -> ratio to the floor, or the value where there is none."""
+    """The results of an earlier run: key -> ratio to the floor, or the value without one."""
     rows = json.loads(path.read_text())["rows"]
     return {
         f"{row['case']}: {row['name']}": float(
@@ -51,7 +51,7 @@ def read_baseline(path: Path) -> dict[str, float]:
     }
 
 
-def print_table(found: Found, console: Console, *, baseline: dict[str, float]) -> None:
+def print_table(results: BenchResults, console: Console, *, baseline: dict[str, float]) -> None:
     """One line for each quantity: values, ratios, target, and the change since the baseline."""
     table = Table(title="Medians; lower is better", title_justify="left", header_style="bold")
     table.add_column("case", no_wrap=True)
@@ -61,7 +61,7 @@ def print_table(found: Found, console: Console, *, baseline: dict[str, float]) -
     if baseline:
         table.add_column("change", justify="right")
     case = ""
-    for row in found.rows:
+    for row in results.rows:
         colour = {True: "green", False: "red", None: ""}[row.met]
         cells = [
             row.case if row.case != case else "",
@@ -116,27 +116,27 @@ def change_text(row: Row, baseline: dict[str, float]) -> str:
     return f"[{colour}]{ratio - 1:+.0%}[/]"
 
 
-def print_phases(found: Found, console: Console) -> None:
+def print_phases(results: BenchResults, console: Console) -> None:
     """Where Holdfast's time goes, on the slowest rank of each phase."""
     table = Table(title="Holdfast by phase, ms", title_justify="left", header_style="bold")
     table.add_column("case")
     table.add_column("phases")
-    for case, phases in found.phases.items():
+    for case, phases in results.phases.items():
         text = ", ".join(f"{name} {number(s * 1e3)}" for name, s in phases.items() if s > 5e-5)
         table.add_row(case, text)
     console.print(table)
 
 
-def draw(found: Found, path: Path) -> None:
+def draw(results: BenchResults, path: Path) -> None:
     """Three panels: ratios to the floor, cost of a tiny tensor, planning at scale."""
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplot_mosaic(
             [["ratios", "scale"], ["ratios", "tiny"]], figsize=(13, 8), dpi=120,
             layout="constrained", width_ratios=(1.35, 1),
         )  # fmt: skip
-        _draw_ratios(axes["ratios"], found)
-        _draw_scale(axes["scale"], found)
-        _draw_tiny(axes["tiny"], found)
+        _draw_ratios(axes["ratios"], results)
+        _draw_scale(axes["scale"], results)
+        _draw_tiny(axes["tiny"], results)
         figure.suptitle(
             "Holdfast and PyTorch DCP against the physical floor", x=0.012, ha="left",
             fontsize=15, fontweight="bold",
@@ -145,8 +145,8 @@ def draw(found: Found, path: Path) -> None:
         plt.close(figure)
 
 
-def _draw_ratios(axes: Axes, found: Found) -> None:
-    shown = [row for row in found.rows if row.floor and row.dcp and row.unit == "ms"]
+def _draw_ratios(axes: Axes, results: BenchResults) -> None:
+    shown = [row for row in results.rows if row.floor and row.dcp and row.unit == "ms"]
     shown = [row for row in shown if row.to_floor is not None][::-1]
     axes.set_title("Time as a multiple of the floor")
     if not shown:
@@ -177,8 +177,8 @@ def _draw_ratios(axes: Axes, found: Found) -> None:
     axes.legend(loc="upper right", ncols=2, fontsize=9)
 
 
-def _draw_scale(axes: Axes, found: Found) -> None:
-    points = found.curves.get("scale", [])
+def _draw_scale(axes: Axes, results: BenchResults) -> None:
+    points = results.curves.get("scale", [])
     axes.set_title("First plan and index by simulated ranks")
     for name, label, colour, style in (
         ("plan", "Holdfast: plan", HOLDFAST, "o-"),
@@ -206,8 +206,8 @@ def _draw_scale(axes: Axes, found: Found) -> None:
     axes.legend(fontsize=9, loc="upper left", ncols=2)
 
 
-def _draw_tiny(axes: Axes, found: Found) -> None:
-    rows = [row for row in found.rows if row.case == "tiny tensors" and row.unit == "µs"]
+def _draw_tiny(axes: Axes, results: BenchResults) -> None:
+    rows = [row for row in results.rows if row.case == "tiny tensors" and row.unit == "µs"]
     axes.set_title("A tiny tensor, µs")
     if not rows:
         axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes, color=FAINT)

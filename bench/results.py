@@ -1,4 +1,4 @@
-"""What a run found: one row per quantity, and curves; as JSON and back."""
+"""The results of a run: one row per quantity, and curves; as JSON and back."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Row:
 
 
 @dataclass(slots=True)
-class Found:
-    """Everything of a run. `phases`: case -> phase -> median seconds. `curves`: for the plot."""
+class BenchResults:
+    """All results of a run. `phases`: case -> phase -> median seconds. `curves`: for the plot."""
 
     rows: list[Row] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)

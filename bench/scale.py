@@ -22,19 +22,19 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from bench.gpt import TIMEOUT_S, RankFound
-from bench.results import Found, Target
+from bench.gpt import TIMEOUT_S, RankMeasurements
+from bench.results import BenchResults, Target
 from bench.timing import Measured, Series, interleave, median_of, values_of
 from holdfast import Codecs, Layout, Sharded
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
-    chunk_table,
-    decode_table,
-    encode_table,
-    read_messages,
-    table_message,
+    RankClaims,
+    claims_message,
+    claims_of,
+    decode_claims,
+    encode_claims,
+    read_claims_messages,
 )
-from holdfast.checkpoint.plan.proof import make_plan
+from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index, validate_index
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
@@ -47,7 +47,7 @@ _HEADER_NBYTES = 4096
 
 
 def measure(
-    found: Found,
+    results: BenchResults,
     *,
     num_ranks: list[int],
     tensors_a_rank: int,
@@ -68,39 +68,39 @@ def measure(
         point |= {name: median_of(series, "holdfast", name) for name in series["holdfast"][0]}
         if "dcp" in series:
             point |= {f"dcp {n}": median_of(series, "dcp", n) for n in series["dcp"][0]}
-        found.curves.setdefault("scale", []).append(point)
-        _report(found, f"scale, {number} ranks x {tensors_a_rank}", series, counted,
+        results.curves.setdefault("scale", []).append(point)
+        _report(results, f"scale, {number} ranks x {tensors_a_rank}", series, counted,
                 bound=number == largest)  # fmt: skip
 
 
 def _report(
-    found: Found, case: str, series: Series, counted: dict[str, float], *, bound: bool
+    results: BenchResults, case: str, series: Series, counted: dict[str, float], *, bound: bool
 ) -> None:
     def target(value: float) -> Target | None:
         return Target(against="value", bound=value) if bound else None
 
     has_dcp = "dcp" in series
-    found.compare(
+    results.compare(
         case, "first plan", unit="s", holdfast=values_of(series, "holdfast", "plan"),
         dcp={"global plan": values_of(series, "dcp", "plan")} if has_dcp else None,
         target=target(2.0),
     )  # fmt: skip
-    found.compare(
+    results.compare(
         case, "open the index", unit="s", holdfast=values_of(series, "holdfast", "open"),
         dcp={"unpickle": values_of(series, "dcp", "open")} if has_dcp else None,
         target=target(0.1),
     )  # fmt: skip
-    found.state(
+    results.state(
         case, "index, a row", counted["row nbytes"], unit="B", dcp=counted.get("dcp row nbytes"),
         target=target(80.0),
     )  # fmt: skip
-    found.state(
+    results.state(
         case, "received by the coordinator, a row", counted["received nbytes a row"], unit="B",
         target=target(64.0),
     )  # fmt: skip
     if bound:
         for name in ("decode tables", "encode", "prove"):
-            found.compare(
+            results.compare(
                 case, f"index and tables: {name}", unit="s",
                 holdfast=values_of(series, "holdfast", name),
             )  # fmt: skip
@@ -108,7 +108,7 @@ def _report(
 
 def _simulate(
     context: RankContext, num_ranks: int, tensors_a_rank: int, with_dcp: bool, repeats: int
-) -> RankFound:
+) -> RankMeasurements:
     del context
     layout = simulated_layout(num_ranks)
     encoded = _messages(simulated_tables(layout, tensors_a_rank))
@@ -126,22 +126,22 @@ def _simulate(
 
         arms["dcp"] = dcp
     series = interleave(arms, repeats=repeats, settle=lambda: None)
-    return RankFound(series=series, counted=counted)
+    return RankMeasurements(series=series, counted=counted)
 
 
-def _messages(tables: list[ChunkTable]) -> list[bytes]:
+def _messages(tables: list[RankClaims]) -> list[bytes]:
     """What the ranks send to the coordinator: each distinct set of names once."""
     sent: set[bytes] = set()
     messages = []
     for table in tables:
         names = None if table.names in sent else table.names
         sent.add(table.names)
-        messages.append(table_message(encode_table(table), names))
+        messages.append(claims_message(encode_claims(table), names))
     return messages
 
 
 def simulated_layout(num_ranks: int) -> Layout:
-    """TP4 x PP4 x DP, or what of it fits."""
+    """TP4 x PP4 x DP, or as much of it as fits."""
     tp = min(4, num_ranks)
     pp = min(4, num_ranks // tp)
     return Layout(tp=tp, pp=pp, dp=num_ranks // (tp * pp))
@@ -151,15 +151,16 @@ def _shape(layout: Layout, tensor: int) -> tuple[int, int]:
     return layout.tp * (8 + tensor % 5), layout.dp * (4 + tensor % 3)
 
 
-def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[ChunkTable]:
+def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
     """What each rank holds: every tensor of its stage, dim 0 cut along tp, dim 1 along dp.
 
-    The first rank of a stage is taken apart as for a save; the others hold the boxes beside.
+    The state of the first rank of a stage is flattened as for a save; the others hold the boxes
+    next to its own.
     """
     shapes = [_shape(layout, i) for i in range(tensors_a_rank)]
     extent = np.array([(a // layout.tp, b // layout.dp) for a, b in shapes], dtype=np.int64)
     local = {tuple(e): torch.zeros(e) for e in extent.tolist()}
-    of_stage: dict[int, ChunkTable] = {}
+    of_stage: dict[int, RankClaims] = {}
     tables = []
     for rank in layout.ranks:
         at = layout.coordinate(rank)
@@ -172,7 +173,7 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[ChunkTable]:
                 for i, (e, shape) in enumerate(zip(extent.tolist(), shapes, strict=True))
             }
             flat = flatten_state({"model": state}, layout=layout, rank=rank, codecs=Codecs())
-            of_stage[stage] = chunk_table(flat)[0]
+            of_stage[stage] = claims_of(flat)[0]
         first = of_stage[stage]
         replica_sets = tuple(
             replace(replica_set, replicas=(rank,)) for replica_set in first.replica_sets
@@ -189,8 +190,8 @@ def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) 
         marks.append(time.perf_counter())
         return marks[-1] - marks[-2]
 
-    received, names = read_messages(encoded, layout.ranks)
-    tables = [decode_table(data, rank=rank, names=names) for rank, data in enumerate(received)]
+    received, names = read_claims_messages(encoded, layout.ranks)
+    tables = [decode_claims(data, rank=rank, names=names) for rank, data in enumerate(received)]
     measured = {"decode tables": mark()}
     plan, _ = make_plan(
         tables, ranks=layout.ranks,
@@ -215,7 +216,7 @@ def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) 
 
 
 def _index_of(plan: CommitPlan) -> ChunkIndex:
-    """The index as the commit makes it, with digests out of the air."""
+    """The index as the commit makes it, with invented digests."""
     nbytes = plan.row_nbytes
     order = np.argsort(plan.row_file, kind="stable")
     ends = np.cumsum(nbytes[order])

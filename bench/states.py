@@ -1,4 +1,4 @@
-"""States to save: a sharded GPT with Adam's moments, and heaps of tiny tensors."""
+"""States to save: a sharded GPT with Adam's moments, and many tiny tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GptSize:
     vocab: int
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
-        """Key, global shape and the dim that tensor parallelism cuts (None: replicated)."""
+        """Key, global shape and the dim that tensor parallelism splits (None: replicated)."""
         w = self.width
         yield "embedding", (self.vocab, w), 0
         for layer in range(self.num_layers):
@@ -41,7 +41,7 @@ class GptSize:
 
 
 def gpt_size(megabytes: int) -> GptSize:
-    """The size whose weights and moments in float32 make about so many MB."""
+    """The size whose weights and moments in float32 take about this many MB."""
     params = megabytes * 1e6 / 12
     width = 128
     while 12 * (2 * width) ** 2 * 4 + 16 * (2 * width) ** 2 <= params:
@@ -108,15 +108,15 @@ def sharded_tiny_state(groups: ProcessGroups, num_tensors: int) -> dict[str, obj
 
 def local_tensors(state: dict[str, object]) -> list[torch.Tensor]:
     """The tensors that this rank holds of a state of two levels."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for entries in state.values():
         if isinstance(entries, dict):
             for value in entries.values():
                 if isinstance(value, DTensor):
-                    found.append(value.to_local())
+                    results.append(value.to_local())
                 elif isinstance(value, torch.Tensor):
-                    found.append(value)
-    return found
+                    results.append(value)
+    return results
 
 
 def local_nbytes(state: dict[str, object]) -> int:

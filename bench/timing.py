@@ -1,4 +1,4 @@
-"""Interleaved repeats: every arm is hit by the machine's noise alike."""
+"""Interleaved repeats: the machine's noise affects every arm equally."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def timed(action: Callable[[], object], name: str = "seconds") -> Measured:
 
 
 def slowest(per_rank: Sequence[Series]) -> Series:
-    """The job's series: in each round, of each quantity, what the slowest rank had."""
+    """The job's series: in each round, of each quantity, the value of the slowest rank."""
     first = per_rank[0]
     return {
         name: [

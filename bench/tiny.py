@@ -1,4 +1,4 @@
-"""Cases on heaps of tiny tensors: cost of each, and of planning them again and again."""
+"""Cases on many tiny tensors: cost of each, and of planning them again and again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from bench import rivals
 from bench.floor import FloorMemory
-from bench.gpt import TIMEOUT_S, Holdfast, RankFound
-from bench.results import Found, Target
+from bench.gpt import TIMEOUT_S, Holdfast, RankMeasurements
+from bench.results import BenchResults, Target
 from bench.states import local_nbytes, local_tensors, sharded_tiny_state, tiny_state
 from bench.timing import Measured, interleave, median_of, slowest, timed, values_of
 from holdfast import Checkpointer, Layout, ProcessGroups
@@ -24,7 +24,7 @@ KEPT = 90000
 _STEADY_RANKS = 2
 
 
-def measure(found: Found, *, num_tensors: int, repeats: int, scratch: Path) -> None:
+def measure(results: BenchResults, *, num_tensors: int, repeats: int, scratch: Path) -> None:
     """One process saves and loads `num_tensors` plain tensors of 64 to 256 bytes."""
     result = run_ranks(1, _tiny, num_tensors, repeats, scratch, init=False, timeout_s=TIMEOUT_S)
     rank = result.results[0]
@@ -38,24 +38,24 @@ def measure(found: Found, *, num_tensors: int, repeats: int, scratch: Path) -> N
         ("load, a tensor", "holdfast load", "seconds", "read", {"dcp.load": "seconds"}),
     ):
         best = floors.get(floor) or values_of(series, "memcpy")
-        found.compare(
+        results.compare(
             "tiny tensors", name, unit="µs", scale=per,
             holdfast=values_of(series, arm, quantity), floors={floor: best},
             dcp={each: values_of(series, each, of) for each, of in dcp.items()}, target=at_most,
         )  # fmt: skip
-    found.state(
+    results.state(
         "tiny tensors", "stored beside the payload, a tensor", counted["extra"], unit="B",
         dcp=counted["extra dcp"], target=Target(against="value", bound=160),
     )  # fmt: skip
     for arm in ("holdfast", "holdfast async"):
-        found.phases[f"tiny tensors: {arm}"] = {
+        results.phases[f"tiny tensors: {arm}"] = {
             name.removeprefix("phase "): median_of(series, arm, name)
             for name in series[arm][0]
             if name.startswith("phase ")
         }
 
 
-def _tiny(context: RankContext, num_tensors: int, repeats: int, scratch: Path) -> RankFound:
+def _tiny(context: RankContext, num_tensors: int, repeats: int, scratch: Path) -> RankMeasurements:
     del context
     state, blank = tiny_state(num_tensors), tiny_state(num_tensors)
     nbytes = local_nbytes(state)
@@ -94,11 +94,11 @@ def _tiny(context: RankContext, num_tensors: int, repeats: int, scratch: Path) -
         name: (sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) - nbytes) / num_tensors
         for name, path in (("extra", root / step_dir(KEPT)), ("extra dcp", theirs.path(KEPT)))
     }
-    return RankFound(series=series, counted=extra)
+    return RankMeasurements(series=series, counted=extra)
 
 
 def _sweep(scratch: Path) -> None:
-    """Remove what earlier calls left, but for what is loaded."""
+    """Remove the files of earlier calls, except those that are loaded."""
     for path in scratch.glob("floor-tiny-*"):
         path.unlink()
     for pattern in ("dcp-*", "holdfast-tiny/iter_*"):
@@ -107,7 +107,7 @@ def _sweep(scratch: Path) -> None:
                 shutil.rmtree(path)
 
 
-def measure_steady(found: Found, *, num_tensors: int, repeats: int, scratch: Path) -> None:
+def measure_steady(results: BenchResults, *, num_tensors: int, repeats: int, scratch: Path) -> None:
     """Planning in steady state: `num_tensors` DTensors on each of two ranks."""
     ranks = run_ranks(
         _STEADY_RANKS, _steady, num_tensors, repeats, scratch, timeout_s=TIMEOUT_S
@@ -116,30 +116,32 @@ def measure_steady(found: Found, *, num_tensors: int, repeats: int, scratch: Pat
     plan = [
         measured["phase flatten"] + measured["phase plan"] for measured in series["holdfast async"]
     ]
-    found.compare(
+    results.compare(
         "steady state", f"flatten, sign, agree: {num_tensors} tensors a rank", unit="ms",
         scale=1e3, holdfast=plan, floors={"16-byte reduction": values_of(series, "collective")},
         target=Target(against="value", bound=50),
     )  # fmt: skip
-    found.compare(
+    results.compare(
         "steady state", f"stall: {num_tensors} tensors a rank", unit="ms", scale=1e3,
         holdfast=values_of(series, "holdfast async", "stall"),
         dcp={
             arm: values_of(series, arm, "stall") for arm in (rivals.ASYNC, rivals.ASYNC_CACHED)
         },
     )  # fmt: skip
-    found.state(
+    results.state(
         "steady state", "collectives a save", max(r.counted["collectives"] for r in ranks),
         unit="", floor=1, target=Target(against="value", bound=1),
     )  # fmt: skip
-    found.phases["steady state"] = {
+    results.phases["steady state"] = {
         name.removeprefix("phase "): median_of(series, "holdfast async", name)
         for name in series["holdfast async"][0]
         if name.startswith("phase ")
     }
 
 
-def _steady(context: RankContext, num_tensors: int, repeats: int, scratch: Path) -> RankFound:
+def _steady(
+    context: RankContext, num_tensors: int, repeats: int, scratch: Path
+) -> RankMeasurements:
     layout = Layout(dp=_STEADY_RANKS)
     with ProcessGroups.create(layout) as groups:
         state = sharded_tiny_state(groups, num_tensors)
@@ -172,4 +174,4 @@ def _steady(context: RankContext, num_tensors: int, repeats: int, scratch: Path)
                 rivals.ASYNC_CACHED: partial(theirs.save_async, cached=True),
             }
             series = interleave(arms, repeats=repeats, settle=settle, first=1)
-    return RankFound(series=series, counted={"collectives": float(max(counts))})
+    return RankMeasurements(series=series, counted={"collectives": float(max(counts))})

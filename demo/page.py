@@ -1,4 +1,4 @@
-"""The results as one HTML file that needs nothing beside it."""
+"""The results as one self-contained HTML file."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _draw_losses(axes: Axes, results: Results) -> None:
 
 
 def _mark_events(axes: Axes, results: Results) -> None:
-    """The saves, the kill with the steps it took back, and the resumes."""
+    """The saves, the kill with the steps it lost, and the resumes."""
     killed = results.curves[KILLED.name]
     for step in range(SAVE_INTERVAL, NUM_STEPS + 1, SAVE_INTERVAL):
         axes.axvline(step, color="#dfe5ea", linewidth=1, zorder=0)

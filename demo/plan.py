@@ -49,7 +49,7 @@ class Scenario:
     title: str
     """For people."""
     tp: int = 1
-    """Tensor ranks; what these and `pp` leave are data ranks."""
+    """Tensor ranks; the ranks that these and `pp` leave are data ranks."""
     pp: int = 1
     """Pipeline stages."""
     zero: int = 0
@@ -67,7 +67,7 @@ class Scenario:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that tell this scenario's ranks apart."""
+        """The axes along which this scenario's ranks differ."""
         return ("pp", "dp") if self.pp > 1 else ("tp", "dp")
 
     def flags(self, runs: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What came of the runs: read back from their events and checkpoints, and checked."""
+"""The results of the runs: read back from their events and checkpoints, and checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from demo.plan import (
     SCENARIOS,
     Scenario,
 )
-from demo.supervisor import Ended
+from demo.supervisor import RunOutcome
 from holdfast.arrays.boxes import Box
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import list_steps, step_dir
@@ -83,8 +83,8 @@ class Results:
 KINDS = ("weights", "first moments", "second moments", "other")
 
 
-def collect(runs: Path, *, killed: Ended, seconds: float) -> Results:
-    """Read everything back and check it; nothing is taken from the running processes' word."""
+def collect(runs: Path, *, killed: RunOutcome, seconds: float) -> Results:
+    """Read everything back from files and check it; nothing comes from the running processes."""
     curves = {item.name: read_curve(item, runs=runs) for item in SCENARIOS}
     checks = [check_kill(killed), *check_same_layout(curves, runs=runs)]
     for scenario in RESHARDED:
@@ -100,7 +100,7 @@ def collect(runs: Path, *, killed: Ended, seconds: float) -> Results:
 
 
 def read_curve(scenario: Scenario, *, runs: Path) -> Curve:
-    """A scenario's events in order; a load takes back the steps after it."""
+    """A scenario's events in order; a load drops the steps after it."""
     curve = Curve(scenario=scenario, losses={}, norms={}, lost={}, saves=[], loads=[])
     for line in (runs / scenario.name / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -117,7 +117,7 @@ def read_curve(scenario: Scenario, *, runs: Path) -> Curve:
     return curve
 
 
-def check_kill(killed: Ended) -> Check:
+def check_kill(killed: RunOutcome) -> Check:
     """The kill was a kill."""
     code = killed.exit_codes[KILL_RANK]
     return Check(
@@ -152,7 +152,7 @@ def check_same_layout(curves: dict[str, Curve], *, runs: Path) -> list[Check]:
 
 
 def check_other_layout(scenario: Scenario, *, curves: dict[str, Curve], runs: Path) -> list[Check]:
-    """Resumed under another layout: the same bits were loaded, and training goes the same way."""
+    """Resumed under another layout: the same bits were loaded, and training continues alike."""
     ours, reference = curves[scenario.name], curves[REFERENCE.name]
     differing, num_tensors = compare_checkpoints(
         runs / KILLED.name / "checkpoints", runs / scenario.name / "as-loaded", step=RESUME_STEP
@@ -214,7 +214,7 @@ def compare_checkpoints(left: Path, right: Path, *, step: int) -> tuple[list[str
 
 
 def read_whole(snapshot: Snapshot, key: str) -> bytes:
-    """One tensor's bytes, whatever files and chunks they lie in."""
+    """One tensor's bytes, whatever files and chunks they are in."""
     info = snapshot.tensor(key)
     shape = tuple(info.shape)
     out = bytearray(int(np.prod(shape, dtype=np.int64)) * DTYPES[info.dtype].itemsize)
@@ -224,7 +224,7 @@ def read_whole(snapshot: Snapshot, key: str) -> bytes:
 
 
 def read_writers(directory: Path) -> list[Writer]:
-    """Who wrote which bytes of the last checkpoint in a directory, by its own index."""
+    """Who wrote which bytes of the last checkpoint in a directory, from its index."""
     storage = PosixStorage(directory)
     with Snapshot.open(storage, step_dir(list_steps(storage)[-1])) as snapshot:
         writers = [

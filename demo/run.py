@@ -28,7 +28,7 @@ from demo.plan import (
     Scenario,
 )
 from demo.results import collect
-from demo.supervisor import Ended, Kill, RunFailed, run_ranks
+from demo.supervisor import Kill, RunFailed, RunOutcome, run_ranks
 from demo.tables import print_report
 from holdfast.errors import HoldfastError
 
@@ -61,16 +61,16 @@ def main() -> int:
     return 0 if results.is_good else 1
 
 
-def run_all(runs: Path, *, console: Console) -> Ended:
+def run_all(runs: Path, *, console: Console) -> RunOutcome:
     """The five runs; returns how the killed one ended."""
-    say(
+    announce(
         console,
         "1/5  Reference",
         f"{NUM_RANKS} processes, {REFERENCE.layout}, {NUM_STEPS} steps on the source of Python's "
         f"standard library, a checkpoint every {SAVE_INTERVAL} steps; never disturbed",
     )
     train(REFERENCE, runs=runs, console=console, label="first")
-    say(
+    announce(
         console,
         "2/5  Kill",
         f"the same run again, but rank {KILL_RANK} gets SIGKILL once step {KILL_STEP} is done",
@@ -82,14 +82,14 @@ def run_all(runs: Path, *, console: Console) -> Ended:
         f"     rank {KILL_RANK} is dead after step {killed.killed_at}; the steps after "
         f"{RESUME_STEP} are lost, the checkpoint of step {RESUME_STEP} is not"
     )
-    say(
+    announce(
         console,
         "3/5  Resume",
         f"all {NUM_RANKS} processes start again and load the newest committed step",
     )
     train(KILLED, runs=runs, console=console, label="second", load=KILLED)
     for number, scenario in enumerate(RESHARDED):
-        say(
+        announce(
             console,
             f"4/5  Reshard {'abc'[number]}",
             f"step {RESUME_STEP} of the killed run, loaded as {scenario.layout}: every rank reads "
@@ -107,7 +107,7 @@ def train(
     label: str,
     load: Scenario | None = None,
     kill: Kill | None = None,
-) -> Ended:
+) -> RunOutcome:
     """One start of a scenario's processes, with a progress bar."""
     directory = runs / scenario.name
     words = ["-m", "demo.worker"]
@@ -145,7 +145,7 @@ def train(
         )
 
 
-def say(console: Console, title: str, text: str) -> None:
+def announce(console: Console, title: str, text: str) -> None:
     """What happens now, and why."""
     console.print(f"\n[bold]{title}[/]  {text}")
 

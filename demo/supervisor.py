@@ -21,13 +21,13 @@ from typing import Any
 
 POLL_S = 0.05
 SILENCE_S = 120.0
-"""A run that reports nothing for so long is given up."""
+"""Seconds without a report after which a run is given up."""
 GRACE_S = 3.0
 """Between asking a process to stop and killing it."""
 
 
 class RunFailed(Exception):
-    """A run did not end as it should; the message names the logs."""
+    """A run failed; the message names the logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RunOutcome:
     """How a set of processes ended."""
 
     exit_codes: tuple[int, ...]
@@ -57,7 +57,7 @@ def run_ranks(
     label: str,
     kill: Kill | None = None,
     on_event: Callable[[dict[str, Any]], None],
-) -> Ended:
+) -> RunOutcome:
     """Run `python <words>` as every rank until all ended, or one died.
 
     Args:
@@ -66,10 +66,10 @@ def run_ranks(
         directory: where `events.jsonl` appears and logs go.
         label: part of the logs' names.
         kill: what to kill and when.
-        on_event: gets each new object of `events.jsonl`.
+        on_event: called with each new object of `events.jsonl`.
 
     Raises:
-        RunFailed: a rank failed by itself, or nothing was heard for two minutes.
+        RunFailed: a rank failed by itself, or nothing was reported for two minutes.
     """
     started = time.monotonic()
     killed_at: int | None = None
@@ -101,7 +101,7 @@ def run_ranks(
     codes = [rank.returncode for rank in ranks]
     if killed_at is None and any(codes):
         raise RunFailed(_explain(codes, directory=directory, label=label))
-    return Ended(
+    return RunOutcome(
         exit_codes=tuple(int(code or 0) for code in codes),
         killed_at=killed_at,
         seconds=time.monotonic() - started,
@@ -112,7 +112,7 @@ def run_ranks(
 def processes(
     words: Sequence[str], *, num_ranks: int, directory: Path, label: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start one process per rank; whatever happens, none is left afterwards."""
+    """Start one process per rank; none is left running afterwards, in any case."""
     directory.mkdir(parents=True, exist_ok=True)
     port = str(_free_port())
     ranks: list[subprocess.Popen[bytes]] = []
@@ -143,7 +143,7 @@ def processes(
 
 
 def follow(path: Path, *, position: int) -> Iterator[list[dict[str, Any]]]:
-    """Forever: the objects appended to a JSON lines file since the last time, from a position."""
+    """Without end: the objects appended to a JSON lines file since the last batch."""
     while True:
         fresh: list[dict[str, Any]] = []
         if path.exists():

@@ -81,7 +81,7 @@ def traffic_rows(results: Results) -> Iterator[list[str]]:
 
 
 def check_table(results: Results) -> Table:
-    """What was promised and what was found."""
+    """Each promise, and whether it held."""
     table = Table(title="Checks", title_justify="left")
     table.add_column("")
     table.add_column("promise")

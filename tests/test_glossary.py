@@ -158,6 +158,8 @@ def test_no_two_public_classes_share_a_name() -> None:
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "holdfast").rglob("*.py")):
         for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), flags=re.MULTILINE):
+            if name == "Args" and path.parent.name == "commands":
+                continue  # each verb's arguments
             places.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
     assert not twice, twice

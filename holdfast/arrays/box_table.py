@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.boxes import Box
+from holdfast.arrays.mixing import mix_columns
 from holdfast.arrays.types import BoolArray, IntArray
 
 _MAX_CELLS = 1 << 22
@@ -137,39 +138,49 @@ def enumerate_ranges(lengths: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def unique_boxes(boxes: BoxTable) -> tuple[BoxTable, IntArray]:
-    """The distinct boxes, by tensor, offset, extent; and for each row the number of its box.
+    """The distinct boxes, in order of appearance; and for each row the number of its box.
 
-    Cost: one sort by all columns; about 0.2 s for a million boxes of three dims.
+    Cost: one sort of a hash; about 0.3 s for a million boxes of three dims.
     """
     if not len(boxes):
         return boxes, np.empty(0, dtype=np.int64)
     columns = np.column_stack([boxes.tensor, boxes.offset, boxes.extent])
-    order = np.lexsort(columns.T[::-1])
-    columns = columns[order]
-    new = np.concatenate([[True], (columns[1:] != columns[:-1]).any(axis=1)])
+    words = mix_columns(columns)
+    order = np.argsort(words, kind="stable")
+    new_box = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
+    if not np.array_equal(new_box, words[order[1:]] != words[order[:-1]]):
+        # Two boxes share a hash: sorted by all their columns, equal ones are neighbours for sure.
+        order = np.lexsort(columns.T[::-1])
+        new_box = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
+    # The sorts are stable: the first row of each stretch of equal boxes is where the box appears.
+    group = np.concatenate([[0], np.cumsum(new_box)])
+    first = order[np.flatnonzero(np.concatenate([[True], new_box]))]
+    by_appearance = np.argsort(first)
+    number_of_group = np.empty(len(first), dtype=np.int64)
+    number_of_group[by_appearance] = np.arange(len(first))
     number = np.empty(len(boxes), dtype=np.int64)
-    number[order] = np.cumsum(new) - 1
-    return boxes.take(order[new]), number
+    number[order] = number_of_group[group]
+    return boxes.take(first[by_appearance]), number
 
 
+# How `meeting_pairs` finds candidates, on one tensor of shape (8, 4), with one row in `first` and
+# five in `second`:
+#
+#     row of second    dim 0     dim 1     shares with first = box [3:6, 1:3]
+#     0                [0:2]     [0:4]     no: ends before 3
+#     1                [2:4]     [0:4]     yes
+#     2                [4:5]     [0:4]     yes
+#     3                [5:6]     [3:4]     no: dim 1 begins at 3
+#     4                [6:8]     [0:4]     no: begins at 6
+#
+# Dim 0 has the finer cuts and the longest extent there is 2. Only rows that begin in dim 0 after
+# 3 - 2 = 1 and before 6 can overlap: a binary search leaves rows 1, 2, 3, and comparing all
+# dims of these leaves the pairs (0, 1) and (0, 2).
 def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray]:
     """All (row of `first`, row of `second`) that share an element, by first, then second.
 
     Neither table may hold an empty box. Each tensor's boxes of `second` are sorted along the dim
     that cuts them finest, so that only neighbours are compared: about linear for grids.
-
-    One tensor of shape (8, 4); `second` are five slabs of two dims, cut along dim 0:
-
-        row of second    dim 0     dim 1     shares with first = box [3:6, 1:3]
-        0                [0:2]     [0:4]     no: ends before 3
-        1                [2:4]     [0:4]     yes
-        2                [4:5]     [0:4]     yes
-        3                [5:6]     [3:4]     no: dim 1 begins at 3
-        4                [6:8]     [0:4]     no: begins at 6
-
-    Dim 0 has the finer cuts and the longest extent there is 2. Only rows that begin in dim 0 after
-    3 - 2 = 1 and before 6 can overlap: a binary search leaves rows 1, 2, 3, and comparing all
-    dims of these leaves the pairs (0, 1) and (0, 2).
     """
     none = np.empty(0, dtype=np.int64)
     if not len(first) or not len(second):

@@ -1,38 +1,87 @@
-"""Columns of integers as few bytes, for the messages and notes of planning."""
+"""Integer columns and tables of boxes in few bytes: for messages, plans and the index."""
 
 from __future__ import annotations
 
 import struct
 import zlib
 
+import msgspec
 import numpy as np
 
-from holdfast.arrays.types import IntArray as Ints
+from holdfast.arrays.box_table import BoxTable
+from holdfast.arrays.types import IntArray
 
 MAX_NBYTES = 1 << 32
-"""No packed record is larger than this when unpacked; more is refused before it is held."""
+"""Nothing compressed is larger than this when unpacked; more is refused before it is held."""
 _HEAD = struct.Struct("<Bq")
+_ITEMSIZES = (1, 2, 4, 8)
 
 
-def pack_ints(values: Ints) -> bytes:
-    """The column, each entry as its distance to the least, as narrow as they all fit.
+class PackedBoxes(msgspec.Struct, frozen=True, array_like=True):
+    """A `BoxTable` as packed columns; a part of messages."""
 
-    Cost: nine bytes, and 1, 2, 4 or 8 an entry.
+    num_dims: int
+    tensor: bytes
+    offset: bytes
+    extent: bytes
+
+
+def narrow_dtype(top: int) -> np.dtype[np.unsignedinteger]:
+    """The narrowest little-endian unsigned type that holds `top`; ValueError beyond 64 bits."""
+    for itemsize in _ITEMSIZES:
+        if top < 1 << (8 * itemsize):
+            return np.dtype(f"<u{itemsize}")
+    raise ValueError(f"{top} does not fit 64 bits")
+
+
+def pack_ints(values: IntArray) -> bytes:
+    """The column as distances to its least entry, as narrow as they all fit.
+
+    One byte for the item size, eight for the least entry, then the distances:
+
+        values                         least     item size   distances         bytes
+        7, 9, 7                            7     1           0, 2, 0           9 + 3
+        1000000, 1000255               10**6     1           0, 255            9 + 2
+        1000000, 1000256               10**6     2           0, 256            9 + 4
+        -1, 2**31                         -1     4           0, 2**31 + 1      9 + 8
+        -2**63, 2**63 - 1             -2**63     8           0, 2**64 - 1      9 + 16
     """
     flat = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
     low = int(flat.min()) if len(flat) else 0
-    span = int(flat.max()) - low if len(flat) else 0
-    size = next(size for size in (1, 2, 4, 8) if span < 1 << (8 * size))
-    return _HEAD.pack(size, low) + (flat - low).astype(f"<u{size}").tobytes()
+    dtype = narrow_dtype(int(flat.max()) - low if len(flat) else 0)
+    # The difference of two extremes wraps in int64, and wraps back when it is seen as unsigned.
+    return _HEAD.pack(dtype.itemsize, low) + (flat - low).astype(dtype).tobytes()
 
 
-def unpack_ints(data: bytes) -> Ints:
-    """The column of `pack_ints`; ValueError for anything else."""
-    if len(data) < _HEAD.size or data[0] not in (1, 2, 4, 8):
+def unpack_ints(data: bytes) -> IntArray:
+    """The column of `pack_ints`, flat; ValueError for anything else."""
+    if len(data) < _HEAD.size or data[0] not in _ITEMSIZES:
         raise ValueError("not a packed column")
-    size, low = _HEAD.unpack_from(data)
-    found: Ints = np.frombuffer(data, dtype=f"<u{size}", offset=_HEAD.size).astype(np.int64) + low
-    return found
+    itemsize, low = _HEAD.unpack_from(data)
+    distances = np.frombuffer(data, dtype=f"<u{itemsize}", offset=_HEAD.size)
+    values: IntArray = distances.astype(np.int64) + low
+    return values
+
+
+def pack_boxes(boxes: BoxTable) -> PackedBoxes:
+    """The boxes, column by column; equal tables give equal bytes."""
+    return PackedBoxes(
+        num_dims=boxes.num_dims,
+        tensor=pack_ints(boxes.tensor),
+        offset=pack_ints(boxes.offset),
+        extent=pack_ints(boxes.extent),
+    )
+
+
+def unpack_boxes(packed: PackedBoxes) -> BoxTable:
+    """The boxes of `pack_boxes`; ValueError where the columns do not belong to one table."""
+    tensor = unpack_ints(packed.tensor)
+    shape = (len(tensor), packed.num_dims)
+    return BoxTable(
+        tensor=tensor,
+        offset=unpack_ints(packed.offset).reshape(shape),
+        extent=unpack_ints(packed.extent).reshape(shape),
+    )
 
 
 def squeeze(data: bytes) -> bytes:
@@ -44,9 +93,9 @@ def unsqueeze(data: bytes) -> bytes:
     """The bytes of `squeeze`; ValueError for anything else, or for more than `MAX_NBYTES`."""
     engine = zlib.decompressobj()
     try:
-        found = engine.decompress(data, MAX_NBYTES)
+        result = engine.decompress(data, MAX_NBYTES)
     except zlib.error as error:
         raise ValueError(f"not compressed bytes: {error}") from error
     if not engine.eof or engine.unused_data:
         raise ValueError("compressed bytes that do not end where they should")
-    return found
+    return result

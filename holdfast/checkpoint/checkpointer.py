@@ -15,7 +15,7 @@ from holdfast.checkpoint.load.inventory import inspect_checkpoint
 from holdfast.checkpoint.load.loader import Loader
 from holdfast.checkpoint.options import LoadOptions, SaverOptions, WhenBusy, as_patterns
 from holdfast.checkpoint.reports import CheckpointerStats, CheckpointInfo, LoadReport, SaveReport
-from holdfast.checkpoint.save.handshake import SaveAsk
+from holdfast.checkpoint.save.handshake import SaveRequest
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
@@ -185,14 +185,14 @@ class Checkpointer:
         Cost: three small collectives (three more when the structure changed), one copy of the
         assigned bytes, one write and hash of them.
         """
-        ask = SaveAsk(
+        request = SaveRequest(
             kind="save",
             step=step,
             overwrite=overwrite,
             check_replicas=check_replicas,
             metadata=encode_metadata(metadata),
         )
-        report = self._saver.save(ask, state)
+        report = self._saver.save(request, state)
         self._note_saved(step)
         return report
 
@@ -227,14 +227,14 @@ class Checkpointer:
         Cost in steady state: one small collective, one `torch._foreach_copy_` of the assigned
         bytes, no allocation; plus one hash of tensors whose replication nothing declares.
         """
-        ask = SaveAsk(
+        request = SaveRequest(
             kind="save_async",
             step=step,
             overwrite=overwrite,
             check_replicas=check_replicas,
             metadata=encode_metadata(metadata),
         )
-        pending = self._saver.save_async(ask, state, when_busy=when_busy)
+        pending = self._saver.save_async(request, state, when_busy=when_busy)
         if not pending.skipped:
             self._note_saved(step)
         return pending

@@ -5,7 +5,7 @@ They detect damage, they are no defence against somebody who forges both bytes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,15 @@ def block_digests(buffer: Buffer, block_nbytes: int) -> npt.NDArray[np.uint64]:
         return np.array([xxhash.xxh3_64_intdigest(buffer)], dtype=np.uint64)
     blocks = (xxhash.xxh3_64_intdigest(block) for block in _blocks(buffer, block_nbytes))
     return np.fromiter(blocks, dtype=np.uint64, count=num_blocks(nbytes, block_nbytes))
+
+
+def find_wrong_block(buffer: memoryview, stated: Sequence[int], block_nbytes: int) -> int | None:
+    """Byte of the first block of `buffer` whose digest is not the stated one; None if all agree."""
+    for number, digest in enumerate(stated):
+        at = number * block_nbytes
+        if xxhash.xxh3_64_intdigest(buffer[at : at + block_nbytes]) != digest:
+            return at
+    return None
 
 
 def num_blocks(nbytes: int, block_nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The chunk table of a checkpoint: one row per stored copy of a chunk, kept as columns.
+"""The index of a checkpoint: one row per stored copy of a chunk, kept as columns.
 
 On disk the columns have the narrowest unsigned types that hold them; in memory they are int64
 (digests uint64), so that arithmetic on them cannot wrap.
@@ -6,15 +6,15 @@ On disk the columns have the narrowest unsigned types that hold them; in memory 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.arrays.box_table import BoxTable, pad_shapes
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.box_table import BoxTable, pad_shapes, unique_boxes
+from holdfast.arrays.packed_ints import narrow_dtype
 from holdfast.arrays.tiling import check_tilings
+from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import (
@@ -27,42 +27,32 @@ from holdfast.format.image import (
 )
 from holdfast.format.manifest import MAX_INDEX_NBYTES, Manifest
 
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
-
 _ROW_COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy")
 _COLUMNS = (*_ROW_COLUMNS, "digest_ptr", "digest")
 _MATRICES = ("offset", "extent")
-_NARROW = (("U8", np.uint8), ("U16", np.uint16), ("U32", np.uint32), ("U64", np.uint64))
+_UNSIGNED = ("U8", "U16", "U32", "U64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkIndex:
-    """Columns of the chunk table; n rows, d the largest ndim of any tensor.
+class ChunkIndex(BoxTable):
+    """Columns of the index; n rows, d the largest ndim of any tensor.
 
-    `offset` and `extent` are padded with 0 and 1 behind the tensor's own dims. `start` is the
-    absolute byte of the payload in its file. `copy` 0 is the primary; the primaries of a tensor
-    tile it, other copies repeat the box of a primary. The digests of row i are
-    `digest[digest_ptr[i]:digest_ptr[i + 1]]`, one per block.
+    The rows are boxes: `tensor` (n,) is the position in the manifest's `tensors`, `offset` and
+    `extent` are (n, d). The primaries of a tensor cover it exactly, other copies repeat the box of
+    a primary. The digests of row i are `digest[digest_ptr[i]:digest_ptr[i + 1]]`, one per block.
     """
 
-    tensor: Ints
-    """(n,) position in the manifest's tensor table."""
-    file: Ints
-    """(n,) position in the manifest's file table."""
-    offset: Ints
-    """(n, d) first coordinate of the chunk, in elements."""
-    extent: Ints
-    """(n, d) shape of the chunk, in elements."""
-    start: Ints
-    """(n,) absolute byte in the file."""
-    nbytes: Ints
+    file: IntArray
+    """(n,) position in the manifest's `files`."""
+    start: IntArray
+    """(n,) absolute byte in the file at which the payload begins."""
+    nbytes: IntArray
     """(n,) bytes of payload."""
-    copy: Ints
+    copy: IntArray
     """(n,) 0 for the primary, 1, 2, … for further copies of the same box."""
-    digest_ptr: Ints
+    digest_ptr: IntArray
     """(n + 1,) where each row's digests begin."""
-    digest: Words
+    digest: WordArray
     """XXH3-64 of each block of each row."""
 
     @property
@@ -70,21 +60,7 @@ class ChunkIndex:
         """Number of rows n."""
         return len(self.tensor)
 
-    @property
-    def num_dims(self) -> int:
-        """Number of columns d of `offset` and `extent`."""
-        return int(self.offset.shape[1])
-
-    @property
-    def boxes(self) -> BoxTable:
-        """The box of every row; shares the columns' memory."""
-        return BoxTable(tensor=self.tensor, offset=self.offset, extent=self.extent)
-
-    def box(self, row: int, *, ndim: int) -> Box:
-        """The box of one row of a tensor with `ndim` dims."""
-        return self.boxes.box(row, ndim=ndim)
-
-    def digests(self, row: int) -> Words:
+    def digests(self, row: int) -> WordArray:
         """The block digests of one row."""
         return self.digest[self.digest_ptr[row] : self.digest_ptr[row + 1]]
 
@@ -96,13 +72,12 @@ def encode_index(index: ChunkIndex) -> bytes:
         column = np.asarray(getattr(index, name))
         if column.size and column.dtype.kind != "u" and int(column.min()) < 0:
             raise PlanError(f"index column {name!r} holds the negative value {int(column.min())}")
-        top = int(column.max()) if column.size else 0
-        dtype, kind = _NARROW[-1] if name == "digest" else _narrowest(top)
-        arrays.append(np.ascontiguousarray(column, dtype=np.dtype(kind).newbyteorder("<")))
-        entries.append(ImageEntry(name=name, dtype=dtype, shape=column.shape))
-    _check_shapes(
-        {name: a.shape for name, a in zip(_COLUMNS, arrays, strict=True)}, PlanError, "index"
-    )
+        dtype = narrow_dtype(int(column.max()) if column.size else 0)
+        # Digests are 64 bits by definition, however small they happen to be.
+        array = column.astype("<u8" if name == "digest" else dtype, order="C")
+        arrays.append(array)
+        entries.append(ImageEntry(name=name, dtype=f"U{8 * array.itemsize}", shape=column.shape))
+    _check_shapes({e.name: e.shape for e in entries}, PlanError, "index")
     image = layout_image(entries)
     data = bytearray(image.nbytes)
     data[: len(image.header)] = image.header
@@ -111,15 +86,8 @@ def encode_index(index: ChunkIndex) -> bytes:
     return bytes(data)
 
 
-def _narrowest(top: int) -> tuple[str, type[np.unsignedinteger]]:
-    for dtype, kind in _NARROW:
-        if top <= np.iinfo(kind).max:
-            return dtype, kind
-    raise PlanError(f"index value {top} does not fit 64 bits")
-
-
 def decode_index(data: bytes | memoryview, *, place: str = "index.safetensors") -> ChunkIndex:
-    """The table in the bytes of `index.safetensors`; CorruptionError if they are not one.
+    """The index in the bytes of `index.safetensors`; CorruptionError if they are not one.
 
     Memory is bounded by ten times the bytes given. Says nothing about what the rows state: see
     `validate_index`.
@@ -128,33 +96,31 @@ def decode_index(data: bytes | memoryview, *, place: str = "index.safetensors") 
     if len(view) > MAX_INDEX_NBYTES:
         raise CorruptionError(f"{place}: {len(view)} bytes are beyond the limit {MAX_INDEX_NBYTES}")
     end = header_nbytes(bytes(view[:8]), file_nbytes=len(view), place=place)
-    found = {e.name: e for e in parse_header(view[:end], file_nbytes=len(view), place=place)}
-    if sorted(found) != sorted(_COLUMNS):
-        raise CorruptionError(f"{place}: its columns are {sorted(found)}, not {sorted(_COLUMNS)}")
-    _check_shapes({name: found[name].shape for name in _COLUMNS}, CorruptionError, place)
-    columns = {name: _column(view, found[name], place) for name in _COLUMNS[:-1]}
-    words = _raw_column(view, found["digest"], place)
-    return ChunkIndex(**columns, digest=words.astype(np.uint64, copy=False))
+    entries = {e.name: e for e in parse_header(view[:end], file_nbytes=len(view), place=place)}
+    if sorted(entries) != sorted(_COLUMNS):
+        raise CorruptionError(f"{place}: its columns are {sorted(entries)}, not {sorted(_COLUMNS)}")
+    _check_shapes({name: entries[name].shape for name in _COLUMNS}, CorruptionError, place)
+    raw = {name: _raw_column(view, entry, place) for name, entry in entries.items()}
+    words = raw.pop("digest").astype(np.uint64, copy=False)
+    columns = {name: column.astype(np.int64) for name, column in raw.items()}
+    for name, column in columns.items():
+        if raw[name].itemsize == 8 and column.size and int(column.min()) < 0:
+            raise CorruptionError(f"{place}: column {name!r} holds a value beyond 2**63")
+    return ChunkIndex(**columns, digest=words)
 
 
-def _raw_column(view: memoryview, entry: HeaderEntry, place: str) -> npt.NDArray[np.generic]:
-    dtype = DTYPES.get(entry.dtype)
-    if entry.dtype not in ("U8", "U16", "U32", "U64") or dtype is None or dtype.numpy is None:
+def _raw_column(view: memoryview, entry: HeaderEntry, place: str) -> AnyArray:
+    dtype = DTYPES[entry.dtype].numpy if entry.dtype in _UNSIGNED else None
+    if dtype is None:
         raise CorruptionError(f"{place}: column {entry.name!r} has the type {entry.dtype}")
-    count = math.prod(entry.shape)
-    if count * dtype.itemsize != entry.nbytes:
-        raise CorruptionError(f"{place}: column {entry.name!r} has {entry.nbytes} bytes, "
-                              f"not those of shape {entry.shape}")  # fmt: skip
     payload = view[entry.start : entry.start + entry.nbytes]
-    return np.frombuffer(payload, dtype=dtype.numpy).reshape(entry.shape)
-
-
-def _column(view: memoryview, entry: HeaderEntry, place: str) -> Ints:
-    raw = _raw_column(view, entry, place)
-    wide = raw.astype(np.int64)
-    if raw.dtype.itemsize == 8 and wide.size and int(wide.min()) < 0:
-        raise CorruptionError(f"{place}: column {entry.name!r} holds a value beyond 2**63")
-    return wide
+    try:
+        return np.frombuffer(payload, dtype=dtype).reshape(entry.shape)
+    except ValueError:
+        raise CorruptionError(
+            f"{place}: column {entry.name!r} has {entry.nbytes} bytes, not those of shape "
+            f"{entry.shape}"
+        ) from None
 
 
 def _check_shapes(
@@ -176,41 +142,24 @@ def _check_shapes(
         raise error(f"{place}: column 'digest' has shape {shapes['digest']}, not one dim")
 
 
-def concatenate(tables: list[ChunkIndex]) -> ChunkIndex:
-    """One table of all rows, in the order given; PlanError when the numbers of dims differ."""
-    if len({table.num_dims for table in tables}) != 1:
-        raise PlanError(f"tables of {sorted({t.num_dims for t in tables})} dims cannot be joined")
-    columns = {
-        name: np.concatenate([getattr(table, name) for table in tables])
-        for name in (*_ROW_COLUMNS, "digest")
-    }
-    counts = np.concatenate([np.diff(table.digest_ptr) for table in tables])
-    return ChunkIndex(digest_ptr=np.concatenate([[0], np.cumsum(counts)]), **columns)
-
-
-def take_rows(index: ChunkIndex, rows: Ints) -> ChunkIndex:
-    """The table of the given rows, in the order given."""
-    counts = np.diff(index.digest_ptr)[rows]
-    pointers = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    inside = np.arange(int(pointers[-1])) - np.repeat(pointers[:-1], counts)
-    digest = index.digest[np.repeat(index.digest_ptr[rows], counts) + inside]
-    columns = {name: getattr(index, name)[rows] for name in _ROW_COLUMNS}
-    return ChunkIndex(digest_ptr=pointers, digest=digest, **columns)
-
-
 def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
-    """Prove that the table and the manifest describe one whole checkpoint.
+    """Prove that the index and the manifest describe one whole checkpoint.
 
     Every id exists; every row lies in its tensor and its file; bytes and digests are as many as
-    its box needs; primaries tile each tensor exactly and copies repeat a primary; the rows of a
-    file fill it behind its header without gap or overlap. Raises CorruptionError naming tensor,
-    box and file. Vectorised: about a second for a million rows.
+    its box needs; primaries cover each tensor exactly and copies repeat a primary; the rows of a
+    file fill it behind its header without gap or overlap.
+
+    Raises:
+        CorruptionError: Naming tensor, box and file.
+
+    Cost: vector work only, about a second for a million rows.
     """
     if index.num_rows != manifest.index.num_rows:
         raise CorruptionError(
             f"the index has {index.num_rows} rows, the manifest states {manifest.index.num_rows}"
         )
-    stored = sum(index.nbytes.tolist()) if index.num_rows else 0
+    # Summed as Python integers: no damaged column can make the sum wrap.
+    stored = sum(index.nbytes.tolist())
     if stored != manifest.totals.stored_nbytes:
         raise CorruptionError(
             f"the index has chunks of {stored} bytes, the manifest's totals state "
@@ -226,7 +175,6 @@ def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
             raise CorruptionError(f"index row {row}: {name} {column[row]}, there are {limit}")
     _check_boxes(index, manifest)
     _check_bytes(index, manifest)
-    _check_digest_counts(index, manifest)
     _check_copies(index, manifest)
     _check_files(index, manifest)
 
@@ -239,24 +187,37 @@ def describe_row(index: ChunkIndex, manifest: Manifest, row: int) -> str:
     return f"tensor {tensor.key!r}, chunk {extent} at {offset}, {file} byte {index.start[row]}"
 
 
-def _refuse(index: ChunkIndex, manifest: Manifest, row: int, what: str) -> CorruptionError:
-    return CorruptionError(f"index row {row} ({describe_row(index, manifest, row)}): {what}")
+def _require(
+    index: ChunkIndex,
+    manifest: Manifest,
+    is_good: BoolArray,
+    problem: Callable[[int], str],
+    *,
+    rows: IntArray | None = None,
+) -> None:
+    """CorruptionError describing the first bad one; `is_good` is of `rows`, by default of all."""
+    wrong = np.flatnonzero(~is_good)
+    if len(wrong):
+        row = int(wrong[0] if rows is None else rows[wrong[0]])
+        where = describe_row(index, manifest, row)
+        raise CorruptionError(f"index row {row} ({where}): {problem(row)}")
 
 
 def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
-    ndim = np.array([len(t.shape) for t in manifest.tensors], dtype=np.int64)
+    shapes = [t.shape for t in manifest.tensors]
+    ndim = np.array(list(map(len, shapes)), dtype=np.int64)
     if len(ndim) and int(ndim.max()) > index.num_dims:
         raise CorruptionError(
             f"the index has {index.num_dims} dims, a tensor has {int(ndim.max())}"
         )
     behind = np.arange(index.num_dims) >= ndim[index.tensor][:, None]
-    padding = (index.offset != 0) | (index.extent != 1)
-    wrong = np.flatnonzero((behind & padding).any(axis=1))
-    if len(wrong):
-        raise _refuse(index, manifest, int(wrong[0]), "the columns behind its dims are not 0 and 1")
-    shapes = [t.shape for t in manifest.tensors]
+    is_padding = (index.offset == 0) & (index.extent == 1)
+    _require(
+        index, manifest, (is_padding | ~behind).all(axis=1),
+        lambda row: "the columns behind its dims are not 0 and 1",
+    )  # fmt: skip
     primary = np.flatnonzero(index.copy == 0)
-    for owner, flaw in check_tilings(index.boxes.take(primary), shapes, max_flaws=1):
+    for owner, flaw in check_tilings(index.take(primary), shapes, max_flaws=1):
         rows = primary[list(flaw.rows)].tolist()
         at = "; ".join(describe_row(index, manifest, row) for row in rows[:4])
         raise CorruptionError(
@@ -267,78 +228,79 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
 
 
 def _check_bytes(index: ChunkIndex, manifest: Manifest) -> None:
-    sizes = pad_shapes([t.shape for t in manifest.tensors], index.num_dims)
-    inside = (index.extent >= 0) & (index.extent <= sizes[index.tensor])
-    inside &= (index.offset >= 0) & (index.offset <= sizes[index.tensor] - index.extent)
-    wrong = np.flatnonzero(~inside.all(axis=1))
-    if len(wrong):
-        raise _refuse(index, manifest, int(wrong[0]), "leaves its tensor")
+    sizes = pad_shapes([t.shape for t in manifest.tensors], index.num_dims)[index.tensor]
+    # Of primaries this is known by now; copies may still leave the tensor.
+    inside: BoolArray = (index.extent >= 0) & (index.extent <= sizes)
+    inside &= (index.offset >= 0) & (index.offset <= sizes - index.extent)
+    _require(index, manifest, np.all(inside, axis=1), lambda row: "leaves its tensor")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
-    expected = index.extent.prod(axis=1) * itemsize[index.tensor]
-    wrong = np.flatnonzero(index.nbytes != expected)
-    if len(wrong):
-        row = int(wrong[0])
-        what = f"{index.nbytes[row]} bytes are stated, its box has {expected[row]}"
-        raise _refuse(index, manifest, row, what)
-
-
-def _check_digest_counts(index: ChunkIndex, manifest: Manifest) -> None:
-    pointers = index.digest_ptr
-    counts = -(-index.nbytes // manifest.block_nbytes)
-    wrong = np.flatnonzero(np.diff(pointers) != counts)
-    if len(wrong):
-        raise _refuse(index, manifest, int(wrong[0]), "it has not one digest per block")
-    if int(pointers[0]) != 0 or int(pointers[-1]) != len(index.digest):
+    expected = index.numel() * itemsize[index.tensor]
+    _require(
+        index, manifest, np.asarray(index.nbytes == expected),
+        lambda row: f"{index.nbytes[row]} bytes are stated, its box has {expected[row]}",
+    )  # fmt: skip
+    num_blocks = -(-index.nbytes // manifest.block_nbytes)
+    _require(
+        index, manifest, np.equal(np.diff(index.digest_ptr), num_blocks),
+        lambda row: "it has not one digest per block",
+    )  # fmt: skip
+    if int(index.digest_ptr[0]) != 0 or int(index.digest_ptr[-1]) != len(index.digest):
         raise CorruptionError(f"the index has {len(index.digest)} digests, its rows use others")
 
 
 def _check_copies(index: ChunkIndex, manifest: Manifest) -> None:
-    extra = np.flatnonzero(index.copy != 0)
-    if not len(extra):
-        return
-    boxes = np.column_stack([index.tensor, index.offset, index.extent])
-    rows = np.lexsort((index.copy, *boxes.T[::-1]))
-    boxes, copies = boxes[rows], index.copy[rows]
-    same = (boxes[1:] == boxes[:-1]).all(axis=1)
-    first = np.concatenate([[True], ~same])
     # An empty tensor has no primaries to repeat, and nothing in its copies either.
-    orphan = first & (copies != 0) & (index.nbytes[rows] > 0)
-    twice = np.concatenate([[False], same & (copies[1:] == copies[:-1])])
-    for problem, what in (
-        (orphan, "a copy of a box that no primary has"),
-        (twice & (index.nbytes[rows] > 0), "the same copy is listed twice"),
-    ):
-        wrong = np.flatnonzero(problem)
-        if len(wrong):
-            raise _refuse(index, manifest, int(rows[wrong[0]]), what)
+    rows = np.flatnonzero(index.nbytes > 0)
+    copy = index.copy[rows]
+    if not copy.any():
+        return
+    boxes, number = unique_boxes(index.take(rows))
+    has_primary = np.zeros(len(boxes), dtype=np.bool_)
+    has_primary[number[copy == 0]] = True
+    _require(
+        index, manifest, has_primary[number],
+        lambda row: "a copy of a box that no primary has", rows=rows,
+    )  # fmt: skip
+    order = np.lexsort((copy, number))
+    is_new = (np.diff(number[order]) != 0) | (np.diff(copy[order]) != 0)
+    _require(
+        index, manifest, is_new, lambda row: "the same copy is listed twice", rows=rows[order[1:]]
+    )
 
 
 def _check_files(index: ChunkIndex, manifest: Manifest) -> None:
     header = np.array([f.header_nbytes for f in manifest.files], dtype=np.int64)
     size = np.array([f.nbytes for f in manifest.files], dtype=np.int64)
     begin, end = header[index.file], size[index.file]
-    outside = (index.start < begin) | (index.start > end) | (index.nbytes > end - index.start)
-    wrong = np.flatnonzero(outside)
-    if len(wrong):
-        raise _refuse(index, manifest, int(wrong[0]), "its bytes leave the payload of its file")
+    inside = (index.start >= begin) & (index.start <= end) & (index.nbytes <= end - index.start)
+    _require(index, manifest, inside, lambda row: "its bytes leave the payload of its file")
+    # In the order of the files each row begins where the one before it ended:
+    #
+    #     file    start   nbytes   must begin at
+    #     0       4096    512      4096, the end of file 0's header
+    #     0       4608    100      4608
+    #     1       4096    64       4096, the end of file 1's header
+    #     1       4160    8        4160
+    #     2       8192    16       8192, the end of file 2's header
     rows = np.flatnonzero(index.nbytes > 0)
     rows = rows[np.lexsort((index.start[rows], index.file[rows]))]
     file, start = index.file[rows], index.start[rows]
     stop = start + index.nbytes[rows]
-    leading = np.concatenate([[True], file[1:] != file[:-1]])[: len(rows)]
-    before = np.where(leading, header[file], np.concatenate([[0], stop[:-1]])[: len(rows)])
-    wrong = np.flatnonzero(start != before)
-    if len(wrong):
-        row, at = int(rows[wrong[0]]), int(before[wrong[0]])
-        what = f"the bytes before it end at {at}: " + (
-            "overlap" if index.start[row] < at else "gap"
-        )
-        raise _refuse(index, manifest, row, what)
+    is_first = np.append(True, file[1:] != file[:-1])[: len(rows)]
+    before = np.where(is_first, header[file], np.append(0, stop[:-1])[: len(rows)])
+    expected = np.zeros(index.num_rows, dtype=np.int64)
+    expected[rows] = before
+    _require(
+        index, manifest, np.equal(start, before),
+        lambda row: f"the bytes before it end at {expected[row]}: "
+        + ("overlap" if index.start[row] < expected[row] else "gap"),
+        rows=rows,
+    )  # fmt: skip
     filled = header.copy()
     np.maximum.at(filled, file, stop)
-    wrong = np.flatnonzero(filled != size)
-    if len(wrong):
-        f = manifest.files[wrong[0]]
+    for number in np.flatnonzero(filled != size).tolist():
+        info = manifest.files[number]
         raise CorruptionError(
-            f"{f.name}: its chunks end at byte {filled[wrong[0]]}, the file has {f.nbytes} bytes"
+            f"{info.name}: its chunks end at byte {filled[number]}, the file has {info.nbytes} "
+            f"bytes"
         )

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.box_table import BoxTable
+from holdfast.arrays.boxes import Box, contiguous_start
+from holdfast.arrays.types import IntArray
 from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
-from holdfast.format.blocks import BlockReader, ChunkRead
-from holdfast.format.digest import digest128
+from holdfast.format.byte_ranges import (
+    PIECE_NBYTES,
+    Overlaps,
+    elements,
+    find_overlaps,
+    join_neighbours,
+    requested_ranges,
+    split_ranges,
+)
+from holdfast.format.digest import find_wrong_block, num_blocks
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import ChunkIndex, decode_index, describe_row, validate_index
-from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, TensorInfo, decode_manifest
+from holdfast.format.manifest import Manifest, TensorInfo, decode_manifest
 from holdfast.format.names import INDEX, MANIFEST
+from holdfast.format.records import Records, check_index_digest, join_path, read_records
 from holdfast.format.values import Node
 from holdfast.format.versions import Identity, pin_version
 from holdfast.storage import Source, Storage
 
-Ints = npt.NDArray[np.int64]
 _NUM_LOOKS = 5
+_UNVERIFIED_GAP_NBYTES = 64 << 10
+"""Without verification, requested runs no farther apart than this are read in one piece."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,73 +48,6 @@ class ReadStats:
     nbytes_read: int = 0
     nbytes_needed: int = 0
     fallbacks: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Records:
-    """The two records of a checkpoint as stored; enough to open it elsewhere without reading.
-
-    `decoded`: the manifest's bytes decoded and proven, where that has been done.
-    """
-
-    manifest: bytes
-    index: bytes
-    decoded: Manifest | None = None
-
-
-def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
-    """The manifest of a checkpoint, as bytes and decoded; its digest is checked. One read.
-
-    Raises as `read_records`.
-    """
-    path = _join(directory, MANIFEST)
-    if not storage.exists(path):
-        raise StorageError(
-            f"{storage.describe(directory)} is not a committed checkpoint: it has no {MANIFEST}"
-        )
-    place = storage.describe(path)
-    if storage.size(path) > MAX_MANIFEST_NBYTES:
-        raise CorruptionError(f"{place}: larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
-    data = storage.read(path)
-    return data, decode_manifest(data, place=place)
-
-
-def read_records(storage: Storage, directory: str) -> Records:
-    """Read manifest and index of a checkpoint and check the digests of both.
-
-    Both are of one version, also when it is replaced just then. `directory` is relative to the
-    storage, "" for its root. Two reads. Raises StorageError when it is not a committed checkpoint,
-    CorruptionError when a record is damaged.
-    """
-    if not storage.exists(_join(directory, MANIFEST)):
-        read_manifest(storage, directory)  # which says what is wrong
-    with storage.pin(directory) as held:
-        return _read_records(held, directory)
-
-
-def _read_records(storage: Storage, directory: str) -> Records:
-    data, decoded = read_manifest(storage, directory)
-    index_path = _join(directory, INDEX)
-    info = decoded.index
-    place = storage.describe(index_path)
-    if not storage.exists(index_path):
-        raise CorruptionError(f"{place}: missing, though the manifest lists it")
-    if storage.size(index_path) != info.nbytes:
-        raise CorruptionError(
-            f"{place}: has {storage.size(index_path)} bytes, the manifest states {info.nbytes}"
-        )
-    index = storage.read(index_path)
-    _check_index_digest(index, info.digest, place)
-    return Records(manifest=data, index=index, decoded=decoded)
-
-
-def _check_index_digest(index: bytes, digest: str, place: str) -> None:
-    if digest128(index) != digest:
-        raise CorruptionError(f"{place}: damaged: its digest is not the one in the manifest")
-
-
-def _join(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory else name
 
 
 class Snapshot:
@@ -136,7 +82,8 @@ class Snapshot:
         self._bounds: list[int] = bounds.tolist()
         self._sources: dict[int, Source] = {}
         self._lock = threading.Lock()
-        self._blocks = BlockReader(block_nbytes=manifest.block_nbytes)
+        self._block_nbytes = manifest.block_nbytes
+        self._local = threading.local()
         self._copies: dict[int, tuple[int, ...]] | None = None
 
     @classmethod
@@ -166,10 +113,10 @@ class Snapshot:
         """
         manifest = records.decoded
         if manifest is None:
-            place = storage.describe(_join(directory, MANIFEST))
+            place = storage.describe(join_path(directory, MANIFEST))
             manifest = decode_manifest(records.manifest, place=place)
-        place = storage.describe(_join(directory, INDEX))
-        _check_index_digest(records.index, manifest.index.digest, place)
+        place = storage.describe(join_path(directory, INDEX))
+        check_index_digest(records.index, manifest.index.digest, place)
         index = decode_index(records.index, place=place)
         if not proven:
             validate_index(index, manifest)
@@ -222,10 +169,11 @@ class Snapshot:
         """What the manifest says of a tensor; MismatchError when there is none."""
         return self.manifest.tensors[self.tensor_id(key)]
 
-    def rows_of(self, key: str) -> Ints:
+    def rows_of(self, key: str) -> IntArray:
         """Index rows of a tensor, all copies, in the order of the index."""
         tensor = self.tensor_id(key)
-        return self._rows[self._bounds[tensor] : self._bounds[tensor + 1]]
+        rows: IntArray = self._rows[self._bounds[tensor] : self._bounds[tensor + 1]]
+        return rows
 
     def read_values(self, part: str) -> Node:
         """The tree of a part as a node; MismatchError when there is no such part."""
@@ -247,13 +195,25 @@ class Snapshot:
         verify: bool = True,
         prefer_files: Collection[int] = (),
     ) -> None:
-        """Fill `out` (C-contiguous bytes of the box, row-major) with a box of a tensor.
+        """Fill `out` with a box of a tensor.
 
-        Reads only the digest blocks that hold wanted bytes (without `verify`, little more than the
-        wanted bytes), straight into `out` where a stored run is contiguous there, else through a
-        buffer of some MiB per thread. Of several copies those in `prefer_files` come first; one
-        that is damaged or missing is replaced by the next and noted in `stats.fallbacks`. Raises
-        CorruptionError naming tensor, file and byte when no copy is good; `out` is then undefined.
+        Reads only the digest blocks that hold bytes of the box, straight into `out` where they
+        belong there as they are, else through a buffer. A copy that is damaged or missing is
+        replaced by another one and noted in `stats.fallbacks`. Any number of threads may call.
+
+        Args:
+            key: The tensor.
+            box: What to read of it, in its coordinates.
+            out: C-contiguous bytes of the box, row-major; undefined after an error.
+            verify: Check every block read; without it, little more than the box is read.
+            prefer_files: Files to read from where a chunk is stored more than once.
+
+        Raises:
+            MismatchError: For an unknown key, or a box or buffer that does not fit.
+            CorruptionError: Where no copy is good, naming tensor, file and byte.
+
+        Cost: a buffer of at most 4 MiB (one digest block, if larger) for each thread; opens each
+        data file once for the snapshot.
         """
         tensor = self.tensor_id(key)
         info = self.manifest.tensors[tensor]
@@ -262,23 +222,108 @@ class Snapshot:
         self._count(needed=target.nbytes)
         if target.nbytes == 0:
             return
-        lo, hi = self._bounds[tensor], self._bounds[tensor + 1]
-        ndim = len(info.shape)
-        if hi - lo == 1:
-            row = int(self._rows[lo])
-            chunk = self.index.box(row, ndim=ndim)
-            self._read_any([row], chunk, box, target, itemsize, verify)
-            return
-        missing = box.numel
-        for chunk, rows in self._chunks_within(self._rows[lo:hi], box, prefer_files):
-            common = chunk.intersect(box)
-            if common is not None:
-                self._read_any(rows, chunk, box, target, itemsize, verify)
-                missing -= common.numel
-        if missing:
-            raise CorruptionError(
-                f"tensor {key!r}: {missing} elements of {box} are covered by no chunk"
-            )
+        rows = self._rows_within(tensor, box)
+        if len(rows) == 1:
+            # A run of one chunk needs no plan: so are nearly all reads of tools, which go chunk by
+            # chunk, and planning takes as long as reading some hundred KiB.
+            start = contiguous_start(box, self.index.box(int(rows[0]), ndim=box.ndim))
+            if start is not None:
+                row = self.choose_copy(int(rows[0]), prefer_files)
+                self._read_run(row, start * itemsize, target, verify)
+                return
+        num_dims = max(self.index.num_dims, 1)
+        requested = BoxTable.from_boxes([tensor], [box], num_dims=num_dims)
+        zeros = np.zeros(len(rows), dtype=np.int64)
+        sizes = np.broadcast_to(np.int64(itemsize), len(self.manifest.tensors))
+        overlaps = find_overlaps(self.index, requested, sizes, request=zeros, row=rows)
+        shape = tuple(requested.extent[0].tolist())
+        self._read_overlaps(overlaps, target, shape, verify, prefer_files)
+
+    def _rows_within(self, tensor: int, box: Box) -> IntArray:
+        """Rows of the chunks that a box overlaps, the primary copy of each."""
+        rows: IntArray = self._rows[self._bounds[tensor] : self._bounds[tensor + 1]]
+        if len(rows) == 1:
+            return rows
+        index, ndim = self.index, box.ndim
+        offset = index.offset[rows, :ndim]
+        inside = (offset < box.stop) & (offset + index.extent[rows, :ndim] > box.offset)
+        within: IntArray = rows[inside.all(axis=1) & (index.copy[rows] == 0)]
+        return within
+
+    def _read_run(self, row: int, start: int, out: memoryview, verify: bool) -> None:
+        """Bytes of a payload from `start` on: blocks straight into `out`, cut ones by a buffer."""
+        nbytes, stop = int(self.index.nbytes[row]), start + len(out)
+        block = self._block_nbytes if verify else 1
+        step = max(PIECE_NBYTES // block, 1) * block
+        last = stop if stop == nbytes else stop // block * block
+        at = start
+        while at < stop:
+            begin = at // block * block
+            if at == begin and at < last:
+                end = min(at + step, last)
+                self.read_pieces([row], [(at, end)], out[at - start : end - start], verify=verify)
+            else:
+                end = min(begin + block, nbytes)
+                data = self._scratch(end - begin)
+                self.read_pieces([row], [(begin, end)], data, verify=verify)
+                end = min(end, stop)
+                out[at - start : end - start] = data[at - begin : end - begin]
+            at = end
+
+    def _read_overlaps(
+        self,
+        overlaps: Overlaps,
+        target: memoryview,
+        shape: tuple[int, ...],
+        verify: bool,
+        prefer_files: Collection[int],
+    ) -> None:
+        """Read pieces of chunks in the order of the files and copy what the box has of each."""
+        index, itemsize = self.index, int(overlaps.itemsize[0])
+        nbytes = index.nbytes[overlaps.row]
+        grain, max_gap = self._block_nbytes, self._block_nbytes
+        if not verify:
+            grain, max_gap = 1, _UNVERIFIED_GAP_NBYTES
+        start, stop, owner = requested_ranges(overlaps, nbytes, grain=grain, max_gap=max_gap)
+        start, stop, number = split_ranges(start, stop, grain=grain)
+        owner = owner[number]
+        row = overlaps.row
+        if self.copies:
+            row = np.array([self.choose_copy(r, prefer_files) for r in row.tolist()])
+        row = row[owner]
+        place = index.start[row] + start
+        order = np.lexsort((place, index.file[row]))
+        cuts = join_neighbours(index.file[row[order]], place[order], (stop - start)[order])
+        source, at, length = overlaps.run_copies(owner, start, stop)
+        is_run = overlaps.is_run[owner]
+        is_direct = is_run & (length == stop - start)
+        columns = (row, start, stop, owner, source, at, length, is_run, is_direct)
+        pieces = list(zip(*(column[order].tolist() for column in columns), strict=True))
+        array = elements(target, 0, shape, itemsize)
+        for a, b in pairwise(cuts.tolist()):
+            rows, bounds = [p[0] for p in pieces[a:b]], [(p[1], p[2]) for p in pieces[a:b]]
+            *_, to, count, _, direct = pieces[a]
+            if b == a + 1 and direct:
+                self.read_pieces(rows, bounds, target[to : to + count], verify=verify)
+                continue
+            data = self._scratch(sum(end - begin for begin, end in bounds))
+            self.read_pieces(rows, bounds, data, verify=verify)
+            for _, begin, end, overlap, skip, to, count, run, _ in pieces[a:b]:
+                if run:
+                    target[to : to + count] = data[skip : skip + count]
+                else:
+                    for copy in overlaps.strided_copies(overlap, begin, end):
+                        values = elements(data, copy.start, copy.shape, itemsize)
+                        array[copy.target] = values[copy.source]
+                data = data[end - begin :]
+
+    def _scratch(self, nbytes: int) -> memoryview:
+        """The buffer of this thread."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            capacity = max(nbytes, min(PIECE_NBYTES, 4 * nbytes))
+            buffer = self._local.buffer = np.empty(capacity, dtype=np.uint8).data
+        return buffer[:nbytes]
 
     @property
     def copies(self) -> Mapping[int, tuple[int, ...]]:
@@ -286,6 +331,13 @@ class Snapshot:
         if self._copies is None:
             self._copies = _find_copies(self.index)
         return self._copies
+
+    def choose_copy(self, row: int, prefer_files: Collection[int]) -> int:
+        """The copy of a primary row to read: one in a preferred file, else the row itself."""
+        copies = self.copies.get(row)
+        if copies is None:
+            return row
+        return next((copy for copy in copies if int(self.index.file[copy]) in prefer_files), row)
 
     def read_pieces(
         self,
@@ -297,11 +349,18 @@ class Snapshot:
     ) -> None:
         """Fill `out` with pieces that lie one behind the other in one file, in one read.
 
-        Piece i is bytes `bounds[i]` of the payload of `rows[i]`. With `verify` it begins at a
-        digest block and ends at one or at the end of the payload, and every block is checked. A
-        piece that is damaged or cannot be read is replaced from another copy of its box, which is
-        noted in `stats.fallbacks`; CorruptionError naming tensor, file and byte when there is none
-        that is good; `out` is then undefined. Any number of threads may call.
+        A piece that is damaged or cannot be read is replaced from another copy of its box, which is
+        noted in `stats.fallbacks`. Any number of threads may call.
+
+        Args:
+            rows: The index row of each piece.
+            bounds: First byte of each piece in the payload of its row, and the byte past its end.
+                With `verify`, it begins at a digest block and ends at one or with the payload.
+            out: Their bytes, end to end; undefined after an error.
+            verify: Check the digest of every block.
+
+        Raises:
+            CorruptionError: Where no copy is good, naming tensor, file and byte.
         """
         first = rows[0]
         bad: list[int] = []
@@ -310,32 +369,67 @@ class Snapshot:
             source.readinto(out, start=int(self.index.start[first]) + bounds[0][0])
             self._count(read=len(out))
             if verify:
-                bad = self._blocks.find_damaged(self.index, rows, bounds, out)
+                bad = self._find_damaged(rows, bounds, out)
         except (CorruptionError, StorageError):
             bad = list(range(len(rows)))
-        at = 0
-        position = 0
+        if bad:
+            ends = list(itertools.accumulate(stop - start for start, stop in bounds))
         for number in bad:
-            while position < number:
-                at += bounds[position][1] - bounds[position][0]
-                position += 1
             start, stop = bounds[number]
-            self._read_again(rows[number], start, stop, out[at : at + stop - start], verify)
+            data = out[ends[number] - (stop - start) : ends[number]]
+            self._read_again(rows[number], start, stop, data, verify)
+
+    def _find_damaged(
+        self, rows: Sequence[int], bounds: Sequence[tuple[int, int]], data: memoryview
+    ) -> list[int]:
+        """Which pieces, laid end to end in `data`, have a block that is not what was saved."""
+        block, digest = self._block_nbytes, self.index.digest
+        pointers = self.index.digest_ptr[np.asarray(rows, dtype=np.int64)].tolist()
+        damaged, at = [], 0
+        for number, ((start, stop), pointer) in enumerate(zip(bounds, pointers, strict=True)):
+            first, end = pointer + start // block, at + stop - start
+            stated = digest[first : first + num_blocks(stop - start, block)].tolist()
+            if find_wrong_block(data[at:end], stated, block) is not None:
+                damaged.append(number)
+            at = end
+        return damaged
 
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
         """One piece on its own, from the row itself or any other copy of its box."""
-        box = self.index.box(row, ndim=len(self.manifest.tensors[self.index.tensor[row]].shape))
-        rows = [row, *(other for other in self._all_copies(row) if other != row)]
+        group = next((rows for rows in self.copies.values() if row in rows), (row,))
+        problems: list[CorruptionError] = []
+        for copy in (row, *(other for other in group if other != row)):
+            try:
+                self._read_piece(copy, start, stop, out, verify)
+            except (CorruptionError, StorageError) as error:
+                problems.append(self._damage(copy, error))
+                continue
+            if problems:
+                with self._lock:
+                    self.stats.fallbacks += [str(problem) for problem in problems]
+            return
+        if not self.is_in_place():
+            raise StorageError(
+                f"{self.storage.describe(self.directory)} has been replaced or removed while it "
+                f"was read: read it again ({problems[0]})"
+            ) from problems[0]
+        others = "".join(f"; copy: {problem}" for problem in problems[1:])
+        raise CorruptionError(f"{problems[0]}{others}") from problems[0]
 
-        def read(request: ChunkRead) -> int:
-            return self._blocks.read_run(request, start, stop, out)
-
-        self._first_good(rows, box, box, read, itemsize=1, verify=verify)
-
-    def _all_copies(self, row: int) -> tuple[int, ...]:
-        if row in self.copies:
-            return self.copies[row]
-        return next((rows for rows in self.copies.values() if row in rows), (row,))
+    def _read_piece(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
+        """One piece of this very copy; CorruptionError naming the byte of a wrong block."""
+        place, block = int(self.index.start[row]), self._block_nbytes
+        self._source(int(self.index.file[row])).readinto(out, start=place + start)
+        self._count(read=len(out))
+        if not verify:
+            return
+        stated = self.index.digests(row)[start // block : num_blocks(stop, block)].tolist()
+        at = find_wrong_block(out, stated, block)
+        if at is not None:
+            raise CorruptionError(
+                f"damaged: the {min(block, len(out) - at)} bytes from byte {place + start + at} "
+                f"of the file have not the digest of the index"
+            )
 
     def _check_request(
         self, info: TensorInfo, box: Box, out: memoryview, itemsize: int
@@ -352,79 +446,6 @@ class Snapshot:
                 f"not one of {out.nbytes}"
             )
         return out if (out.format == "B" and out.ndim == 1) or not nbytes else out.cast("B")
-
-    def _chunks_within(
-        self, rows: Ints, box: Box, prefer_files: Collection[int]
-    ) -> list[tuple[Box, list[int]]]:
-        """The distinct chunks that meet a box, each with its copies, best first."""
-        ndim = box.ndim
-        offset, extent = self.index.offset[rows, :ndim], self.index.extent[rows, :ndim]
-        lo, hi = np.array(box.offset), np.array(box.stop)
-        near = np.flatnonzero(((offset < hi) & (offset + extent > lo)).all(axis=1))
-        found: dict[Box, list[int]] = {}
-        for row in rows[near].tolist():
-            found.setdefault(self.index.box(row, ndim=ndim), []).append(row)
-        return [(chunk, self._best_first(copies, prefer_files)) for chunk, copies in found.items()]
-
-    def _best_first(self, rows: list[int], prefer_files: Collection[int]) -> list[int]:
-        if len(rows) == 1:
-            return rows
-        file, copy = self.index.file, self.index.copy
-        return sorted(rows, key=lambda row: (int(file[row]) not in prefer_files, int(copy[row])))
-
-    def _read_any(
-        self,
-        rows: Sequence[int],
-        chunk: Box,
-        box: Box,
-        target: memoryview,
-        itemsize: int,
-        verify: bool,
-    ) -> None:
-        """Read what a chunk gives to a box from the first copy that is good."""
-
-        def read(request: ChunkRead) -> int:
-            return self._blocks.read(request, target)
-
-        self._first_good(rows, chunk, box, read, itemsize=itemsize, verify=verify)
-
-    def _first_good(
-        self,
-        rows: Sequence[int],
-        chunk: Box,
-        box: Box,
-        read: Callable[[ChunkRead], int],
-        *,
-        itemsize: int,
-        verify: bool,
-    ) -> None:
-        problems: list[HoldfastError] = []
-        for row in rows:
-            try:
-                request = ChunkRead(
-                    source=self._source(int(self.index.file[row])),
-                    start=int(self.index.start[row]),
-                    nbytes=int(self.index.nbytes[row]),
-                    digests=self.index.digests(row) if verify else None,
-                    chunk=chunk,
-                    box=box,
-                    itemsize=itemsize,
-                )
-                self._count(read=read(request))
-            except (CorruptionError, StorageError) as error:
-                problems.append(self._damage(row, error))
-                continue
-            if problems:
-                with self._lock:
-                    self.stats.fallbacks += [str(problem) for problem in problems]
-            return
-        if not self.is_in_place():
-            raise StorageError(
-                f"{self.storage.describe(self.directory)} has been replaced or removed while it "
-                f"was read: read it again ({problems[0]})"
-            ) from problems[0]
-        others = "".join(f"; copy: {problem}" for problem in problems[1:])
-        raise CorruptionError(f"{problems[0]}{others}") from problems[0]
 
     def _damage(self, row: int, error: HoldfastError) -> CorruptionError:
         what = f"{describe_row(self.index, self.manifest, row)}: {error}"
@@ -451,7 +472,7 @@ class Snapshot:
             if file not in self._sources:
                 info = self.manifest.files[file]
                 held, directory = self._hold()
-                source = held.open(_join(directory, info.name))
+                source = held.open(join_path(directory, info.name))
                 self.stats.opens += 1
                 if source.nbytes != info.nbytes:
                     source.close()

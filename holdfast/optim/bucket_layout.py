@@ -1,4 +1,4 @@
-"""How parameters lie in flat buckets, and which elements are whose. Pure arithmetic, torch-free.
+"""How parameters lie in flat buckets, and which rank updates what. Pure arithmetic, torch-free.
 
 A bucket is a row of elements, cut into equal shares, one for each rank of a group. Each parameter
 lies whole in one bucket, so that the parameter's own memory can be a view of it; its elements may
@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class ParameterSpan:
     """Where one parameter lies: elements [start, start + numel) of its bucket."""
 
     item: int
@@ -30,15 +30,13 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """The elements of one parameter that lie in one share.
-
-    `start`, `stop`: of the parameter. `offset`: of the first of them, in the share.
-    """
+class OwnedSpan:
+    """The elements [start, stop) of one parameter that lie in one share."""
 
     start: int
     stop: int
     offset: int
+    """Of the first of them, in the share."""
 
     @property
     def numel(self) -> int:
@@ -47,10 +45,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """One bucket: its slots in order, and the size of a share; all in elements."""
+class BucketLayout:
+    """One bucket: its parameters in order, and the size of a share; all in elements."""
 
-    slots: tuple[Slot, ...]
+    spans: tuple[ParameterSpan, ...]
     share: int
     num_shares: int
 
@@ -59,51 +57,69 @@ class Packing:
         """Elements of the bucket, padding included."""
         return self.share * self.num_shares
 
-    def run(self, slot: Slot, index: int) -> Run | None:
-        """The elements of a slot that lie in share `index`; None where there are none.
+    def owned(self, span: ParameterSpan, index: int) -> OwnedSpan | None:
+        """The elements of a parameter that lie in share `index`; None where there are none.
 
-        A parameter without elements has an empty run in every share, so that its state is kept.
+        A parameter without elements has an empty span in every share, so that its state is kept.
+
+        Two parameters of 5 and 4 elements, aligned to 2, in a bucket of 3 shares of 4:
+
+            element of the bucket   0  1  2  3 | 4  5  6  7 | 8  9 10 11
+            of parameter            a0 a1 a2 a3| a4 -  b0 b1| b2 b3 -  -
+            owned(a, 0)             start=0 stop=4 offset=0
+            owned(a, 1)             start=4 stop=5 offset=0
+            owned(b, 1)             start=0 stop=2 offset=2
         """
         first = index * self.share
-        if slot.numel == 0:
-            return Run(start=0, stop=0, offset=0)
-        lo, hi = max(slot.start, first), min(slot.stop, first + self.share)
+        if span.numel == 0:
+            return OwnedSpan(start=0, stop=0, offset=0)
+        lo, hi = max(span.start, first), min(span.stop, first + self.share)
         if lo >= hi:
             return None
-        return Run(start=lo - slot.start, stop=hi - slot.start, offset=lo - first)
+        return OwnedSpan(start=lo - span.start, stop=hi - span.start, offset=lo - first)
 
 
-def pack(
+def lay_out(
     sizes: Sequence[int], *, num_shares: int, limit: int, align: int = 1
-) -> tuple[Packing, ...]:
+) -> tuple[BucketLayout, ...]:
     """Consecutive sizes into buckets of at most `limit` elements, or of one larger parameter.
 
-    Every parameter and every share begins at a multiple of `align` elements. Raises ConfigError
-    for numbers below 1. The same arguments give the same buckets on every rank.
+    The same arguments give the same buckets on every rank.
+
+    Args:
+        sizes: elements of each parameter.
+        num_shares: ranks that own one share each.
+        limit: elements of a bucket at most.
+        align: every parameter and every share begins at a multiple of this many elements.
+
+    Raises:
+        ConfigError: A number is below 1.
     """
     if min(num_shares, limit, align) < 1:
         raise ConfigError(
             f"buckets need num_shares, limit and align of at least 1, got {num_shares}, {limit}, "
             f"{align}"
         )
-    packings: list[Packing] = []
-    slots: list[Slot] = []
+    layouts: list[BucketLayout] = []
+    spans: list[ParameterSpan] = []
     end = 0
     for item, numel in enumerate(sizes):
         start = _round_up(end, align)
-        if slots and start + numel > limit:
-            packings.append(_close(slots, end, num_shares=num_shares, align=align))
-            slots, start = [], 0
-        slots.append(Slot(item=item, start=start, numel=numel))
+        if spans and start + numel > limit:
+            layouts.append(_close(spans, end, num_shares=num_shares, align=align))
+            spans, start = [], 0
+        spans.append(ParameterSpan(item=item, start=start, numel=numel))
         end = start + numel
-    if slots:
-        packings.append(_close(slots, end, num_shares=num_shares, align=align))
-    return tuple(packings)
+    if spans:
+        layouts.append(_close(spans, end, num_shares=num_shares, align=align))
+    return tuple(layouts)
 
 
-def _close(slots: Sequence[Slot], end: int, *, num_shares: int, align: int) -> Packing:
+def _close(
+    spans: Sequence[ParameterSpan], end: int, *, num_shares: int, align: int
+) -> BucketLayout:
     share = _round_up(-(-end // num_shares), align)
-    return Packing(slots=tuple(slots), share=share, num_shares=num_shares)
+    return BucketLayout(spans=tuple(spans), share=share, num_shares=num_shares)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
-from holdfast.optim import shard_groups
-from holdfast.optim.bucket_layout import Packing, Run, pack
+from holdfast.optim import collectives
+from holdfast.optim.bucket_layout import BucketLayout, OwnedSpan, lay_out
 from holdfast.optim.in_flight import (
     change_class,
+    in_flight_class,
     num_uses,
-    pending_class,
     placeholder,
     set_storage,
     storage_of,
 )
 from holdfast.optim.shard_groups import ShardGroups
-from holdfast.state.optimizer.protocol import local_of
+from holdfast.state.tensors import local_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -34,13 +34,13 @@ class BucketPlan:
     """Parameters that go into one bucket, in order, and how they lie there."""
 
     parameters: tuple[nn.Parameter, ...]
-    packing: Packing
+    layout: BucketLayout
     is_tied: bool
     """Whether ranks of two pipeline stages share the parameters."""
 
 
 class Bucket:
-    """Some parameters of this rank as views of one flat tensor, and their gradients beside.
+    """Some parameters of this rank as views of one flat tensor, and their gradients in another.
 
     `values`: the parameters, in their dtype; after an all-gather equal on all ranks of the group.
     `main`: what this rank updates, one share: a view of `values`, or for parameters narrower than
@@ -54,24 +54,26 @@ class Bucket:
     def __init__(self, plan: BucketPlan, *, shard_groups: ShardGroups, keeps_whole: bool) -> None:
         """Move the parameters into the bucket; their values do not change, no collective."""
         self.parameters = plan.parameters
-        self.packing = plan.packing
+        self.layout = plan.layout
         self.is_tied = plan.is_tied
         self._shard_groups = shard_groups
         self._keeps_whole = keeps_whole
         first = local_of(self.parameters[0])
-        self.values = torch.zeros(self.packing.numel, dtype=first.dtype, device=first.device)
+        self.values = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self._classes = [type(parameter) for parameter in self.parameters]
-        self._pending: dict[type[Tensor], type[Tensor]] = {}
+        self._in_flight_classes: dict[type[Tensor], type[Tensor]] = {}
         self._lock = threading.RLock()
-        self._views = [self._move_in(i) for i in range(len(self.parameters))]
-        begin = shard_groups.index * self.packing.share
-        self.share = self.values[begin : begin + self.packing.share]
+        self._views = [self._make_view(i) for i in range(len(self.parameters))]
+        begin = shard_groups.index * self.layout.share
+        self.share = self.values[begin : begin + self.layout.share]
         wide = torch.promote_types(torch.float32, first.dtype)
         self.main = self.share if wide == first.dtype else self.share.to(wide)
-        self.gradient = torch.zeros(self.packing.share, dtype=wide, device=first.device)
-        self._whole: Tensor | None = None
+        self.gradient = torch.zeros(self.layout.share, dtype=wide, device=first.device)
+        self._unreduced: Tensor | None = None
         if keeps_whole:
-            self._whole = self.gradient if shard_groups.num_shares == 1 else self._new_whole()
+            self._unreduced = (
+                self.gradient if shard_groups.num_shares == 1 else self._new_unreduced()
+            )
         self._arrived: set[int] = set()
         self._is_summed = False
         self._is_reducing = False
@@ -81,8 +83,8 @@ class Bucket:
         self._failure: Exception | None = None
         self._is_hidden = False
         self._num_own_uses = self._num_uses = 0
-        # The same memory as another storage: a backend's thread may hold on to what it gathered
-        # for a while after the wait, and would be counted as somebody's view (`num_uses`).
+        # The same memory as another storage: a backend's thread may keep a reference to what it
+        # gathered for a while after the wait, which `num_uses` would count as a view.
         as_bytes = self.values.view(torch.uint8)
         self._for_gather = torch.utils.dlpack.from_dlpack(as_bytes).view(self.values.dtype)
 
@@ -96,9 +98,16 @@ class Bucket:
         """Whether the main parameters are a copy, not the parameters themselves."""
         return self.main is not self.share
 
-    def run(self, number: int) -> Run | None:
+    def owned(self, number: int) -> OwnedSpan | None:
         """Which elements of a parameter this rank updates."""
-        return self.packing.run(self.packing.slots[number], self._shard_groups.index)
+        return self.layout.owned(self.layout.spans[number], self._shard_groups.index)
+
+    def all_owned(self) -> Iterator[tuple[nn.Parameter, OwnedSpan]]:
+        """The parameters of which this rank updates elements, and which."""
+        for number, parameter in enumerate(self.parameters):
+            owned = self.owned(number)
+            if owned is not None:
+                yield parameter, owned
 
     def check_views(self, names: Sequence[str]) -> None:
         """ConfigError naming a parameter whose memory is not the bucket any more."""
@@ -114,13 +123,13 @@ class Bucket:
     def add_gradient(self, number: int, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, adding to what came before.
 
-        A reduction under way still reads the memory: it is waited for.
+        A reduction in progress still reads the memory: it is waited for.
         """
         self.finish_reduction()
-        if self._whole is None:
-            self._whole = self._new_whole()
-        slot = self.packing.slots[number]
-        place = self._whole[slot.start : slot.stop].view(self._views[number].shape)
+        if self._unreduced is None:
+            self._unreduced = self._new_unreduced()
+        span = self.layout.spans[number]
+        place = self._unreduced[span.start : span.stop].view(self._views[number].shape)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if number in self._arrived:
@@ -132,31 +141,31 @@ class Bucket:
     def launch_reduction(self) -> None:
         """Start reducing what has arrived; parameters without a gradient count as zero.
 
-        An earlier reduction of the same step is waited for first.
+        An earlier reduction of the same step is waited for first. Cost: one reduce-scatter.
         """
         self.finish_reduction()
-        if self._whole is None:
-            self._whole = self._new_whole()
-        for number, slot in enumerate(self.packing.slots):
+        if self._unreduced is None:
+            self._unreduced = self._new_unreduced()
+        for number, span in enumerate(self.layout.spans):
             if number not in self._arrived:
-                self._whole[slot.start : slot.stop].zero_()
+                self._unreduced[span.start : span.stop].zero_()
         self._arrived.clear()
         self._is_reducing = True
-        if self._shard_groups.reduce is None or self.packing.share == 0:
-            if self._whole is not self.gradient:
-                self._partial = self._whole
+        if self._shard_groups.reduce is None or self.layout.share == 0:
+            if self._unreduced is not self.gradient:
+                self._partial = self._unreduced
             return
         out = self.gradient if not self._is_summed else torch.empty_like(self.gradient)
         self._partial = out if self._is_summed else None
-        self._reducing = shard_groups.reduce_scatter(out, self._whole, self._shard_groups.reduce)
+        self._reducing = collectives.reduce_scatter(out, self._unreduced, self._shard_groups.reduce)
 
     def finish_reduction(self) -> None:
-        """Wait for a reduction under way and add it to the share's sum; else nothing happens."""
+        """Wait for a reduction in progress and add it to the share's sum; else nothing happens."""
         if not self._is_reducing:
             return
         self._is_reducing = False
         if self._reducing is not None:
-            shard_groups.wait(
+            collectives.wait(
                 self._reducing, f"the reduction of gradients over {self._shard_groups.over!r}"
             )
             self._reducing = None
@@ -168,7 +177,7 @@ class Bucket:
             self._partial = None
         self._is_summed = True
         if not self._keeps_whole:
-            self._whole = None
+            self._unreduced = None
 
     def drop_gradients(self) -> None:
         """Forget all gradients; the next step begins."""
@@ -176,31 +185,38 @@ class Bucket:
         self._arrived.clear()
         self._is_summed = False
         if not self._keeps_whole:
-            self._whole = None
+            self._unreduced = None
 
     def launch_gather(self) -> None:
         """Round the main parameters into this rank's share, and start gathering all shares.
 
-        An earlier gather is waited for. `update` has counted the change for autograd already.
+        An earlier gather is waited for. `bump_versions` has been called before. Cost: one
+        all-gather.
         """
         self.finish_gather()
         self._num_uses = num_uses(self.values)
         if self.has_main:
             self.share.copy_(self.main)
-        if self._shard_groups.gather is not None and self.packing.share > 0:
+        if self._shard_groups.gather is not None and self.layout.share > 0:
             # its version counter is not the parameters'
-            begin = self._shard_groups.index * self.packing.share
-            share = self._for_gather[begin : begin + self.packing.share]
-            self._gathering = shard_groups.all_gather(
+            begin = self._shard_groups.index * self.layout.share
+            share = self._for_gather[begin : begin + self.layout.share]
+            self._gathering = collectives.all_gather(
                 self._for_gather, share, self._shard_groups.gather
             )
 
     def hide(self, *, num_other_uses: int) -> bool:
-        """Keep everybody from the parameters until the gather is done; whether that worked.
+        """Make every read of the parameters wait for the gather; whether that worked.
 
-        Whoever reads one waits for the gather (`pending_class`). False, and nothing is changed,
-        where somebody holds a view of the memory, or a parameter's class cannot be exchanged.
-        `num_other_uses`: how many views are known, and read only after `synchronize`.
+        Each parameter gets a class that waits (`in_flight_class`).
+
+        Args:
+            num_other_uses: how many views of the memory are known, and read only after
+                `synchronize`.
+
+        Returns:
+            False, and nothing is changed, where other code holds a view of the memory, or the class
+            of a parameter cannot be exchanged.
         """
         if self._gathering is None:
             return True
@@ -212,12 +228,12 @@ class Bucket:
                 for parameter, kind, view in zip(
                     self.parameters, self._classes, self._views, strict=True
                 ):
-                    if kind not in self._pending:
-                        self._pending[kind] = pending_class(kind, self.finish_gather)
+                    if kind not in self._in_flight_classes:
+                        self._in_flight_classes[kind] = in_flight_class(kind, self.finish_gather)
                     set_storage(parameter, placeholder(view))
-                    change_class(parameter, self._pending[kind])
+                    change_class(parameter, self._in_flight_classes[kind])
             except (TypeError, RuntimeError):
-                self._uncover()
+                self._unhide()
                 return False
         return True
 
@@ -235,21 +251,21 @@ class Bucket:
             if self._gathering is None:
                 return
             try:
-                shard_groups.wait(
+                collectives.wait(
                     self._gathering, f"the gathering of parameters over {self._shard_groups.over!r}"
                 )
             except Exception as error:
                 self._failure = error
                 raise
-            self._uncover()
+            self._unhide()
             self._gathering = None
 
-    def count_change(self) -> None:
-        """Have autograd know that parameters change: a graph that saved them is stale."""
+    def bump_versions(self) -> None:
+        """Let autograd know that parameters change: a graph that saved them is stale."""
         for parameter in self.parameters:
             torch.autograd.graph.increment_version([parameter, storage_of(parameter)])
 
-    def follow_parameters(self) -> None:
+    def take_written_values(self) -> None:
         """Set main parameters that do not round to what this rank's share of parameters holds.
 
         So what was written to parameters since the last step (clipped weights, a loaded model)
@@ -265,21 +281,21 @@ class Bucket:
 
         `exactly`: all of them; otherwise only those that do not round to what the parameter holds.
         """
-        run = self.run(number)
-        if run is None or not self.has_main:
+        owned = self.owned(number)
+        if owned is None or not self.has_main:
             return
-        held = self.share[run.offset : run.offset + run.numel]
-        main = self.main[run.offset : run.offset + run.numel]
+        held = self.share[owned.offset : owned.offset + owned.numel]
+        main = self.main[owned.offset : owned.offset + owned.numel]
         if exactly:
             main.copy_(held)
         else:
             main.copy_(torch.where(main.to(held.dtype) == held, main, held.to(main.dtype)))
 
-    def count_uses(self) -> None:
-        """Take what holds on to the memory now for this bucket's own and its optimizer's."""
+    def set_own_uses(self) -> None:
+        """Count the present references to the memory as the bucket's and its optimizer's own."""
         self._num_own_uses = num_uses(self.values)
 
-    def _uncover(self) -> None:
+    def _unhide(self) -> None:
         """Give parameters their class and their memory back."""
         if self._is_hidden:
             for parameter, kind, view in zip(
@@ -289,16 +305,16 @@ class Bucket:
                 set_storage(parameter, view)
             self._is_hidden = False
 
-    def _move_in(self, number: int) -> Tensor:
-        parameter, slot = self.parameters[number], self.packing.slots[number]
+    def _make_view(self, number: int) -> Tensor:
+        parameter, span = self.parameters[number], self.layout.spans[number]
         local = storage_of(parameter)
-        view = self.values[slot.start : slot.stop].view(local.shape)
+        view = self.values[span.start : span.stop].view(local.shape)
         view.copy_(local)
         set_storage(parameter, view)
         return view
 
-    def _new_whole(self) -> Tensor:
-        return torch.zeros(self.packing.numel, dtype=self.gradient.dtype, device=self.values.device)
+    def _new_unreduced(self) -> Tensor:
+        return torch.zeros(self.layout.numel, dtype=self.gradient.dtype, device=self.values.device)
 
 
 def plan_buckets(
@@ -308,9 +324,13 @@ def plan_buckets(
 
     One bucket holds parameters of one dtype, device and *pattern of replication* only. So ranks
     that hold the same parameters (of one tensor-parallel group, or the two stages of a tied
-    embedding) cut them alike, whatever else they hold. `bucket_nbytes`: of gradient; a larger
-    parameter has a bucket of its own. `align_nbytes`: what parameters and shares begin at multiples
-    of, in bytes of parameter.
+    embedding) cut them alike, whatever else they hold.
+
+    Args:
+        parameters: the trained ones, in the model's order.
+        num_shares: ranks that hold one share of each bucket.
+        bucket_nbytes: bytes of gradient; a larger parameter has a bucket of its own.
+        align_nbytes: what parameters and shares begin at multiples of, in bytes of parameter.
     """
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     order = {id(p): i for i, p in enumerate(reversed(parameters))}
@@ -320,16 +340,16 @@ def plan_buckets(
     for members in kinds.values():
         first = local_of(members[0])
         wide = torch.promote_types(torch.float32, first.dtype)
-        packings = pack(
+        layouts = lay_out(
             [local_of(p).numel() for p in members],
             num_shares=num_shares,
             limit=max(bucket_nbytes // wide.itemsize, 1),
             align=max(align_nbytes // first.element_size(), 1),
         )
-        for packing in packings:
-            inside = tuple(members[slot.item] for slot in packing.slots)
+        for layout in layouts:
+            inside = tuple(members[span.item] for span in layout.spans)
             tied = isinstance(inside[0], DTensor) and _is_tied(inside[0])
-            plans.append(BucketPlan(parameters=inside, packing=packing, is_tied=tied))
+            plans.append(BucketPlan(parameters=inside, layout=layout, is_tied=tied))
     return sorted(plans, key=lambda plan: max(order[id(p)] for p in plan.parameters))
 
 

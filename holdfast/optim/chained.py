@@ -2,61 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.optim.norms import GradientPart
-from holdfast.optim.scaler import LossScaler
-from holdfast.optim.sharded import ShardedOptimizer, microbatch_of
-from holdfast.optim.stepping import StepOutcome, take_step
-from holdfast.optim.torch_interface import TorchFace, refuse_closure
-from holdfast.state.optimizer.protocol import HeldParameter
+from holdfast.optim.sharded import ShardedOptimizer
+from holdfast.optim.stepping import SteppingOptimizer
+from holdfast.parallel import ProcessGroups
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 
-class ChainedOptimizer(TorchFace):
+class ChainedOptimizer(SteppingOptimizer):
     """Optimizers of one model, by name: one norm, one decision, one state.
 
-    Its groups are those of all optimizers, in their order. Raises ConfigError for no optimizers,
-    optimizers under another name than their own, on different groups, or with a parameter in
-    common.
+    Its parameter groups are those of all optimizers, in their order. Every method does what that of
+    `ShardedOptimizer` does, for all of them.
+
+    Raises:
+        ConfigError: There are no optimizers, or some are under another name than their own, on
+            different process groups, or have a parameter in common.
     """
 
     def __init__(self, optimizers: Mapping[str, ShardedOptimizer]) -> None:
         self._optimizers = dict(optimizers)
         if not self._optimizers:
             raise ConfigError("a ChainedOptimizer needs at least one optimizer")
-        first = next(iter(self._optimizers.values()))
-        seen: dict[nn.Parameter, str] = {}
-        self._held: list[HeldParameter] = []
+        self._groups = next(iter(self._optimizers.values())).groups
+        names: dict[nn.Parameter, str] = {}
+        self._held: list[OptimizerParameter] = []
         num_groups = 0
         for name, optimizer in self._optimizers.items():
             if optimizer.name != name:
                 raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
-            if optimizer.groups is not first.groups:
+            if optimizer.groups is not self._groups:
                 raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
-            for held in optimizer.held_parameters():
-                if held.parameter in seen:
+            for held in optimizer.optimizer_parameters():
+                if held.parameter in names:
                     raise ConfigError(
                         f"a parameter of shape {list(held.parameter.shape)} is in optimizers "
-                        f"'{seen[held.parameter]}' and '{name}'"
+                        f"'{names[held.parameter]}' and '{name}'"
                     )
-                seen[held.parameter] = name
+                names[held.parameter] = name
                 self._held.append(replace(held, group=held.group + num_groups))
             num_groups += len(optimizer.param_groups)
-        self._groups = first.groups
         super().__init__([optimizer.inner for optimizer in self._optimizers.values()])
 
     def __getitem__(self, name: str) -> ShardedOptimizer:
         """One of the optimizers."""
         return self._optimizers[name]
 
-    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+    @property
+    def groups(self) -> ProcessGroups:
+        """The communicators in use."""
+        return self._groups
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """As `ShardedOptimizer.microbatch`, for all."""
-        return microbatch_of(self._optimizers.values(), is_last=is_last)
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._optimizers.values():
+                stack.enter_context(optimizer.microbatch(is_last=is_last))
+            yield
 
     def finish_gradients(self) -> None:
         """As `ShardedOptimizer.finish_gradients`, for all."""
@@ -67,23 +77,20 @@ class ChainedOptimizer(TorchFace):
         """As `ShardedOptimizer.gradient_parts`, of all."""
         return [part for o in self._optimizers.values() for part in o.gradient_parts()]
 
-    def step(  # type: ignore[override]
-        self,
-        closure: None = None,
-        *,
-        max_norm: float = 0.0,
-        scaler: LossScaler | None = None,
-        count_zeros: bool = False,
-    ) -> StepOutcome:
-        """One step of all optimizers together; see `take_step`. A closure is refused."""
-        refuse_closure(closure)
-        return take_step(
-            self._optimizers,
-            groups=self._groups,
-            max_norm=max_norm,
-            scaler=scaler,
-            count_zeros=count_zeros,
-        )
+    def count_gradients(self) -> tuple[int, int]:
+        """As `ShardedOptimizer.count_gradients`, over all."""
+        used, trained = zip(*(o.count_gradients() for o in self._optimizers.values()), strict=True)
+        return sum(used), sum(trained)
+
+    def update(self, factor: float) -> None:
+        """As `ShardedOptimizer.update`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.update(factor)
+
+    def publish(self) -> None:
+        """As `ShardedOptimizer.publish`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.publish()
 
     def drop_gradients(self) -> None:
         """As `ShardedOptimizer.drop_gradients`, for all."""
@@ -100,7 +107,7 @@ class ChainedOptimizer(TorchFace):
         for optimizer in self._optimizers.values():
             optimizer.close()
 
-    def held_parameters(self) -> Sequence[HeldParameter]:
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter of every optimizer."""
         return self._held
 
@@ -113,7 +120,7 @@ class ChainedOptimizer(TorchFace):
     def sharding_records(self) -> dict[str, dict[str, object]]:
         """How each optimizer is sharded, by its name."""
         records = [o.sharding_records() for o in self._optimizers.values()]
-        return {name: record for found in records for name, record in found.items()}
+        return {name: record for by_name in records for name, record in by_name.items()}
 
     def begin_load(self, *, with_main: bool) -> None:
         """As `ShardedOptimizer.begin_load`, for all."""

@@ -19,18 +19,18 @@ _NOT_ELEMENTWISE = (
     *("Adafactor", "DistributedShampoo", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon"),
     *("SOAP", "Shampoo", "SparseAdam"),
 )
-"""Names of classes that join elements, however they are built; others are tried (`probe`)."""
+"""Names of classes that join elements, however they are built; others are tried (`elementwise`)."""
 
 
 def read_groups(
     parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Parameter groups as torch takes them; ConfigError for a parameter given twice."""
-    given: Sequence[Any] = list(parameters)
-    mappings = [dict(item) for item in given if isinstance(item, Mapping)]
-    if mappings and len(mappings) != len(given):
+    items: Sequence[Any] = list(parameters)
+    mappings = [dict(item) for item in items if isinstance(item, Mapping)]
+    if mappings and len(mappings) != len(items):
         raise ConfigError("parameters and parameter groups cannot be mixed in one list")
-    groups = mappings or [{"params": given}]
+    groups = mappings or [{"params": items}]
     seen: set[nn.Parameter] = set()
     for group in groups:
         members = group["params"]
@@ -46,23 +46,21 @@ def read_groups(
     return groups
 
 
-def check_divisor(divisor: int, *, stage: int, groups: ProcessGroups, name: str) -> None:
-    """ConfigError for a divisor that is no whole number from 1 on, or an unknown stage."""
+def check_settings(
+    *, name: str, divisor: int, num_averaged: int, stage: int, sizes: Mapping[str, int]
+) -> None:
+    """ConfigError for a divisor or size that is no whole number from 1 on, or an unknown stage."""
     if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
         raise ConfigError(
             f"optimizer '{name}': divisor={divisor!r} is not a whole number of at least 1; it is "
-            f"the number of ranks whose losses are averaged, {groups.size('dp_cp')} here"
+            f"the number of ranks whose losses are averaged, {num_averaged} here"
         )
     if stage not in (1, 2):
         raise ConfigError(f"optimizer '{name}': stage={stage!r} is not 1 or 2")
-
-
-def check_sizes(*, name: str, **sizes: int) -> None:
-    """ConfigError for a number of bytes that is no whole number from 1 on."""
-    for what, size in sizes.items():
+    for setting, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
-                f"optimizer '{name}': {what}={size!r} is not a whole number of at least 1"
+                f"optimizer '{name}': {setting}={size!r} is not a whole number of at least 1"
             )
 
 
@@ -76,8 +74,8 @@ def check_inner(
             f"optimizer '{name}': make gave a {kind}; it has to be a torch optimizer of the "
             f"{len(groups)} groups it is called with"
         )
-    for number, (got, given) in enumerate(zip(inner.param_groups, groups, strict=True)):
-        if [id(t) for t in got["params"]] != [id(t) for t in given["params"]]:
+    for number, (actual, passed) in enumerate(zip(inner.param_groups, groups, strict=True)):
+        if [id(t) for t in actual["params"]] != [id(t) for t in passed["params"]]:
             raise ConfigError(
                 f"optimizer '{name}': group {number} of the {kind} that make gave has other "
                 f"tensors than make was called with; it has to update those, in their order"
@@ -91,8 +89,8 @@ def check_kind(inner: torch.optim.Optimizer, *, name: str) -> None:
             kind = type(inner).__name__
             what = kind if ancestor is type(inner) else f"{kind} (a {ancestor.__name__})"
             raise ConfigError(
-                f"optimizer '{name}': {what} does not update elements one by one, so runs of "
-                f"elements would be updated otherwise than whole tensors"
+                f"optimizer '{name}': {what} does not update elements one by one, so parts "
+                f"of a tensor would be updated otherwise than the whole"
             )
 
 

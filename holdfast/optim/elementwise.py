@@ -28,7 +28,7 @@ _MAX_GROUPS = 8
 
 
 class _NotElementwise(Exception):
-    """What the trial found."""
+    """Why an optimizer was found to join elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,16 @@ def check_elementwise(
     first and their other elements, as two ranks would hold them. All take a few steps with the same
     gradients; parameters and state have to be the same bits, and state tensors to have one element
     for each of the parameter's, or none. Norms, factored or blockwise state, numbers drawn at
-    random and whatever else joins elements are found by that.
+    random and whatever else joins elements are detected that way. Random states are restored,
+    the real optimizer is not touched.
 
-    `listed`: the parameter groups, whose settings are used (a learning rate of 0 is replaced).
-    `like`: one tensor for each kind (dtype, device) of run; the first of a group stands for it.
-    Random states are put back, the real optimizer is not touched. No collective. Cost: some
-    milliseconds, and memory of about 2 MiB.
+    Args:
+        make: gives an optimizer for parameter groups.
+        listed: the parameter groups, whose settings are used (a learning rate of 0 is replaced).
+        like: one tensor for each kind (dtype, device) that the optimizer updates.
+        name: the optimizer's, for messages.
+
+    Cost: some milliseconds, and memory of about 2 MiB; no collective.
     """
     if len(listed) > _MAX_GROUPS:
         listed = list({_settings(group): group for group in listed}.values())
@@ -65,10 +69,10 @@ def check_elementwise(
         with _random_states_kept(like[0].device), torch.enable_grad():
             for kind in {(t.dtype, t.device): t for t in like}.values():
                 _try(make, listed, like=kind)
-    except _NotElementwise as found:
+    except _NotElementwise as reason:
         raise ConfigError(
-            f"optimizer '{name}': {found}, so runs of elements would be updated otherwise than "
-            f"whole tensors. Take an optimizer that updates elements one by one; if you are sure "
+            f"optimizer '{name}': {reason}, so parts of a tensor would be updated otherwise than "
+            f"the whole. Take an optimizer that updates elements one by one; if you are sure "
             f"that this one does, say ShardedOptimizer(..., elementwise=True)"
         ) from None
     except Exception as error:
@@ -175,12 +179,12 @@ def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kin
                     f"{kind} keeps '{entry}' of shape {list(state[entry].shape)} for "
                     f"{piece.numel()} elements"
                 )
-        found = [state[entry] for _, state in pieces]
-        is_scalar = [part.ndim == 0 for part in found]
+        of_pieces = [state[entry] for _, state in pieces]
+        is_scalar = [part.ndim == 0 for part in of_pieces]
         same = (
-            all(torch.equal(part, value) for part in found)
+            all(torch.equal(part, value) for part in of_pieces)
             if value.ndim == 0 and all(is_scalar)
-            else not any(is_scalar) and _same(value, found)
+            else not any(is_scalar) and _same(value, of_pieces)
         )
         if not same:
             raise _NotElementwise(f"{kind} has another '{entry}' for pieces of a tensor")

@@ -1,9 +1,9 @@
-"""Parameters seen through their class: whoever reads one whose values are in flight waits first.
+"""Classes of parameters whose values or gradients are not where plain code would read them.
 
 Two states of a parameter must not be read as if they were ordinary: between `step` and the end of
 the gather its memory is partly old, and between backward and `step` its gradient is not in `.grad`.
-In both the parameter object stays the same and gets another class for the time, as torch's lazy
-parameters do; plain code never notices, and there is nothing left of it afterwards.
+In both the parameter object stays the same and gets another class temporarily, as torch's lazy
+parameters do; plain code never notices, and nothing is left of it afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HARMLESS = frozenset(
         _tensor.register_post_accumulate_grad_hook,
     }
 )
-"""What can be asked of a parameter without reading its values or its memory."""
+"""What reads neither the values nor the memory of a parameter."""
 
 
 def storage_of(parameter: nn.Parameter) -> Tensor:
@@ -57,23 +57,25 @@ def set_storage(parameter: nn.Parameter, local: Tensor) -> None:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """What lies in `.grad`, whatever class the parameter has for the time."""
+    """What lies in `.grad`, whatever class the parameter has at the moment."""
     return cast("Tensor | None", _tensor.grad.__get__(parameter))
 
 
 def forget_gradient(parameter: Tensor) -> None:
-    """Empty `.grad`, whatever class the parameter has for the time."""
+    """Empty `.grad`, whatever class the parameter has at the moment."""
     _tensor.grad.__set__(parameter, None)
 
 
-def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor]:
-    """A class whose tensors call `settle` before anything reads or writes their values.
+def in_flight_class(base: type[Tensor], finish: Callable[[], None]) -> type[Tensor]:
+    """A class whose tensors call `finish` before anything reads or writes their values.
 
-    `settle` has to give them their own class back.
+    Args:
+        base: the tensors' own class.
+        finish: waits for the values, and gives the tensors their own class back.
     """
 
     def wait() -> None:
-        settle()
+        finish()
 
     def torch_function(
         cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -83,17 +85,17 @@ def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for kind in types:
-            settled = getattr(kind, "_holdfast_settle", None)
-            if settled is not None:
-                settled()
+            finish_gather = getattr(kind, "_holdfast_finish", None)
+            if finish_gather is not None:
+                finish_gather()
         return func(*args, **(kwargs or {}))
 
     def deepcopy(self: Tensor, memo: dict[int, object]) -> object:
-        settle()
+        finish()
         return copy.deepcopy(self, memo)
 
     def reduce_ex(self: Tensor, protocol: Any) -> object:
-        settle()
+        finish()
         untyped: Any = self
         return untyped.__reduce_ex__(protocol)
 
@@ -103,42 +105,45 @@ def pending_class(base: type[Tensor], settle: Callable[[], None]) -> type[Tensor
         "__torch_function__": classmethod(_eager(torch_function)),
         "__deepcopy__": deepcopy,
         "__reduce_ex__": reduce_ex,
-        "_holdfast_settle": staticmethod(_eager(wait)),
+        "_holdfast_finish": staticmethod(_eager(wait)),
     }
     if issubclass(base, DTensor):
-        slot: Any = DTensor._local_tensor
+        span: Any = DTensor._local_tensor
 
         def local(self: DTensor) -> Tensor:
-            settle()
-            return cast("Tensor", slot.__get__(self))
+            finish()
+            return cast("Tensor", span.__get__(self))
 
         members["_local_tensor"] = property(_eager(local))
-    return type(f"Pending{base.__name__}", (base,), members)
+    return type(f"InFlight{base.__name__}", (base,), members)
 
 
 class GradientHook:
-    """Takes the gradient of a parameter as it comes, for the sharded optimizer of that name.
+    """Takes the gradient of a parameter as autograd makes it, for one sharded optimizer.
 
-    `asked` is called before somebody reads `.grad` of a parameter of a taken class, `forgotten`
-    before somebody sets it to None.
+    Args:
+        name: the optimizer's.
+        on_gradient: called when autograd has put a gradient into `.grad`.
+        on_read: called before `.grad` of a parameter of a bucketed class is read.
+        on_clear: called before it is set to None.
     """
 
     def __init__(
         self,
         name: str,
-        arrive: Callable[[Tensor], None],
+        on_gradient: Callable[[Tensor], None],
         *,
-        asked: Callable[[Tensor], None],
-        forgotten: Callable[[Tensor], None],
+        on_read: Callable[[Tensor], None],
+        on_clear: Callable[[Tensor], None],
     ) -> None:
         self.name = name
-        self.asked = asked
-        self.forgotten = forgotten
-        self._arrive = arrive
+        self.on_read = on_read
+        self.on_clear = on_clear
+        self._on_gradient = on_gradient
 
     def __call__(self, parameter: Tensor) -> None:
         """Autograd has put a gradient into `.grad`."""
-        self._arrive(parameter)
+        self._on_gradient(parameter)
 
 
 def gradient_hook(parameter: Tensor) -> GradientHook | None:
@@ -150,21 +155,21 @@ def gradient_hook(parameter: Tensor) -> GradientHook | None:
 def _read_gradient(self: Any) -> Tensor | None:
     hook = gradient_hook(self)
     if hook is not None:
-        hook.asked(self)
+        hook.on_read(self)
     return gradient_of(self)
 
 
 def _write_gradient(self: Any, value: Tensor | None) -> None:
     hook = gradient_hook(self)
     if value is None and hook is not None:
-        hook.forgotten(self)
+        hook.on_clear(self)
     _tensor.grad.__set__(self, value)
 
 
 def _delete_gradient(self: Any) -> None:
     hook = gradient_hook(self)
     if hook is not None:
-        hook.forgotten(self)
+        hook.on_clear(self)
     _tensor.grad.__delete__(self)
 
 
@@ -177,8 +182,8 @@ def _as(base: type[Tensor], tensor: Tensor, action: Callable[[Any], object]) -> 
         change_class(tensor, kind)
 
 
-class TakenParameter(nn.Parameter):
-    """A parameter whose gradient is not in `.grad`: reading that tells its optimizer."""
+class BucketedParameter(nn.Parameter):
+    """A parameter whose gradient is in a bucket: reading `.grad` calls its optimizer."""
 
     __slots__ = ()
     grad = property(_read_gradient, _write_gradient, _delete_gradient)
@@ -190,7 +195,7 @@ class TakenParameter(nn.Parameter):
         return _as(nn.Parameter, self, lambda p: p.__reduce_ex__(protocol))
 
 
-class TakenDTensor(DTensor):
+class BucketedDTensor(DTensor):
     """As `TakenParameter`, for a parameter that is a DTensor."""
 
     __slots__ = ()
@@ -203,14 +208,14 @@ class TakenDTensor(DTensor):
         return _as(DTensor, self, lambda p: p.__reduce_ex__(protocol))
 
 
-def taken_kind(kind: type[Tensor]) -> type[Tensor] | None:
-    """The class for the time in which `.grad` must not be read; None for classes of others.
+def bucketed_class(kind: type[Tensor]) -> type[Tensor] | None:
+    """The class for parameters whose `.grad` must not be read; None for users' own classes.
 
-    Autograd itself, which writes gradients, does not notice, and torch.compile knows it by name.
+    Autograd itself, which writes gradients, is not affected, and torch.compile finds it by name.
     """
     kinds: dict[type[Tensor], type[Tensor]] = {
-        nn.Parameter: TakenParameter,
-        DTensor: TakenDTensor,
+        nn.Parameter: BucketedParameter,
+        DTensor: BucketedDTensor,
     }
     return kinds.get(kind)
 
@@ -221,16 +226,16 @@ def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
 
 
 def placeholder(local: Tensor) -> Tensor:
-    """What lies in a parameter while its values are in flight: NaN everywhere, of one element.
+    """The memory of a parameter whose values are in flight: one NaN, expanded.
 
-    Code that gets at the tensor past Python (an extension that takes it as it is) finds NaN, not a
+    Code that reads the tensor past Python (an extension that takes it as it is) gets NaN, not a
     mixture of old and new values, and cannot write to it.
     """
     return torch.full((), torch.nan, dtype=local.dtype, device=local.device).expand(local.shape)
 
 
 def num_uses(values: Tensor) -> int:
-    """How many tensors, and others, hold on to the memory of a tensor."""
+    """How many tensors and other objects keep a reference to the memory of a tensor."""
     untyped: Any = torch._C
     return int(untyped._storage_Use_Count(values.untyped_storage()._cdata))
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.optim.checks import check_limit
-from holdfast.optim.shard_groups import flag_device
-from holdfast.parallel import ProcessGroups
+from holdfast.optim.collectives import flag_device
+from holdfast.parallel import Layout, ProcessGroups
 
 _CHUNK = 1 << 20
 """Elements that are widened at a time, which bounds the extra memory to 8 MiB."""
@@ -42,9 +42,9 @@ class GradientNorm:
     bad_ranks: tuple[int, ...]
     """Global ranks that hold an infinity or a NaN, ascending."""
     num_zeros: int | None = None
-    """Elements that are exactly zero, each counted once; None if not asked for."""
+    """Elements that are exactly zero, each counted once; None if not requested."""
     counts: tuple[int, ...] = ()
-    """Sums over all ranks of the `counts` that `measure` was given."""
+    """Sums over all ranks of the `counts` passed to `measure`."""
 
     @property
     def num_bad_ranks(self) -> int:
@@ -60,8 +60,8 @@ class GradientNorm:
 def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
     """On how many ranks of the layout each element of a parameter is.
 
-    A DTensor says so itself, and is taken to be repeated over the ranks of its pipeline stages that
-    its mesh leaves out; a plain tensor is taken to be on every rank of its stage.
+    A DTensor declares that, and is assumed to be replicated over the ranks of its pipeline stages
+    that its mesh leaves out; a plain tensor is assumed to be on every rank of its stage.
     """
     layout = groups.layout
     stage = layout.size("tp-cp-dp")
@@ -85,7 +85,7 @@ def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
 def gradient_parts(
     parameters: Iterable[nn.Parameter], *, groups: ProcessGroups
 ) -> list[GradientPart]:
-    """The parts of gradients that lie in `.grad`, reduced already; those without count for nothing.
+    """The parts of gradients that lie in `.grad`, reduced already; parameters without are skipped.
 
     Raises ConfigError for a DTensor gradient that is a sum not yet reduced.
     """
@@ -115,26 +115,27 @@ def measure(
     Each rank adds the squares of what it holds, divided by the number of copies; the sum runs in
     float64 over the whole layout. Non-finite values travel as one flag per rank, because a maximum
     on gloo can lose a NaN and a sum cannot say where it came from. Zeros are counted as integers.
-    `scale`: of the loss that the gradients come from; the norm is that of unscaled ones. `counts`:
-    integers to add up over the ranks by the way; as many on every rank. Of a complex gradient the
-    norm is that of its real and imaginary parts; an element is zero where both are.
+    Of a complex gradient the norm is that of its real and imaginary parts; an element is zero where
+    both are.
 
-    Raises ConfigError for a number of copies that cannot be. Collective over the layout.
-    Cost: one all-reduce of 3 + number of counts + world size float64 over each of `tp`, `dp_cp` and
-    `pp` that has several ranks; at most 16 MiB of extra memory.
+    Args:
+        parts: what this rank holds of the gradients.
+        groups: the layout, and its communicators `tp`, `dp_cp` and `pp`.
+        count_zeros: whether to count the elements that are exactly zero.
+        scale: of the loss that the gradients come from; the norm is that of unscaled ones.
+        counts: integers to sum over the ranks in the same all-reduce; as many on every rank.
+
+    Raises:
+        ConfigError: A number of copies does not divide the ranks.
+
+    Cost: collective over the layout; one all-reduce of 3 + number of counts + world size float64
+    over each of `tp`, `dp_cp` and `pp` that has several ranks; at most 16 MiB of extra memory.
     """
     layout = groups.layout
     names = [name for name in _WORLD if groups.size(name) > 1]
     groups.require(*names)
     unit = 2 * layout.world_size
-    square, zeros = 0.0, 0
-    for part in parts:
-        if part.num_copies < 1 or unit % part.num_copies:
-            raise ConfigError(f"{part.num_copies} copies do not divide the ranks of {layout}")
-        square += _square(part.local) / part.num_copies
-        if count_zeros:
-            found = part.local.numel() - int(torch.count_nonzero(part.local)) - part.num_padding
-            zeros += found * (unit // part.num_copies)
+    square, zeros = _local_sums(parts, layout=layout, unit=unit, count_zeros=count_zeros)
     head = 3 + len(counts)
     total = torch.zeros(head + layout.world_size, dtype=torch.float64)
     if math.isfinite(square):
@@ -160,8 +161,23 @@ def measure(
     )
 
 
+def _local_sums(
+    parts: Iterable[GradientPart], *, layout: Layout, unit: int, count_zeros: bool
+) -> tuple[float, int]:
+    """This rank's sum of squares, and `unit` times its zeros, both divided by the copies."""
+    square, zeros = 0.0, 0
+    for part in parts:
+        if part.num_copies < 1 or unit % part.num_copies:
+            raise ConfigError(f"{part.num_copies} copies do not divide the ranks of {layout}")
+        square += _square(part.local) / part.num_copies
+        if count_zeros:
+            num_zeros = part.local.numel() - int(torch.count_nonzero(part.local))
+            zeros += (num_zeros - part.num_padding) * (unit // part.num_copies)
+    return square, zeros
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) -> GradientNorm:
-    """`measure` of the gradients in `.grad`."""
+    """`measure` of the gradients in `.grad`, which are reduced already. Cost: as `measure`."""
     return measure(gradient_parts(parameters, groups=groups), groups=groups)
 
 

@@ -1,4 +1,4 @@
-"""Who may read parameters while they are gathered: hooks on modules, and what else holds them."""
+"""Hooks on modules, by which parameters are complete before any forward, save or load uses them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from holdfast.optim.in_flight import ModuleHook
 
 
 class ParameterWatch:
-    """The modules that parameters are registered in: entered, saved, loaded, or given others.
+    """Watches the modules that parameters are registered in: forward, save, load, replacement.
 
     A module's forward waits for each bucket that holds one of its parameters, as soon as *any* of
     the modules that share the bucket is entered. A bucket may stay in flight after a step only if
-    *all* of them were entered through their hooks since the last one: what is called past hooks
-    (compiled, scripted, or by its parent's hand) is not waited for by anybody in time.
+    *all* of them were entered through their hooks since the last one: what is called past its hooks
+    (compiled, scripted, or called directly by its parent) would not wait.
+
+    Args:
+        module: the model.
+        buckets: hold the watched parameters.
+        names: of the parameters, for messages.
+        before_read: called before forwards and saves, on all ranks alike.
+        after_load: called with the buckets of a module whose weights were loaded.
     """
 
     def __init__(
@@ -28,13 +35,13 @@ class ParameterWatch:
         buckets: Sequence[Bucket],
         *,
         names: Mapping[nn.Parameter, str],
-        settle: Callable[[], None],
+        before_read: Callable[[], None],
         after_load: Callable[[Sequence[Bucket], nn.Module], None],
     ) -> None:
         self._module = module
         self._buckets = buckets
         self._names = names
-        self._settle = settle
+        self._before_read = before_read
         self._after_load = after_load
         home = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         self._places = [
@@ -93,7 +100,7 @@ class ParameterWatch:
         def hook(owner: nn.Module, args: Any) -> None:
             del args
             self._called.add(owner)
-            self._settle()
+            self._before_read()
             for bucket in buckets:
                 bucket.finish_gather()
 
@@ -101,7 +108,7 @@ class ParameterWatch:
 
     def _before_state(self, owner: nn.Module, prefix: str, keep_vars: bool) -> None:
         del owner, prefix, keep_vars
-        self._settle()
+        self._before_read()
         for bucket in self._buckets:
             bucket.finish_gather()
 

@@ -1,4 +1,4 @@
-"""Gradients on their way: from autograd into buckets, and from buckets to shares."""
+"""Moves gradients from autograd into buckets, and from buckets into shares."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import ConfigError
-from holdfast.optim import shard_groups
+from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import (
     GradientHook,
+    bucketed_class,
     change_class,
     forget_gradient,
     gradient_of,
-    taken_kind,
 )
 from holdfast.optim.shard_groups import ShardGroups
 
@@ -59,14 +59,14 @@ class GradientReducer:
         self._stage = stage
         self._divisor = divisor
         self._names = names
-        self._home = {
+        self._location = {
             parameter: (position, number)
             for position, bucket in enumerate(buckets)
             for number, parameter in enumerate(bucket.parameters)
         }
         self._used: set[nn.Parameter] = set()
         self._next = 0
-        self._fresh: list[set[nn.Parameter]] = [set() for _ in buckets]
+        self._arrived_parameters: list[set[nn.Parameter]] = [set() for _ in buckets]
         self._is_eager = False
         self._is_inside = False
         self._is_reduced = False
@@ -75,20 +75,20 @@ class GradientReducer:
             cast("Any", parameter).register_post_accumulate_grad_hook(
                 GradientHook(
                     name,
-                    self._arrive,
-                    asked=self._gradient_read,
-                    forgotten=self._gradient_forgotten,
+                    self._on_gradient,
+                    on_read=self._gradient_read,
+                    on_clear=self._gradient_forgotten,
                 )
             )
-            for parameter in self._home
+            for parameter in self._location
         ]
-        self._taken: dict[nn.Parameter, type[Tensor]] = {}
+        self._bucketed: dict[nn.Parameter, type[Tensor]] = {}
         self._has_warned = False
 
     @property
     def parameters(self) -> KeysView[nn.Parameter]:
         """All parameters whose gradients are taken."""
-        return self._home.keys()
+        return self._location.keys()
 
     @property
     def used(self) -> frozenset[nn.Parameter]:
@@ -116,7 +116,7 @@ class GradientReducer:
             )
         self._is_eager = is_last or self._stage == 2
         self._is_inside = True
-        self._fresh = [set() for _ in self._buckets]
+        self._arrived_parameters = [set() for _ in self._buckets]
         try:
             yield
             if self._is_eager:
@@ -124,8 +124,8 @@ class GradientReducer:
                     self._finish_round()
                 self._is_reduced = is_last
             if is_last:
-                for parameter in self._home:
-                    self._mark_taken(parameter)
+                for parameter in self._location:
+                    self._mark_bucketed(parameter)
         finally:
             self._is_eager = self._is_inside = False
 
@@ -145,7 +145,7 @@ class GradientReducer:
         if not self._is_reduced:
             self._finish_round()
         self._is_reduced = True
-        for parameter in self._home:
+        for parameter in self._location:
             if gradient_of(parameter) is not None:
                 self._take(parameter)  # raises: it comes too late
         for bucket in self._buckets:
@@ -162,7 +162,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.drop_gradients()
         self.show_gradients()
-        for parameter in self._home:
+        for parameter in self._location:
             forget_gradient(parameter)
         self._used.clear()
         self._next = 0
@@ -170,30 +170,30 @@ class GradientReducer:
 
     def show_gradients(self) -> None:
         """Reading `.grad` is harmless from here on."""
-        for parameter, kind in self._taken.items():
+        for parameter, kind in self._bucketed.items():
             change_class(parameter, kind)
-        self._taken.clear()
+        self._bucketed.clear()
         self._has_warned = False
 
     @torch.no_grad()
-    def _arrive(self, parameter: Tensor) -> None:
-        """Autograd's hook: the gradient goes into the bucket and is given up."""
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Autograd's hook: move the gradient into its bucket, and empty `.grad`."""
         if not isinstance(parameter, nn.Parameter) or gradient_of(parameter) is None:
             return
         position = self._take(parameter)
-        self._mark_taken(parameter)
+        self._mark_bucketed(parameter)
         if self._is_eager:
-            self._fresh[position].add(parameter)
+            self._arrived_parameters[position].add(parameter)
             while self._next < len(self._buckets) and self._is_full(self._next):
                 self._launch_next()
 
     def _is_full(self, position: int) -> bool:
         """Whether every parameter of a bucket has got its gradient of this microbatch."""
-        return len(self._fresh[position]) == len(self._buckets[position].parameters)
+        return len(self._arrived_parameters[position]) == len(self._buckets[position].parameters)
 
     def _take(self, parameter: nn.Parameter) -> int:
         """Move a gradient into its bucket; the bucket's position."""
-        position, number = self._home[parameter]
+        position, number = self._location[parameter]
         if self._is_reduced or position < self._next:
             raise ConfigError(
                 f"{self._names[parameter]}: a gradient came after its bucket was reduced, and "
@@ -212,22 +212,21 @@ class GradientReducer:
     def _local(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """This rank's own gradient, placed like the parameter but for what the reduction adds up.
 
-        Autograd may hand over another placement than the parameter's (a sum not yet reduced over
-        tensor ranks, or a whole where the parameter is split): that is set right here.
+        Autograd may produce another placement than the parameter's (a sum not yet reduced over
+        tensor ranks, or a whole where the parameter is split); it is redistributed here.
         """
         if not isinstance(gradient, DTensor):
             return gradient
         if not isinstance(parameter, DTensor):
             return gradient.full_tensor()
         mesh = parameter.device_mesh
-        wanted = [
-            given if self._adds_up(mesh, dim) else placed
-            for dim, (given, placed) in enumerate(
-                zip(gradient.placements, parameter.placements, strict=True)
-            )
+        pairs = zip(gradient.placements, parameter.placements, strict=True)
+        placements = [
+            of_gradient if self._adds_up(mesh, dim) else of_parameter
+            for dim, (of_gradient, of_parameter) in enumerate(pairs)
         ]
-        if wanted != list(gradient.placements):
-            gradient = gradient.redistribute(placements=wanted)
+        if placements != list(gradient.placements):
+            gradient = gradient.redistribute(placements=placements)
         return gradient.to_local()
 
     def _adds_up(self, mesh: DeviceMesh, dim: int) -> bool:
@@ -238,20 +237,20 @@ class GradientReducer:
         along = mesh.get_group(dim)
         return set(dist.get_process_group_ranks(along)) <= self._shard_groups.data_ranks
 
-    def _mark_taken(self, parameter: nn.Parameter) -> None:
+    def _mark_bucketed(self, parameter: nn.Parameter) -> None:
         """From here to the end of the step, reading `.grad` is an error or a warning.
 
         It is None there, as if backward had found no gradient: torch's `clip_grad_norm_` would
         return 0 and clip nothing. Parameters of classes of their own are left as they are.
         """
-        self._buckets[self._home[parameter][0]].finish_gather()
-        kind = taken_kind(type(parameter))
+        self._buckets[self._location[parameter][0]].finish_gather()
+        kind = bucketed_class(type(parameter))
         if kind is not None:
-            self._taken[parameter] = type(parameter)
+            self._bucketed[parameter] = type(parameter)
             change_class(parameter, kind)
 
     def _gradient_read(self, parameter: Tensor) -> None:
-        """Somebody is about to read `.grad` of a parameter that was marked.
+        """Before `.grad` of a marked parameter is read.
 
         Outside of `microbatch` more may come into `.grad`, put there by a schedule that looks
         first: there it is a warning, once a step.
@@ -266,7 +265,7 @@ class GradientReducer:
             warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=3)
 
     def _gradient_forgotten(self, parameter: Tensor) -> None:
-        """Somebody is about to set `.grad` of a parameter that was marked to None: no effect."""
+        """Before `.grad` of a marked parameter is set to None, which would forget nothing."""
         caller = str(sys._getframe(2).f_globals.get("__name__", ""))
         if not caller.startswith(_MACHINERY):
             raise ConfigError(self._where_gradients_are(parameter))
@@ -282,7 +281,7 @@ class GradientReducer:
 
     def _finish_round(self) -> None:
         """Launch every bucket not launched yet, with what lies in `.grad`, in order."""
-        for parameter in self._home:
+        for parameter in self._location:
             if gradient_of(parameter) is not None:
                 self._take(parameter)
         while self._next < len(self._buckets):
@@ -304,28 +303,28 @@ class GradientReducer:
             (self._shard_groups.tied, tied, "of a tied embedding"),
         ):
             if group is not None:
-                works = [shard_groups.all_reduce(bucket.gradient, group) for bucket in buckets]
+                works = [collectives.all_reduce(bucket.gradient, group) for bucket in buckets]
                 for work in works:
-                    shard_groups.wait(work, f"the reduction of gradients {what}")
+                    collectives.wait(work, f"the reduction of gradients {what}")
 
     def _agree_on_used(self) -> None:
         """Find the parameters that got a gradient on any rank; the others are left alone."""
-        flags = torch.tensor([float(p in self._used) for p in self._home])
-        is_tied = [self._buckets[position].is_tied for position, _ in self._home.values()]
+        flags = torch.tensor([float(p in self._used) for p in self._location])
+        is_tied = [self._buckets[position].is_tied for position, _ in self._location.values()]
         for group in (self._shard_groups.reduce, self._shard_groups.between):
             if group is not None and len(flags):
-                flags = flags.to(shard_groups.flag_device(group))
-                shard_groups.wait(
-                    shard_groups.all_reduce(flags, group), "the exchange of used parameters"
+                flags = flags.to(collectives.flag_device(group))
+                collectives.wait(
+                    collectives.all_reduce(flags, group), "the exchange of used parameters"
                 )
         if self._shard_groups.tied is not None and any(is_tied):
             chosen = torch.tensor(is_tied)
-            tied = flags[chosen].to(shard_groups.flag_device(self._shard_groups.tied))
-            shard_groups.wait(
-                shard_groups.all_reduce(tied, self._shard_groups.tied),
+            tied = flags[chosen].to(collectives.flag_device(self._shard_groups.tied))
+            collectives.wait(
+                collectives.all_reduce(tied, self._shard_groups.tied),
                 "the exchange of tied parameters",
             )
             flags = flags.cpu()
             flags[chosen] = tied.cpu()
-        pairs = zip(self._home, flags.tolist(), strict=True)
+        pairs = zip(self._location, flags.tolist(), strict=True)
         self._used = {parameter for parameter, flag in pairs if flag > 0}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,39 +11,36 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import ConfigError
-from holdfast.optim.buckets import Bucket, plan_buckets
+from holdfast.optim.buckets import Bucket, BucketPlan, plan_buckets
 from holdfast.optim.checks import (
-    check_divisor,
     check_free,
     check_inner,
     check_kind,
     check_parameter,
-    check_sizes,
+    check_settings,
     read_groups,
 )
 from holdfast.optim.elementwise import check_elementwise
 from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
 from holdfast.optim.reducer import GradientReducer, Stage
-from holdfast.optim.scaler import LossScaler
 from holdfast.optim.shard_groups import ShardGroups
-from holdfast.optim.stepping import StepOutcome, take_step
-from holdfast.optim.torch_interface import TorchFace, refuse_closure
+from holdfast.optim.stepping import SteppingOptimizer
 from holdfast.parallel import ProcessGroups
 from holdfast.state.names import parameter_names
-from holdfast.state.optimizer.protocol import HeldParameter
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class ShardedOptimizer(TorchFace):
+class ShardedOptimizer(SteppingOptimizer):
     """Any elementwise `torch.optim` optimizer, its state cut over data parallelism (ZeRO 1 and 2).
 
     Parameters, plain tensors or DTensors, are laid into flat buckets and become views of them; each
     rank of `over` updates one share of each bucket and the updated shares are gathered in place
     (Rajbhandari et al. 2020). Gradients are taken from autograd as they come: `.grad` is None after
     backward, and reading it before `step` is an error (outside of `microbatch`: a warning). In the
-    last microbatch full buckets are reduce-scattered beside the backward.
+    last microbatch full buckets are reduce-scattered concurrently with the backward.
 
         optimizer = ShardedOptimizer(
             model, model.parameters(), make=lambda g: torch.optim.AdamW(g, lr=1e-3),
@@ -63,7 +59,7 @@ class ShardedOptimizer(TorchFace):
     `microbatch` is left out and `step` reduces everything at its beginning.
 
     Args:
-        module: owns the parameters; its modules' forward waits for parameters under way.
+        module: owns the parameters; its modules' forward waits for parameters in flight.
         parameters: parameters, or groups of them as torch takes them. Frozen ones are left alone.
         make: gives the torch optimizer for groups of 1-d tensors, e.g. `functools.partial`.
         groups: needs `over`, its clone for gathering and, with hybrid sharding, the `_inter` group,
@@ -72,28 +68,30 @@ class ShardedOptimizer(TorchFace):
             `expt_dp_intra` to shard inside a slice and reduce between slices.
         divisor: what the sum of gradients is divided by. Every rank's loss is a mean over its own
             rows, so that is the size of `dp_cp`, for experts too.
-        gather: communicator for parameters; default `over` with `_ag` behind it.
+        gather: communicator for parameters; by default `over` with `_ag` appended.
         stage: 1 keeps whole gradients between microbatches; 2 reduces after each microbatch and
             keeps a share (needs `microbatch` around each for that).
         bucket_nbytes: gradient bytes per collective; a larger parameter has a bucket of its own.
-        align_nbytes: what parameters and shares begin at multiples of.
-        overlap: gather parameters beside the next forward. Nobody sees one before it is whole:
-            modules wait for their own when they are called, and whoever else reads or writes one
-            waits for its bucket. A bucket is not overlapped where waiting could be evaded: if a
-            module of it was not called through its hooks since the last step (compiled, scripted,
-            functional), or views of its memory are held elsewhere. Off: `step` waits.
-        elementwise: the word that the optimizer updates elements one by one; without it a trial
-            on small tensors has to show it (some milliseconds, `make` is called three times more).
-        name: for messages and records.
+        align_nbytes: what parameters and shares begin at multiples of, in bytes.
+        overlap: gather parameters concurrently with the next forward. No code sees one before it is
+            whole: modules wait for their own when they are called, and any other read or write
+            waits for the parameter's bucket. A bucket is not overlapped where waiting could be
+            evaded: if a module of it was not called through its hooks since the last step
+            (compiled, scripted, functional), or views of its memory are held elsewhere. Off: `step`
+            waits.
+        elementwise: states that the optimizer updates elements one by one; without it a trial on
+            small tensors has to show it (some milliseconds, `make` is called three times more).
+        name: for messages and stored records.
 
-    Raises ConfigError for parameters that do not fit `over`, a module that does not own them,
-    parameters that another sharded optimizer has, an optimizer that joins elements, or other
-    buckets on another rank; GroupError for a missing or wrong communicator. Collective over
-    the layout: one small agreement.
+    Raises:
+        ConfigError: Parameters do not fit `over`, the module does not own them, another sharded
+            optimizer has them, the optimizer joins elements, or another rank has other buckets.
+        GroupError: A communicator is missing or wrong.
 
-    Memory per rank, in elements of the local parameters n over d ranks: n of parameters, n of
-    gradients in float32 (stage 2: two buckets), n/d of reduced gradients, n/d of main parameters
-    for bf16 and fp16, and n/d per entry of the torch optimizer.
+    Cost: collective over the layout, one small agreement. Memory per rank, in elements of the local
+    parameters n over d ranks: n of parameters, n of gradients in float32 (stage 2: two buckets),
+    n/d of reduced gradients, n/d of main parameters for bf16 and fp16, and n/d per entry of the
+    torch optimizer.
     """
 
     def __init__(
@@ -120,32 +118,19 @@ class ShardedOptimizer(TorchFace):
         self._bucket_nbytes = bucket_nbytes
         self._shard_groups = ShardGroups.of(groups, over=over, gather=gather)
         self._names = parameter_names(module)
-        listed = read_groups(parameters)
-        self._all = [(p, i) for i, group in enumerate(listed) for p in group["params"]]
-        check_divisor(divisor, stage=stage, groups=groups, name=name)
-        check_sizes(name=name, bucket_nbytes=bucket_nbytes, align_nbytes=align_nbytes)
-        for parameter, _ in self._all:
-            check_parameter(
-                parameter, names=self._names, shard_groups=self._shard_groups, groups=groups
-            )
-        trained = [parameter for parameter, _ in self._all if parameter.requires_grad]
-        check_free(trained, names=self._names)
-        plans = plan_buckets(
-            trained,
-            num_shares=self._shard_groups.num_shares,
-            bucket_nbytes=bucket_nbytes,
-            align_nbytes=align_nbytes,
+        param_groups = read_groups(parameters)
+        self._all = [(p, i) for i, group in enumerate(param_groups) for p in group["params"]]
+        check_settings(
+            name=name,
+            divisor=divisor,
+            num_averaged=groups.size("dp_cp"),
+            stage=stage,
+            sizes={"bucket_nbytes": bucket_nbytes, "align_nbytes": align_nbytes},
         )
-        self._agree_on_plans([(p.parameters, p.packing.numel) for p in plans])
-        keeps_whole = stage == 1
-        with torch.no_grad():
-            self._buckets = [
-                Bucket(plan, shard_groups=self._shard_groups, keeps_whole=keeps_whole)
-                for plan in plans
-            ]
+        self._buckets = self._make_buckets(bucket_nbytes, align_nbytes)
         self._copies = [num_copies(b.parameters[0], groups=groups) for b in self._buckets]
-        self._runs = self._make_runs()
-        self.inner = self._make_inner(listed, make, is_proved=elementwise)
+        self._updated = self._updated_views()
+        self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
         super().__init__([self.inner])
         self._held = self._hold()
         self._reducer = GradientReducer(
@@ -163,11 +148,11 @@ class ShardedOptimizer(TorchFace):
             module,
             self._buckets,
             names=self._names,
-            settle=self._settle,
+            before_read=self._gather_loaded,
             after_load=self._after_load,
         )
         for bucket in self._buckets:
-            bucket.count_uses()
+            bucket.set_own_uses()
 
     # ---- training ----
 
@@ -177,9 +162,11 @@ class ShardedOptimizer(TorchFace):
         return self._groups
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around one microbatch with one backward; the last one reduces beside the backward.
+        """Around one microbatch with one backward; the last one reduces during the backward.
 
-        Every rank goes through the same contexts. Raises ConfigError after the last one.
+        Every rank enters the same contexts. Raises ConfigError after the last one.
+
+        Cost: in the last microbatch a reduce-scatter per bucket (stage 2: in every one).
         """
         self._check_open()
         return self._reducer.microbatch(is_last=is_last)
@@ -203,12 +190,12 @@ class ShardedOptimizer(TorchFace):
         self.finish_gradients()
         parts = []
         for bucket, copies in zip(self._buckets, self._copies, strict=True):
-            filled = sum(run.numel for n in self._numbers(bucket) if (run := bucket.run(n)))
+            num_filled = sum(owned.numel for _, owned in bucket.all_owned())
             parts.append(
                 GradientPart(
                     local=bucket.gradient,
                     num_copies=copies // self._shard_groups.num_shares,
-                    num_padding=bucket.gradient.numel() - filled,
+                    num_padding=bucket.gradient.numel() - num_filled,
                 )
             )
         return parts
@@ -217,42 +204,20 @@ class ShardedOptimizer(TorchFace):
         """On this rank: parameters that got a gradient in this step, and those that could."""
         return len(self._reducer.used), len(self._reducer.parameters)
 
-    def step(  # type: ignore[override]
-        self,
-        closure: None = None,
-        *,
-        max_norm: float = 0.0,
-        scaler: LossScaler | None = None,
-        count_zeros: bool = False,
-    ) -> StepOutcome:
-        """One step of this optimizer alone; see `take_step`. A closure is refused."""
-        refuse_closure(closure)
-        return take_step(
-            {self.name: self},
-            groups=self._groups,
-            max_norm=max_norm,
-            scaler=scaler,
-            count_zeros=count_zeros,
-        )
-
     @torch.no_grad()
     def update(self, factor: float) -> None:
         """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
         used = self._reducer.used
         self._reducer.show_gradients()
         for bucket in self._buckets:
-            bucket.follow_parameters()
-            bucket.count_change()
+            bucket.take_written_values()
+            bucket.bump_versions()
         for bucket in self._buckets:
             if factor != 1.0:
                 bucket.gradient.mul_(factor)
-            for number, parameter in enumerate(bucket.parameters):
-                run = bucket.run(number)
-                if run is None:
-                    continue
-                piece = self._runs[parameter]
-                gradient = bucket.gradient[run.offset : run.offset + run.numel]
-                piece.grad = gradient if parameter in used else None
+            for parameter, owned in bucket.all_owned():
+                gradient = bucket.gradient[owned.offset : owned.offset + owned.numel]
+                self._updated[parameter].grad = gradient if parameter in used else None
         self.inner.step()
         self._main_requested = self._main_loaded = False
 
@@ -260,17 +225,19 @@ class ShardedOptimizer(TorchFace):
     def publish(self) -> None:
         """Start gathering the updated parameters; every rank calls this, whatever happened.
 
-        With overlap a bucket stays in flight where nobody can get at it unnoticed; any other one
-        is waited for right here.
+        With overlap a bucket stays in flight where no code can read it unnoticed; any other one
+        is waited for here.
+
+        Cost: an all-gather per bucket.
         """
         for bucket in reversed(self._buckets):
             bucket.launch_gather()
-        num_known = self._count_markers() if self._overlap else []
+        num_markers = self._count_markers() if self._overlap else []
         for position, bucket in enumerate(self._buckets):
             is_kept = (
                 self._overlap
                 and self._watch.was_entered(position)
-                and bucket.hide(num_other_uses=num_known[position])
+                and bucket.hide(num_other_uses=num_markers[position])
             )
             if not is_kept:
                 bucket.finish_gather()
@@ -279,12 +246,12 @@ class ShardedOptimizer(TorchFace):
     def drop_gradients(self) -> None:
         """Forget all gradients; `step` calls it."""
         self._reducer.drop()
-        for piece in self._runs.values():
-            piece.grad = None
+        for tensor in self._updated.values():
+            tensor.grad = None
 
     def synchronize(self) -> None:
         """Wait until this rank's parameters are whole and up to date."""
-        self._settle()
+        self._gather_loaded()
         for bucket in self._buckets:
             bucket.finish_gather()
 
@@ -303,8 +270,8 @@ class ShardedOptimizer(TorchFace):
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
-    def held_parameters(self) -> Sequence[HeldParameter]:
-        """Every parameter with this rank's run of it."""
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        """Every parameter with the elements of it that this rank updates."""
         return self._held
 
     def num_groups(self) -> dict[str, int]:
@@ -324,7 +291,7 @@ class ShardedOptimizer(TorchFace):
         }
 
     def begin_load(self, *, with_main: bool) -> None:
-        """A load begins; with main parameters, those are the truth and not the module's."""
+        """A load begins; main parameters, if it brings any, take precedence over the module's."""
         self._main_requested = with_main
 
     def finish_load(self, *, with_main: bool) -> None:
@@ -333,19 +300,16 @@ class ShardedOptimizer(TorchFace):
         self._main_loaded = self._is_stale = with_main
 
     def refresh_main(self) -> None:
-        """Take over the model's parameters, after something other than a step changed them."""
+        """Copy the model's parameters, after something other than a step changed them."""
         for bucket in self._buckets:
-            for number in self._numbers(bucket):
+            for number in range(len(bucket.parameters)):
                 bucket.refresh_main(number, exactly=True)
 
     # ---- inside ----
 
-    def _numbers(self, bucket: Bucket) -> range:
-        return range(len(bucket.parameters))
-
     @torch.no_grad()
-    def _settle(self) -> None:
-        """After a load with main parameters: round and gather them, on all ranks."""
+    def _gather_loaded(self) -> None:
+        """After a load of main parameters: round and gather them, on all ranks."""
         if self._is_stale:
             self._is_stale = False
             for bucket in reversed(self._buckets):
@@ -353,86 +317,114 @@ class ShardedOptimizer(TorchFace):
             for bucket in self._buckets:
                 bucket.finish_gather()
 
-    def _agree_on_plans(self, plans: Sequence[tuple[Sequence[nn.Parameter], int]]) -> None:
-        """ConfigError on all ranks where the ranks of one group do not build the same buckets."""
-        said = [
-            ([(self._names[p], list(p.shape), str(p.dtype)) for p in inside], numel)
-            for inside, numel in plans
+    def _make_buckets(self, bucket_nbytes: int, align_nbytes: int) -> list[Bucket]:
+        """Move the trained parameters into buckets, equal ones on all ranks of a group."""
+        for parameter, _ in self._all:
+            check_parameter(
+                parameter,
+                names=self._names,
+                shard_groups=self._shard_groups,
+                groups=self._groups,
+            )
+        trained = [parameter for parameter, _ in self._all if parameter.requires_grad]
+        check_free(trained, names=self._names)
+        plans = plan_buckets(
+            trained,
+            num_shares=self._shard_groups.num_shares,
+            bucket_nbytes=bucket_nbytes,
+            align_nbytes=align_nbytes,
+        )
+        self._agree_on_plans(plans)
+        keeps_whole = self._stage == 1
+        with torch.no_grad():
+            return [
+                Bucket(plan, shard_groups=self._shard_groups, keeps_whole=keeps_whole)
+                for plan in plans
+            ]
+
+    def _agree_on_plans(self, plans: Sequence[BucketPlan]) -> None:
+        """ConfigError on all ranks where the ranks of one group do not plan the same buckets."""
+        described = [
+            (
+                [(self._names[p], list(p.shape), str(p.dtype)) for p in plan.parameters],
+                plan.layout.numel,
+            )
+            for plan in plans
         ]
-        mine = json.dumps([self.name, self._shard_groups.over, self._stage, said]).encode()
-        layout, control = self._groups.layout, self._groups.control
-        theirs = dict(zip(control.ranks, control.all_gather(mine, phase="optimizer"), strict=True))
-        others = sorted(layout.group(self._shard_groups.over.removesuffix("_intra"), control.rank))
-        odd = [rank for rank in others if theirs[rank] != mine]
+        over, control = self._shard_groups.over, self._groups.control
+        own = json.dumps([self.name, over, self._stage, described]).encode()
+        answers = dict(zip(control.ranks, control.all_gather(own, phase="optimizer"), strict=True))
+        peers = self._groups.layout.group(over.removesuffix("_intra"), control.rank)
+        differing = [rank for rank in sorted(peers) if answers[rank] != own]
         error = None
-        if odd:
+        if differing:
             error = ConfigError(
-                f"optimizer '{self.name}': ranks {odd} have other parameters, stage or buckets "
-                f"than rank {control.rank}, though they share {self._shard_groups.over!r}; build "
-                f"it alike on all of them"
+                f"optimizer '{self.name}': ranks {differing} have other parameters, stage or "
+                f"buckets than rank {control.rank}, though they share {over!r}; build it alike on "
+                f"all of them"
             )
         control.agree(error, phase="optimizer: buckets")
 
-    def _make_runs(self) -> dict[nn.Parameter, Tensor]:
+    def _updated_views(self) -> dict[nn.Parameter, Tensor]:
         """What this rank updates of each parameter: views of the buckets' main parameters."""
-        runs = {}
-        for bucket in self._buckets:
-            for number, parameter in enumerate(bucket.parameters):
-                run = bucket.run(number)
-                if run is not None:
-                    runs[parameter] = bucket.main[run.offset : run.offset + run.numel]
-        return runs
+        return {
+            parameter: bucket.main[owned.offset : owned.offset + owned.numel]
+            for bucket in self._buckets
+            for parameter, owned in bucket.all_owned()
+        }
 
     def _make_inner(
-        self, listed: Sequence[Mapping[str, Any]], make: MakeOptimizer, *, is_proved: bool
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        make: MakeOptimizer,
+        *,
+        is_elementwise: bool,
     ) -> torch.optim.Optimizer:
-        mine = [
-            {**group, "params": [self._runs[p] for p in group["params"] if p in self._runs]}
-            for group in listed
+        own = [
+            {**group, "params": [self._updated[p] for p in group["params"] if p in self._updated]}
+            for group in param_groups
         ]
-        inner = make([{**group, "params": list(group["params"])} for group in mine])
-        check_inner(inner, mine, name=self.name)
-        if not is_proved:
+        inner = make([{**group, "params": list(group["params"])} for group in own])
+        check_inner(inner, own, name=self.name)
+        if not is_elementwise:
             check_kind(inner, name=self.name)
             kinds = [bucket.main for bucket in self._buckets]
             if kinds:
-                check_elementwise(make, listed, like=kinds, name=self.name)
+                check_elementwise(make, param_groups, like=kinds, name=self.name)
         return inner
 
-    def _hold(self) -> list[HeldParameter]:
-        starts: dict[nn.Parameter, tuple[int, bool]] = {}
-        for bucket in self._buckets:
-            for number, parameter in enumerate(bucket.parameters):
-                run = bucket.run(number)
-                if run is not None:
-                    starts[parameter] = (run.start, bucket.has_main)
-        return [
-            HeldParameter(
-                parameter=parameter,
-                group=group,
-                optimizer=self.inner,
-                updated=self._runs.get(parameter),
-                start=starts.get(parameter, (0, False))[0],
-                over=self._shard_groups.over,
-                is_main=starts.get(parameter, (0, False))[1],
+    def _hold(self) -> list[OptimizerParameter]:
+        starts = {
+            parameter: (owned.start, bucket.has_main)
+            for bucket in self._buckets
+            for parameter, owned in bucket.all_owned()
+        }
+        held = []
+        for parameter, group in self._all:
+            start, is_main = starts.get(parameter, (0, False))
+            held.append(
+                OptimizerParameter(
+                    parameter=parameter,
+                    group=group,
+                    optimizer=self.inner,
+                    updated=self._updated.get(parameter),
+                    start=start,
+                    over=self._shard_groups.over,
+                    is_main=is_main,
+                )
             )
-            for parameter, group in self._all
-        ]
+        return held
 
     def _count_markers(self) -> list[int]:
         """Per bucket, the views of it that earlier saves keep; read after `synchronize` only."""
-        home = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        counts = [0] * len(self._buckets)
-        for held in self._held:
-            if held.parameter in home:
-                counts[home[held.parameter]] += len(held.markers)
-        return counts
+        num_markers = {held.parameter: len(held.markers) for held in self._held}
+        return [sum(num_markers[p] for p in bucket.parameters) for bucket in self._buckets]
 
     @torch.no_grad()
     def _after_load(self, buckets: Sequence[Bucket], owner: nn.Module) -> None:
-        """Weights were loaded into a module: main parameters follow them.
+        """Weights were loaded into a module: main parameters are set from them.
 
-        Where main parameters were loaded, too, they are kept as far as they round to the weights.
+        Where main parameters were loaded, too, those that round to the weights are kept.
         """
         exactly = not (self._main_requested or self._main_loaded)
         own = set(owner._parameters.values())
@@ -450,14 +442,5 @@ class ShardedOptimizer(TorchFace):
             if held.parameter.requires_grad and held.parameter not in self._reducer.parameters:
                 raise ConfigError(
                     f"{self._names[held.parameter]} was frozen when optimizer '{self.name}' was "
-                    f"built and is trained now; build the optimizer anew"
+                    f"built and is trained now; build another optimizer"
                 )
-
-
-@contextlib.contextmanager
-def microbatch_of(optimizers: Iterable[ShardedOptimizer], *, is_last: bool) -> Iterator[None]:
-    """One microbatch of several optimizers."""
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(optimizer.microbatch(is_last=is_last))
-        yield

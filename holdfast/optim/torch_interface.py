@@ -1,4 +1,4 @@
-"""What a sharded optimizer shows to code written for `torch.optim.Optimizer`: schedulers, loops."""
+"""Makes a sharded optimizer a `torch.optim.Optimizer` for schedulers, loops and step hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from holdfast.errors import ConfigError
 
 
-class TorchFace(torch.optim.Optimizer):
+class TorchInterface(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` by type, whose groups and state are those of optimizers inside.
 
     Learning rate schedulers take it as it is: they set entries of `param_groups` and count calls of
@@ -34,7 +34,7 @@ class TorchFace(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the torch optimizers inside, by the run of elements it belongs to."""
+        """The state of the torch optimizers inside, by the tensor of elements it belongs to."""
         if len(self._inners) == 1:
             return self._inners[0].state
         return ChainMap(*(inner.state for inner in self._inners))
@@ -117,5 +117,5 @@ def refuse_closure(closure: Callable[[], object] | None) -> None:
     if closure is not None:
         raise ConfigError(
             "step(closure) of a sharded optimizer: call backward yourself (inside "
-            "microbatch(is_last=...) so that gradients are reduced beside it), then step()"
+            "microbatch(is_last=...) so that gradients are reduced during it), then step()"
         )

@@ -1,6 +1,7 @@
 """What a training state is made of: parts, placements, markers, random streams."""
 
 from holdfast.state.flatten import flatten_state
+from holdfast.state.generators import Stream
 from holdfast.state.leaves import FlatState, ReplicaSet, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
@@ -17,21 +18,20 @@ from holdfast.state.markers import (
 )
 from holdfast.state.match.stored import StoredPart, StoredTensor
 from holdfast.state.module.part import ModuleState
-from holdfast.state.names import declare_wrapper
+from holdfast.state.names import declare_padding, declare_wrapper
 from holdfast.state.optimizer.part import OptimizerState
-from holdfast.state.optimizer.protocol import HeldParameter, PartitionedOptimizer
-from holdfast.state.padding import declare_padding
+from holdfast.state.optimizer.protocol import OptimizerParameter, PartitionedOptimizer
 from holdfast.state.parts import Part, Stateful
-from holdfast.state.rng import RNG, Stream
+from holdfast.state.rng import RNG
 
 __all__ = [
     "RNG",
     "FlatShard",
     "FlatState",
     "FromPart",
-    "HeldParameter",
     "ModuleState",
     "OnLayout",
+    "OptimizerParameter",
     "OptimizerState",
     "Padded",
     "Part",

@@ -9,52 +9,54 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.errors import CorruptionError, LayoutError, MismatchError, PlacementError
-from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from holdfast.state.markers import Marked, PerRank
+from holdfast.errors import CorruptionError, MismatchError
+from holdfast.parallel.layout import Layout
+from holdfast.state.markers import Marked, PerRank, coordinate_label
 
 
-class Claim(NamedTuple):
-    """What a rank will have after the load, where ranks of one `label` must have the same.
-
-    `what`: path of the value. `along`: the axes along which it is shared, for people. `digest`: of
-    the value, or a name for where it comes from. `is_certain`: whether a difference is an error.
-    """
+class ConsistencyCheck(NamedTuple):
+    """What a rank will have after the load, where ranks of one `label` must have the same."""
 
     what: str
+    """Path of the value."""
     along: str
+    """The axes along which it is shared, for people."""
     label: str
     digest: str
+    """Of the value, or a name for where it comes from."""
     is_certain: bool
+    """Whether a difference is an error."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Source:
-    """Where one rank takes a value per coordinate from.
-
-    `labels`: stored coordinates whose trees it reads. `here`: its own coordinate, along the axes
-    that are stored. `is_merged`, `is_picked`: whether all of them are handed over, by label,
-    instead of the one. `problem`: one sentence, where the request cannot be met.
-    `names`: the entries that are used, where not all are. `kept`, `missing`, `dropped`: entries
-    that keep their local value, that are asked for and not stored, and that nothing here can take;
-    "" for all of them. `claims`: what has to be equal on several ranks.
-    """
+class PerRankSource:
+    """Where one rank takes a value per coordinate from."""
 
     labels: tuple[str, ...] = ()
+    """Stored coordinates whose trees it reads."""
     here: str = ""
+    """Its own coordinate, along the axes that are stored."""
     is_merged: bool = False
+    """Whether `merge` makes the value of all trees by label."""
     is_picked: bool = False
+    """Whether the owner gets all trees by label."""
     problem: str | None = None
+    """One sentence, where the request cannot be met."""
     names: frozenset[str] | None = None
+    """The entries that are used, where not all are."""
     kept: tuple[str, ...] = ()
+    """Entries that keep their local value; "" for all of them."""
     missing: tuple[str, ...] = ()
+    """Entries that are requested and not stored."""
     dropped: tuple[str, ...] = ()
-    claims: list[Claim] = field(default_factory=list)
+    """Entries that nothing here can take."""
+    checks: list[ConsistencyCheck] = field(default_factory=list)
+    """What has to be equal on several ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Who asks for a value per coordinate, and what is stored of it."""
+class PerRankRequest:
+    """A rank that requests a value per coordinate, and what is stored of it."""
 
     path: str
     layout: Layout
@@ -74,42 +76,24 @@ class Place:
 class PickedPerRank(PerRank):
     """A value per coordinate whose owner picks the stored coordinates that a rank takes."""
 
-    pick: Callable[[Place], Source] | None = None
+    pick: Callable[[PerRankRequest], PerRankSource] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerRankIn(PerRank):
-    """One in what an object hands out as its state: `local` is handed back where it stays."""
+    """One in the state that an object returns, which gets `local` back where that stays."""
 
     local: object = None
-
-
-def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
-    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
-    known = layout.coordinates(rank)
-    wanted = sorted(axes)
-    unknown = [axis for axis in wanted if axis not in known]
-    if not unknown:
-        return ",".join(f"{axis}={known[axis]}" for axis in wanted)
-    if set(unknown) <= set(EXPERT_AXES):
-        raise LayoutError(
-            f"{path}: PerRank axes {unknown} are of the expert view, which {layout} does not have; "
-            f"its axes are {', '.join(DENSE_AXES)}"
-        )
-    raise PlacementError(
-        f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
-        f"{', '.join(sorted(known))}"
-    )
 
 
 def parse_label(label: str, *, path: str) -> dict[str, int]:
     """The coordinates that a label stands for; CorruptionError for text that is none."""
     try:
         pairs = [part.split("=") for part in label.split(",")]
-        found = {axis: int(index) for axis, index in pairs}
+        result = {axis: int(index) for axis, index in pairs}
     except ValueError:
         raise CorruptionError(f"{path}: {label!r} is no coordinate of a layout") from None
-    return found
+    return result
 
 
 def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -123,56 +107,62 @@ def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, An
     return tuple(axes), trees
 
 
-def find_source(marker: PerRank, node: Any, *, layout: Layout, rank: int, path: str) -> Source:
+def find_source(
+    marker: PerRank, node: Any, *, layout: Layout, rank: int, path: str
+) -> PerRankSource:
     """Which of the stored trees a rank takes under the policy of its marker. Pure arithmetic."""
     axes, trees = stored_trees(node, path=path)
     if isinstance(marker, PickedPerRank) and marker.pick is not None:
-        return marker.pick(Place(path=path, layout=layout, rank=rank, axes=axes, stored=trees))
+        return marker.pick(
+            PerRankRequest(path=path, layout=layout, rank=rank, axes=axes, stored=trees)
+        )
     here = coordinate_label(layout, rank, marker.axes, path=path)
     short = _by_label_along(marker.axes, axes, trees, path=path)
     if marker.merge is not None:
         mine = {coordinate_label(layout, r, marker.axes, path=path) for r in layout.ranks}
         if short is None or set(short) != mine:
             order = [axis for axis in marker.axes if axis in axes]
-            return Source(labels=_in_order(trees, order, path=path), here=here, is_merged=True)
+            return PerRankSource(
+                labels=_in_order(trees, order, path=path), here=here, is_merged=True
+            )
     if short is None:
-        return Source(here=here, problem=_other_axes(marker, axes, trees, path=path))
-    return Source(labels=(short[here],) if here in short else (), here=here)
+        return PerRankSource(here=here, problem=_other_axes(marker, axes, trees, path=path))
+    return PerRankSource(labels=(short[here],) if here in short else (), here=here)
 
 
 def _by_label_along(
-    asked: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any], *, path: str
+    requested: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any], *, path: str
 ) -> dict[str, str] | None:
-    """Label along the axes asked for -> stored label; None where that is ambiguous.
+    """Label along the requested axes -> stored label; None where that is ambiguous.
 
-    A stored axis that is not asked for may be left out where it has one coordinate only.
+    A stored axis that is not requested may be left out where it has one coordinate only.
     """
-    if set(asked) == set(axes):
+    if set(requested) == set(axes):
         return {label: label for label in trees}
-    extra = set(axes) - set(asked)
-    if not set(asked) <= set(axes):
+    extra = set(axes) - set(requested)
+    if not set(requested) <= set(axes):
         return None
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     beyond: set[tuple[int, ...]] = set()
     for label in trees:
         at = parse_label(label, path=path)
         beyond.add(tuple(at[axis] for axis in sorted(extra)))
-        found[",".join(f"{axis}={at[axis]}" for axis in sorted(asked))] = label
-    return found if len(beyond) == 1 else None
+        result[",".join(f"{axis}={at[axis]}" for axis in sorted(requested))] = label
+    return result if len(beyond) == 1 else None
 
 
 def _other_axes(
     marker: PerRank, axes: Sequence[str], trees: Mapping[str, Any], *, path: str
 ) -> str:
-    said = (
+    message = (
         f"{path}: the state has a value per {','.join(marker.axes)} here, the checkpoint a value "
         f"per {','.join(axes)}"
     )
     more = sorted(set(axes) - set(marker.axes))
     if set(marker.axes) <= set(axes):
-        said += f", and {len(trees)} of them, so that it is not clear which to take along {more}"
+        message += f", and {len(trees)} of them, so that it is not clear which to take along {more}"
     return (
-        f"{said}; ask for it with axes={tuple(axes)}, or make one of what is stored: "
+        f"{message}; ask for it with axes={tuple(axes)}, or make one of what is stored: "
         f"PerRank(..., merge=callable)"
     )
 
@@ -199,17 +189,17 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     )
 
 
-def settle(template: object, merged: object, path: str) -> object:
+def fill_from_merged(template: object, merged: object, path: str) -> object:
     """A merged tree, with the template's own tensors filled where it has some.
 
-    MismatchError where one of them would be left as it was, or filled with rounded values.
+    Raises MismatchError where one of them would be left as it was, or filled with rounded values.
     """
     target = template.local if isinstance(template, Marked) else template
     if isinstance(target, torch.Tensor):
         if not isinstance(merged, torch.Tensor) or merged.shape != target.shape:
-            found = list(merged.shape) if isinstance(merged, torch.Tensor) else merged
+            result = list(merged.shape) if isinstance(merged, torch.Tensor) else merged
             raise MismatchError(
-                f"{path}: merge returned {found!r} for a tensor of shape {list(target.shape)}"
+                f"{path}: merge returned {result!r} for a tensor of shape {list(target.shape)}"
             )
         with torch.no_grad():
             if not _fits(merged, target.dtype):
@@ -225,12 +215,14 @@ def settle(template: object, merged: object, path: str) -> object:
                 _refuse_tensors(template[name], f"{path}.{name}")
         if type(merged) is dict:
             return {
-                name: settle(template[name], child, f"{path}.{name}") if name in template else child
+                name: fill_from_merged(template[name], child, f"{path}.{name}")
+                if name in template
+                else child
                 for name, child in merged.items()
             }
     if isinstance(template, list) and type(merged) is list and len(template) == len(merged):
         pairs = enumerate(zip(template, merged, strict=True))
-        return [settle(old, new, f"{path}.{i}") for i, (old, new) in pairs]
+        return [fill_from_merged(old, new, f"{path}.{i}") for i, (old, new) in pairs]
     if type(template) is not type(merged):
         _refuse_tensors(template, path)
     return merged

@@ -1,12 +1,12 @@
-"""Taking a state apart: parts -> tensors by key, and a tree of values that refers to them."""
+"""Flattening a state: parts -> tensors by key, and a tree of values that refers to them."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast.errors import ConfigError, HoldfastError, PlacementError
+from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import UNION, Codecs, Node, encode_tree, is_unicode
 from holdfast.parallel.layout import Layout
-from holdfast.state.coordinates import coordinate_label
 from holdfast.state.leaves import FlatState, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
@@ -30,47 +29,48 @@ from holdfast.state.markers import (
     Stored,
     Transient,
     Union,
+    coordinate_label,
 )
 from holdfast.state.module.part import ModulePart
 from holdfast.state.numpy_arrays import array_tensor
 from holdfast.state.optimizer.part import OptimizerState
-from holdfast.state.parts import Part, is_last, part_of
+from holdfast.state.parts import Part, check_part_name, is_last, part_of
 from holdfast.state.placement import ReplicaSets, tensor_leaf
 
-Entry = tuple[object, object, TensorLeaf]
-"""A tensor or marker, everything of it that may change (`_made_from`), and the leaf of that."""
-
-K = TypeVar("K")
-V = TypeVar("V")
 _TENSORS = (torch.Tensor, *get_args(Marked))
-_SHELF_KEYS = (str, int)
+_CACHED_KEYS = (str, int)
 """Types of which two equal keys are the same one; not so 0.0 and -0.0, (1,) and (True,)."""
 _MAX_MARKERS = 50
 """How deep PerRank and Union may be nested, to see a cycle through them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shelf:
-    """A dict of nothing but tensors as it was met: what is in it, and what it was made into.
+class _CachedLeaf(NamedTuple):
+    """A tensor or marker, everything of it that may change (`_made_from`), and the leaf of that."""
 
-    `made_from[i]`: of `values[i]`. `entries`, `leaves`, `first_keys`, `memories`: what it added
-    to a pass.
-    """
+    obj: object
+    made_from: object
+    leaf: TensorLeaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CachedDict:
+    """A dict of nothing but tensors as it was met: what is in it, and what it was made into."""
 
     keys: list[object]
     key_types: list[type]
     values: list[object]
     made_from: list[object]
+    """Of each of `values`."""
     layout: Layout
-    entries: dict[str, Entry]
-    leaves: dict[str, TensorLeaf]
-    first_keys: dict[int, str]
-    memories: dict[object, str]
+    leaves: dict[str, _CachedLeaf]
+    """What it added to a pass, by key."""
+    keys_of: dict[object, str]
+    """What it added to the pass's `_keys_of`."""
     node: Node
 
 
 class LeafCache:
-    """Leaves of the last state taken apart, so that unchanged tensors cost almost nothing.
+    """Leaves of the last state that was flattened, so that unchanged tensors cost almost nothing.
 
     A leaf is used again only for the same tensor object with the same memory, shape, strides,
     dtype, and for a DTensor the same mesh and placements: all that a leaf is made from. Dicts of
@@ -78,8 +78,8 @@ class LeafCache:
     """
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.shelves: dict[str, _Shelf] = {}
+        self.leaves: dict[str, _CachedLeaf] = {}
+        self.dicts: dict[str, _CachedDict] = {}
 
 
 def flatten_state(
@@ -90,15 +90,22 @@ def flatten_state(
     codecs: Codecs,
     cache: LeafCache | None = None,
 ) -> FlatState:
-    """Take a state apart on one rank.
+    """Flatten a state on one rank.
 
     Keys are full paths, part name first, joined by dots. A tensor met again is stored once, under
     the key it was met by first: the same object, or another one of the same memory, shape, strides
     and dtype (`.data` ties, fresh views). Modules and the named parts of optimizers are unions:
-    ranks may hold different members of them. Raises PlacementError naming the path for a value that
-    cannot be stored, two entries with one key, or a bad placement; ConfigError for a bad part name.
-    Random streams are looked at last, so that they hold what other parts draw meanwhile.
-    `cache`: of an earlier call with the same layout and rank; brought up to date.
+    ranks may hold different members of them. Random streams come last, so that they hold what other
+    parts draw meanwhile.
+
+    Args:
+        cache: Of an earlier call with the same layout and rank; brought up to date.
+
+    Raises:
+        PlacementError: Naming the path, for a value that cannot be stored, two entries with one
+            key, or a bad placement.
+        ConfigError: For a bad part name.
+
     Cost: no collectives, no tensor bytes copied.
     """
     flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache or LeafCache())
@@ -111,7 +118,6 @@ def flatten_state(
                 f"state part '{name}': rank {rank} is not in {home}; ranks outside of a part's "
                 f"layout leave it out of their state"
             )
-        flattener.move_to(home)
         try:
             part = part_of(name, value.value if isinstance(value, OnLayout) else value)
             tree = _declared(part, part.tree())
@@ -120,10 +126,12 @@ def flatten_state(
         except Exception as error:
             error.add_note(f"state part '{name}'")
             raise
+        flattener.layout = home
         nodes[name] = flattener.encode(tree, path=name)
     if cache is not None:
-        cache.entries, cache.shelves = flattener.entries, flattener.shelves
-    return FlatState(leaves=flattener.leaves, nodes={name: nodes[name] for name in state})
+        cache.leaves, cache.dicts = flattener.made.leaves, flattener.made.dicts
+    leaves = {key: cached.leaf for key, cached in flattener.made.leaves.items()}
+    return FlatState(leaves=leaves, nodes={name: nodes[name] for name in state})
 
 
 def _declared(part: Part, tree: object) -> object:
@@ -148,42 +156,22 @@ def _optimizer_union(tree: Mapping[str, object]) -> Union:
     return Union(declared)
 
 
-def check_part_name(name: object) -> None:
-    """ConfigError unless the name of a part can be the beginning of keys."""
-    if not isinstance(name, str) or not name or name.startswith("$") or name != name.strip():
-        raise ConfigError(
-            f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
-        )
-    if not is_unicode(name):
-        raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is no text")
-
-
 class _Flattener:
     """One pass over a state; lives as long as the pass."""
 
-    def __init__(
-        self,
-        *,
-        layout: Layout,
-        rank: int,
-        codecs: Codecs,
-        before: LeafCache,
-    ) -> None:
+    def __init__(self, *, layout: Layout, rank: int, codecs: Codecs, before: LeafCache) -> None:
+        self.layout = layout
+        """Of the part that is being flattened."""
+        self.made = LeafCache()
+        """The leaves of this pass, for the next one."""
         self._before = before
         self._replica_sets: ReplicaSets = {}
-        self.entries: dict[str, Entry] = {}
-        self.shelves: dict[str, _Shelf] = {}
-        self._layout = layout
         self._rank = rank
         self._codecs = codecs
-        self.leaves: dict[str, TensorLeaf] = {}
-        self._first_key: dict[int, str] = {}
-        self._memories: dict[object, str] = {}
+        # Keys of the tensors met so far, by `id` of the object and by `_identity`. The ids stay
+        # valid during the pass: each object is kept by its cached leaf.
+        self._keys_of: dict[object, str] = {}
         self._num_markers = 0
-
-    def move_to(self, layout: Layout) -> None:
-        """What follows lives on this layout."""
-        self._layout = layout
 
     def encode(self, tree: object, *, path: str) -> Node:
         return encode_tree(tree, path=path, codecs=self._codecs, on_leaf=self._on_leaf)
@@ -192,12 +180,12 @@ class _Flattener:
         if isinstance(obj, _TENSORS):
             return {"$": "tensor", "k": self._add_tensor(path, obj)}
         if type(obj) is dict:
-            return self._add_shelf(path, obj)
+            return self._dict_node(path, obj)
         if isinstance(obj, np.ndarray) and self._codecs.codec_for(type(obj)) is None:
             return self._array_node(path, obj)
         if isinstance(obj, PerRank):
             axes = tuple(obj.axes)
-            label = coordinate_label(self._layout, self._rank, axes, path=path)
+            label = coordinate_label(self.layout, self._rank, axes, path=path)
             inner = self._encode_marked(obj.tree, path=f"{path}[{label}]")
             named: list[Node] = [*sorted(axes)]
             return {"$": "per_rank", "axes": named, "v": {label: inner}}
@@ -215,14 +203,14 @@ class _Flattener:
             raise PlacementError(f"{path}: Stored() asks a load for what is there; nothing to save")
         if isinstance(obj, nn.Module | OptimizerState | torch.optim.Optimizer):
             raise PlacementError(
-                f"{path}: a {type(obj).__name__} inside of a tree is not taken apart; make it a "
+                f"{path}: a {type(obj).__name__} inside of a tree is not flattened; make it a "
                 f"part of its own, as in {{'{path.rpartition('.')[2]}': ...}}, or several modules "
                 f"one part by nn.ModuleDict or nn.ModuleList"
             )
         return None
 
     def _encode_marked(self, tree: object, *, path: str) -> Node:
-        """What is inside of a marker, for which the walk begins again."""
+        """What is inside of a marker, for which the walk starts again."""
         if self._num_markers >= _MAX_MARKERS:
             raise PlacementError(
                 f"{path[:80]}…: more than {_MAX_MARKERS} PerRank and Union inside each other; a "
@@ -239,70 +227,62 @@ class _Flattener:
         node: dict[str, Node] = {"$": "array", "k": self._add_tensor(path, tensor)}
         return node if dtype is None else {**node, "d": dtype}
 
-    def _add_shelf(self, path: str, obj: dict[object, object]) -> Node | None:
+    def _dict_node(self, path: str, obj: dict[object, object]) -> Node | None:
         """The node of a dict of nothing but tensors; None for any other."""
-        held = self._before.shelves.get(path)
-        if held is None or not self._is_same(held, obj):
-            return self._fill_shelf(path, obj)
-        self.entries.update(held.entries)
-        self.leaves.update(held.leaves)
-        self._first_key.update(held.first_keys)
-        self._memories.update(held.memories)
-        self.shelves[path] = held
-        return held.node
+        cached = self._before.dicts.get(path)
+        if cached is None or not self._is_same(cached, obj):
+            return self._new_dict_node(path, obj)
+        self.made.leaves.update(cached.leaves)
+        self.made.dicts[path] = cached
+        self._keys_of.update(cached.keys_of)
+        return cached.node
 
-    def _is_same(self, held: _Shelf, obj: dict[object, object]) -> bool:
-        """Whether nothing that a shelf was made from has changed, and no tensor was met before."""
+    def _is_same(self, cached: _CachedDict, obj: dict[object, object]) -> bool:
+        """Whether nothing that a node was made from has changed, and no tensor was met before."""
         return (
-            len(obj) == len(held.keys)
-            and all(map(operator.is_, obj.values(), held.values))
-            and list(obj) == held.keys
-            and list(map(type, obj)) == held.key_types
-            and held.layout is self._layout
-            and self._first_key.keys().isdisjoint(held.first_keys)
-            and self._memories.keys().isdisjoint(held.memories)
-            and self.leaves.keys().isdisjoint(held.leaves)
-            and [_made_from(value) for value in obj.values()] == held.made_from
+            len(obj) == len(cached.keys)
+            and all(map(operator.is_, obj.values(), cached.values))
+            and list(obj) == cached.keys
+            and list(map(type, obj)) == cached.key_types
+            and cached.layout is self.layout
+            and self._keys_of.keys().isdisjoint(cached.keys_of)
+            and self.made.leaves.keys().isdisjoint(cached.leaves)
+            and [_made_from(value) for value in obj.values()] == cached.made_from
         )
 
-    def _fill_shelf(self, path: str, obj: dict[object, object]) -> Node | None:
+    def _new_dict_node(self, path: str, obj: dict[object, object]) -> Node | None:
         values = list(obj.values())
         if not values or not all(isinstance(value, _TENSORS) for value in values):
             return None
-        if any(type(key) not in _SHELF_KEYS for key in obj):
+        if any(type(key) not in _CACHED_KEYS for key in obj):
             return None
-        before, num_memories = len(self.leaves), len(self._memories)
-        node = encode_tree(obj, path=path, codecs=self._codecs, on_leaf=self._on_shelf)
-        added = _latest(self.leaves, since=before)
-        if len(added) == len(values):
-            # Else one was met before: its key is another's, which may not be there next time.
-            entries = {key: self.entries[key] for key in added}
-            self.shelves[path] = _Shelf(
+        num_leaves, num_keys = len(self.made.leaves), len(self._keys_of)
+        node = encode_tree(
+            obj, path=path, codecs=self._codecs,
+            on_leaf=lambda where, each: None if type(each) is dict else self._on_leaf(where, each),
+        )  # fmt: skip
+        leaves = _latest(self.made.leaves, since=num_leaves)
+        # Fewer: one was met before. Its key is another's, which may not be there next time.
+        if len(leaves) == len(values):
+            self.made.dicts[path] = _CachedDict(
                 keys=list(obj),
                 key_types=list(map(type, obj)),
                 values=values,
-                made_from=[entry[1] for entry in entries.values()],
-                layout=self._layout,
-                entries=entries,
-                leaves={key: self.leaves[key] for key in added},
-                first_keys={id(value): key for value, key in zip(values, added, strict=True)},
-                memories={
-                    m: self._memories[m] for m in _latest(self._memories, since=num_memories)
-                },
+                made_from=[cached.made_from for cached in leaves.values()],
+                layout=self.layout,
+                leaves=leaves,
+                keys_of=_latest(self._keys_of, since=num_keys),
                 node=node,
             )
         return node
 
-    def _on_shelf(self, path: str, obj: object) -> Node | None:
-        return None if type(obj) is dict else self._on_leaf(path, obj)
-
     def _add_tensor(self, path: str, obj: torch.Tensor | Marked) -> str:
-        known = self._first_key.get(id(obj))
+        known = self._keys_of.get(id(obj))
         if known is not None:
             return known
         made_from = _made_from(obj)
-        memory = _identity(obj, made_from)
-        known = self._memories.get(memory) if memory is not None else None
+        identity = _identity(obj, made_from)
+        known = self._keys_of.get(identity) if identity is not None else None
         if known is not None:
             return known
         if path == "__metadata__":
@@ -312,39 +292,38 @@ class _Flattener:
                 f"{path!r}: a tensor's key must be text that UTF-8 can hold; it has a lone "
                 f"surrogate; rename it"
             )
-        if path in self.leaves:
+        if path in self.made.leaves:
             raise PlacementError(
                 f"{path}: two tensors of the state have this key (a name with a dot in it, or a "
                 f"number and the same number as text?); rename one"
             )
-        held = self._before.entries.get(path)
+        cached = self._before.leaves.get(path)
         if (
-            held is None
-            or held[0] is not obj
-            or held[1] != made_from
-            or held[2].layout is not self._layout
+            cached is None
+            or cached.obj is not obj
+            or cached.made_from != made_from
+            or cached.leaf.layout is not self.layout
         ):
-            leaf = _renewed(held, obj, self._layout) or tensor_leaf(
-                obj, key=path, layout=self._layout, rank=self._rank, replica_sets=self._replica_sets
+            leaf = _renewed(cached, obj, self.layout) or tensor_leaf(
+                obj, key=path, layout=self.layout, rank=self._rank, replica_sets=self._replica_sets
             )
-            held = (obj, made_from, leaf)
-        self.leaves[path] = held[2]
-        self.entries[path] = held
-        self._first_key[id(obj)] = path
-        if memory is not None:
-            self._memories[memory] = path
+            cached = _CachedLeaf(obj, made_from, leaf)
+        self.made.leaves[path] = cached
+        self._keys_of[id(obj)] = path
+        if identity is not None:
+            self._keys_of[identity] = path
         return path
 
 
-def _renewed(held: Entry | None, obj: object, layout: Layout) -> TensorLeaf | None:
+def _renewed(cached: _CachedLeaf | None, obj: object, layout: Layout) -> TensorLeaf | None:
     """The leaf of a plain tensor that took the place of one of equal shape and dtype.
 
     It claims the same, so that a state made again for each save (a random stream, clones in a
     `state_dict`) is known by its numbers; None where it may claim anything else.
     """
-    if held is None or type(obj) is not torch.Tensor or type(held[0]) is not torch.Tensor:
+    if cached is None or type(obj) is not torch.Tensor or type(cached.obj) is not torch.Tensor:
         return None
-    leaf = held[2]
+    leaf = cached.leaf
     was = leaf.locals[0]
     if (
         leaf.layout is not layout
@@ -354,10 +333,7 @@ def _renewed(held: Entry | None, obj: object, layout: Layout) -> TensorLeaf | No
         or obj.is_meta
     ):
         return None
-    return TensorLeaf(
-        key=leaf.key, dtype=leaf.dtype, shape=leaf.shape, boxes=leaf.boxes,
-        locals=(obj.detach(),), replica_set=leaf.replica_set, layout=leaf.layout,
-    )  # fmt: skip
+    return replace(leaf, locals=(obj.detach(),))
 
 
 def _made_from(obj: object) -> object:
@@ -393,9 +369,10 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _latest(table: dict[K, V], *, since: int) -> list[K]:
-    """The keys that came to a dict since it had so many; costs no look at the ones before."""
-    return [*itertools.islice(reversed(table), len(table) - since)][::-1]
+def _latest(table: dict[Any, Any], *, since: int) -> dict[Any, Any]:
+    """What came to a dict since it had so many entries; costs no look at the ones before."""
+    keys = [*itertools.islice(reversed(table), len(table) - since)][::-1]
+    return {key: table[key] for key in keys}
 
 
 def _identity(obj: torch.Tensor | Marked, made_from: Any) -> object:
@@ -406,24 +383,24 @@ def _identity(obj: torch.Tensor | Marked, made_from: Any) -> object:
     their storages are, on all ranks alike.
     """
     if isinstance(obj, DTensor):
-        where = _place(obj._local_tensor, made_from[:7])
+        where = _memory_if_known(obj._local_tensor, made_from[:7])
         return where and ("DTensor", where, id(obj.device_mesh), obj.placements, obj.shape)
     if isinstance(obj, torch.Tensor):
-        return _place(obj, made_from)
+        return _memory_if_known(obj, made_from)
     if isinstance(obj, Replicated):
-        return _place(obj.local, made_from)
+        return _memory_if_known(obj.local, made_from)
     if isinstance(obj, Padded):
         where = _identity(obj.value, made_from[0])
         return where and ("Padded", where, obj.shape)
     if isinstance(obj, Sharded):
         empty = obj.local.numel() == 0
-        where = id(obj.local) if empty else _place(obj.local, made_from[0])
+        where = id(obj.local) if empty else _memory_if_known(obj.local, made_from[0])
         dims = None if obj.dims is None else tuple(obj.dims.items())
         return where and ("Sharded", where, obj.shape, dims, obj.offset, obj.over)
     return None
 
 
-def _place(tensor: torch.Tensor, memory: tuple[object, ...]) -> object:
+def _memory_if_known(tensor: torch.Tensor, memory: tuple[object, ...]) -> object:
     """Where a tensor's elements are; None where that cannot be known."""
     if len(memory) == 1:  # not strided; refused where its leaf is made
         return None

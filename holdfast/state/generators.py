@@ -1,22 +1,117 @@
-"""Random generators of every kind: their state as a tree without pickle, its digest, and back."""
+"""The random streams of one rank: states of generators as trees without pickle, and back."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from holdfast.errors import ConfigError, MismatchError
+from holdfast.parallel.layout import DENSE_AXES
+from holdfast.state.markers import PerRank, axis_names
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 State = dict[str, object] | torch.Tensor
 
+DIGESTS = "digests"
+"""Key under which the digests of stored streams lie next to them."""
+_EVERYWHERE = "everywhere"
+_PREFIX = "generator-"
 
-def check_generator(name: str, generator: object) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A generator of `RNG(generators=...)` that is shared along other axes than the rest.
+
+    Args:
+        generator: A `torch.Generator`, `numpy.random.Generator`, `numpy.random.RandomState` or
+            `random.Random`.
+        shared: As that of `RNG`: ("tp",) for one that ranks along tp share, () for one that differs
+            on every rank (Megatron's model-parallel stream), None for not declared.
+    """
+
+    generator: Generator
+    shared: Sequence[str] | None = None
+
+
+class RandomStreams:
+    """The streams of a rank by name, and along which axes each is stored: what a save needs."""
+
+    def __init__(
+        self,
+        *,
+        axes: Sequence[str] = DENSE_AXES,
+        shared: Sequence[str] | None = None,
+        generators: Mapping[str, Generator | Stream] | None = None,
+    ) -> None:
+        """Declare; see `RNG`. Nothing is read yet."""
+        self._axes = axis_names(axes)
+        self._shared = None if shared is None else axis_names(shared)
+        self._generators: dict[str, Generator] = {}
+        self._shared_by_name: dict[str, tuple[str, ...] | None] = {}
+        for name, given in (generators or {}).items():
+            stream = given if isinstance(given, Stream) else Stream(given, self._shared)
+            _check_generator(name, stream.generator)
+            along = None if stream.shared is None else axis_names(stream.shared)
+            self._generators[_PREFIX + name] = stream.generator
+            self._shared_by_name[_PREFIX + name] = along
+        for declared in (self._shared, *self._shared_by_name.values()):
+            unknown = sorted(set(declared or ()) - set(self._axes))
+            if unknown:
+                raise ConfigError(
+                    f"RNG: shared along {', '.join(unknown)}, which are not among its axes "
+                    f"{', '.join(self._axes)}"
+                )
+
+    def tree(self) -> object:
+        """The streams of this rank, by the axes along which they are stored."""
+        by_axes: dict[tuple[str, ...], dict[str, object]] = {}
+        for name, state in self._states().items():
+            axes = tuple(axis for axis in self._axes if axis not in (self._declared(name) or ()))
+            by_axes.setdefault(axes, {})[name] = state
+        trees: dict[str, object] = {}
+        for axes, streams in by_axes.items():
+            streams[DIGESTS] = {name: state_digest(state) for name, state in streams.items()}
+            if not axes:
+                trees[_EVERYWHERE] = streams
+                continue
+            marked = PerRank(streams, axes=axes, missing="keep", surplus="drop")
+            if len(by_axes) == 1:
+                return marked
+            trees[f"per_{'_'.join(axes)}"] = marked
+        return trees
+
+    def _states(self) -> dict[str, State]:
+        own = {name: _generator_state(each) for name, each in self._generators.items()}
+        return {**_global_states(), **own}
+
+    def _declared(self, name: str) -> tuple[str, ...] | None:
+        return self._shared_by_name.get(name, self._shared)
+
+    def _set_state(self, name: str, state: Any) -> None:
+        """Set a stream; MismatchError where the state is one of another kind of generator."""
+        generator = self._generators.get(name)
+        try:
+            if generator is None:
+                _set_global_state(name, state)
+            else:
+                _set_generator_state(generator, state)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            kind = f"{name} generator" if generator is None else type(generator).__name__
+            if isinstance(generator, np.random.Generator):
+                kind = type(generator.bit_generator).__name__
+            raise MismatchError(
+                f"rng: the stored stream '{name.removeprefix(_PREFIX)}' is not one of a {kind}: "
+                f"{error}; load it with the kind of generator that it was saved with"
+            ) from error
+
+
+def _check_generator(name: str, generator: object) -> None:
     """ConfigError unless it is a generator whose state can be stored."""
     if not isinstance(generator, Generator) or isinstance(generator, random.SystemRandom):
         raise ConfigError(
@@ -25,8 +120,8 @@ def check_generator(name: str, generator: object) -> None:
         )
 
 
-def generator_state(generator: Generator) -> State:
-    """What `set_generator_state` takes; arrays and tensors in it are new."""
+def _generator_state(generator: Generator) -> State:
+    """What `_set_generator_state` takes; arrays and tensors in it are new."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -36,29 +131,19 @@ def generator_state(generator: Generator) -> State:
     return _python_state(generator.getstate())
 
 
-def set_generator_state(generator: Generator, state: Any, *, name: str) -> None:
-    """Take a state; MismatchError where it is one of another kind of generator."""
-    try:
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = dict(state)
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(dict(state))
-        else:
-            generator.setstate(_python_tuple(state))
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        kind = type(generator).__name__
-        if isinstance(generator, np.random.Generator):
-            kind = type(generator.bit_generator).__name__
-        raise MismatchError(
-            f"rng: the stored stream '{name}' is not one of a {kind}: {error}; load it with the "
-            f"kind of generator that it was saved with"
-        ) from error
+def _set_generator_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = dict(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(dict(state))
+    else:
+        generator.setstate(_python_tuple(state))
 
 
-def global_states() -> dict[str, State]:
-    """The streams that the process has anyway: Python's, NumPy's, torch's, the current device's."""
+def _global_states() -> dict[str, State]:
+    """The streams that every process has: Python's, NumPy's, torch's, the current device's."""
     streams: dict[str, State] = {
         "python": _python_state(random.getstate()),
         "numpy": _numpy_state(),
@@ -69,31 +154,25 @@ def global_states() -> dict[str, State]:
     return streams
 
 
-def set_global_state(name: str, state: Any) -> None:
-    """Set one of the `global_states`; MismatchError for a state of another kind."""
-    try:
-        if name == "python":
-            random.setstate(_python_tuple(state))
-        elif name == "numpy":
-            np.random.set_state(_numpy_tuple(state))
-        elif name == "torch":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state)
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise MismatchError(
-            f"rng: the stored stream '{name}' cannot be set here: {error}"
-        ) from error
+def _set_global_state(name: str, state: Any) -> None:
+    if name == "python":
+        random.setstate(_python_tuple(state))
+    elif name == "numpy":
+        np.random.set_state(_numpy_tuple(state))
+    elif name == "torch":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state)
 
 
 def state_digest(state: object) -> str:
     """16 hex digits, equal for equal states whatever arrays or tensors hold them."""
     digest = hashlib.blake2b(digest_size=8)
-    _add(state, digest)
+    _add_to_digest(state, digest)
     return digest.hexdigest()
 
 
-def _add(value: object, digest: hashlib.blake2b) -> None:
+def _add_to_digest(value: object, digest: hashlib.blake2b) -> None:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
@@ -102,7 +181,7 @@ def _add(value: object, digest: hashlib.blake2b) -> None:
     elif isinstance(value, Mapping):
         for name in sorted(value):
             digest.update(f"entry {name} ".encode())
-            _add(value[name], digest)
+            _add_to_digest(value[name], digest)
     else:
         value = value.item() if isinstance(value, np.generic) else value
         digest.update(f"value {value!r} ".encode())
@@ -118,15 +197,15 @@ def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy_state() -> dict[str, object]:
-    found: Any = np.random.get_state(legacy=False)
-    if found["bit_generator"] != "MT19937":
-        return {"name": str(found["bit_generator"]), "state": found}
+    result: Any = np.random.get_state(legacy=False)
+    if result["bit_generator"] != "MT19937":
+        return {"name": str(result["bit_generator"]), "state": result}
     return {
         "name": "MT19937",
-        "keys": np.array(found["state"]["key"], dtype=np.uint32),
-        "position": int(found["state"]["pos"]),
-        "has_gauss": int(found["has_gauss"]),
-        "cached": float(found["gauss"]),
+        "keys": np.array(result["state"]["key"], dtype=np.uint32),
+        "position": int(result["state"]["pos"]),
+        "has_gauss": int(result["has_gauss"]),
+        "cached": float(result["gauss"]),
     }
 
 

@@ -26,25 +26,26 @@ class ReplicaSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLeaf:
-    """One tensor of the state as this rank holds it.
-
-    `dtype`: the format's name. `shape`: global. `boxes[i]` is held by `locals[i]`, a tensor of that
-    box's shape (any strides, any device). `replica_set`: None where nothing declares the placement.
-    `layout`: the one that the part lives on.
-    """
+    """One tensor of the state as this rank holds it."""
 
     key: str
     dtype: str
+    """The format's name."""
     shape: tuple[int, ...]
+    """Global."""
     boxes: tuple[Box, ...]
+    """What this rank holds, in global coordinates."""
     locals: tuple[torch.Tensor, ...]
+    """The tensor of each box, of the box's shape; any strides, any device."""
     replica_set: ReplicaSet | None
+    """None where nothing declares the placement."""
     layout: Layout
+    """The one that the part lives on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """A state taken apart: its tensors, and the tree of everything else.
+    """A flattened state: its tensors, and the tree of everything else.
 
     `leaves`: by key, in the order of the tree. `nodes`: part name -> encoded tree, in which each
     tensor is a reference to its key. Cost: no tensor byte is copied.

@@ -7,16 +7,16 @@ declare placements, so that no check is needed and every mistake has a name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import PlacementError
+from holdfast.errors import LayoutError, PlacementError
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +34,17 @@ class Sharded:
     Ranks equal along the named axes are replicas of each other; ranks of other pipeline stages
     take no part unless `pp` is named.
 
-    `local`: this rank's piece, any strides, any device. `shape`: the global shape.
-    Raises PlacementError for an axis named twice, a dim out of range, or a piece out of bounds.
+    Args:
+        local: This rank's piece; any strides, any device.
+        shape: The global shape.
+        dims: Tensor dim -> axis, or axes from the outermost on, that it is split over.
+        offset: Where the piece begins, one index for each dim; instead of `dims`.
+        over: With `offset`: the axes along which ranks hold different pieces.
+
+    Raises:
+        PlacementError: For an axis named twice, a dim out of range, or a piece out of bounds.
+
+    Cost: no collectives, no copies; declared replicas are not compared at a save.
     """
 
     local: torch.Tensor
@@ -72,7 +81,7 @@ class Sharded:
             position = dim % ndim
             if position in clean:
                 raise PlacementError(f"Sharded: dim {position} is declared twice")
-            clean[position] = (axes,) if isinstance(axes, str) else tuple(axes)
+            clean[position] = axis_names(axes)
         named = [axis for axes in clean.values() for axis in axes]
         for axis in named:
             if named.count(axis) > 1:
@@ -113,9 +122,15 @@ class FlatShard:
     hold the same run. It is stored in the coordinates of the parameter, as at most
     max(1, 2 * ndim - 1) boxes, so that it loads under any other sharding.
 
-    `local`: contiguous, 1-d, any dtype and device. `like`: a DTensor, which says who its replicas
-    are, or a plain tensor, which says nothing: boxes that several ranks hold are then compared.
-    Raises PlacementError for a run that leaves the local tensor.
+    Args:
+        local: The run: contiguous, 1-d, any dtype and device.
+        start: Its first element in the row-major local tensor of `like`.
+        like: The parameter: a DTensor, which declares its replicas, or a plain tensor, which
+            declares nothing, so that boxes that several ranks hold are compared at every save.
+        over: The group or axis along which ranks hold other runs.
+
+    Raises:
+        PlacementError: For a run that leaves the local tensor.
     """
 
     local: torch.Tensor
@@ -140,7 +155,11 @@ class FlatShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
-    """A tensor that every rank of its pipeline stage holds whole: declared, so not compared."""
+    """A tensor that every rank of its pipeline stage holds whole: declared, so not compared.
+
+    Args:
+        local: The tensor; no DTensor, which declares its own placement.
+    """
 
     local: torch.Tensor
 
@@ -154,8 +173,12 @@ class Padded:
     under any other padding of the same real shape, and under none. For modules and optimizers see
     `declare_padding`.
 
-    `value`: a tensor, DTensor, `Sharded`, `FlatShard` or `Replicated` of the padded shape.
-    `shape`: the real global shape. Raises PlacementError for one that does not fit.
+    Args:
+        value: A tensor, DTensor, `Sharded`, `FlatShard` or `Replicated` of the padded shape.
+        shape: The global shape without padding.
+
+    Raises:
+        PlacementError: For a shape that does not fit.
     """
 
     value: torch.Tensor | Sharded | FlatShard | Replicated
@@ -188,6 +211,11 @@ class Padded:
         return self.value if isinstance(self.value, torch.Tensor) else self.value.local
 
 
+def axis_names(axes: str | Sequence[str]) -> tuple[str, ...]:
+    """The axes that a user names: one as text, or several."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
 def check_real_shape(shape: tuple[int, ...], padded: tuple[int, ...], *, where: str) -> None:
     """PlacementError, beginning with `where`, unless `shape` is a part of the padded shape."""
     if len(shape) != len(padded) or any(
@@ -203,25 +231,31 @@ def check_real_shape(shape: tuple[int, ...], padded: tuple[int, ...], *, where: 
 class PerRank:
     """A tree of which each coordinate of the given axes has its own.
 
-    `axes`: names of layout axes (`tp cp dp pp` or `expt_tp ep expt_dp pp`); default: the dense
-    four, one value for each rank. Ranks with equal coordinates must hold equal values.
+    The policies `missing`, `surplus` and `merge` are those of a load, under a layout with other
+    coordinates than the one saved. Stored with more axes than requested, a value is found if the
+    others have one coordinate each; everything else about axes that differ is a MismatchError,
+    unless there is a `merge`.
 
-    The policies are those of a load, under a layout with other coordinates than the one saved:
+    Args:
+        tree: This rank's tree. Ranks with equal coordinates must hold equal values.
+        axes: Names of layout axes (`tp cp dp pp` or `expt_tp ep expt_dp pp`); default: the dense
+            four, one value for each rank.
+        missing: On a rank whose coordinate the checkpoint does not have, "error" raises
+            MismatchError; "keep" leaves the local value, in `LoadReport.kept`.
+        surplus: Where the checkpoint has coordinates that no rank takes, "error" raises
+            MismatchError on all ranks; "drop" leaves them, in `LoadReport.dropped`. Consent can be
+            given at the load as well: `allow_missing=[...]`, `allow_dropped=[...]`.
+        merge: Makes this rank's tree of all stored ones; then nothing is missing or surplus. It is
+            called on every rank if the stored coordinates are not exactly those of the layout
+            (more, fewer, or along other axes), with a dict from label ("dp=0", "dp=1,tp=0"; axes by
+            name) to loaded tree in ascending order of coordinates, the first of `axes` most
+            significant; tensors in it are new. What it returns is the loaded tree; tensors that the
+            marker's own tree has at the same places are filled with it.
 
-    - `missing`: on a rank whose coordinate the checkpoint does not have, "error" raises
-      MismatchError; "keep" leaves the local value and says so (`LoadReport.kept`).
-    - `surplus`: where the checkpoint has coordinates that no rank takes, "error" raises
-      MismatchError on all ranks; "drop" leaves them and says so (`LoadReport.dropped`). Consent
-      can be given at the load as well: `allow_missing=[...]`, `allow_dropped=[...]`.
-    - `merge`: makes this rank's tree of all stored ones; then nothing is missing or surplus. It is
-      called on every rank if the stored coordinates are not exactly those of the layout (more,
-      fewer, or along other axes), with a dict from label ("dp=0", "dp=1,tp=0"; axes by name) to
-      loaded tree in ascending order of coordinates, the first of `axes` most significant; tensors
-      in it are new. What it returns is the loaded tree; tensors that the marker's own tree has at
-      the same places are filled with it. Every rank reads all stored trees then.
+    Raises:
+        PlacementError: For an unknown policy, or axes named twice.
 
-    Stored with more axes than asked for, a value is found if the others have one coordinate each;
-    everything else about axes that differ is a MismatchError, unless there is a `merge`.
+    Cost: without `merge` a rank reads its own tree; with it, where it is called, all stored trees.
     """
 
     tree: object
@@ -238,7 +272,7 @@ class PerRank:
             raise PlacementError(f"PerRank: surplus={self.surplus!r} is not one of 'error', 'drop'")
         if self.merge is not None and not callable(self.merge):
             raise PlacementError(f"PerRank: merge={self.merge!r} cannot be called")
-        axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+        axes = axis_names(self.axes)
         if not axes or len(set(axes)) != len(axes):
             raise PlacementError(
                 f"PerRank: axes {list(axes)} must be named once each, at least one"
@@ -254,7 +288,11 @@ class Union:
     them, as any value must (dicts inside it, too, unless they are unions themselves). A load fills
     the members that the template names. Modules and optimizers are unions without being declared.
 
-    `mapping`: a dict, OrderedDict, Counter or defaultdict. Raises PlacementError for anything else.
+    Args:
+        mapping: A dict, OrderedDict, Counter or defaultdict.
+
+    Raises:
+        PlacementError: For anything else.
     """
 
     mapping: Mapping[Any, object]
@@ -270,7 +308,11 @@ class Union:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transient:
-    """A value that is not stored; a load leaves the local one."""
+    """A value that is not stored; a load leaves the local one.
+
+    Args:
+        value: Anything, also what could not be stored.
+    """
 
     value: object = None
 
@@ -279,9 +321,13 @@ class Transient:
 class OnLayout:
     """A part of the state that lives on a layout of its own, not on the checkpointer's.
 
-    `layout`: the layout (or the `ProcessGroups` of it) that gives the part's axes their meaning.
-    Ranks outside of it leave the part out of their state. For models of several modules on
-    disjoint or overlapping ranks; the checkpointer's own groups span them all.
+    For models of several modules on disjoint or overlapping ranks; the checkpointer's own groups
+    span them all.
+
+    Args:
+        layout: The layout (or the `ProcessGroups` of it) that gives the part's axes their meaning.
+            Ranks outside of it leave the part out of their state.
+        value: The part.
     """
 
     layout: Layout | ProcessGroups
@@ -299,12 +345,19 @@ class FromPart:
 
         checkpointer.load({"encoder": FromPart("model.encoder", encoder)})
 
-    `path`: a part of the checkpoint ("model", for one saved under another name), or what lies below
-    a name in it, names joined by dots: the entries `encoder.…` of a module's part, or a branch of a
-    tree. `value`: what a state may hold: a module, `ModuleState`, `OptimizerState`, `RNG`, an
-    object with `state_dict`, a tree. The load is as strict as any, over what lies below the path;
-    what lies elsewhere is none of its business. Paths in errors, patterns and the report begin with
-    the state's own name. Any layout, as with every load.
+    The load is as strict as any, over what lies below the path; what lies elsewhere is not looked
+    at. Paths in errors, patterns and the report begin with the state's own name. Any layout, as
+    with every load.
+
+    Args:
+        path: A part of the checkpoint ("model", for one saved under another name), or what lies
+            below a name in it, names joined by dots: the entries `encoder.…` of a module's part, or
+            a branch of a tree.
+        value: What a state may hold: a module, `ModuleState`, `OptimizerState`, `RNG`, an object
+            with `state_dict`, a tree.
+
+    Raises:
+        PlacementError: For a path that is no text or empty.
     """
 
     path: str
@@ -320,8 +373,11 @@ class FromPart:
 class Stored:
     """In a load request: whatever the checkpoint holds here, as a new tree.
 
-    `all_ranks`: of a value per rank all that are stored, as `PerRankValues`, instead of the one of
-    this rank's coordinates. Tensors are whole, in host memory.
+    Args:
+        all_ranks: Of a value per rank all that are stored, as `PerRankValues`, instead of the one
+            of this rank's coordinates.
+
+    Cost: tensors are whole, in new host memory.
     """
 
     all_ranks: bool = False
@@ -329,13 +385,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerRankValues:
-    """What a checkpoint holds of one `PerRank` value: by coordinate along `axes`.
-
-    `values`: "dp=0,tp=1" -> tree, one for each coordinate that was saved; axes in order of name.
-    """
+    """What a checkpoint holds of one `PerRank` value, as `Stored(all_ranks=True)` returns it."""
 
     axes: tuple[str, ...]
+    """The axes along which it was saved."""
     values: Mapping[str, object]
+    """"dp=0,tp=1" -> tree, one for each coordinate that was saved; axes in order of name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -344,8 +399,7 @@ class Fresh:
 
     It takes the caller's consent (`allow_missing`). With it the path is in `LoadReport.fresh`, and
     the marker is in the tree that the part gets back. Without it the load raises MismatchError with
-    `why`; or, where `is_required` is False, the part gets nothing, which says that whatever it has
-    there has to go.
+    `why`; or, where `is_required` is False, the part gets nothing, and removes what it has there.
     """
 
     why: str
@@ -354,3 +408,21 @@ class Fresh:
 
 Marked = Sharded | FlatShard | Replicated | Padded
 """Markers that wrap the local tensor of one global tensor."""
+
+
+def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
+    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
+    known = layout.coordinates(rank)
+    named = sorted(axes)
+    unknown = [axis for axis in named if axis not in known]
+    if not unknown:
+        return ",".join(f"{axis}={known[axis]}" for axis in named)
+    if set(unknown) <= set(EXPERT_AXES):
+        raise LayoutError(
+            f"{path}: PerRank axes {unknown} are of the expert view, which {layout} does not have; "
+            f"its axes are {', '.join(DENSE_AXES)}"
+        )
+    raise PlacementError(
+        f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
+        f"{', '.join(sorted(known))}"
+    )

@@ -1,14 +1,23 @@
-"""Names of a model's tensors by its logical tree: wrappers never change them."""
+"""A model's logical tree: names that wrappers never change, and the padding declared in it.
+
+A vocabulary is padded so that its rows divide over the tensor axis, and another layout pads it
+otherwise. The declaration says the real shape. Only the elements inside of it are stored, under the
+real shape; a load fills them and sets the padding of its targets to zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError, PlacementError
+from holdfast.state.markers import FlatShard, Padded, Replicated, Sharded, check_real_shape
 
 # Attribute names under which torch's wrappers keep the module they wrap. `module` is not here: a
 # user's own module may be called that, so only wrapper *types* are looked through for it.
@@ -21,6 +30,7 @@ _FOREIGN_WRAPPERS = {
 }
 
 _DECLARED = "_holdfast_wraps"
+_PADDING = "_holdfast_padding"
 
 
 def declare_wrapper(wrapper: type[nn.Module], attribute: str) -> None:
@@ -29,12 +39,17 @@ def declare_wrapper(wrapper: type[nn.Module], attribute: str) -> None:
         declare_wrapper(PrecisionWrapper, "inner")
 
     Neither the wrapper nor the attribute then appears in names: what the wrapped model saved, the
-    bare one loads, and the optimizer's names are the model's. Holds for subclasses, too; the
-    declaration is kept on the class itself. torch's wrappers and Lightning Fabric's are known and
-    need none. A wrapper has no parameters, persistent buffers or modules of its own: a save or load
-    of one that has raises PlacementError.
+    bare one loads, and the optimizer's names are the model's. torch's wrappers and Lightning
+    Fabric's are known and need no declaration.
 
-    Raises ConfigError for what is no class of modules, or no name of an attribute.
+    Args:
+        wrapper: The wrapper's class, which keeps the declaration; it holds for subclasses, too. A
+            wrapper has no parameters, persistent buffers or modules of its own: a save or load of
+            one that has raises PlacementError.
+        attribute: Where its instances keep the wrapped module.
+
+    Raises:
+        ConfigError: For what is no class of modules, or no name of an attribute.
     """
     if not isinstance(wrapper, type) or not issubclass(wrapper, nn.Module):
         raise ConfigError(
@@ -54,13 +69,20 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def registered_in(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers registered in a module itself, by attribute."""
-    found = dict(module._parameters.items()) | dict(module._buffers.items())
-    return {name: value for name, value in found.items() if value is not None}
+    result = dict(module._parameters.items()) | dict(module._buffers.items())
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether torch puts a parameter or buffer of a module into state dicts."""
     return name not in getattr(module, "_non_persistent_buffers_set", ())
+
+
+def overrides(obj: object, base: type, methods: Iterable[str]) -> bool:
+    """Whether an object, or its class, has other methods of these names than the base class."""
+    return any(
+        name in vars(obj) or getattr(type(obj), name) is not getattr(base, name) for name in methods
+    )
 
 
 def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
@@ -90,10 +112,8 @@ def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model inside all wrappers; the module itself where there are none."""
-    inside = wrapped(module)
-    while inside is not None:
+    while (inside := wrapped(module)) is not None:
         module = inside[1]
-        inside = wrapped(module)
     return module
 
 
@@ -108,24 +128,20 @@ def walk(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
             yield logical, actual, inner
 
 
-def walk_all(module: nn.Module) -> Iterator[tuple[str, str, nn.Module, bool]]:
-    """As `walk`, wrappers included: (logical prefix, torch prefix, module, whether it wraps)."""
-    yield from _walk(module, "", "")
-
-
-def _walk(
-    module: nn.Module, logical: str, actual: str
+def walk_all(
+    module: nn.Module, logical: str = "", actual: str = ""
 ) -> Iterator[tuple[str, str, nn.Module, bool]]:
+    """As `walk`, wrappers included: (logical prefix, torch prefix, module, whether it wraps)."""
     inside = wrapped(module)
     if inside is not None:
         name, inner = inside
         _refuse_own(module, name, inner, actual)
         yield logical, actual, module, True
-        yield from _walk(inner, logical, f"{actual}{name}.")
+        yield from walk_all(inner, logical, f"{actual}{name}.")
         return
     yield logical, actual, module, False
     for name, child in children_of(module).items():
-        yield from _walk(child, f"{logical}{name}.", f"{actual}{name}.")
+        yield from walk_all(child, f"{logical}{name}.", f"{actual}{name}.")
 
 
 def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> None:
@@ -139,8 +155,8 @@ def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> 
     own += [tensor for tensor in registered_in(module) if is_persistent(module, tensor)]
     if own:
         raise PlacementError(
-            f"{type(module).__name__} at '{actual or '(root)'}' wraps a module and has others "
-            f"beside it ({', '.join(own)}); its names are not those of one logical tree"
+            f"{type(module).__name__} at '{actual or '(root)'}' wraps a module and holds others "
+            f"next to it ({', '.join(own)}); its names are not those of one logical tree"
         )
 
 
@@ -152,74 +168,49 @@ def _foreign(kind: type) -> str | None:
     return None
 
 
-class Names:
-    """Logical names of the entries of a model's state dict, whatever its wrappers do to keys.
+def logical_name(module: nn.Module, key: str, value: object) -> str:
+    """The logical name of a key of a model's state dict, under which `value` was found.
 
     Some wrappers leave their attribute in the keys (DDP, compile), some take it out (Fabric,
     activation checkpointing), so a key is followed through the tree both ways; which way is right
-    is decided by the tensor that is found there.
+    is decided by the tensor that is found there. A name of no registered tensor (extra state, what
+    hooks add) keeps what comes after the module that it belongs to.
+    Cost: one step for each component of the key.
     """
-
-    def __init__(self, module: nn.Module, *, has_wrappers: bool) -> None:
-        self._module = module
-        self._has_wrappers = has_wrappers
-
-    def logical(self, key: str, value: object) -> str:
-        """The logical name of torch's key, under which `value` was found.
-
-        Names of no registered tensor (extra state, what hooks add) keep what comes after the
-        module that they belong to. Cost: one step for each part of the key, none without wrappers.
-        """
-        if not self._has_wrappers:
-            return key
-        ways = list(_ways(self._module, key.split("."), ()))
-        for name, tensor in ways:
-            if tensor is value:
-                return name
-        return ways[0][0] if ways else _roughly(self._module, key.split("."), ())
+    meanings = list(_meanings(module, key.split("."), ()))
+    exact = [name for name, tensor in meanings if tensor is not None]
+    same = [name for name, tensor in meanings if tensor is not None and tensor is value]
+    return (same or exact or [meanings[0][0]])[0]
 
 
-def _ways(
-    module: nn.Module, parts: list[str], before: tuple[str, ...]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each (logical name, registered tensor) that a key can mean."""
+def _meanings(
+    module: nn.Module, components: list[str], before: tuple[str, ...]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Each (logical name, tensor registered there) that a key can mean; at least one."""
     inside = wrapped(module)
     if inside is not None:
         name, inner = inside
-        if parts[0] == name and len(parts) > 1:
-            yield from _ways(inner, parts[1:], before)
-        yield from _ways(inner, parts, before)
+        if components[0] == name and len(components) > 1:
+            yield from _meanings(inner, components[1:], before)
+        yield from _meanings(inner, components, before)
         return
-    if len(parts) == 1:
-        tensor = registered_in(module).get(parts[0])
-        if tensor is not None:
-            yield ".".join((*before, parts[0])), tensor
-        return
-    child = children_of(module).get(parts[0])
+    first, *rest = components
+    child = children_of(module).get(first) if rest else None
     if child is not None:
-        yield from _ways(child, parts[1:], (*before, parts[0]))
-
-
-def _roughly(module: nn.Module, parts: list[str], before: tuple[str, ...]) -> str:
-    """The logical name of a key that leads to a module, but to no tensor of it."""
-    inside = wrapped(module)
-    if inside is not None:
-        name, inner = inside
-        return _roughly(inner, parts[1:] if parts[0] == name and parts[1:] else parts, before)
-    child = children_of(module).get(parts[0]) if len(parts) > 1 else None
-    if child is not None:
-        return _roughly(child, parts[1:], (*before, parts[0]))
-    return ".".join((*before, *parts))
+        yield from _meanings(child, rest, (*before, first))
+    else:
+        tensor = None if rest else registered_in(module).get(first)
+        yield ".".join((*before, *components)), tensor
 
 
 def parameter_names(module: nn.Module) -> dict[torch.nn.Parameter, str]:
     """Parameter -> its first logical name; a tied parameter has one name here."""
-    found: dict[torch.nn.Parameter, str] = {}
+    result: dict[torch.nn.Parameter, str] = {}
     for logical, _, inner in walk(module):
         for name, value in inner._parameters.items():
             if value is not None:
-                found.setdefault(value, f"{logical}{name}")
-    return found
+                result.setdefault(value, f"{logical}{name}")
+    return result
 
 
 def plain_root(module: nn.Module) -> nn.Module:
@@ -228,17 +219,14 @@ def plain_root(module: nn.Module) -> nn.Module:
     torch calls `load_state_dict` of the root alone, so a model with one of its own must be it.
     Wrappers with hooks or methods of their own for state dicts stay.
     """
-    inside = wrapped(module)
-    while inside is not None and not _has_state_code(module):
+    while (inside := wrapped(module)) is not None and not _has_state_code(module):
         _refuse_own(module, *inside, "")
         module = inside[1]
-        inside = wrapped(module)
     return module
 
 
 def _has_state_code(module: nn.Module) -> bool:
-    kind = type(module)
-    if _foreign(kind) is not None:
+    if _foreign(type(module)) is not None:
         return False  # its methods forward to the module inside
     tables = (
         "_state_dict_hooks",
@@ -246,9 +234,110 @@ def _has_state_code(module: nn.Module) -> bool:
         "_load_state_dict_pre_hooks",
         "_load_state_dict_post_hooks",
     )
-    names = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
-    return (
-        any(getattr(module, table, None) for table in tables)
-        or any(getattr(kind, name) is not getattr(nn.Module, name) for name in names)
-        or any(name in module.__dict__ for name in names)
-    )
+    methods = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+    has_hooks = any(getattr(module, table, None) for table in tables)
+    return has_hooks or overrides(module, nn.Module, methods)
+
+
+class Padding:
+    """The declared real shape of one tensor of a module, and of everything of its shape.
+
+    Markers are kept as long as the leaf cache keeps them, so that a tensor saved again has the
+    marker of the last save, and its leaf is found. Copies of a module have the declaration too, and
+    no markers.
+    """
+
+    __slots__ = ("_markers", "shape")
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._markers: WeakValueDictionary[int, Padded] = WeakValueDictionary()
+
+    def __reduce__(self) -> tuple[type[Padding], tuple[tuple[int, ...]]]:
+        """The shape alone."""
+        return Padding, (self.shape,)
+
+    def mark(self, value: torch.Tensor | Sharded | FlatShard | Replicated) -> Padded:
+        """The marker of a tensor of the padded shape; the same object for the same tensor."""
+        held = self._markers.get(id(value))
+        if held is None or held.value is not value:
+            held = Padded(value, self.shape)
+            self._markers[id(value)] = held
+        return held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePaddings:
+    """The padding that is declared in a tree of modules."""
+
+    by_tensor: Mapping[int, Padding] = field(default_factory=dict)
+    """By the `id` of the parameter or buffer, tied ones too."""
+    by_name: Mapping[str, Padding] = field(default_factory=dict)
+    """By logical name, for tensors that hooks put into a state dict instead of the module's own."""
+
+    def find(self, tensor: torch.Tensor, name: str) -> Padding | None:
+        """The declaration of a tensor of the modules, None without one."""
+        return self.by_tensor.get(id(tensor)) or self.by_name.get(name)
+
+
+def declare_padding(module: nn.Module, name: str, shape: Sequence[int]) -> None:
+    """Declare that only the elements inside `shape` of one parameter or buffer are real.
+
+        declare_padding(model.embedding, "weight", (vocabulary, width))
+
+    The rest is padding, at the end of each dim. It is never stored, neither of the tensor nor of
+    its optimizer state and main parameters, and a load sets it to zero; so a checkpoint loads under
+    any other padding that declares the same shape.
+
+    Args:
+        module: The module in which the tensor itself is registered. It keeps the declaration when
+            the parameter is replaced, as `to`, `deepcopy`, `parallelize_module` and `fully_shard`
+            do. Of tied parameters one declaration is enough.
+        name: The parameter's or buffer's attribute; a second declaration replaces the first.
+        shape: The global shape without padding: as many dims as the tensor, none larger.
+
+    Raises:
+        PlacementError: For a tensor that the module does not have, or a shape that does not fit.
+    """
+    tensor = registered_in(module).get(name)
+    if tensor is None:
+        raise PlacementError(
+            f"declare_padding: {type(module).__name__} has no parameter or buffer '{name}' of its "
+            f"own; pass the module in which it is registered"
+        )
+    real = tuple(int(n) for n in shape)
+    if not is_lazy(tensor):
+        check_real_shape(real, tuple(tensor.shape), where=f"declare_padding of '{name}'")
+    kept = module.__dict__.get(_PADDING, {})
+    module.__dict__[_PADDING] = {**kept, name: Padding(real)}
+
+
+def declared_padding(module: nn.Module) -> ModulePaddings:
+    """All declarations in a tree of modules, each checked against the tensor as it is now.
+
+    Raises PlacementError naming a tensor that is gone or smaller than its real shape, and two
+    declarations of one tensor that differ. Cost: one pass over the modules.
+    """
+    by_tensor: dict[int, Padding] = {}
+    by_name: dict[str, Padding] = {}
+    for logical, _, inner in walk(module):
+        kept: Mapping[str, Padding] = inner.__dict__.get(_PADDING, {})
+        for name, declaration in kept.items():
+            where = f"{logical}{name}"
+            tensor = registered_in(inner).get(name)
+            if tensor is None:
+                if name in inner._parameters or name in inner._buffers:
+                    continue  # registered as None: there is nothing to store
+                raise PlacementError(
+                    f"{where}: its padding is declared, but {type(inner).__name__} has no such "
+                    f"tensor any more; declare it in the module that has it now"
+                )
+            check_real_shape(declaration.shape, tuple(tensor.shape), where=where)
+            first = by_tensor.setdefault(id(tensor), declaration)
+            if first.shape != declaration.shape:
+                raise PlacementError(
+                    f"{where}: this tied tensor is declared with two real shapes, "
+                    f"{list(first.shape)} and {list(declaration.shape)}"
+                )
+            by_name[where] = first
+    return ModulePaddings(by_tensor=by_tensor, by_name=by_name)

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.format.values import is_unicode
 from holdfast.state.markers import FromPart, OnLayout
 from holdfast.state.match.stored import StoredPart
+from holdfast.state.match.templates import PlacedTemplates
 from holdfast.state.module.part import ModulePart
-from holdfast.state.module.placed import Placer
 from holdfast.state.optimizer.protocol import PartitionedOptimizer
 from holdfast.state.rng import RNG
 
@@ -52,11 +53,10 @@ class Stateful(Protocol):
 
 
 class StatefulPart:
-    """An object with `state_dict` and `load_state_dict`: everything stored is handed to it.
+    """An object with `state_dict` and `load_state_dict`: it is given everything that is stored.
 
     Tensors come whole and new, except where the object's current state has a DTensor or a marker of
-    the same global shape at the same path: those are the targets, and are handed over as they are
-    placed.
+    the same global shape at the same path: those are the targets, and keep their placement.
     """
 
     def __init__(self, value: Stateful) -> None:
@@ -67,12 +67,12 @@ class StatefulPart:
         return self._value.state_dict()
 
     def template(self, stored: StoredPart) -> object:
-        """Whatever is stored, placed as it is now; a per-rank state dict asks for its own."""
+        """Whatever is stored, placed as it is now; a per-rank state dict requests its own."""
         current: object = self._value.state_dict()
-        return Placer(stored, in_place=True).template(current, stored.node)
+        return PlacedTemplates(in_place=True).template(current, stored)
 
     def restore(self, tree: object) -> None:
-        """Hand the tree to the object."""
+        """Pass the tree to the object."""
         self._value.load_state_dict(tree)  # type: ignore[arg-type]
 
 
@@ -96,11 +96,21 @@ class TreePart:
 
 
 def is_last(value: object) -> bool:
-    """Whether an entry of a state has to be taken apart, and restored, after all others.
+    """Whether an entry of a state has to be flattened, and restored, after all others.
 
     Random streams: other parts may draw from them while they say what they hold, or take it back.
     """
     return isinstance(value.value if isinstance(value, OnLayout) else value, RNG)
+
+
+def check_part_name(name: object) -> None:
+    """ConfigError unless the name of a part can be the beginning of keys."""
+    if not isinstance(name, str) or not name or name.startswith("$") or name != name.strip():
+        raise ConfigError(
+            f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
+        )
+    if not is_unicode(name):
+        raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is no text")
 
 
 def part_of(name: str, value: object) -> Part:

@@ -3,36 +3,62 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.errors import LayoutError, PlacementError
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 from holdfast.state.leaves import ReplicaSet, TensorLeaf
-from holdfast.state.markers import FlatShard, Marked, Padded, Replicated, Sharded
-from holdfast.state.padding import clip_leaf
+from holdfast.state.markers import (
+    FlatShard,
+    Marked,
+    Padded,
+    Replicated,
+    Sharded,
+    axis_names,
+    check_real_shape,
+)
 from holdfast.state.torch_dtypes import dtype_name
 
 Intervals = tuple[tuple[int, int], ...]
 """Ordered half-open intervals of one dim: the global indices that a local dim holds, in order."""
 
-_DENSE = ("tp", "cp", "dp", "pp")
-_EXPERT = ("expt_tp", "ep", "expt_dp", "pp")
-
-
-def is_tensor_like(obj: object) -> TypeGuard[torch.Tensor | Marked]:
-    """Whether `tensor_leaf` takes this object."""
-    return isinstance(obj, torch.Tensor | Marked)
-
-
 ReplicaSets = dict[tuple[int, tuple[object, ...]], ReplicaSet]
 """Replica sets found so far, by mesh and placements; good as long as the meshes live."""
+
+
+class _Site(NamedTuple):
+    """Where a leaf is made: its key, the rank that holds it, and the replica sets found so far."""
+
+    key: str
+    layout: Layout
+    rank: int
+    replica_sets: ReplicaSets
+
+    def leaf(
+        self,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        pieces: Iterable[tuple[Box, torch.Tensor]],
+        replica_set: ReplicaSet | None,
+    ) -> TensorLeaf:
+        boxes, locals_ = zip(*pieces, strict=True) if pieces else ((), ())
+        return TensorLeaf(
+            key=self.key,
+            dtype=dtype_name(dtype, key=self.key),
+            shape=tuple(shape),
+            boxes=boxes,
+            locals=locals_,
+            replica_set=replica_set,
+            layout=self.layout,
+        )
 
 
 def tensor_leaf(
@@ -45,35 +71,42 @@ def tensor_leaf(
 ) -> TensorLeaf:
     """The leaf of one tensor of the state, on `rank` of `layout`.
 
-    `replica_sets`: kept by the caller between the leaves of one pass, so that each is worked out
-    once.
+    Args:
+        replica_sets: Kept by the caller between the leaves of one pass: each is computed once.
 
-    Raises PlacementError naming `key` for what cannot be stored (partial sums, sparse, quantised,
-    meta and unknown wrapper tensors, a DTensor whose local shape is not what its placements say).
+    Raises:
+        PlacementError: Naming `key`, for what cannot be stored: partial sums, sparse, quantised,
+            meta and unknown wrapper tensors, a DTensor whose local shape is not what its placements
+            give.
+
     Cost: no collectives, no copies: the leaf's tensors are views.
     """
+    site = _Site(key, layout, rank, {} if replica_sets is None else replica_sets)
     if isinstance(obj, Padded):
-        whole = tensor_leaf(obj.value, key=key, layout=layout, rank=rank, replica_sets=replica_sets)
-        return clip_leaf(whole, obj.shape)
-    if isinstance(obj, Sharded):
-        _refuse_unreadable(obj.local, key)
-        return _sharded_leaf(obj, key=key, layout=layout, rank=rank)
-    if isinstance(obj, FlatShard):
-        _refuse_unreadable(obj.local, key)
-        return _flat_leaf(obj, key=key, layout=layout, rank=rank, replica_sets=replica_sets)
-    if isinstance(obj, Replicated):
-        if isinstance(obj.local, DTensor):
-            raise PlacementError(
-                f"{key}: Replicated(...) around a DTensor; pass the DTensor itself"
-            )
-        _refuse_unreadable(obj.local, key)
-        span = _stage_ranks(layout, rank)
-        replica_set = ReplicaSet(replicas=span, span=span)
-        return _whole_leaf(obj.local, key=key, replica_set=replica_set, layout=layout)
+        return clip_leaf(_unpadded_leaf(obj.value, site), obj.shape)
+    return _unpadded_leaf(obj, site)
+
+
+def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
+    if isinstance(obj, Replicated) and isinstance(obj.local, DTensor):
+        raise PlacementError(
+            f"{site.key}: Replicated(...) around a DTensor; pass the DTensor itself"
+        )
     if isinstance(obj, DTensor):
-        return _dtensor_leaf(obj, key=key, layout=layout, replica_sets=replica_sets)
-    _refuse_unreadable(obj, key)
-    return _whole_leaf(obj, key=key, replica_set=None, layout=layout)
+        _refuse_unreadable(obj.to_local().detach(), site.key)
+        return _dtensor_leaf(obj, site)
+    tensor = obj if isinstance(obj, torch.Tensor) else obj.local
+    _refuse_unreadable(tensor, site.key)
+    if isinstance(obj, Sharded):
+        return _sharded_leaf(obj, site)
+    if isinstance(obj, FlatShard):
+        return _flat_leaf(obj, site)
+    replica_set = None
+    if isinstance(obj, Replicated):
+        stage = tuple(sorted(site.layout.group("tp-cp-dp", site.rank)))
+        replica_set = ReplicaSet(replicas=stage, span=stage)
+    whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
+    return site.leaf(tensor.dtype, tensor.shape, [(whole, tensor.detach())], replica_set)
 
 
 def shard_intervals(intervals: Intervals, *, num_chunks: int, index: int) -> Intervals:
@@ -89,227 +122,183 @@ def strided_shard_intervals(
     """The piece that torch's `_StridedShard` gives: cut into `split_factor`, then each cut again.
 
     Source: torch.distributed.tensor `_StridedShard._split_tensor` (first split, second split,
-    concatenation of the `index`-th pieces).
+    concatenation of the `index`-th pieces). Eight rows over two ranks:
+
+        split_factor  rank 0       rank 1
+        1             0 1 2 3      4 5 6 7
+        2             0 1 | 4 5    2 3 | 6 7
+        4             0|2|4|6      1|3|5|7
     """
     pieces: list[tuple[int, int]] = []
     for part in range(split_factor):
         outer = shard_intervals(intervals, num_chunks=split_factor, index=part)
-        pieces.extend(shard_intervals(outer, num_chunks=num_chunks, index=index))
-    return _merge(tuple(pieces))
+        for start, stop in shard_intervals(outer, num_chunks=num_chunks, index=index):
+            if pieces and pieces[-1][1] == start:
+                start = pieces.pop()[0]
+            pieces.append((start, stop))
+    return tuple(pieces)
 
 
-def boxes_of(intervals: tuple[Intervals, ...]) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
+def boxes_of(intervals: tuple[Intervals, ...]) -> list[tuple[Box, tuple[slice, ...]]]:
     """The boxes that a product of per-dim index sets makes, each with its place in the local."""
     per_dim: list[list[tuple[int, int, slice]]] = []
     for pieces in intervals:
-        position = 0
-        here = []
-        for start, stop in pieces:
-            here.append((start, stop - start, slice(position, position + stop - start)))
-            position += stop - start
-        per_dim.append(here)
-    found = []
-    for combination in itertools.product(*per_dim):
-        box = Box(tuple(c[0] for c in combination), tuple(c[1] for c in combination))
-        found.append((box, tuple(c[2] for c in combination)))
-    return tuple(found)
+        stops = itertools.accumulate(stop - start for start, stop in pieces)
+        per_dim.append(
+            [
+                (start, stop - start, slice(end - (stop - start), end))
+                for (start, stop), end in zip(pieces, stops, strict=True)
+            ]
+        )
+    return [
+        (Box(tuple(c[0] for c in chosen), tuple(c[1] for c in chosen)), tuple(c[2] for c in chosen))
+        for chosen in itertools.product(*per_dim)
+    ]
 
 
 def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """The positions [start, stop) of an ordered index set."""
-    found: list[tuple[int, int]] = []
+    """The positions [start, stop) of an ordered index set.
+
+    Of ((0, 4), (8, 12)), whose positions 0…7 are the indices 0 1 2 3 8 9 10 11:
+
+        start  stop   cut
+        0      4      (0, 4)
+        2      6      (2, 4), (8, 10)
+        4      8      (8, 12)
+        7      8      (11, 12)
+        3      3      nothing
+    """
+    cut: list[tuple[int, int]] = []
     position = 0
     for first, last in intervals:
-        size = last - first
-        low, high = max(start - position, 0), min(stop - position, size)
+        low, high = max(start - position, 0), min(stop - position, last - first)
         if low < high:
-            found.append((first + low, first + high))
-        position += size
-    return tuple(found)
+            cut.append((first + low, first + high))
+        position += last - first
+    return tuple(cut)
 
 
-def _merge(intervals: Intervals) -> Intervals:
-    merged: list[tuple[int, int]] = []
-    for start, stop in intervals:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
+def _lengths(dims: tuple[Intervals, ...]) -> tuple[int, ...]:
+    return tuple(sum(stop - start for start, stop in dim) for dim in dims)
 
 
 def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
-    # First: these two refuse most questions themselves, without a word about the key.
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        raise PlacementError(
-            f"{key}: a lazy parameter or buffer has neither shape nor data yet; run the model once "
-            f"on a batch (also before a load)"
+    reason = unreadable(tensor)
+    if reason:
+        raise PlacementError(f"{key}: {reason}")
+
+
+def unreadable(tensor: torch.Tensor) -> str:
+    """Why a local tensor cannot be stored; empty where it can."""
+    # First: lazy and nested tensors refuse most questions themselves, without naming the key.
+    if is_lazy(tensor):
+        return (
+            "a lazy parameter or buffer has neither shape nor data yet; run the model once "
+            "on a batch (also before a load)"
         )
     if tensor.is_nested:
-        raise PlacementError(
-            f"{key}: a nested tensor cannot be stored; store its parts: a list of unbind(), or "
-            f"values() and offsets() of a jagged one"
+        return (
+            "a nested tensor cannot be stored; store its parts: a list of unbind(), or "
+            "values() and offsets() of a jagged one"
         )
     if tensor.layout is not torch.strided:
-        raise PlacementError(f"{key}: a {tensor.layout} tensor cannot be stored; make it dense")
+        return f"a {tensor.layout} tensor cannot be stored; make it dense"
     if tensor.is_quantized:
-        raise PlacementError(f"{key}: a quantized tensor cannot be stored; store its int_repr()")
+        return "a quantized tensor cannot be stored; store its int_repr()"
     if tensor.is_meta:
-        raise PlacementError(f"{key}: a tensor on the meta device has no data; materialise it")
+        return "a tensor on the meta device has no data; materialise it"
     if isinstance(tensor, DTensor):
-        raise PlacementError(f"{key}: a DTensor inside a marker; pass the DTensor itself")
+        return "a DTensor inside a marker; pass the DTensor itself"
     kind = type(tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise PlacementError(
-            f"{key}: a tensor subclass {kind.__name__} cannot be stored, its bytes are not its "
+        return (
+            f"a tensor subclass {kind.__name__} cannot be stored, its bytes are not its "
             f"value; store the plain tensors it wraps"
         )
+    return ""
 
 
-def _whole_leaf(
-    tensor: torch.Tensor, *, key: str, replica_set: ReplicaSet | None, layout: Layout
-) -> TensorLeaf:
-    shape = tuple(tensor.shape)
-    return TensorLeaf(
-        key=key,
-        dtype=dtype_name(tensor.dtype, key=key),
-        shape=shape,
-        boxes=(Box((0,) * len(shape), shape),),
-        locals=(tensor.detach(),),
-        replica_set=replica_set,
-        layout=layout,
-    )
-
-
-def _stage_ranks(layout: Layout, rank: int) -> tuple[int, ...]:
-    """All ranks of the same pipeline stage, ascending."""
-    return tuple(sorted(layout.group("tp-cp-dp", rank)))
-
-
-def _sharded_leaf(obj: Sharded, *, key: str, layout: Layout, rank: int) -> TensorLeaf:
-    axes = obj.over
-    if obj.dims is not None:
-        axes = tuple(axis for named in obj.dims.values() for axis in _names(named))
-    try:
-        replica_set = _replica_set(axes, layout=layout, rank=rank)
-        dims = _dims_intervals(obj, layout=layout, rank=rank)
-    except (LayoutError, PlacementError) as error:
-        raise PlacementError(f"{key}: {error}") from error
+def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
     local = obj.local.detach()
-    boxes: tuple[Box, ...]
-    locals_: tuple[torch.Tensor, ...]
-    if dims is None:
-        boxes = (Box(obj.offset or (), tuple(local.shape)),)
-        locals_ = (local,)
-    else:
-        expected = tuple(sum(b - a for a, b in d) for d in dims)
-        if expected != tuple(local.shape):
-            raise PlacementError(
-                f"{key}: rank {rank} holds a piece of shape {list(local.shape)}, but global shape "
-                f"{list(obj.shape)} split over {_describe(obj)} gives it {list(expected)}; "
-                f"for another split say offset=(...), over=(...)"
-            )
-        placed = boxes_of(dims)
-        boxes = tuple(box for box, _ in placed)
-        locals_ = tuple(local[where] for _, where in placed)
-    return TensorLeaf(
-        key=key,
-        dtype=dtype_name(local.dtype, key=key),
-        shape=obj.shape,
-        boxes=boxes,
-        locals=locals_,
-        replica_set=replica_set,
-        layout=layout,
-    )
+    dims = {dim: axis_names(axes) for dim, axes in (obj.dims or {}).items()}
+    axes = obj.over if obj.dims is None else tuple(itertools.chain(*dims.values()))
+    try:
+        replica_set = _replica_set(axes, layout=site.layout, rank=site.rank)
+        if obj.offset is not None:
+            box = Box(obj.offset, tuple(local.shape))
+            return site.leaf(local.dtype, obj.shape, [(box, local)], replica_set)
+        held = []
+        for dim, size in enumerate(obj.shape):
+            intervals: Intervals = ((0, size),)
+            for axis in dims.get(dim, ()):
+                members = site.layout.group(axis, site.rank)
+                index = members.index(site.rank)
+                intervals = shard_intervals(intervals, num_chunks=len(members), index=index)
+            held.append(intervals)
+    except (LayoutError, PlacementError) as error:
+        raise PlacementError(f"{site.key}: {error}") from error
+    expected = _lengths(tuple(held))
+    if expected != tuple(local.shape):
+        split = ", ".join(f"dim {dim}: {'+'.join(axes)}" for dim, axes in dims.items())
+        raise PlacementError(
+            f"{site.key}: rank {site.rank} holds a piece of shape {list(local.shape)}, but global "
+            f"shape {list(obj.shape)} split over {split} gives it {list(expected)}; "
+            f"for another split say offset=(...), over=(...)"
+        )
+    pieces = [(box, local[where]) for box, where in boxes_of(tuple(held))]
+    return site.leaf(local.dtype, obj.shape, pieces, replica_set)
 
 
-def _flat_leaf(
-    obj: FlatShard, *, key: str, layout: Layout, rank: int, replica_sets: ReplicaSets | None
-) -> TensorLeaf:
+def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
     """The boxes of a run of a local tensor: local boxes first, then each where it lies globally."""
     like = obj.like
     dims: tuple[Intervals, ...] = tuple(((0, size),) for size in like.shape)
     replica_set: ReplicaSet | None = None
-    local_shape = tuple(like.shape)
     if isinstance(like, DTensor):
         if like.device_mesh.get_coordinate() is None:
-            raise PlacementError(f"{key}: rank {rank} is not on the mesh of the parameter")
-        dims = _dtensor_dims(like, key=key)
-        local_shape = tuple(like.to_local().shape)
-        name = (id(like.device_mesh), (*like.placements, obj.over, rank))
-        replica_set = replica_sets.get(name) if replica_sets is not None else None
+            raise PlacementError(
+                f"{site.key}: rank {site.rank} is not on the mesh of the parameter"
+            )
+        dims = _dtensor_dims(like, key=site.key)
+        name = (id(like.device_mesh), (*like.placements, obj.over, site.rank))
+        replica_set = site.replica_sets.get(name)
         if replica_set is None:
-            replica_set = _flat_replica_set(like, over=obj.over, key=key, layout=layout, rank=rank)
-        if replica_sets is not None:
-            replica_sets[name] = replica_set
+            replica_set = site.replica_sets[name] = _flat_replica_set(like, obj.over, site)
     flat = obj.local.detach()
-    boxes: list[Box] = []
-    locals_: list[torch.Tensor] = []
     if 0 in like.shape:
-        boxes, locals_ = [Box((0,) * like.ndim, tuple(like.shape))], [flat.view(like.shape)]
+        empty = Box((0,) * like.ndim, tuple(like.shape))
+        return site.leaf(flat.dtype, like.shape, [(empty, flat.view(like.shape))], replica_set)
+    local_shape = tuple((like.to_local() if isinstance(like, DTensor) else like).shape)
+    pieces: list[tuple[Box, torch.Tensor]] = []
     position = 0
     for box in flat_range_boxes(local_shape, obj.start, obj.start + flat.numel()):
         block = flat[position : position + box.numel].view(box.shape)
         position += box.numel
         ends = zip(dims, box.offset, box.stop, strict=True)
-        for place, where in boxes_of(tuple(_cut(dim, first, last) for dim, first, last in ends)):
-            boxes.append(place)
-            locals_.append(block[where])
-    return TensorLeaf(
-        key=key,
-        dtype=dtype_name(flat.dtype, key=key),
-        shape=tuple(like.shape),
-        boxes=tuple(boxes),
-        locals=tuple(locals_),
-        replica_set=replica_set,
-        layout=layout,
-    )
+        placed = boxes_of(tuple(_cut(dim, first, last) for dim, first, last in ends))
+        pieces.extend((whole, block[where]) for whole, where in placed)
+    return site.leaf(flat.dtype, like.shape, pieces, replica_set)
 
 
-def _flat_replica_set(
-    like: DTensor, *, over: str, key: str, layout: Layout, rank: int
-) -> ReplicaSet:
+def _flat_replica_set(like: DTensor, over: str, site: _Site) -> ReplicaSet:
     """Replicas of a run: those of the parameter that have this rank's index along `over`."""
     whole = _mesh_replica_set(like)
     try:
-        index = layout.group(over, rank).index(rank)
-        same = tuple(r for r in whole.replicas if layout.group(over, r).index(r) == index)
+        index = site.layout.group(over, site.rank).index(site.rank)
+        same = tuple(r for r in whole.replicas if site.layout.group(over, r).index(r) == index)
     except LayoutError as error:
-        raise PlacementError(f"{key}: {error}") from error
+        raise PlacementError(f"{site.key}: {error}") from error
     return ReplicaSet(replicas=same, span=whole.span)
-
-
-def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else axes
-
-
-def _describe(obj: Sharded) -> str:
-    return ", ".join(f"dim {d}: {'+'.join(_names(a))}" for d, a in (obj.dims or {}).items())
-
-
-def _dims_intervals(obj: Sharded, *, layout: Layout, rank: int) -> tuple[Intervals, ...] | None:
-    if obj.dims is None:
-        return None
-    result: list[Intervals] = []
-    for dim, size in enumerate(obj.shape):
-        intervals: Intervals = ((0, size),)
-        for axis in _names(obj.dims.get(dim, ())):
-            members = layout.group(axis, rank)
-            intervals = shard_intervals(
-                intervals, num_chunks=len(members), index=members.index(rank)
-            )
-        result.append(intervals)
-    return tuple(result)
 
 
 def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> ReplicaSet:
     """Replicas of a tensor that differs along `axes` only: equal coordinates along them."""
     tokens = {token for axis in axes for token in layout.tokens(axis)}
-    view = _DENSE if tokens <= set(_DENSE) else _EXPERT
+    view = DENSE_AXES if tokens <= set(DENSE_AXES) else EXPERT_AXES
     if not tokens <= set(view):
         raise PlacementError(
-            f"axes {sorted(tokens)} mix the dense view {list(_DENSE)} and the expert view "
-            f"{list(_EXPERT)}"
+            f"axes {sorted(tokens)} mix the dense view {list(DENSE_AXES)} and the expert view "
+            f"{list(EXPERT_AXES)}"
         )
     span_tokens = view if "pp" in tokens else view[:-1]
     same = [token for token in span_tokens if token not in tokens]
@@ -318,52 +307,29 @@ def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Replica
     return ReplicaSet(replicas=replicas, span=span)
 
 
-def _dtensor_leaf(
-    tensor: DTensor, *, key: str, layout: Layout, replica_sets: ReplicaSets | None
-) -> TensorLeaf:
+def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    if mesh.get_coordinate() is None:
+        elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
+        return site.leaf(tensor.dtype, tensor.shape, [], elsewhere)
     local = tensor.to_local().detach()
-    _refuse_unreadable(local, key)
-    shape = tuple(tensor.shape)
-    if coordinate is None:
-        return TensorLeaf(
-            key=key,
-            dtype=dtype_name(tensor.dtype, key=key),
-            shape=shape,
-            boxes=(),
-            locals=(),
-            replica_set=ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist()))),
-            layout=layout,
-        )
-    dims = _dtensor_dims(tensor, key=key)
-    placed = boxes_of(dims)
+    dims = _dtensor_dims(tensor, key=site.key)
     if local.numel() == 0:
-        local = local.new_empty(tuple(sum(b - a for a, b in d) for d in dims))
-    like = (id(mesh), tensor.placements)
-    replica_set = replica_sets.get(like) if replica_sets is not None else None
+        local = local.new_empty(_lengths(dims))
+    name = (id(mesh), tensor.placements)
+    replica_set = site.replica_sets.get(name)
     if replica_set is None:
-        replica_set = _mesh_replica_set(tensor)
-        if replica_sets is not None:
-            replica_sets[like] = replica_set
-    return TensorLeaf(
-        key=key,
-        dtype=dtype_name(tensor.dtype, key=key),
-        shape=shape,
-        boxes=tuple(box for box, _ in placed),
-        locals=tuple(local[where_] for _, where_ in placed),
-        replica_set=replica_set,
-        layout=layout,
-    )
+        replica_set = site.replica_sets[name] = _mesh_replica_set(tensor)
+    pieces = [(box, local[where]) for box, where in boxes_of(dims)]
+    return site.leaf(tensor.dtype, tensor.shape, pieces, replica_set)
 
 
 def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
     """Which global indices the local tensor holds, per dim; on a rank of the mesh only."""
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
-    shape = tuple(tensor.shape)
     local = tensor.to_local()
-    dims: list[Intervals] = [((0, size),) for size in shape]
+    dims: list[Intervals] = [((0, size),) for size in tensor.shape]
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
@@ -374,7 +340,7 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
             )
         _refuse_reordered(tensor, mesh_dim, key=key)
         where = {"num_chunks": mesh.size(mesh_dim), "index": coordinate[mesh_dim]}
-        dim = placement.dim % len(shape)
+        dim = placement.dim % tensor.ndim
         split_factor = getattr(placement, "split_factor", None)
         if split_factor is not None:
             dims[dim] = strided_shard_intervals(dims[dim], split_factor=int(split_factor), **where)
@@ -382,7 +348,7 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
             dims[dim] = shard_intervals(dims[dim], **where)
         else:
             raise PlacementError(f"{key}: placement {placement} is not known to this version")
-    expected = tuple(sum(b - a for a, b in d) for d in dims)
+    expected = _lengths(tuple(dims))
     # FSDP2 gives a rank without elements a local of shape [0, …], whichever dim has none.
     if expected != tuple(local.shape) and (local.numel() or 0 not in expected):
         raise PlacementError(
@@ -397,7 +363,7 @@ def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
     """PlacementError for a mesh whose communicator has its ranks in another order than the mesh.
 
     torch sorts the ranks of the groups it makes. On such a mesh some operations place shards by the
-    mesh's coordinate and some by the group's, so nobody knows which rows this rank holds.
+    mesh's coordinate and some by the group's, so it is unknown which rows this rank holds.
     """
     mesh = tensor.device_mesh
     line: list[int | slice] = list(mesh.get_coordinate() or ())
@@ -425,3 +391,50 @@ def _mesh_replica_set(tensor: DTensor) -> ReplicaSet:
     return ReplicaSet(
         replicas=tuple(sorted(replicas)), span=tuple(sorted(ranks.flatten().tolist()))
     )
+
+
+def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
+    """The leaf of the real part of a tensor: boxes and views cut at `shape`, which it then has.
+
+    A rank that holds nothing but padding holds no boxes. A real part without elements is one empty
+    box, held where the first element of the padded tensor is: its replicas are declared. Raises
+    PlacementError naming the key for a shape that does not fit. Cost: views, no copies.
+    """
+    check_real_shape(shape, leaf.shape, where=leaf.key)
+    if shape == leaf.shape:
+        return leaf
+    if 0 in shape:
+        first = [
+            local.new_empty(shape)
+            for box, local in zip(leaf.boxes, leaf.locals, strict=True)
+            if not any(box.offset) and (box.numel or 0 in leaf.shape)
+        ][:1]
+        origin = Box((0,) * len(shape), shape)
+        return replace(leaf, shape=shape, boxes=(origin,) * len(first), locals=tuple(first))
+    boxes: list[Box] = []
+    locals_: list[torch.Tensor] = []
+    for box, local in zip(leaf.boxes, leaf.locals, strict=True):
+        ends = zip(box.offset, box.stop, shape, strict=True)
+        size = tuple(min(stop, real) - start for start, stop, real in ends)
+        if size and min(size) <= 0:
+            continue
+        boxes.append(Box(box.offset, size))
+        locals_.append(local if size == box.shape else local[tuple(slice(n) for n in size)])
+    return replace(leaf, shape=shape, boxes=tuple(boxes), locals=tuple(locals_))
+
+
+def padding_views(leaf: TensorLeaf, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """What `clip_leaf` cuts off, as disjoint views of the leaf's memory, at most one a dim a box.
+
+    `leaf`: of the padded tensor; `shape`: the real one.
+    """
+    views: list[torch.Tensor] = []
+    for box, local in zip(leaf.boxes, leaf.locals, strict=True):
+        rest = local
+        for dim, (start, real) in enumerate(zip(box.offset, shape, strict=True)):
+            size = rest.shape[dim]
+            keep = min(max(real - start, 0), size)
+            if keep < size:
+                views.append(rest.narrow(dim, keep, size - keep))
+                rest = rest.narrow(dim, 0, keep)
+    return tuple(view for view in views if view.numel())

@@ -2,83 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from holdfast.errors import ConfigError, MismatchError
+from holdfast.errors import MismatchError
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.state.coordinates import (
-    Claim,
+    ConsistencyCheck,
+    PerRankRequest,
+    PerRankSource,
     PickedPerRank,
-    Place,
-    Source,
-    coordinate_label,
     parse_label,
 )
-from holdfast.state.generators import (
-    Generator,
-    State,
-    check_generator,
-    generator_state,
-    global_states,
-    set_generator_state,
-    set_global_state,
-    state_digest,
-)
-from holdfast.state.markers import PerRank, Stored
+from holdfast.state.generators import DIGESTS, Generator, RandomStreams, State, Stream, state_digest
+from holdfast.state.markers import PerRank, Stored, coordinate_label
 from holdfast.state.match.stored import StoredPart
 
 _REPLICATING = ("tp", "expt_tp")
 """Axes whose ranks compute the same activations, so that they have to draw the same masks."""
-_DIGESTS = "digests"
-_EVERYWHERE = "everywhere"
-_PREFIX = "generator-"
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A generator of `RNG(generators=...)` that is shared along other axes than the rest.
-
-    `shared`: as that of `RNG`: ("tp",) for one that ranks along tp share, () for one that differs
-    on every rank (Megatron's model-parallel stream), None for not declared.
-    """
-
-    generator: Generator
-    shared: Sequence[str] | None = None
-
-
-class RNG:
+class RNG(RandomStreams):
     """The streams of Python's `random`, NumPy's global generator, torch's CPU and CUDA device.
 
     A load gives each rank the streams of its coordinates, bitwise, after every other part of the
-    state has been restored. What a stream does under other layouts is declared:
+    state has been restored. What a rank keeps is in `LoadReport.kept`, with one warning; what no
+    rank takes, because the layout is smaller, in `LoadReport.dropped`. Of CUDA the stream of the
+    current device is kept; name others as generators.
 
-    - `shared=("tp",)`: ranks that differ along tp alone have the same stream, as dropout on
-      replicated activations needs. It is stored once for them (a save raises PlanError if they
-      differ), a rank of a grown tp gets it, and a load that would leave ranks along tp with
-      different streams raises MismatchError on all ranks. Every stream without declaration of its
-      own follows it.
-    - `shared=()`: every rank has its own. A rank whose coordinates are not stored keeps the stream
-      it has.
-    - not declared (None): stored for each rank, with a digest. A rank that is not stored because
-      tp (or expt_tp) has grown gets the stream of those it would share it with, if the stored ones
-      are equal along that axis; otherwise, and along any other axis, it keeps what it has. Streams
-      that were equal along tp when saved are checked like declared ones.
+    Args:
+        axes: Along which ranks have streams of their own; default: each rank.
+        shared: What a stream does under other layouts. Every stream without declaration of its own
+            follows it.
 
-    What a rank keeps is in `LoadReport.kept`, with one warning; what no rank takes, because the
-    layout is smaller, in `LoadReport.dropped`.
+            - `("tp",)`: ranks that differ along tp alone have the same stream, as dropout on
+              replicated activations needs. It is stored once for them (a save raises PlanError if
+              they differ), a rank of a grown tp gets it, and a load that would leave ranks along tp
+              with different streams raises MismatchError on all ranks.
+            - `()`: every rank has its own. A rank whose coordinates are not stored keeps the stream
+              it has.
+            - None, not declared: stored for each rank, with a digest. A rank that is not stored
+              because tp (or expt_tp) has grown gets the stream of those it would share it with, if
+              the stored ones are equal along that axis; otherwise, and along any other axis, it
+              keeps what it has. Streams that were equal along tp when saved are checked like
+              declared ones.
+        generators: Further generators by name: `torch.Generator`, `numpy.random.Generator` with any
+            bit generator, `numpy.random.RandomState`, `random.Random`, or a `Stream` of one. One
+            that the checkpoint does not have is missing (`allow_missing=["rng.generator-NAME"]`
+            lets it be); one that only the checkpoint has is unexpected.
 
-    `axes`: along which ranks have streams of their own; default: each rank.
-    `generators`: further generators by name: `torch.Generator`, `numpy.random.Generator` with any
-    bit generator, `numpy.random.RandomState`, `random.Random`, or a `Stream` of one. One that the
-    checkpoint does not have is missing (`allow_missing=["rng.generator-NAME"]` lets it be); one
-    that only the checkpoint has is unexpected.
+    Raises:
+        ConfigError: For an axis or a generator that cannot be.
 
-    Of CUDA the stream of the current device is kept; name others as generators.
-    Raises ConfigError for an axis or a generator that cannot be.
-    Cost of a save: one hash of some kB for each stream.
+    Cost:
+        A save hashes some kB for each stream.
     """
 
     def __init__(
@@ -88,53 +67,14 @@ class RNG:
         shared: Sequence[str] | None = None,
         generators: Mapping[str, Generator | Stream] | None = None,
     ) -> None:
-        """Declare; see the class. Nothing is read yet."""
-        self._axes = _names(axes)
-        self._shared = None if shared is None else _names(shared)
-        self._generators: dict[str, Generator] = {}
-        self._own: dict[str, tuple[str, ...] | None] = {}
-        for name, given in (generators or {}).items():
-            label = f"{_PREFIX}{name}"
-            self._own[label] = self._shared
-            if isinstance(given, Stream):
-                self._own[label] = None if given.shared is None else _names(given.shared)
-            generator = given.generator if isinstance(given, Stream) else given
-            check_generator(name, generator)
-            self._generators[label] = generator
-        for declared in (self._shared, *self._own.values()):
-            unknown = sorted(set(declared or ()) - set(self._axes))
-            if unknown:
-                raise ConfigError(
-                    f"RNG: shared along {', '.join(unknown)}, which are not among its axes "
-                    f"{', '.join(self._axes)}"
-                )
-        self._loading: _Loading | None = None
-
-    def tree(self) -> object:
-        """The streams of this rank, by the axes along which they are stored."""
-        by_axes: dict[tuple[str, ...], dict[str, object]] = {}
-        for name, state in self._states().items():
-            axes = tuple(axis for axis in self._axes if axis not in (self._declared(name) or ()))
-            by_axes.setdefault(axes, {})[name] = state
-        for streams in by_axes.values():
-            streams[_DIGESTS] = {name: state_digest(state) for name, state in streams.items()}
-        if len(by_axes) == 1 and () not in by_axes:
-            ((axes, streams),) = by_axes.items()
-            return PerRank(streams, axes=axes, missing="keep", surplus="drop")
-        return {
-            f"per_{'_'.join(axes)}" if axes else _EVERYWHERE: PerRank(
-                streams, axes=axes, missing="keep", surplus="drop"
-            )
-            if axes
-            else streams
-            for axes, streams in by_axes.items()
-        }
+        super().__init__(axes=axes, shared=shared, generators=generators)
+        self._loading: _StreamLoad | None = None
 
     def template(self, stored: StoredPart) -> object:
         """Ask for the streams of this rank, wherever the checkpoint has them."""
         node = stored.node
         fresh = self._states()
-        self._loading = _Loading(fresh=fresh, declared={n: self._declared(n) for n in fresh})
+        self._loading = _StreamLoad(fresh=fresh, declared={n: self._declared(n) for n in fresh})
         groups: dict[str, Any] = {"": node} if _is_per_rank(node) else {}
         if not groups and isinstance(node, Mapping) and "$" not in node:
             groups = {str(name): child for name, child in node.items()}
@@ -160,8 +100,8 @@ class RNG:
                 )
                 absent = [name for name in absent if name != "cuda" and key]
             elif mine:
-                loading.take_whole(key, mine)
-                templates[key] = {name: Stored() for name in (*mine, _DIGESTS)}
+                loading.whole.update(dict.fromkeys(mine, key))
+                templates[key] = {name: Stored() for name in (*mine, DIGESTS)}
         if "" in templates:
             return templates[""]
         # Streams that are stored along no axes at all are missing by their names.
@@ -173,23 +113,14 @@ class RNG:
         if self._loading is None or not isinstance(tree, Mapping):
             return
         loading, self._loading = self._loading, None
-        found = {name: loading.loaded(name, tree) for name in loading.fresh}
-        for name, state in found.items():
-            if name in self._generators:
-                set_generator_state(self._generators[name], state, name=name.removeprefix(_PREFIX))
-            else:
-                set_global_state(name, state)
-
-    def _states(self) -> dict[str, State]:
-        own = {name: generator_state(each) for name, each in self._generators.items()}
-        return {**global_states(), **own}
-
-    def _declared(self, name: str) -> tuple[str, ...] | None:
-        return self._own.get(name, self._shared)
+        # All are found before any is set: one that is missing must leave every stream as it was.
+        states = {name: loading.loaded(name, tree) for name in loading.fresh}
+        for name, state in states.items():
+            self._set_state(name, state)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Loading:
+class _StreamLoad:
     """One load of streams on one rank: what is taken from where.
 
     `fresh`: the streams as they were when it began. `sources`: stream -> where it is stored and
@@ -202,43 +133,42 @@ class _Loading:
     sources: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
-    def take_whole(self, key: str, names: Iterable[str]) -> None:
-        self.whole.update(dict.fromkeys(names, key))
-
     def pick(
         self,
-        place: Place,
+        request: PerRankRequest,
         *,
         axes: tuple[str, ...],
         key: str,
         names: Sequence[str],
         absent: Sequence[str],
-    ) -> Source:
+    ) -> PerRankSource:
         """Which stored coordinates this rank reads; what it keeps, and what must be equal."""
-        group = _Group(place, axes=axes)
-        found = Source(here=place.here, is_picked=True, names=frozenset((*names, _DIGESTS)))
+        stored = _StoredStreams(request, axes=axes)
+        result = PerRankSource(
+            here=request.here, is_picked=True, names=frozenset((*names, DIGESTS))
+        )
         labels: dict[str, None] = {}
         kept = []
         for name in names:
-            taken = group.sources(name, self.declared[name])
+            taken = stored.sources(name, self.declared[name])
             if isinstance(taken, str):
-                return Source(here=place.here, problem=taken)
+                return PerRankSource(here=request.here, problem=taken)
             self.sources[name] = (key, taken)
             labels.update(dict.fromkeys(taken))
             if not taken:
                 kept.append(name)
-            claim = group.claim(name, self.declared[name], taken, self.fresh[name])
-            found.claims += [] if claim is None else [claim]
-        found.labels = tuple(labels)
-        found.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
-        found.kept += ("cuda",) if "cuda" in absent and found.kept != ("",) else ()
-        found.missing = tuple(name for name in absent if name != "cuda")
-        if "cuda" not in names and "cuda" in _streams_of_tree(place.stored.get(place.here)):
+            check = stored.check(name, self.declared[name], taken, self.fresh[name])
+            result.checks += [] if check is None else [check]
+        result.labels = tuple(labels)
+        result.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
+        result.kept += ("cuda",) if "cuda" in absent and result.kept != ("",) else ()
+        result.missing = tuple(name for name in absent if name != "cuda")
+        if "cuda" not in names and "cuda" in _streams_of_tree(request.stored.get(request.here)):
             # There is no device here to draw from it.
-            found.dropped = ("cuda",)
+            result.dropped = ("cuda",)
         if "cuda" not in names:
-            found.names = frozenset((*names, _DIGESTS, "cuda"))
-        return found
+            result.names = frozenset((*names, DIGESTS, "cuda"))
+        return result
 
     def loaded(self, name: str, tree: Mapping[str, Any]) -> Any:
         """The state that a stream is set to; MismatchError where a shared one differs."""
@@ -256,18 +186,18 @@ class _Loading:
         return states[0]
 
 
-class _Group:
+class _StoredStreams:
     """Streams that a checkpoint holds along the same axes, as one rank sees them."""
 
-    def __init__(self, place: Place, *, axes: tuple[str, ...]) -> None:
-        self._place = place
+    def __init__(self, request: PerRankRequest, *, axes: tuple[str, ...]) -> None:
+        self._request = request
         self._axes = axes
-        self._at = {label: parse_label(label, path=place.path) for label in place.stored}
-        self._mine = parse_label(place.here, path=place.path)
+        self._at = {label: parse_label(label, path=request.path) for label in request.stored}
+        self._mine = parse_label(request.here, path=request.path)
 
     def sources(self, name: str, declared: tuple[str, ...] | None) -> tuple[str, ...] | str:
         """The stored coordinates of a stream for this rank; none: it stays; text: a problem."""
-        here = self._place.here
+        here = self._request.here
         if declared is None and here in self._at:
             return (here,)
         along = [axis for axis in self._replicating() if axis in self._at[next(iter(self._at))]]
@@ -278,30 +208,30 @@ class _Group:
         if len(digests) > 1:
             if declared is None:
                 return ()
-            return _differ(f"{self._place.path}.{name}", candidates, declared)
+            return _differ(f"{self._request.path}.{name}", candidates, declared)
         return (here,) if here in candidates else tuple(candidates[:1])
 
-    def claim(
+    def check(
         self,
         name: str,
         declared: tuple[str, ...] | None,
         taken: tuple[str, ...],
         fresh: object,
-    ) -> Claim | None:
+    ) -> ConsistencyCheck | None:
         """What ranks that share the stream must have in common; None where none do."""
         along, is_certain = self._found_shared(name) if declared is None else (declared, True)
         axes = [axis for axis in self._axes if axis not in along]
         if not along and any(set(view) <= set(axes) for view in (DENSE_AXES, EXPERT_AXES)):
             return None
-        place = self._place
-        label = coordinate_label(place.layout, place.rank, axes, path=place.path)
+        request = self._request
+        label = coordinate_label(request.layout, request.rank, axes, path=request.path)
         digest = state_digest(fresh)
         if taken:
             digest = self._digest(taken[0], name) or f"of {taken[0]}"
         if len(taken) > 1 and declared is None:
             return None
         shown = ", ".join(along) or f"all but {', '.join(axes)}"
-        return Claim(f"{place.path}.{name}", shown, label, digest, is_certain)
+        return ConsistencyCheck(f"{request.path}.{name}", shown, label, digest, is_certain)
 
     def _replicating(self) -> list[str]:
         return [axis for axis in _REPLICATING if axis in self._axes]
@@ -328,18 +258,18 @@ class _Group:
         """Stored coordinates that are this rank's but for the axes `along`, ascending."""
         axes = sorted(self._mine)
         rest = [axis for axis in axes if axis not in along]
-        found = [
+        result = [
             (tuple(at[axis] for axis in axes), label)
             for label, at in self._at.items()
             if all(at[axis] == self._mine[axis] for axis in rest)
         ]
-        return [label for _, label in sorted(found)]
+        return [label for _, label in sorted(result)]
 
     def _digest(self, label: str, name: str) -> str | None:
         """The stored digest of a stream; None in a checkpoint from before there were any."""
-        digests = self._place.stored[label].get(_DIGESTS)
-        found = digests.get(name) if isinstance(digests, Mapping) else None
-        return found if isinstance(found, str) else None
+        digests = self._request.stored[label].get(DIGESTS)
+        result = digests.get(name) if isinstance(digests, Mapping) else None
+        return result if isinstance(result, str) else None
 
 
 def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
@@ -348,10 +278,6 @@ def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
         f"different streams along it, for {'; '.join(labels)}: load them as they are with "
         f"RNG(shared=()), or leave the random streams out of the load and seed them"
     )
-
-
-def _names(axes: Sequence[str]) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _is_per_rank(node: object) -> bool:
@@ -363,9 +289,9 @@ def _streams_of(group: Any) -> set[str]:
     if not _is_per_rank(group):
         return _streams_of_tree(group)
     trees = group.get("v")
-    found = trees.values() if isinstance(trees, Mapping) else ()
-    return {name for tree in found for name in _streams_of_tree(tree)}
+    result = trees.values() if isinstance(trees, Mapping) else ()
+    return {name for tree in result for name in _streams_of_tree(tree)}
 
 
 def _streams_of_tree(tree: Any) -> set[str]:
-    return set(tree) - {_DIGESTS} if isinstance(tree, Mapping) and "$" not in tree else set()
+    return set(tree) - {DIGESTS} if isinstance(tree, Mapping) and "$" not in tree else set()

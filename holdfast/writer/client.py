@@ -1,8 +1,7 @@
-"""The trainer's side of a writer process: start it, hand it images, hear what came of them."""
+"""The trainer's side of its writer: submit jobs to a process or a thread, receive the outcomes."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import signal
@@ -16,28 +15,49 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import ErrorRecord, StorageError
 from holdfast.storage import Storage
-from holdfast.writer.job import SaveOutcome, publish_failure, run_job
-from holdfast.writer.messages import (
-    ArenaGiven,
-    Connection,
-    JobGiven,
-    OutcomeTold,
-    PlanGiven,
-    Progressed,
-    Written,
+from holdfast.writer.job import (
+    JobGate,
+    SaveOutcome,
+    WriteJob,
+    perform_job,
+    publish_failure,
+    run_job,
 )
-from holdfast.writer.records import CommitPlan, decode_plan
-from holdfast.writer.write import WriteJob
-
-_PLANS_REMEMBERED = 2
+from holdfast.writer.memory import SharedMemory
+from holdfast.writer.process import (
+    PLANS_KEPT,
+    Connection,
+    JobFinished,
+    JobProgress,
+    JobWritten,
+    KeepPlan,
+    MapMemory,
+    Message,
+    RunJob,
+)
+from holdfast.writer.records import EncodedPlan
 
 
 class Ticket:
-    """One job under way: set by the writer's words, waited for by the trainer."""
+    """A submitted job: the writer's messages are recorded here, the trainer waits for them.
 
-    def __init__(self, job: WriteJob, *, commits: bool, nbytes: int) -> None:
+    Args:
+        job: what was submitted.
+        commits: whether it commits the save.
+        nbytes: of the image.
+        after: called with the outcome, by the thread that receives it.
+    """
+
+    def __init__(
+        self,
+        job: WriteJob,
+        *,
+        commits: bool,
+        nbytes: int,
+        after: Callable[[SaveOutcome], object] | None = None,
+    ) -> None:
         self.job = job
         self.commits = commits
         self.nbytes = nbytes
@@ -45,28 +65,30 @@ class Ticket:
         self.written = threading.Event()
         self.finished = threading.Event()
         self.outcome: SaveOutcome | None = None
-        self.after: Callable[[SaveOutcome], object] | None = None
+        self.error: BaseException | None = None
+        self._after = after
         self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
-    @classmethod
-    def failed(cls, job: WriteJob, error: HoldfastError, *, commits: bool) -> Ticket:
-        """A job that never reached the writer."""
-        ticket = cls(job, commits=commits, nbytes=0)
-        ticket.finish(_failure(job, error))
-        return ticket
-
     def finish(self, outcome: SaveOutcome) -> None:
-        """Record what came of it, then do what was asked for after it."""
+        """Record the outcome, then call what waits for it."""
         self.outcome = outcome
         self.written.set()
         with self._lock:
             self.finished.set()
             callbacks, self._callbacks = self._callbacks, []
-        if self.after is not None:
-            self.after(outcome)
+        if self._after is not None:
+            self._after(outcome)
         for callback in callbacks:
             callback()
+
+    def fail(self, error: BaseException) -> None:
+        """Record the failure of a job, as it is where this process met it."""
+        self.error = error
+        record = ErrorRecord.of(error, foreign=StorageError)
+        self.finish(
+            SaveOutcome(save_id=self.job.header.save_id, directory=self.job.directory, error=record)
+        )
 
     def when_finished(self, callback: Callable[[], object]) -> None:
         """Call it once: by the thread that receives the outcome, or now where that is there."""
@@ -76,12 +98,26 @@ class Ticket:
                 return
         callback()
 
+    def wait_written(self) -> None:
+        """Return when the rank's share is durable; raise what the job has failed with here."""
+        self.written.wait()
+        if self.error is not None:
+            raise self.error
+
+    def wait_finished(self) -> None:
+        """Return when the job is done; raise what it has failed with here."""
+        self.finished.wait()
+        if self.error is not None:
+            raise self.error
+
 
 class WriterProcess:
     """One torch-free writer process in a session of its own, and the thread that listens to it.
 
-    It outlives this process: what it was given is finished. If it dies first, every job it had is
-    failed here and the failure published on storage, so that the other ranks do not wait.
+    It outlives this process and finishes every job that it has received. If it dies first, its
+    jobs are failed here and the failure is published on storage, so that the other ranks do not
+    wait.
+
     Cost: about 0.3 s to start (not waited for), two descriptors, one thread.
     """
 
@@ -105,9 +141,10 @@ class WriterProcess:
         finally:
             theirs.close()
         self._tickets: OrderedDict[str, Ticket] = OrderedDict()
+        self._mapped: dict[int, object] = {}
         self._plans: list[str] = []
         self._lock = threading.Lock()
-        self._dead = ""
+        self.dead = ""
         self._listener = threading.Thread(
             target=self._listen, name="holdfast-writer-listener", daemon=True
         )
@@ -118,41 +155,39 @@ class WriterProcess:
         """Process id of the writer."""
         return self._process.pid
 
-    @property
-    def dead(self) -> str:
-        """Why it can take no more jobs; empty while it can."""
-        return self._dead
-
-    def give_arena(self, slot: int, descriptor: int, nbytes: int) -> None:
-        """Hand over the memory of a slot, whenever it is new."""
-        self._send(lambda: self._connection.send(ArenaGiven(slot, nbytes), [descriptor]))
-
-    def give_plan(self, digest: str, plan: bytes) -> None:
-        """Hand over a plan; one that it has already is not sent again."""
-        if digest in self._plans:
-            return
-        self._send(lambda: self._connection.send(PlanGiven(digest, plan)))
-        self._plans = [*self._plans, digest][-_PLANS_REMEMBERED:]
-
     def submit(
         self,
         job: WriteJob,
         *,
-        slot: int,
+        buffer: int,
+        memory: SharedMemory,
         nbytes: int,
-        commits: bool,
+        plan: EncodedPlan | None,
         after: Callable[[SaveOutcome], object] | None = None,
     ) -> Ticket:
-        """Hand over one save's job; StorageError if the writer is gone.
+        """Submit one save's job; StorageError if the writer is gone.
 
-        `after` is called with the outcome, by the thread that hears it.
+        Memory and plan are sent when they are new to the writer.
+
+        Args:
+            job: the rank's share.
+            buffer: number of the staging buffer that the image lies in.
+            memory: of that buffer.
+            nbytes: of the image.
+            plan: where this rank commits the save.
+            after: called with the outcome, by the thread that receives it.
         """
-        ticket = Ticket(job, commits=commits, nbytes=nbytes)
-        ticket.after = after
+        if self._mapped.get(buffer) is not memory.token:
+            self._send(MapMemory(buffer, memory.nbytes), memory.fd)
+            self._mapped[buffer] = memory.token
+        if plan is not None and job.plan_digest not in self._plans:
+            self._send(KeepPlan(job.plan_digest, plan.data))
+            self._plans = [*self._plans, job.plan_digest][-PLANS_KEPT:]
+        ticket = Ticket(job, commits=plan is not None, nbytes=nbytes, after=after)
         with self._lock:
             self._tickets[job.header.save_id] = ticket
         try:
-            self._send(lambda: self._connection.send(JobGiven(job, slot, nbytes, commits)))
+            self._send(RunJob(job, buffer, nbytes, ticket.commits))
         except StorageError:
             with self._lock:
                 self._tickets.pop(job.header.save_id, None)
@@ -168,126 +203,129 @@ class WriterProcess:
                 self._process.wait(5)
             self._connection.close()
 
-    def _send(self, send: Callable[[], None]) -> None:
+    def _send(self, message: Message, *descriptors: int) -> None:
         try:
-            if self._dead:
-                raise BrokenPipeError(self._dead)
-            send()
+            if self.dead:
+                raise BrokenPipeError(self.dead)
+            self._connection.send(message, descriptors)
         except OSError as error:
             raise StorageError(
-                f"the writer process {self.pid} is gone: {self._dead or error}"
+                f"the writer process {self.pid} is gone: {self.dead or error}"
             ) from error
 
     def _listen(self) -> None:
         while True:
-            frame, _ = self._connection.receive()
-            if frame is None:
-                break
-            if isinstance(frame, Written | Progressed):
-                ticket = self._tickets.get(frame.save_id)
-                if ticket is None:
-                    continue
-                if isinstance(frame, Written):
+            message, _ = self._connection.receive()
+            if isinstance(message, JobProgress):
+                if (ticket := self._tickets.get(message.save_id)) is not None:
+                    ticket.nbytes_written = message.nbytes
+            elif isinstance(message, JobWritten):
+                if (ticket := self._tickets.get(message.save_id)) is not None:
                     ticket.nbytes_written = ticket.nbytes
                     ticket.written.set()
-                else:
-                    ticket.nbytes_written = frame.nbytes
-            elif isinstance(frame, OutcomeTold):
+            elif isinstance(message, JobFinished):
                 with self._lock:
-                    ticket = self._tickets.pop(frame.outcome.save_id, None)
+                    ticket = self._tickets.pop(message.outcome.save_id, None)
                 if ticket is not None:
-                    ticket.finish(frame.outcome)
-        self._bury()
+                    ticket.finish(message.outcome)
+            elif message is None:
+                break
+        self._fail_the_rest()
 
-    def _bury(self) -> None:
-        """The writer is gone: fail what it had, and tell the other ranks through storage."""
+    def _fail_the_rest(self) -> None:
+        """The writer is gone: fail the jobs it had, for the other ranks on storage, too."""
         began = time.monotonic()
         while self._process.poll() is None and time.monotonic() - began < 5:
             time.sleep(0.01)
-        self._dead = _how_it_ended(self._process.returncode)
+        self.dead = _how_it_ended(self._process.returncode)
         with self._lock:
             orphans = list(self._tickets.values())
             self._tickets.clear()
         for ticket in orphans:
             error = StorageError(
-                f"rank {ticket.job.rank}: the writer process {self.pid} {self._dead} during the "
+                f"rank {ticket.job.rank}: the writer process {self.pid} {self.dead} during the "
                 f"save of step {ticket.job.header.step}"
             )
-            publish_failure(self._storage, ticket.job, error, committer=ticket.commits)
-            ticket.finish(_failure(ticket.job, error))
+            record = ErrorRecord.of(error)
+            publish_failure(self._storage, ticket.job, record, committer=ticket.commits)
+            ticket.fail(error)
 
 
 class WriterThread:
-    """The same service by a thread of this process, for storages no other process can open."""
+    """The same service by a thread of this process, one job after the other.
+
+    For storages that no other process can open, and for synchronous saves.
+    """
+
+    pid: int | None = None
+    """There is no process."""
+    dead = ""
+    """It lives as long as this process."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._arenas: dict[int, mmap.mmap] = {}
-        self._plan: tuple[CommitPlan, bytes] | None = None
-        self._jobs: queue.Queue[tuple[Ticket, int, tuple[CommitPlan, bytes] | None] | None] = (
-            queue.Queue()
-        )
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, name="holdfast-writer", daemon=True)
         self._thread.start()
-
-    @property
-    def pid(self) -> int | None:
-        """None: there is no process."""
-        return None
-
-    @property
-    def dead(self) -> str:
-        """Empty: it lives as long as this process."""
-        return ""
-
-    def give_arena(self, slot: int, descriptor: int, nbytes: int) -> None:
-        """Map the memory of a slot a second time."""
-        self._arenas[slot] = mmap.mmap(descriptor, nbytes)
-
-    def give_plan(self, digest: str, plan: bytes) -> None:
-        """Keep a plan for the jobs that follow."""
-        del digest
-        if self._plan is None or self._plan[1] != plan:
-            self._plan = (decode_plan(plan, where="plan"), plan)
 
     def submit(
         self,
         job: WriteJob,
         *,
-        slot: int,
+        buffer: int,
+        memory: SharedMemory,
         nbytes: int,
-        commits: bool,
+        plan: EncodedPlan | None,
         after: Callable[[SaveOutcome], object] | None = None,
+        gate: JobGate | None = None,
     ) -> Ticket:
-        """Queue one save's job; `after` is called with the outcome, by the writing thread."""
-        ticket = Ticket(job, commits=commits, nbytes=nbytes)
-        ticket.after = after
-        self._jobs.put((ticket, slot, self._plan if commits else None))
+        """Queue one save's job; see `WriterProcess.submit`.
+
+        Args:
+            gate: of a synchronous save: its failure is raised by the ticket and is not published
+                on storage, since the ranks wait for each other.
+        """
+        del buffer
+        ticket = Ticket(job, commits=plan is not None, nbytes=nbytes, after=after)
+        image = memory.view(nbytes)
+
+        def progress(nbytes: int) -> None:
+            ticket.nbytes_written = nbytes
+
+        def run() -> None:
+            on_written = ticket.written.set
+            if gate is None:
+                ticket.finish(
+                    run_job(
+                        self._storage, job, image, plan=plan, on_progress=progress,
+                        on_written=on_written,
+                    )
+                )  # fmt: skip
+                return
+            try:
+                outcome = perform_job(
+                    self._storage, job, image, plan=plan, gate=gate, on_written=on_written
+                )
+            except BaseException as error:
+                ticket.fail(error)
+            else:
+                ticket.finish(outcome)
+
+        self._jobs.put(run)
         return ticket
 
-    def close(self, *, timeout_s: float) -> None:
+    def close(self, *, timeout_s: float | None) -> None:
         """Finish what is queued and end."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            ticket, slot, planned = entry
-            plan, encoded = planned if planned is not None else (None, b"")
-
-            def progress(nbytes: int, ticket: Ticket = ticket) -> None:
-                ticket.nbytes_written = nbytes
-
-            outcome = run_job(
-                self._storage,
-                ticket.job,
-                memoryview(self._arenas[slot])[: ticket.nbytes],
-                plan=plan,
-                encoded_plan=encoded,
-                on_progress=progress,
-                on_written=ticket.written.set,
-            )
-            ticket.finish(outcome)
+        while True:
+            run = self._jobs.get()
+            if run is None:
+                return
+            run()
+            del run  # it holds a view of staging memory, which is not given back before that goes
 
 
 Writer = WriterProcess | WriterThread
@@ -297,15 +335,6 @@ def start_writer(storage: Storage) -> Writer:
     """A writer process where another process can open the storage, else a thread."""
     root = storage.local_path("") if storage.is_shareable() else None
     return WriterProcess(storage, root) if root is not None else WriterThread(storage)
-
-
-def _failure(job: WriteJob, error: HoldfastError) -> SaveOutcome:
-    return SaveOutcome(
-        save_id=job.header.save_id,
-        directory=job.directory,
-        error_type=type(error).__name__,
-        message=str(error),
-    )
 
 
 def _how_it_ended(code: int | None) -> str:

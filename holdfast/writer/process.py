@@ -1,8 +1,8 @@
-"""The writer process: takes staged images from one trainer and brings them to storage.
+"""The writer process: receives jobs from one trainer and runs them. Also their common messages.
 
-Run as `python -m holdfast.writer.process FD`. It is torch-free, in a session of its own, has no
-communicator, and finishes what it was given even when the trainer is gone. Frames on the socket
-are `messages.Frame`s; arenas come as file descriptors beside them.
+Run as `python -m holdfast.writer.process FD ROOT`. It is torch-free, in a session of its own, has
+no communicator, and finishes every job it has received even when the trainer is gone. Messages
+travel over a local socket; staging memory comes as file descriptors with them.
 """
 
 from __future__ import annotations
@@ -11,102 +11,190 @@ import mmap
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.errors import HoldfastError
+import msgspec
+
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import PosixStorage, Storage
-from holdfast.writer.job import SaveOutcome, run_job
-from holdfast.writer.messages import (
-    ArenaGiven,
-    Connection,
-    JobGiven,
-    OutcomeTold,
-    PlanGiven,
-    Progressed,
-    Written,
-)
-from holdfast.writer.records import CommitPlan, decode_plan
+from holdfast.writer.job import SaveOutcome, WriteJob, run_job
+from holdfast.writer.records import EncodedPlan, decode_plan
 
-_PLANS_KEPT = 2
+PLANS_KEPT = 2
 _PROGRESS_S = 0.2
+_LENGTH = struct.Struct("<Q")
 
 
-class Server:
-    """State of one writer process: its storage, arenas and plans."""
+class MapMemory(msgspec.Struct, frozen=True, tag=True):
+    """Trainer to writer: the memory of a staging buffer; its descriptor comes with the message."""
+
+    buffer: int
+    nbytes: int
+
+
+class KeepPlan(msgspec.Struct, frozen=True, tag=True):
+    """Trainer to writer: a commit plan, once; jobs name it by its digest."""
+
+    digest: str
+    plan: bytes
+
+
+class RunJob(msgspec.Struct, frozen=True, tag=True):
+    """Trainer to writer: write the first `nbytes` of a buffer; commit the save if `commits`."""
+
+    job: WriteJob
+    buffer: int
+    nbytes: int
+    commits: bool
+
+
+class JobProgress(msgspec.Struct, frozen=True, tag=True):
+    """Writer to trainer: so many bytes of a save have been passed to storage."""
+
+    save_id: str
+    nbytes: int
+
+
+class JobWritten(msgspec.Struct, frozen=True, tag=True):
+    """Writer to trainer: the buffer's bytes are durable, it may be staged into again."""
+
+    save_id: str
+
+
+class JobFinished(msgspec.Struct, frozen=True, tag=True):
+    """Writer to trainer: the outcome of a save."""
+
+    outcome: SaveOutcome
+
+
+Message = MapMemory | KeepPlan | RunJob | JobProgress | JobWritten | JobFinished
+
+
+class Connection:
+    """Messages over a stream socket; one thread sends, one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, descriptors with its first byte; OSError when the other end is gone."""
+        data = msgspec.msgpack.encode(message)
+        head = _LENGTH.pack(len(data))
+        if descriptors:
+            socket.send_fds(self._socket, [head], list(descriptors))
+        else:
+            self._socket.sendall(head)
+        self._socket.sendall(data)
+
+    def receive(self) -> tuple[Message | None, list[int]]:
+        """The next message and its descriptors; None when the other end is gone."""
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 4)
+            head += self._read(_LENGTH.size - len(head)) if head else b""
+            if len(head) < _LENGTH.size:
+                return None, []
+            data = self._read(_LENGTH.unpack(head)[0])
+        except OSError:
+            return None, []
+        try:
+            return msgspec.msgpack.decode(data, type=Message), descriptors
+        except msgspec.DecodeError as error:
+            raise StorageError(f"the writer's socket carries something else: {error}") from error
+
+    def _read(self, nbytes: int) -> bytes:
+        """Exactly `nbytes`; OSError when the stream ends before."""
+        data = bytearray()
+        while len(data) < nbytes:
+            chunk = self._socket.recv(min(nbytes - len(data), 1 << 20))
+            if not chunk:
+                raise ConnectionResetError("the other end closed the stream")
+            data += chunk
+        return bytes(data)
+
+    def shutdown(self) -> None:
+        """Announce that nothing more will be sent; messages can still be received."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+
+class WriterServer:
+    """State of one writer process: its storage, mapped staging buffers and plans."""
 
     def __init__(self, connection: Connection, storage: Storage) -> None:
         self._connection = connection
         self._storage = storage
-        self._arenas: dict[int, mmap.mmap] = {}
-        self._plans: OrderedDict[str, tuple[CommitPlan, bytes]] = OrderedDict()
+        self._buffers: dict[int, mmap.mmap] = {}
+        self._plans: OrderedDict[str, EncodedPlan] = OrderedDict()
 
     def serve(self) -> None:
-        """Take frames until the trainer closes its end or dies; every job taken is finished."""
+        """Receive until the trainer closes its end or dies; every job received is finished."""
         while True:
-            frame, descriptors = self._connection.receive()
-            if frame is None:
+            message, descriptors = self._connection.receive()
+            if message is None:
                 return
-            if isinstance(frame, ArenaGiven):
-                # An arena that is replaced is unmapped when the last view of it goes.
-                self._arenas[frame.slot] = mmap.mmap(descriptors[0], frame.nbytes)
+            if isinstance(message, MapMemory):
+                # Memory that is replaced is unmapped when the last view of it goes.
+                self._buffers[message.buffer] = mmap.mmap(descriptors[0], message.nbytes)
                 os.close(descriptors[0])
-            elif isinstance(frame, PlanGiven):
-                self._plans[frame.digest] = (decode_plan(frame.plan, where="plan"), frame.plan)
-                while len(self._plans) > _PLANS_KEPT:
+            elif isinstance(message, KeepPlan):
+                plan = decode_plan(message.plan, where="plan")
+                self._plans[message.digest] = EncodedPlan(plan, message.plan)
+                while len(self._plans) > PLANS_KEPT:
                     self._plans.popitem(last=False)
-            elif isinstance(frame, JobGiven):
-                self._run(frame)
+            elif isinstance(message, RunJob):
+                self._run(message)
 
-    def _run(self, frame: JobGiven) -> None:
-        job = frame.job
-        plan, encoded = self._plans[job.plan_digest] if frame.commits else (None, b"")
-        image = memoryview(self._arenas[frame.slot])[: frame.nbytes]
+    def _run(self, message: RunJob) -> None:
+        job = message.job
+        image = memoryview(self._buffers[message.buffer])[: message.nbytes]
         outcome = run_job(
             self._storage,
             job,
             image,
-            plan=plan,
-            encoded_plan=encoded,
+            plan=self._plans[job.plan_digest] if message.commits else None,
             on_progress=self._progress(job.header.save_id),
-            on_written=lambda: self._tell(Written(save_id=job.header.save_id)),
+            on_written=lambda: self._report(JobWritten(job.header.save_id)),
         )
         image.release()
-        if not self._tell(OutcomeTold(outcome=outcome)):
-            _report_alone(outcome)
+        if not self._report(JobFinished(outcome)):
+            # The trainer is gone: the outcome goes to the log that it shared with this process.
+            error = outcome.error
+            result = "was committed" if error is None else f"failed: {error.message}"
+            try:
+                print(f"holdfast writer: {outcome.directory} {result}", file=sys.stderr, flush=True)
+            except OSError:
+                return
 
     def _progress(self, save_id: str) -> Callable[[int], None]:
-        """A reporter of bytes that speaks a few times a second at most."""
-        told = time.monotonic()
+        """A reporter of bytes written that sends a few messages a second at most."""
+        last = time.monotonic()
 
         def report(nbytes: int) -> None:
-            nonlocal told
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                self._tell(Progressed(save_id=save_id, nbytes=nbytes))
+            nonlocal last
+            if time.monotonic() - last > _PROGRESS_S:
+                last = time.monotonic()
+                self._report(JobProgress(save_id, nbytes))
 
         return report
 
-    def _tell(self, frame: Progressed | Written | OutcomeTold) -> bool:
-        """Tell the trainer; False when it is gone, which changes nothing here."""
+    def _report(self, message: JobProgress | JobWritten | JobFinished) -> bool:
+        """Send to the trainer; False when it is gone, which changes nothing here."""
         try:
-            self._connection.send(frame)
+            self._connection.send(message)
         except OSError:
             return False
         return True
-
-
-def _report_alone(outcome: SaveOutcome) -> None:
-    """The trainer is gone: the outcome goes to the log it shared with us."""
-    error = outcome.error()
-    what = "was committed" if error is None else f"failed: {error}"
-    try:
-        print(f"holdfast writer: {outcome.directory} {what}", file=sys.stderr, flush=True)
-    except OSError:
-        return
 
 
 def main(arguments: list[str]) -> int:
@@ -115,7 +203,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=int(arguments[0])))
     try:
-        Server(connection, PosixStorage(Path(arguments[1]))).serve()
+        WriterServer(connection, PosixStorage(Path(arguments[1]))).serve()
     except HoldfastError as error:
         print(f"holdfast writer: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
-"""What a save leaves on storage while it is under way: the plan of all ranks, and done-records.
+"""What a save in progress has on storage: the plan of all ranks, done-records, failure records.
 
-Both are enough to finish a save, or to say what is missing of it, without any of the processes
+They are sufficient to finish a save, or to name what is missing of it, without any of the processes
 that began it.
 """
 
@@ -34,7 +34,7 @@ def done_file(position: int) -> str:
 
 
 def failed_file(position: int) -> str:
-    """Path of the word a rank leaves when it could not write."""
+    """Path of the failure record of a rank that could not write."""
     return f"{DONE_DIR}/{position:05d}.failed"
 
 
@@ -110,6 +110,14 @@ class _PlanWire(msgspec.Struct, frozen=True, kw_only=True):
     widths: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPlan:
+    """A plan, and the bytes that `encode_plan` makes of it."""
+
+    plan: CommitPlan
+    data: bytes
+
+
 def encode_plan(plan: CommitPlan) -> bytes:
     """The plan as bytes with a digest at the end."""
     values = {
@@ -161,15 +169,8 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     metadata: bytes = b""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a save failed: the name of an error class, and its message."""
-
-    error_type: str
-    message: str
-
-
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's word that its bytes are on storage: lengths and digests of all of them.
+    """One rank's record that its bytes are on storage: lengths and digests of all of them.
 
     `starts`, `digest_ptr`, `digests`, `checks`: little-endian 64-bit columns. `lanes`: two words of
     fingerprint per row, or none. `values`: the rank's

@@ -208,7 +208,7 @@ def test_a_wrong_claim_is_told_with_key_box_and_ranks(tmp_path: Path) -> None:
     for said in run_ranks(4, _wrong_claims, str(tmp_path)).results:
         assert "m.w [4:6, 0:2]: rank 2" in said["two"]
         assert "ranks [3] hold the same box" in said["two"]
-        assert "nobody holds [4:6, 0:2]" in said["none"]
+        assert "no rank holds [4:6, 0:2]" in said["none"]
     assert not list(tmp_path.glob(".saving*"))
 
 

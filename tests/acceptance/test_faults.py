@@ -25,7 +25,7 @@ from holdfast import (
     Sharded,
     StorageError,
 )
-from holdfast.checkpoint.save import budget
+from holdfast.checkpoint.save import executor
 from tests.checkpoint.common import assert_equal, make_state
 from tests.harness import RankContext, run_ranks
 
@@ -193,7 +193,7 @@ def short_of(context: RankContext, root: str) -> dict[str, str]:
         stopped("disk", Small(root) if rank == 0 else Unshared(root))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 3:
-                patch.setattr(budget, "available_memory_nbytes", lambda: 7)
+                patch.setattr(executor, "available_memory_nbytes", lambda: 7)
             stopped("memory", Unshared(root))
         with few_descriptors(3) if rank == 1 else contextlib.nullcontext():
             stopped("descriptors", Unshared(root))
@@ -247,7 +247,7 @@ def wrong_declarations(context: RankContext, root: str) -> dict[str, str]:
         half = torch.zeros(2, 2)
 
         class Lazy:
-            """A declaration that is made while the state is taken apart."""
+            """A declaration that is made while the state is flattened."""
 
             def state_dict(self) -> dict[str, object]:
                 return {"y": Sharded(half, (4, 2), dims=dims)}

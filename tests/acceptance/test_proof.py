@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, HoldfastError, Layout, PlanError, ProcessGroups
-from holdfast.checkpoint.plan.claims import ChunkTable, TensorNames, decode_names
-from holdfast.checkpoint.plan.proof import make_plan
+from holdfast.checkpoint.plan.claims import RankClaims, TensorNames, decode_names
+from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.state.leaves import ReplicaSet
 from holdfast.writer import commit
 from holdfast.writer.records import DoneRecord
@@ -31,16 +31,16 @@ VICTIM = 700
 NUMBER = 55
 KEY = f"model.layers.{NUMBER}.weight"
 
-Spoil = Callable[[list[ChunkTable]], None]
+Spoil = Callable[[list[RankClaims]], None]
 
 
 @pytest.fixture(scope="module")
-def tables() -> list[ChunkTable]:
+def tables() -> list[RankClaims]:
     """Row shards on 512 ranks, each with one declared replica."""
     return synthetic(NUM_RANKS, NUM_TENSORS, replicas=2)
 
 
-def prove(tables: list[ChunkTable]) -> None:
+def prove(tables: list[RankClaims]) -> None:
     layout = Layout(dp=NUM_RANKS)
     make_plan(
         tables,
@@ -51,7 +51,7 @@ def prove(tables: list[ChunkTable]) -> None:
     )
 
 
-def without(tables: list[ChunkTable], rank: int) -> None:
+def without(tables: list[RankClaims], rank: int) -> None:
     table = tables[rank]
     keep = np.arange(NUM_TENSORS) != NUMBER
     tables[rank] = dataclasses.replace(
@@ -60,13 +60,13 @@ def without(tables: list[ChunkTable], rank: int) -> None:
     )  # fmt: skip
 
 
-def gap(tables: list[ChunkTable]) -> None:
+def gap(tables: list[RankClaims]) -> None:
     """Neither holder claims the shard."""
     without(tables, VICTIM)
     without(tables, VICTIM - SHARDS)
 
 
-def gap_of_one_row(tables: list[ChunkTable]) -> None:
+def gap_of_one_row(tables: list[RankClaims]) -> None:
     """Both holders claim all rows of the shard but the last: at most 64 elements are missing."""
     for rank in (VICTIM, VICTIM - SHARDS):
         extent = tables[rank].extent.copy()
@@ -74,20 +74,20 @@ def gap_of_one_row(tables: list[ChunkTable]) -> None:
         tables[rank] = dataclasses.replace(tables[rank], extent=extent)
 
 
-def overlap(tables: list[ChunkTable]) -> None:
+def overlap(tables: list[RankClaims]) -> None:
     """One holder claims one row more, which another shard has."""
     extent = tables[VICTIM].extent.copy()
     extent[NUMBER, 0] += 1
     tables[VICTIM] = dataclasses.replace(tables[VICTIM], extent=extent)
 
 
-def out_of_bounds(tables: list[ChunkTable]) -> None:
+def out_of_bounds(tables: list[RankClaims]) -> None:
     offset = tables[VICTIM].offset.copy()
     offset[NUMBER, 0] += 1 << 40
     tables[VICTIM] = dataclasses.replace(tables[VICTIM], offset=offset)
 
 
-def duplicate_owner(tables: list[ChunkTable]) -> None:
+def duplicate_owner(tables: list[RankClaims]) -> None:
     """A rank says that the shard is its alone; another one holds the same box."""
     replica_set = tables[VICTIM].replica_set.copy()
     replica_set[NUMBER] = 1
@@ -97,7 +97,7 @@ def duplicate_owner(tables: list[ChunkTable]) -> None:
     )
 
 
-def named(tables: list[ChunkTable], *, dtype: str | None = None, grow: int = 0) -> None:
+def named(tables: list[RankClaims], *, dtype: str | None = None, grow: int = 0) -> None:
     found = decode_names(tables[VICTIM].names)
     dtypes, shapes = list(found.dtypes), list(found.shapes)
     if dtype is not None:
@@ -107,18 +107,18 @@ def named(tables: list[ChunkTable], *, dtype: str | None = None, grow: int = 0) 
     tables[VICTIM] = dataclasses.replace(tables[VICTIM], names=msgspec.msgpack.encode(names))
 
 
-def shape_mismatch(tables: list[ChunkTable]) -> None:
+def shape_mismatch(tables: list[RankClaims]) -> None:
     named(tables, grow=1)
 
 
-def wrong_dtype(tables: list[ChunkTable]) -> None:
+def wrong_dtype(tables: list[RankClaims]) -> None:
     """Of the same size: no length tells."""
     named(tables, dtype="I32")
 
 
 FAULTS: dict[Spoil, tuple[str, ...]] = {
-    gap: ("nobody holds",),
-    gap_of_one_row: ("nobody holds",),
+    gap: ("no rank holds",),
+    gap_of_one_row: ("no rank holds",),
     overlap: ("more than one declared shard covers", "700"),
     out_of_bounds: ("out of the tensor", "700"),
     duplicate_owner: ("two ranks claim to own one box", "rank 700", "188", "x"),
@@ -129,7 +129,7 @@ FAULTS: dict[Spoil, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("spoil", FAULTS, ids=lambda spoil: spoil.__name__)
 def test_a_wrong_claim_among_a_thousand_ranks_is_named_in_seconds(
-    tables: list[ChunkTable], spoil: Spoil
+    tables: list[RankClaims], spoil: Spoil
 ) -> None:
     """K7: 102,400 claims of which one or two are wrong."""
     spoilt = list(tables)
@@ -151,7 +151,7 @@ def test_a_wrong_claim_among_a_thousand_ranks_is_named_in_seconds(
             assert word in message
 
 
-def test_a_thousand_ranks_that_are_right_are_proven(tables: list[ChunkTable]) -> None:
+def test_a_thousand_ranks_that_are_right_are_proven(tables: list[RankClaims]) -> None:
     began = time.process_time()
     prove(tables)
     assert time.process_time() - began < 20

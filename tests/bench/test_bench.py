@@ -10,9 +10,9 @@ import pytest
 
 from bench import report, scale, tiny
 from bench.__main__ import main
-from bench.results import Found, Row, Target
+from bench.results import BenchResults, Row, Target
 from bench.timing import interleave, slowest
-from holdfast.checkpoint.plan.proof import make_plan
+from holdfast.checkpoint.plan.make_plan import make_plan
 
 
 def test_every_arm_runs_once_a_round_in_turning_order_and_warm_ups_are_dropped() -> None:
@@ -54,12 +54,12 @@ def test_a_target_is_met_at_its_bound_and_missed_above(
 
 
 def test_the_best_arm_of_dcp_and_of_the_floor_is_what_counts() -> None:
-    found = Found()
-    found.compare(
+    results = BenchResults()
+    results.compare(
         "case", "name", unit="ms", scale=10, holdfast=[3, 1, 2],
         floors={"slow": [9, 9, 9], "fast": [1, 1, 7]}, dcp={"x": [8, 8, 8], "y": [4, 5, 4]},
     )  # fmt: skip
-    row = found.rows[0]
+    row = results.rows[0]
     assert (row.holdfast, row.floor, row.dcp, row.dcp_arm) == (20, 10, 40, "y")
     assert (row.to_floor, row.to_dcp) == (2, 0.5)
 
@@ -81,8 +81,8 @@ def test_simulated_ranks_make_whole_tensors() -> None:
 def test_tiny_tensors_end_to_end_with_a_baseline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(found: Found, scratch: Path) -> None:
-        tiny.measure(found, num_tensors=50, repeats=1, scratch=scratch)
+    def measure(results: BenchResults, scratch: Path) -> None:
+        tiny.measure(results, num_tensors=50, repeats=1, scratch=scratch)
 
     monkeypatch.setattr("bench.__main__.cases", lambda **_: {"tiny": measure})
     out = tmp_path / "out"

@@ -16,10 +16,10 @@ import torch
 import holdfast
 from holdfast import RNG, Checkpointer, Layout, PerRank, ProcessGroups, Sharded, Stored
 from holdfast.checkpoint.save import local_state as local_module
-from holdfast.checkpoint.save.staging import Arena
 from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
 from holdfast.storage import PosixStorage
-from holdfast.writer import write
+from holdfast.writer import job
+from holdfast.writer.memory import SharedMemory
 from holdfast.writer.records import DoneRecord
 from tests.checkpoint.common import assert_equal, full, make_state, wait
 from tests.harness import RankContext, run_ranks
@@ -451,7 +451,7 @@ def test_ranks_with_different_plans_plan_again(tmp_path: Path) -> None:
 
 def write_under_another_plan(context: RankContext, root: str) -> list[str]:
     said = []
-    make = write.DoneRecord
+    make = job.DoneRecord
 
     def lie(**fields: Any) -> DoneRecord:
         return make(**{**fields, "plan_digest": "0" * 32})
@@ -465,7 +465,7 @@ def write_under_another_plan(context: RankContext, root: str) -> list[str]:
         for step, save in ((2, checkpointer.save), (3, checkpointer.save_async)):
             with pytest.MonkeyPatch.context() as patch:
                 if context.rank == 1:
-                    patch.setattr(write, "DoneRecord", lie)
+                    patch.setattr(job, "DoneRecord", lie)
                 with pytest.raises(PlanError) as caught:
                     _finished(save(step, state))
             said.append(str(caught.value))
@@ -500,13 +500,13 @@ class Clones:
 def _taken_apart(state: dict[str, object], before: Any, cache: Any) -> Any:
     from holdfast.format.values import Codecs
 
-    return local_module.take_apart(
+    return local_module.flatten_local_state(
         state,
         groups=ProcessGroups.single(),
         codecs=Codecs(),
         block_nbytes=1 << 20,
         cache=cache,
-        before=before,
+        previous=before,
     )
 
 
@@ -515,7 +515,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
 ) -> None:
     """Streams, clones and arrays made again for each save: nothing is tabled or signed again."""
     calls: Counter[str] = Counter()
-    for name in ("chunk_table", "encode_table", "signature", "digest128"):
+    for name in ("claims_of", "encode_claims", "signature", "digest128"):
         whole = getattr(local_module, name)
 
         def counted(*args: Any, name: str = name, whole: Any = whole, **keywords: Any) -> Any:
@@ -529,7 +529,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state)
         once = calls.copy()
-        assert once["chunk_table"] == 1
+        assert once["claims_of"] == 1
         for step in range(1, 5):
             torch.rand(step)
             torch_state = torch.get_rng_state()
@@ -544,7 +544,7 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
         assert (checkpointer.stats.num_plans, checkpointer.stats.num_allocations) == (1, 1)
         clones.tensors["t5"] = clones.tensors["t5"].double()
         assert checkpointer.save(9, state).planned
-        assert calls["chunk_table"] == 2
+        assert calls["claims_of"] == 2
 
 
 def test_what_is_used_again_is_what_would_be_made_again() -> None:
@@ -596,16 +596,16 @@ def test_memory_half_laid_out_is_not_used(tmp_path: Path) -> None:
     large = {"t": {"x": torch.full((100_000,), 7.0)}}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save_async(1, small).result(60)
-        whole = Arena.reserve
+        whole = SharedMemory.reserve
 
-        def failing(arena: Arena, nbytes: int) -> memoryview:
-            view = whole(arena, nbytes)
-            arena.num_allocations -= 1  # as if interrupted just before it was counted
+        def failing(memory: SharedMemory, nbytes: int) -> memoryview:
+            view = whole(memory, nbytes)
+            memory.num_allocations -= 1  # as if interrupted just before it was counted
             del view
             raise MemoryError("interrupted")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Arena, "reserve", failing)
+            patch.setattr(SharedMemory, "reserve", failing)
             pending = checkpointer.save_async(2, large)
         with pytest.raises(StorageError, match="interrupted"):
             pending.result(60)

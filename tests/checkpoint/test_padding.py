@@ -28,9 +28,9 @@ from holdfast import (
     Stored,
     declare_padding,
 )
-from holdfast.state import HeldParameter
+from holdfast.state import OptimizerParameter
 from holdfast.state.names import parameter_names
-from holdfast.state.optimizer.protocol import WholeOptimizer
+from holdfast.state.optimizer.named import UnshardedOptimizer
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 
@@ -123,10 +123,10 @@ class Run:
     def state(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": OptimizerState(self.optimizer, self.model)}
 
-    def held(self) -> Iterator[tuple[str, HeldParameter]]:
-        holder = self.optimizer if self.is_sharded else WholeOptimizer(self.optimizer)
+    def held(self) -> Iterator[tuple[str, OptimizerParameter]]:
+        holder = self.optimizer if self.is_sharded else UnshardedOptimizer(self.optimizer)
         names = parameter_names(self.net)
-        for each in holder.held_parameters():
+        for each in holder.optimizer_parameters():
             if each.updated is not None:
                 yield names[each.parameter], each
 

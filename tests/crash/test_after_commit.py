@@ -227,7 +227,7 @@ def _interrupted(
 
     before = set(storage.root.glob(".saving-*"))
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.save.executor.commit_save", stop)
+        monkey.setattr("holdfast.writer.job.commit_save", stop)
         monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(StorageError, match="stopped"):
             save(storage, "sync", step, version, overwrite=overwrite)

@@ -29,7 +29,7 @@ def _slow(context: RankContext, root: str, slow: int, mode: str) -> list[str]:
     heartbeat.HEARTBEAT_S = 0.3
     with ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups:
         storage = _Unshared(root)
-        real = send.stage_by_segments if mode == "sync" else job.write_share
+        real = send.stage_by_slices if mode == "sync" else job.write_share
 
         def late(*args: object, **kwargs: object) -> object:
             if mode == "async":
@@ -38,7 +38,7 @@ def _slow(context: RankContext, root: str, slow: int, mode: str) -> list[str]:
             return real(*args, **kwargs) if mode == "sync" or context.rank == slow else done  # type: ignore[operator]
 
         if mode == "sync":
-            send.stage_by_segments = late  # type: ignore[assignment]
+            send.stage_by_slices = late  # type: ignore[assignment]
         else:
             job.write_share = late  # type: ignore[assignment]
         checkpointer = Checkpointer(storage, groups=groups, settle_s=0.0)
@@ -91,7 +91,7 @@ def _die(context: RankContext, root: str) -> None:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        send.stage_by_segments = never  # type: ignore[assignment]
+        send.stage_by_slices = never  # type: ignore[assignment]
         state = state_of(5, index=context.rank, size=2)
         Checkpointer(root, groups=groups, settle_s=0.0).save(5, state)
 
@@ -162,16 +162,16 @@ def test_a_save_that_a_repair_finished_meanwhile_is_a_success(
     """The committer was only slow: what it finds committed under its name is its own save."""
     storage = PosixStorage(tmp_path)
     Checkpointer(tmp_path).save(1, state_of(10))
-    real = send.commit_save
+    real = job.commit_save
     for step, version in ((1, 11), (2, 20)):
         fates: list[str] = []
 
         def slow(*args: object, fates: list[str] = fates, **kwargs: object) -> object:
-            monkeypatch.setattr(send, "commit_save", real)
+            monkeypatch.setattr(job, "commit_save", real)
             fates.extend(f.fate for f in repairing.repair(PosixStorage(tmp_path), alive_s=0.0))
             return real(*args, **kwargs)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(send, "commit_save", slow)
+        monkeypatch.setattr(job, "commit_save", slow)
         report = Checkpointer(tmp_path).save(step, state_of(version), overwrite=True)
         assert fates[0] == "finished"
         assert report.step == step

@@ -27,7 +27,7 @@ def _leave_behind(root: Path, step: int) -> Path:
         raise _Stop
 
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.save.executor.commit_save", stop)
+        monkey.setattr("holdfast.writer.job.commit_save", stop)
         monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="_Stop"):
             Checkpointer(root).save(step, state_of(step))

@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, PosixStorage, Stored
-from holdfast.checkpoint.save.copier import Copiers, CudaPageLock
-from holdfast.checkpoint.save.staging import Arena, content_digest, prepare_staging, stage
+from holdfast.checkpoint.save.staging import (
+    Copiers,
+    CudaPageLock,
+    content_digest,
+    prepare_staging,
+    stage,
+)
 from holdfast.format.image import ImageEntry, layout_image
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
+from holdfast.writer.memory import SharedMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,18 +121,18 @@ def test_the_callers_stream_is_the_one_that_counts(tmp_path: Path) -> None:
         )
 
 
-def test_the_arena_is_page_locked_and_copies_into_it_are_asynchronous() -> None:
+def test_staging_memory_is_page_locked_and_copies_into_it_are_asynchronous() -> None:
     sources = [torch.arange(_NUMEL, dtype=torch.float32, device="cuda"), torch.ones(5)]
     entries = [
         ImageEntry(name=f"t{i}", dtype=TORCH_TO_NAME[s.dtype], shape=tuple(s.shape))
         for i, s in enumerate(sources)
     ]
-    arena, copiers, pages = Arena(), Copiers(), CudaPageLock()
-    staging = prepare_staging(arena, layout_image(entries), sources)
+    memory, copiers, pages = SharedMemory(), Copiers(), CudaPageLock()
+    staging = prepare_staging(memory, layout_image(entries), sources)
     assert not staging.destinations[0].is_pinned()
-    arena.lock(pages)
-    assert arena.is_locked
-    assert arena.nbytes % mmap.PAGESIZE == 0
+    memory.lock(pages)
+    assert memory.is_locked
+    assert memory.nbytes % mmap.PAGESIZE == 0
     assert all(target.is_pinned() for target in staging.destinations)
     copier = copiers.of(torch.device("cuda", torch.cuda.current_device()))
     torch.cuda._sleep(10 * _SLEEP_CYCLES)
@@ -139,19 +145,19 @@ def test_the_arena_is_page_locked_and_copies_into_it_are_asynchronous() -> None:
     for i, source in enumerate(sources):
         assert torch.equal(staging.destinations[i], source.cpu())
         assert staging.row_digest(i) == content_digest(source)
-    arena.close()
-    assert not arena.is_locked
+    memory.close()
+    assert not memory.is_locked
 
 
 def test_a_refusal_is_a_warning_and_leaves_the_device_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The memory is locked already: the second lock of it is refused by the driver itself."""
-    arena, pages = Arena(), CudaPageLock()
-    arena.reserve(1 << 20)
-    arena.lock(pages)
+    memory, pages = SharedMemory(), CudaPageLock()
+    memory.reserve(1 << 20)
+    memory.lock(pages)
     real = CudaPageLock.lock
-    first = arena._address(arena._map) if arena._map is not None else 0
+    first = memory._address(memory._map) if memory._map is not None else 0
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="holdfast"):
         patch.setattr(CudaPageLock, "lock", lambda self, address, n: real(self, first, 1 << 20))
         x = torch.arange(1000.0, device="cuda")
@@ -161,7 +167,7 @@ def test_a_refusal_is_a_warning_and_leaves_the_device_usable(
                 (x + 1).sum().item()
     assert caplog.text.count("could not be page-locked") == 1
     assert torch.equal(_stored(checkpointer, 2)["x"].cpu(), torch.arange(1000.0))
-    arena.close()
+    memory.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -281,7 +281,7 @@ class Elsewhere(nn.Module):
 def test_wrappers_that_are_none_are_refused(tmp_path: Path) -> None:
     declare_wrapper(Holder, "net")
     checkpointer = Checkpointer(tmp_path)
-    with pytest.raises(PlacementError, match=r"Greedy.*beside it \(own\)"):
+    with pytest.raises(PlacementError, match=r"Greedy.*next to it \(own\)"):
         checkpointer.save(1, {"model": Greedy(nn.Linear(2, 2))})
     declare_wrapper(Elsewhere, "inner")
     with pytest.raises(PlacementError, match="no such attribute"):

@@ -109,7 +109,7 @@ def test_who_gets_what_is_what_brute_force_says(
             assert "a value per" in result.mismatched[0]
             problems += 1
             continue
-        taken += taken_of(result.uses, {"p": node})
+        taken += taken_of(result.per_rank_uses, {"p": node})
         if not is_merged and mine[rank] not in by_place:
             assert (len(result.kept), len(result.missing)) == (
                 (1, 0) if missing == "keep" else (0, 1)

@@ -321,7 +321,7 @@ def sharded(context: RankContext, root: str) -> list[str]:
         report = checkpointer.load(state, step=1, allow_missing=["optimizer.state.0.*"])
         known = {
             held.parameter.shape
-            for held in thawed.held_parameters()
+            for held in thawed.optimizer_parameters()
             if held.updated is not None and held.updated in thawed.inner.state
         }
         assert torch.Size((4, 4)) not in known

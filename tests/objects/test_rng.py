@@ -269,7 +269,7 @@ def test_every_rank_takes_what_brute_force_says(
             refused = True
             continue
         assert not matcher.result.mismatched
-        for entry in matcher.result.wanted:
+        for entry in matcher.result.tensors:
             key = list(table)[entry.tensor]
             entry.locals[0].copy_(leaves[key].locals[0])
         draw()  # what other parts may do while they are restored
@@ -280,7 +280,7 @@ def test_every_rank_takes_what_brute_force_says(
             refused = True
             continue
         part.restore(tree)
-        claims.append(matcher.result.claims)
+        claims.append(matcher.result.checks)
         is_read = own is None and declared is None and old and bool(here)
         assert bool(matcher.result.kept) == (wanted is None and not is_read)
         mine = draw()

@@ -32,10 +32,9 @@ from holdfast import (
     Union,
 )
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.reader import read_manifest
+from holdfast.format.records import read_manifest
 from holdfast.format.values import node_bytes
-from holdfast.state.match.casting import refused_cast
-from holdfast.state.torch_dtypes import TORCH_TO_NAME
+from holdfast.state.torch_dtypes import TORCH_TO_NAME, refused_cast
 
 
 class Phase(Enum):

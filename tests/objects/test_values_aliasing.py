@@ -24,7 +24,7 @@ from holdfast import (
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint.load import aliasing
 from holdfast.checkpoint.load.aliasing import shared_memory, without_ties
-from holdfast.state.match.result import Wanted
+from holdfast.state.match.result import TensorRequest
 
 
 def save_apart(root: Path, **tensors: torch.Tensor) -> Checkpointer:
@@ -316,7 +316,7 @@ def test_overlaps_equal_brute_force(found: list[torch.Tensor], by_map: bool) -> 
     kept = aliasing._MAX_RUNS
     aliasing._MAX_RUNS = 0 if by_map else kept
     try:
-        wanted = [Wanted(f"t{i}", i, None, (view,)) for i, view in enumerate(found)]
+        wanted = [TensorRequest(f"t{i}", i, None, (view,)) for i, view in enumerate(found)]
         sentences = shared_memory(wanted)
     finally:
         aliasing._MAX_RUNS = kept
@@ -336,13 +336,13 @@ def test_ties_are_filled_once() -> None:
     w = torch.zeros(4, 4)
     half = Box((0, 0), (2, 4))
     wanted = [
-        Wanted("a", 0, None, (w,)),
-        Wanted("b", 0, (Box((0, 0), (4, 4)),), (w.view(4, 4),)),
-        Wanted("c", 1, (half,), (torch.zeros(2, 4),)),
-        Wanted("fresh", 0, None, (torch.zeros(4, 4),), True),
+        TensorRequest("a", 0, None, (w,)),
+        TensorRequest("b", 0, (Box((0, 0), (4, 4)),), (w.view(4, 4),)),
+        TensorRequest("c", 1, (half,), (torch.zeros(2, 4),)),
+        TensorRequest("fresh", 0, None, (torch.zeros(4, 4),), True),
     ]
     assert [len(entry.locals) for entry in without_ties(wanted)] == [1, 0, 1, 1]
-    other = [wanted[0], Wanted("b", 1, None, (w,))]
+    other = [wanted[0], TensorRequest("b", 1, None, (w,))]
     assert [len(entry.locals) for entry in without_ties(other)] == [1, 1]
     assert len(shared_memory(without_ties(other))) == 1
 
@@ -351,6 +351,6 @@ def test_many_targets_cost_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is looked at element by element where ranges do not overlap."""
     monkeypatch.setattr(aliasing, "_exactly", lambda targets: pytest.fail("looked closely"))
     flat = torch.zeros(10_000)
-    wanted = [Wanted(f"t{i}", i, None, (flat[10 * i : 10 * i + 10],)) for i in range(1000)]
+    wanted = [TensorRequest(f"t{i}", i, None, (flat[10 * i : 10 * i + 10],)) for i in range(1000)]
     random.Random(0).shuffle(wanted)
     assert shared_memory(wanted) == []

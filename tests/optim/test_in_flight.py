@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer, Layout, OptimizerState, ProcessGroups
 from holdfast.errors import HoldfastError
-from holdfast.optim import ShardedOptimizer, shard_groups
+from holdfast.optim import ShardedOptimizer, collectives
 from tests.harness import RankContext, run_ranks
 
 adamw = partial(torch.optim.AdamW, lr=0.05)
@@ -39,12 +39,12 @@ class Late:
 
 @contextlib.contextmanager
 def late_gathers() -> Iterator[None]:
-    real = shard_groups.all_gather
-    shard_groups.all_gather = lambda *args: Late(lambda: real(*args))  # type: ignore[assignment, return-value]
+    real = collectives.all_gather
+    collectives.all_gather = lambda *args: Late(lambda: real(*args))  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
-        shard_groups.all_gather = real
+        collectives.all_gather = real
 
 
 def plain(p: Tensor) -> Tensor:
@@ -386,10 +386,10 @@ def broken_gather(context: RankContext) -> None:
         net = build(None, torch.float32)
         optimizer = optimizer_of(net, groups, overlap=True)
         one_step(net, optimizer, 0, groups)
-        real = shard_groups.all_gather
-        shard_groups.all_gather = lambda *_: Late(lambda: boom())  # type: ignore[assignment, return-value]
+        real = collectives.all_gather
+        collectives.all_gather = lambda *_: Late(lambda: boom())  # type: ignore[assignment, return-value]
         one_step(net, optimizer, 1, groups)
-        shard_groups.all_gather = real
+        collectives.all_gather = real
         for read in (net.scale.sum, net.scale.tolist, net.state_dict, lambda: net(IDS)):
             with pytest.raises(HoldfastError, match=r"gathering of parameters.*boom"):
                 read()

@@ -70,7 +70,7 @@ class Run:
                 for entry, value in entries.items():
                     found[f"{names[cast('nn.Parameter', parameter)]}.{entry}"] = value
             return found
-        for held in self.optimizer.held_parameters():
+        for held in self.optimizer.optimizer_parameters():
             if held.updated is not None:
                 for entry, value in held.optimizer.state.get(held.updated, {}).items():
                     found[f"{names[held.parameter]}.{entry}"] = value
@@ -105,12 +105,12 @@ def fill(run: Run) -> None:
 
 def named(run: Run) -> list[tuple[Any, str]]:
     """Held parameters that are trained, with names; torch optimizers hold them whole."""
-    from holdfast.state.optimizer.protocol import WholeOptimizer
+    from holdfast.state.optimizer.named import UnshardedOptimizer
 
     optimizer = run.optimizer
-    holder = optimizer if isinstance(optimizer, ShardedOptimizer) else WholeOptimizer(optimizer)
+    holder = optimizer if isinstance(optimizer, ShardedOptimizer) else UnshardedOptimizer(optimizer)
     names = parameter_names(run.net)
-    held = [h for h in holder.held_parameters() if h.parameter.requires_grad]
+    held = [h for h in holder.optimizer_parameters() if h.parameter.requires_grad]
     return [(h, names[h.parameter]) for h in held]
 
 
@@ -217,7 +217,9 @@ def low_precision(context: RankContext, root: str) -> dict[str, Any]:
         checkpointer = Checkpointer(root, groups=groups)
         checkpointer.save(1, state)
         mains = {
-            id(h): h.updated.clone() for h in optimizer.held_parameters() if h.updated is not None
+            id(h): h.updated.clone()
+            for h in optimizer.optimizer_parameters()
+            if h.updated is not None
         }
         assert any((main.bfloat16().float() != main).any() for main in mains.values())
         after = [p.to_local().clone() for p in net.parameters()]  # type: ignore[attr-defined]
@@ -226,7 +228,7 @@ def low_precision(context: RankContext, root: str) -> dict[str, Any]:
         said["on"] = [p.to_local().detach().clone() for p in net.parameters()]  # type: ignore[attr-defined]
 
         def check_mains(wanted: dict[int, Tensor]) -> None:
-            for held in optimizer.held_parameters():
+            for held in optimizer.optimizer_parameters():
                 if held.updated is not None:
                     assert torch.equal(held.updated, wanted[id(held)])
 

@@ -20,8 +20,8 @@ from holdfast import Codecs, Layout, Padded, PlacementError, Replicated, Sharded
 from holdfast.state import FlatShard, OptimizerState, flatten_state
 from holdfast.state.flatten import LeafCache
 from holdfast.state.leaves import TensorLeaf
-from holdfast.state.padding import declarations, padding_views
-from holdfast.state.placement import tensor_leaf
+from holdfast.state.names import declared_padding
+from holdfast.state.placement import padding_views, tensor_leaf
 
 LONE = Layout()
 
@@ -167,18 +167,18 @@ def test_declarations_that_cannot_be() -> None:
     declare_padding(net.embed, "weight", (5, 3))
     declare_padding(net.head, "weight", (6, 3))
     with pytest.raises(PlacementError, match=r"head.weight: this tied .*two real shapes"):
-        declarations(net)
+        declared_padding(net)
     declare_padding(net.head, "weight", (5, 3))
-    assert len(declarations(net).by_tensor) == 1
+    assert len(declared_padding(net).by_tensor) == 1
     net.embed.weight = net.head.weight = nn.Parameter(torch.zeros(4, 3))
     with pytest.raises(PlacementError, match=r"^embed.weight: a real shape"):
-        declarations(net)
+        declared_padding(net)
     del net.embed.weight
     with pytest.raises(PlacementError, match=r"embed\.weight: its padding is declared"):
-        declarations(net)
+        declared_padding(net)
     net.embed.register_parameter("weight", None)
     net.head.register_parameter("weight", None)
-    assert declarations(net).by_tensor == {}
+    assert declared_padding(net).by_tensor == {}
 
 
 def test_a_declaration_outlives_the_parameter() -> None:
@@ -232,21 +232,21 @@ def test_what_was_worked_out_is_used_again() -> None:
         gc.collect()
         return dict(flat.leaves)
 
-    first, shelves = leaves(), set(cache.shelves)
-    assert shelves == {"m", "o.state.embed.weight"}
+    first, paths = leaves(), set(cache.dicts)
+    assert paths == {"m", "o.state.embed.weight"}
     assert first["o.state.embed.weight.exp_avg"].shape == (5, 3)
-    held = {path: cache.shelves[path] for path in shelves}
+    held = {path: cache.dicts[path] for path in paths}
     again = leaves()
     assert all(again[key] is leaf for key, leaf in first.items())
-    assert all(cache.shelves[path] is shelf for path, shelf in held.items())
+    assert all(cache.dicts[path] is cached for path, cached in held.items())
     declare_padding(net.embed, "weight", (4, 3))
     assert leaves()["m.embed.weight"].shape == (4, 3)
     net.embed.weight.data = torch.ones(8, 3)
     changed = leaves()["m.embed.weight"]
     assert changed.locals[0].data_ptr() == net.embed.weight.data_ptr()
     # nothing but the cache keeps replaced tensors alive
-    parameter = declarations(net).by_tensor[id(net.embed.weight)]
-    del cache.entries, cache.shelves
+    parameter = declared_padding(net).by_tensor[id(net.embed.weight)]
+    del cache.leaves, cache.dicts
     gc.collect()
     assert len(parameter._markers) == 0
 

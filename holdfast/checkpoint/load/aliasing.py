@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.arrays.boxes import Box
-from holdfast.state.match.result import Wanted
+from holdfast.state.match.result import TensorRequest
 
 _MAX_RUNS = 1 << 22
 """Up to so many contiguous runs of strided targets are compared one by one, beyond it by a map."""
@@ -33,7 +33,7 @@ class _Target:
     is_strided: bool
 
 
-def without_ties(wanted: Sequence[Wanted]) -> list[Wanted]:
+def without_ties(wanted: Sequence[TensorRequest]) -> list[TensorRequest]:
     """The request with each target filled once, however often it asks for it.
 
     A target is the same if memory, shape, strides, dtype, stored tensor and box are: `.data` ties
@@ -43,7 +43,7 @@ def without_ties(wanted: Sequence[Wanted]) -> list[Wanted]:
     if len(set(places)) == len(places):
         return list(wanted)
     seen: set[object] = set()
-    kept: list[Wanted] = []
+    kept: list[TensorRequest] = []
     for entry in wanted:
         if entry.is_fresh or not entry.locals:
             kept.append(entry)
@@ -68,7 +68,7 @@ def without_ties(wanted: Sequence[Wanted]) -> list[Wanted]:
     return kept
 
 
-def shared_memory(wanted: Sequence[Wanted]) -> list[str]:
+def shared_memory(wanted: Sequence[TensorRequest]) -> list[str]:
     """One sentence for each pair of targets found that have bytes in common, and for each that
     has some of its own twice (an expanded tensor).
 
@@ -114,7 +114,7 @@ def _said_of_one(path: str) -> str:
     )
 
 
-def _said_of_two(one: Wanted, other: Wanted) -> str:
+def _said_of_two(one: TensorRequest, other: TensorRequest) -> str:
     return (
         f"{one.path} and {other.path}: the state's tensors share memory, and the checkpoint has a "
         f"tensor for each, so that one would overwrite the other; give one of them memory of its "

@@ -1,4 +1,4 @@
-"""Who reads what: wanted blocks of a checkpoint dealt out to the ranks that ask for them."""
+"""Which rank reads which bytes: each requested range is assigned to ranks that request it."""
 
 from __future__ import annotations
 
@@ -7,201 +7,200 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.box_table import enumerate_ranges as stretches
-from holdfast.arrays.types import BoolArray as Bools
-from holdfast.arrays.types import IntArray as Ints
+from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.arrays.water_filling import fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segments:
-    """Stretches of blocks, each of one row and wanted by one set of ranks; in order of blocks.
+class RequestedRanges:
+    """Byte ranges of chunks' payloads, each requested by one set of ranks; n ranges, disjoint.
 
-    Blocks are numbered through all rows of the index: row r has blocks `base[r]` to `base[r + 1]`.
-    `asker_ptr`, `asker`: the ranks (by position) that want segment s are
-    `asker[asker_ptr[s]:asker_ptr[s + 1]]`, ascending.
+    Ranges begin at a block of their payload and end at one or with the payload. Ranks are given by
+    their position among the ranks of the load.
+
+    Args:
+        row: (n,) row of the index.
+        start: (n,) first byte in the payload of that row.
+        stop: (n,) byte past the end.
+        file: (n,) data file of the row.
+        payload: (n,) byte of the file where the payload begins.
+        writer: (n,) rank that wrote the file, -1 where it is not among the ranks.
+        overlap_ptr: (n + 1,) range i holds bytes of `overlap[overlap_ptr[i]:overlap_ptr[i + 1]]`.
+        overlap: Overlaps of requested boxes and chunks, ascending for each range.
+        rank_ptr: (n + 1,) range i is requested by `rank[rank_ptr[i]:rank_ptr[i + 1]]`.
+        rank: Ranks, ascending for each range.
     """
 
-    begin: Ints
-    end: Ints
-    row: Ints
-    asker_ptr: Ints
-    asker: Ints
+    row: IntArray
+    start: IntArray
+    stop: IntArray
+    file: IntArray
+    payload: IntArray
+    writer: IntArray
+    overlap_ptr: IntArray
+    overlap: IntArray
+    rank_ptr: IntArray
+    rank: IntArray
 
-    def __len__(self) -> int:
-        """Number of segments."""
-        return len(self.begin)
+    def file_order(self, number: IntArray, start: IntArray) -> IntArray:
+        """The order to read in: that of the files and of the bytes in them."""
+        return np.lexsort((start, self.payload[number], self.file[number]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """What assignment needs to know of the index's rows.
+class Slices:
+    """Slices of requested ranges: bytes [`start`, `stop`) of range `number`, all (n,)."""
 
-    `base`: (n + 1,) first block of each row. `grain`: bytes of a block, the last of a row may be
-    shorter. `nbytes`, `start`, `file`: as in the index. `writer`: position of the rank that wrote
-    each file, -1 where there is none.
-    """
+    number: IntArray
+    start: IntArray
+    stop: IntArray
 
-    base: Ints
-    grain: int
-    nbytes: Ints
-    start: Ints
-    file: Ints
-    writer: Ints
-
-    def byte_of(self, row: Ints, block: Ints) -> Ints:
-        """Where blocks begin in the payload of their rows; a row's end for the one past it."""
-        at: Ints = np.minimum((block - self.base[row]) * self.grain, self.nbytes[row])
-        return at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shares:
-    """Stretches of blocks with their readers; several may lie in one segment.
-
-    `group`: number of the set of ranks that want it, -1 where it is wanted by its reader alone.
-    """
-
-    begin: Ints
-    end: Ints
-    segment: Ints
-    reader: Ints
-    group: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
-    """Stretches of blocks inside of segments."""
-
-    segment: Ints
-    begin: Ints
-    end: Ints
-
-    def take(self, rows: Ints | Bools) -> Parts:
-        """The chosen ones, in their order."""
-        return Parts(segment=self.segment[rows], begin=self.begin[rows], end=self.end[rows])
-
-    def nbytes(self, segments: Segments, rows: Rows) -> Ints:
+    @property
+    def nbytes(self) -> IntArray:
         """(n,) bytes of each."""
-        row = segments.row[self.segment]
-        return rows.byte_of(row, self.end) - rows.byte_of(row, self.begin)
+        return self.stop - self.start
+
+    def take(self, chosen: IntArray | BoolArray) -> Slices:
+        """The chosen ones, in their order."""
+        return Slices(number=self.number[chosen], start=self.start[chosen], stop=self.stop[chosen])
 
 
-def assign(segments: Segments, rows: Rows, *, num_ranks: int) -> Shares:
-    """Deal every segment to ranks that want it, so that all read about equally much.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReaderAssignment:
+    """Which rank reads each slice; the slices of a range cover it, in order of the bytes.
 
-    What one rank alone wants, it reads. What several want is dealt by set of ranks, small sets
-    first, each poured onto the least loaded of its ranks (water-filling), cut at blocks; a rank
-    takes of it first what it wrote itself, the rest goes in order of files, in long stretches.
-    Within a set no rank is above the level by more than two blocks.
-    Cost: linear in segments plus (number of sets) * (their sizes); no communication.
+    Args:
+        slices: (n) what is read.
+        reader: (n,) by which rank.
+        rank_set: (n,) number of the set of ranks that request it; -1 where its reader is the only
+            one, so that nothing is sent.
     """
-    counts = np.diff(segments.asker_ptr)
-    nbytes = _sizes(segments, rows)
+
+    slices: Slices
+    reader: IntArray
+    rank_set: IntArray
+
+
+def assign_readers(ranges: RequestedRanges, *, num_ranks: int, grain: int) -> ReaderAssignment:
+    """Assign every range to ranks that request it, so that all read about equally much.
+
+    What one rank alone requests, it reads. What several request is divided set of ranks by set,
+    small sets first, because large ones have more freedom to even out: the bytes of a set are
+    filled onto its least loaded ranks, cut between blocks. A rank is assigned what it wrote itself
+    first (it may still be in its page cache), then long stretches in order of files. No rank of a
+    set is above the level by more than two blocks.
+
+    Example, three ranks, ranges of 60 bytes:
+
+        requested by    before       filled      after
+        0               0, 0, 0      60          60, 0, 0
+        1, 2            60, 0, 0     30, 30      60, 30, 30
+        0, 1, 2         60, 30, 30   0, 30, 30   60, 60, 60
+
+    Cost: linear in the ranges, plus the sum of the sizes of all sets; no communication.
+    """
+    counts = np.diff(ranges.rank_ptr)
+    whole = Slices(number=np.arange(len(ranges.row)), start=ranges.start, stop=ranges.stop)
     alone = np.flatnonzero(counts == 1)
-    only = segments.asker[segments.asker_ptr[alone]]
+    only = ranges.rank[ranges.rank_ptr[alone]]
     load = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(load, only, nbytes[alone])
-    found = [(segments.begin[alone], segments.end[alone], alone, only, np.full(len(alone), -1))]
-    for number, (members, chosen) in enumerate(_groups(segments, counts)):
-        order = np.lexsort((rows.start[segments.row[chosen]], rows.file[segments.row[chosen]]))
-        dealt = _deal(chosen[order], members, segments, rows, load)
-        for part, member in dealt:
-            load[member] += int(part.nbytes(segments, rows).sum())
-            num = len(part.segment)
-            columns = (part.begin, part.end, part.segment)
-            found.append((*columns, np.full(num, member), np.full(num, number)))
-    begin, end, segment, reader, group = (
-        np.concatenate(column).astype(np.int64) for column in zip(*found, strict=True)
-    )
-    order = np.lexsort((begin, segment))
-    return Shares(
-        begin=begin[order],
-        end=end[order],
-        segment=segment[order],
-        reader=reader[order],
-        group=group[order],
+    np.add.at(load, only, whole.nbytes[alone])
+    assigned = [(whole.take(alone), only, np.full(len(alone), -1, dtype=np.int64))]
+    for rank_set, (ranks, numbers) in enumerate(_rank_sets(ranges, counts)):
+        for slices, rank in _divide(whole.take(numbers), ranks, ranges, load, grain):
+            load[rank] += int(slices.nbytes.sum())
+            n = len(slices.number)
+            assigned.append((slices, np.full(n, rank), np.full(n, rank_set)))
+    slices = _concatenate([slices for slices, _, _ in assigned])
+    order = np.lexsort((slices.start, slices.number))
+    return ReaderAssignment(
+        slices=slices.take(order),
+        reader=np.concatenate([reader for _, reader, _ in assigned])[order],
+        rank_set=np.concatenate([rank_set for _, _, rank_set in assigned])[order],
     )
 
 
-def _sizes(segments: Segments, rows: Rows) -> Ints:
-    end, begin = (rows.byte_of(segments.row, at) for at in (segments.end, segments.begin))
-    return end - begin
-
-
-def _groups(segments: Segments, counts: Ints) -> list[tuple[Ints, Ints]]:
-    """(ranks, segments) of each set of several ranks: small sets first, then by first segment."""
+def _rank_sets(ranges: RequestedRanges, counts: IntArray) -> list[tuple[IntArray, IntArray]]:
+    """(ranks, ranges) of each set of several ranks: small sets first, then by first range."""
     shared = np.flatnonzero(counts > 1)
-    by_members: dict[bytes, list[int]] = {}
-    begins, ends = segments.asker_ptr[shared].tolist(), segments.asker_ptr[shared + 1].tolist()
-    for segment, begin, end in zip(shared.tolist(), begins, ends, strict=True):
-        by_members.setdefault(segments.asker[begin:end].tobytes(), []).append(segment)
-    groups = [
-        (np.frombuffer(members, dtype=np.int64), np.array(chosen, dtype=np.int64))
-        for members, chosen in by_members.items()
+    by_ranks: dict[bytes, list[int]] = {}
+    begins, ends = ranges.rank_ptr[shared].tolist(), ranges.rank_ptr[shared + 1].tolist()
+    for number, begin, end in zip(shared.tolist(), begins, ends, strict=True):
+        by_ranks.setdefault(ranges.rank[begin:end].tobytes(), []).append(number)
+    sets = [
+        (np.frombuffer(ranks, dtype=np.int64), np.array(numbers, dtype=np.int64))
+        for ranks, numbers in by_ranks.items()
     ]
-    return sorted(groups, key=lambda group: (len(group[0]), int(group[1][0])))
+    return sorted(sets, key=lambda each: (len(each[0]), int(each[1][0])))
 
 
-def _deal(
-    chosen: Ints, members: Ints, segments: Segments, rows: Rows, load: Ints
-) -> list[tuple[Parts, int]]:
-    """One set's segments in order of files, handed out: what, to whom."""
-    whole = Parts(segment=chosen, begin=segments.begin[chosen], end=segments.end[chosen])
-    quota = fill(load[members], int(whole.nbytes(segments, rows).sum()))
-    writer = rows.writer[rows.file[segments.row[chosen]]]
-    dealt: list[tuple[Parts, int]] = []
-    rest = [whole.take(~np.isin(writer, members))]
-    for place, member in enumerate(members.tolist()):
-        own = whole.take(writer == member)
-        mine, others = _cut(own, [int(quota[place])], segments, rows)
-        quota[place] -= int(mine.nbytes(segments, rows).sum())
-        dealt.append((mine, member))
+def _divide(
+    whole: Slices, ranks: IntArray, ranges: RequestedRanges, load: IntArray, grain: int
+) -> list[tuple[Slices, int]]:
+    """Divide the ranges of one set among its ranks: (slices, rank), none empty."""
+    whole = whole.take(ranges.file_order(whole.number, whole.start))
+    quota = fill(load[ranks], int(whole.nbytes.sum()))
+    writer = ranges.writer[whole.number]
+    assigned: list[tuple[Slices, int]] = []
+    rest = [whole.take(~np.isin(writer, ranks))]
+    for i, rank in enumerate(ranks.tolist()):
+        own, others = _cut(whole.take(writer == rank), [int(quota[i])], grain)
+        quota[i] -= int(own.nbytes.sum())
+        assigned.append((own, rank))
         rest.append(others)
-    left = Parts(
-        segment=np.concatenate([part.segment for part in rest]),
-        begin=np.concatenate([part.begin for part in rest]),
-        end=np.concatenate([part.end for part in rest]),
-    )
-    row = segments.row[left.segment]
-    left = left.take(np.lexsort((left.begin, rows.start[row], rows.file[row])))
-    bounds = np.cumsum(np.maximum(quota, 0))[:-1].tolist()
-    dealt += zip(_cut(left, bounds, segments, rows), members.tolist(), strict=True)
-    return [(part, member) for part, member in dealt if len(part.segment)]
+    left = _concatenate(rest)
+    left = left.take(ranges.file_order(left.number, left.start))
+    # A quota may be exceeded by less than a block: that rank is assigned nothing more.
+    at = np.cumsum(np.maximum(quota, 0))[:-1].tolist()
+    assigned += zip(_cut(left, at, grain), ranks.tolist(), strict=True)
+    return [(slices, rank) for slices, rank in assigned if len(slices.number)]
 
 
-def _cut(parts: Parts, at: Sequence[int], segments: Segments, rows: Rows) -> list[Parts]:
-    """Parts laid end to end, cut at these bytes, each moved to the nearest end of a block."""
-    if not len(parts.segment):
-        return [parts] * (len(at) + 1)
-    size = parts.nbytes(segments, rows)
-    stop = np.cumsum(size)
-    places, blocks = [], []
+def _cut(slices: Slices, at: Sequence[int], grain: int) -> list[Slices]:
+    """Cut slices, laid end to end, at these bytes, each moved to the nearest boundary of a block.
+
+    Example: slices of 40 and 30 bytes in blocks of 10, cut at 18, 44 and 64:
+
+        cut at    lies in                moved to     gives
+        18        slice 0, byte 18       20           slice 0 [0, 20)
+        44        slice 1, byte 4        0            slice 0 [20, 40)
+        64        slice 1, byte 24       20           slice 1 [0, 20)
+        (end)                                         slice 1 [20, 30)
+
+    Returns:
+        One more than there are cuts; some may be empty.
+    """
+    if not len(slices.number):
+        return [slices] * (len(at) + 1)
+    size = slices.nbytes
+    end = np.cumsum(size)
+    cuts: list[tuple[int, int]] = []
     for byte in at:
-        place = min(int(np.searchsorted(stop, byte, side="right")), len(stop) - 1)
-        inside = min(max(byte - int(stop[place] - size[place]), 0), int(size[place]))
-        block, over = divmod(inside, rows.grain)
-        length = min(rows.grain, int(size[place]) - block * rows.grain)
-        block += int(parts.begin[place]) + (2 * over > length)
-        places.append(place)
-        blocks.append(min(block, int(parts.end[place])))
-    # A piece begins at every part's begin and at every cut; those of no blocks fall away.
-    owner = np.concatenate([np.arange(len(size)), np.array(places, dtype=np.int64)])
-    begin = np.concatenate([parts.begin, np.array(blocks, dtype=np.int64)])
-    order = np.lexsort((begin, owner))
-    owner, begin = owner[order], begin[order]
-    last = np.append(owner[1:] != owner[:-1], True)
-    end = np.where(last, parts.end[owner], np.append(begin[1:], 0))
+        which = min(int(np.searchsorted(end, byte, side="right")), len(end) - 1)
+        inside = min(max(byte - int(end[which] - size[which]), 0), int(size[which]))
+        below = inside // grain * grain
+        above = min(below + grain, int(size[which]))
+        nearest = above if 2 * (inside - below) > above - below else below
+        cuts.append((which, int(slices.start[which]) + nearest))
+    # Parts begin where a slice begins and at every cut; those without bytes are left out below.
+    cut_columns = np.array(cuts, dtype=np.int64).reshape(-1, 2)
+    owner = np.concatenate([np.arange(len(size)), cut_columns[:, 0]])
+    start = np.concatenate([slices.start, cut_columns[:, 1]])
+    order = np.lexsort((start, owner))
+    owner, start = owner[order], start[order]
+    is_last = np.append(owner[1:] != owner[:-1], True)
+    stop = np.where(is_last, slices.stop[owner], np.append(start[1:], 0))
+    # A part belongs to the result numbered by the cuts before it.
     cuts_before = np.zeros(len(owner), dtype=np.int64)
-    for place, block in zip(places, blocks, strict=True):
-        cuts_before += (owner > place) | ((owner == place) & (begin >= block))
-    pieces = Parts(segment=parts.segment[owner], begin=begin, end=end)
-    return [pieces.take((cuts_before == n) & (begin < end)) for n in range(len(at) + 1)]
+    for which, byte in cuts:
+        cuts_before += (owner > which) | ((owner == which) & (start >= byte))
+    parts = Slices(number=slices.number[owner], start=start, stop=stop)
+    return [parts.take((cuts_before == n) & (start < stop)) for n in range(len(at) + 1)]
 
 
-def split(shares: Shares, *, most: int) -> tuple[Ints, Ints, Ints]:
-    """Shares cut into pieces of at most `most` blocks: (begin, end, share) of each piece."""
-    counts = -(-(shares.end - shares.begin) // most)
-    share, position = stretches(counts)
-    begin = shares.begin[share] + position * most
-    return begin, np.minimum(begin + most, shares.end[share]), share
+def _concatenate(slices: Sequence[Slices]) -> Slices:
+    return Slices(
+        number=np.concatenate([each.number for each in slices]),
+        start=np.concatenate([each.start for each in slices]),
+        stop=np.concatenate([each.stop for each in slices]),
+    )

@@ -11,7 +11,7 @@ from holdfast.checkpoint.save.handshake import refuse_disagreement
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.leases import mark_reading
 from holdfast.format.names import list_steps, step_dir
-from holdfast.format.reader import Records, read_records
+from holdfast.format.records import Records, read_records
 from holdfast.format.versions import save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage

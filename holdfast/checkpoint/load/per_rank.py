@@ -9,15 +9,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from holdfast.checkpoint.load.verdict import some
+from holdfast.checkpoint.load.report import shorten_list
 from holdfast.errors import MismatchError
 from holdfast.format.values import Node
 from holdfast.parallel.ranks import shorten_ranks
-from holdfast.state.coordinates import Claim, matches
-from holdfast.state.match.result import Use
+from holdfast.state.coordinates import ConsistencyCheck, matches
+from holdfast.state.match.result import PerRankUse
 
 
-class Taken(NamedTuple):
+class TakenLabels(NamedTuple):
     """What one rank takes of one stored value per coordinate.
 
     `part`, `number`: which it is: of the values per coordinate under a part, in stored order.
@@ -31,7 +31,7 @@ class Taken(NamedTuple):
     may_drop: bool
 
 
-def taken_of(uses: Sequence[Use], nodes: Mapping[str, Node]) -> list[Taken]:
+def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[TakenLabels]:
     """A rank's uses in the form that all ranks understand. `nodes`: of the parts it asks for."""
     if not uses:
         return []
@@ -41,14 +41,14 @@ def taken_of(uses: Sequence[Use], nodes: Mapping[str, Node]) -> list[Taken]:
         if any(use.path.startswith(part) for use in uses)  # other parts may be large
         for number, node in enumerate(_per_rank_nodes(tree))
     }
-    return [Taken(*places[id(use.node)], use.path, use.labels, use.may_drop) for use in uses]
+    return [TakenLabels(*places[id(use.node)], use.path, use.labels, use.may_drop) for use in uses]
 
 
 def find_dropped(
-    parts: Mapping[str, Node], taken: Sequence[Taken], *, allow: Sequence[str]
+    parts: Mapping[str, Node], taken: Sequence[TakenLabels], *, allow: Sequence[str]
 ) -> list[str]:
     """Paths of stored coordinates that no rank takes, all with consent; MismatchError without."""
-    by_node: dict[tuple[str, int], list[Taken]] = {}
+    by_node: dict[tuple[str, int], list[TakenLabels]] = {}
     for each in taken:
         by_node.setdefault((each.part, each.number), []).append(each)
     nodes = {part: _per_rank_nodes(parts[part]) for part in {part for part, _ in by_node}}
@@ -68,7 +68,7 @@ def find_dropped(
                 refused.setdefault(path, []).append(label)
     if refused:
         shown = "; ".join(
-            f"{path}: {len(labels)} ({some(labels)})" for path, labels in refused.items()
+            f"{path}: {len(labels)} ({shorten_list(labels)})" for path, labels in refused.items()
         )
         raise MismatchError(
             f"the checkpoint holds values of coordinates that no rank of this layout takes: "
@@ -78,12 +78,14 @@ def find_dropped(
     return dropped
 
 
-def check_claims(ranks: Sequence[int], claims: Sequence[Sequence[Claim]], *, warn: bool) -> None:
+def check_claims(
+    ranks: Sequence[int], claims: Sequence[Sequence[ConsistencyCheck]], *, warn: bool
+) -> None:
     """MismatchError where ranks that share a value would have different ones after the load.
 
     `claims[i]`: of `ranks[i]`. `warn`: whether this rank logs what is no error.
     """
-    found: dict[tuple[str, str], list[tuple[int, Claim]]] = {}
+    found: dict[tuple[str, str], list[tuple[int, ConsistencyCheck]]] = {}
     for rank, own in zip(ranks, claims, strict=True):
         for claim in own:
             found.setdefault((claim.what, claim.label), []).append((rank, claim))
@@ -97,8 +99,9 @@ def check_claims(ranks: Sequence[int], claims: Sequence[Sequence[Claim]], *, war
     if sentences[True]:
         raise MismatchError(
             f"{len(sentences[True])} random streams are shared by ranks that would have different "
-            f"ones after this load: {some(sentences[True])}. The checkpoint has none for some of "
-            f"these ranks, which keep what they have: seed it alike on them before the load, or "
+            f"ones after this load: {shorten_list(sentences[True])}. The checkpoint has none for "
+            f"some of these ranks, which keep what they have: seed it alike on them before the "
+            f"load, or "
             f"declare streams that differ: RNG(shared=())"
         )
     if sentences[False] and warn:
@@ -106,7 +109,7 @@ def check_claims(ranks: Sequence[int], claims: Sequence[Sequence[Claim]], *, war
             "%s random streams differ between ranks that may have to draw alike: %s; if they do, "
             "seed them alike and declare it: RNG(shared=(axis,)); if not, RNG(shared=())",
             len(sentences[False]),
-            some(sentences[False]),
+            shorten_list(sentences[False]),
         )
 
 

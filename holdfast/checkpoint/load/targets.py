@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import torch
 
-from holdfast.checkpoint.load.transfers import Part
+from holdfast.arrays.types import AnyArray
 from holdfast.checkpoint.save.staging import tensor_bytes
-from holdfast.format.blocks import element_of
+from holdfast.format.byte_ranges import StridedCopy, elements
 
 
 class Target:
     """One box of one tensor that a load fills, from pieces that arrive in any order.
 
     Contiguous host memory of the stored dtype is written in place. Anything else (another device,
-    strides, a dtype to convert to) gets a host buffer with the first piece and is copied to, and
-    the buffer given back, with the last. Pieces may come from several threads; no byte twice.
+    strides, a dtype to convert to) gets a host buffer with the first piece; with the last one the
+    buffer is copied to the tensor and freed. Several threads may write, each byte once.
+
+    Args:
+        tensor: What to fill.
+        path: Its path in the state, for messages.
+        stored: The dtype in the checkpoint.
+
+    Cost: a host buffer of the box's stored bytes where it cannot be written in place.
     """
 
     __slots__ = ("_left", "_lock", "_stored", "_tensor", "_view", "is_direct", "is_touched", "path")
@@ -36,6 +42,7 @@ class Target:
             and not tensor.is_conj()
             and not tensor.is_neg()
         )
+        # Direct targets need no count of what is left: a load has many, and each lock costs.
         if not self.is_direct:
             self._left = tensor.numel() * stored.itemsize
             self._lock = threading.Lock()
@@ -49,7 +56,7 @@ class Target:
         return view[start:stop]
 
     def done(self, nbytes: int) -> None:
-        """So many bytes of a target that is not direct have been written."""
+        """So many bytes have been written to a region; the last ones fill the tensor."""
         if self.is_direct:
             return
         with self._lock:
@@ -64,18 +71,19 @@ class Target:
         if not self.is_direct:
             self.done(len(data))
 
-    def put_part(self, part: Part, values: np.ndarray, itemsize: int) -> None:
-        """Write the elements of a part, an array of its shape as `element_of` makes it."""
-        element, tail = element_of(itemsize)
+    def put_strided(self, copy: StridedCopy, values: AnyArray, itemsize: int) -> None:
+        """Write `values`, an array of the copy's extent as `elements` makes it, to their place."""
         view = self._view if self._view is not None else self._open()
         self.is_touched = True
+        # Overlaps have the index's dims, which a tensor may have fewer of.
         shape = tuple(self._tensor.shape)
-        shape += (1,) * (len(part.target) - len(shape))
-        np.frombuffer(view, dtype=element).reshape(shape + tail)[part.target] = values
+        shape += (1,) * (len(copy.target) - len(shape))
+        elements(view, 0, shape, itemsize)[copy.target] = values
         self.done(values.nbytes)
 
     def _open(self) -> memoryview:
         if self.is_direct:
+            # Two threads may do this at once: both views are of the same memory.
             self._view = tensor_bytes(self._tensor)
             return self._view
         with self._lock:

@@ -1,159 +1,305 @@
-"""One rank's part of a reading plan: what it reads, keeps, hands on and is handed."""
+"""What one rank of a load keeps, sends and receives of the pieces read, and the messages for it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
+import torch
 
-from holdfast.arrays.box_table import enumerate_ranges as stretches
-from holdfast.arrays.boxes import Box, flat_range_boxes
-from holdfast.arrays.types import BoolArray as Bools
-from holdfast.arrays.types import IntArray as Ints
-from holdfast.checkpoint.load.reading_plan import ReadingPlan
+from holdfast.arrays.box_table import enumerate_ranges
+from holdfast.arrays.types import BoolArray, IntArray
+from holdfast.checkpoint.load.read_plan import ReadPlan
+from holdfast.checkpoint.load.targets import Target
+from holdfast.format.byte_ranges import StridedCopy, elements, sums_before
 
 _LARGE_NBYTES = 128 << 10
 """Runs from this size on are sent from and received into their places, without packing."""
 
-
-class Part(NamedTuple):
-    """A box inside of a piece: where its bytes begin there, how it is cut out, where it goes.
-
-    `source` cuts the wanted elements out of an array of `shape` at byte `at` of the piece;
-    `target` is their place in the box asked for, `wanted` their shape.
-    """
-
-    at: int
-    shape: tuple[int, ...]
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
-    wanted: tuple[int, ...]
+Targets = Mapping[int, Sequence[Target]]
+"""Number of a requested box -> what to fill with it on this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Deliveries:
-    """What pieces have for boxes, as columns.
+class Transfers:
+    """What pieces hold of requested boxes, as columns; n transfers.
 
-    `is_run`: one run of bytes on both sides: `nbytes` from byte `source` of the piece to byte
-    `target` of the box. Otherwise see `Movements.parts`; `nbytes` holds for both. `peer`: the other
-    rank's position. `at`: where it lies in the packed message between the two; a delivery that
-    `is_large` is a message of its own behind that one, in this order.
+    Args:
+        piece: (n,) piece of the plan.
+        overlap: (n,) overlap of the plan.
+        request: (n,) requested box.
+        is_run: (n,) whether it is one run of bytes in the piece and in the box; otherwise it is
+            made of `RankTransfers.strided_copies`.
+        source: (n,) byte of the piece where a run begins.
+        target: (n,) byte of the box where it goes.
+        nbytes: (n,) bytes, of runs and of others.
+        peer: (n,) position of the other rank; 0 for what a rank keeps.
+        at: (n,) byte of the packed message between the two, for all but large ones.
+        is_large: (n,) whether it is a message of its own; these follow the packed one, in order.
     """
 
-    piece: Ints
-    pair: Ints
-    request: Ints
-    is_run: Bools
-    source: Ints
-    target: Ints
-    nbytes: Ints
-    peer: Ints
-    at: Ints
-    is_large: Bools
+    piece: IntArray
+    overlap: IntArray
+    request: IntArray
+    is_run: BoolArray
+    source: IntArray
+    target: IntArray
+    nbytes: IntArray
+    peer: IntArray
+    at: IntArray
+    is_large: BoolArray
 
     def __len__(self) -> int:
-        """Number of deliveries."""
+        """Number of transfers."""
         return len(self.piece)
 
-    def take(self, rows: Ints | Bools) -> Deliveries:
+    def take(self, chosen: IntArray | BoolArray | slice) -> Transfers:
         """The chosen ones, in their order."""
-        return Deliveries(**{name: getattr(self, name)[rows] for name in self.__slots__})
+        return Transfers(**{name: getattr(self, name)[chosen] for name in self.__slots__})
+
+    def by_peer(self) -> list[tuple[int, range]]:
+        """(peer, numbers of its transfers) where the transfers are sorted by peer."""
+        if not len(self):
+            return []
+        heads = np.flatnonzero(np.concatenate([[True], self.peer[1:] != self.peer[:-1]]))
+        bounds = [*heads.tolist(), len(self)]
+        return [(int(self.peer[a]), range(a, b)) for a, b in pairwise(bounds)]
 
 
-class Moves:
-    """The part of one rank, by position `me` among the ranks.
+class RankTransfers:
+    """The transfers of one rank.
 
-    `pieces`: numbers of the pieces it reads. `local`: what those have for its own boxes, `outgoing`
-    for the others', `incoming` what it gets; the last two sorted by round, peer, piece, pair, with
-    their places in the messages, which the other side works out alike.
+    Each rank works out the messages of both sides from the plan: so sender and receiver agree on
+    every byte without exchanging tables. Example, three ranks, a box requested by ranks 0 and 1
+    whose two pieces are read by ranks 0 and 1, and a box of rank 2 alone:
+
+        rank    reads      keeps      sends            receives
+        0       piece 0    piece 0    piece 0 to 1     piece 1 from 1
+        1       piece 1    piece 1    piece 1 to 0     piece 0 from 0
+        2       piece 2    piece 2    nothing          nothing
+
+    Attributes:
+        pieces: Numbers of the pieces it reads.
+        local: What those hold of its own boxes.
+        outgoing: What it sends, sorted by round, peer, piece, overlap.
+        incoming: What it receives, sorted alike.
     """
 
-    def __init__(self, plan: ReadingPlan, *, me: int) -> None:
+    def __init__(self, plan: ReadPlan, *, position: int) -> None:
         self.plan = plan
-        self._parts: dict[tuple[int, int], list[Part]] = {}
-        requests, piece, pair = plan.requests, plan.piece, plan.pair
-        reader, request = plan.reader[piece], plan.pairs.request[pair]
-        asked = np.zeros(len(requests.boxes), dtype=np.bool_)
-        owner, _ = stretches(np.diff(requests.asker_ptr))
-        asked[owner[requests.asker == me]] = True
-        mine, wanted = reader == me, asked[request]
-        self.pieces = np.flatnonzero(plan.reader == me)
-        self.local = self._deliveries(np.flatnonzero(mine & wanted), None)
-        coming = np.flatnonzero(~mine & wanted)
-        self.incoming = self._in_messages(coming, reader[coming])
-        going = np.flatnonzero(mine & (plan.round[piece] >= 0))
-        begin = requests.asker_ptr[request[going]]
-        entry, position = stretches(requests.asker_ptr[request[going] + 1] - begin)
-        asker = requests.asker[begin[entry] + position]
-        others = asker != me
-        self.outgoing = self._in_messages(going[entry[others]], asker[others])
+        self._copies: dict[tuple[int, int], list[StridedCopy]] = {}
+        requests, request = plan.requests, plan.overlaps.request[plan.overlap]
+        reader = plan.reader[plan.piece]
+        box, _ = enumerate_ranges(np.diff(requests.rank_ptr))
+        is_requested = np.zeros(len(requests.boxes), dtype=np.bool_)
+        is_requested[box[requests.rank == position]] = True
+        reads, needs = reader == position, is_requested[request]
+        self.pieces = np.flatnonzero(plan.reader == position)
+        self.local = self._columns(np.flatnonzero(reads & needs), None)
+        incoming = np.flatnonzero(~reads & needs)
+        self.incoming = self._in_messages(incoming, reader[incoming])
+        # One transfer for each rank, other than this one, that requests the box.
+        read = np.flatnonzero(reads & (plan.round[plan.piece] >= 0))
+        first = requests.rank_ptr[request[read]]
+        number, i = enumerate_ranges(requests.rank_ptr[request[read] + 1] - first)
+        peer = requests.rank[first[number] + i]
+        is_other = peer != position
+        self.outgoing = self._in_messages(read[number[is_other]], peer[is_other])
 
-    def of_round(self, deliveries: Deliveries, number: int) -> Deliveries:
-        """Those of one round; the deliveries are sorted by round."""
-        rounds = self.plan.round[deliveries.piece]
-        begin, end = np.searchsorted(rounds, [number, number + 1])
-        return deliveries.take(np.arange(begin, end))
+    def of_round(self, transfers: Transfers, number: int) -> Transfers:
+        """Those of one round; `transfers` are sorted by round."""
+        rounds = self.plan.round[transfers.piece]
+        first, last = np.searchsorted(rounds, [number, number + 1]).tolist()
+        return transfers.take(slice(first, last))
 
-    def parts(self, piece: int, pair: int) -> list[Part]:
-        """The boxes of a delivery that is not one run, in the order in which they are packed."""
-        known = self._parts.get((piece, pair))
-        if known is None:
-            known = self._parts[piece, pair] = self._cut(piece, pair)
-        return known
+    def strided_copies(self, piece: int, overlap: int) -> list[StridedCopy]:
+        """The copies of a transfer that is not one run, in the order in which they are packed."""
+        copies = self._copies.get((piece, overlap))
+        if copies is None:
+            start, stop = int(self.plan.start[piece]), int(self.plan.stop[piece])
+            copies = self.plan.overlaps.strided_copies(overlap, start, stop)
+            self._copies[piece, overlap] = copies
+        return copies
 
-    def _cut(self, piece: int, pair: int) -> list[Part]:
-        plan, pairs = self.plan, self.plan.pairs
-        size = int(pairs.itemsize[pair])
-        chunk, common = pairs.chunk(pair), pairs.common(pair)
-        origin = tuple(plan.requests.boxes.offset[int(pairs.request[pair])].tolist())
-        first, last = int(plan.start[piece]) // size, int(plan.stop[piece]) // size
-        found, at = [], 0
-        for box in flat_range_boxes(chunk.shape, first, last):
-            offset = tuple(a + b for a, b in zip(box.offset, chunk.offset, strict=True))
-            wanted = Box(offset, box.shape).intersect(common)
-            if wanted is not None:
-                source, target = wanted.relative_to(offset), wanted.relative_to(origin)
-                found.append(Part(at, box.shape, source, target, wanted.shape))
-            at += box.numel * size
-        return found
-
-    def _in_messages(self, chosen: Ints, peer: Ints) -> Deliveries:
+    def _in_messages(self, chosen: IntArray, peer: IntArray) -> Transfers:
         plan = self.plan
         rounds = plan.round[plan.piece[chosen]]
-        order = np.lexsort((plan.pair[chosen], plan.piece[chosen], peer, rounds))
-        return self._deliveries(chosen[order], peer[order])
+        order = np.lexsort((plan.overlap[chosen], plan.piece[chosen], peer, rounds))
+        return self._columns(chosen[order], peer[order])
 
-    def _deliveries(self, chosen: Ints, peer: Ints | None) -> Deliveries:
-        """The columns of deliveries of the plan; with peers, their places in the messages."""
-        plan, pairs = self.plan, self.plan.pairs
-        piece, pair = plan.piece[chosen], plan.pair[chosen]
-        is_run = pairs.stored.is_run[pair] & pairs.wanted.is_run[pair]
-        size = pairs.itemsize[pair]
-        stored, wanted = pairs.stored.start[pair] * size, pairs.wanted.start[pair] * size
-        length = pairs.extent[pair].prod(axis=1) * size
-        begin = np.maximum(plan.start[piece], stored)
-        nbytes = np.maximum(np.minimum(plan.stop[piece], stored + length) - begin, 0)
+    def _columns(self, chosen: IntArray, peer: IntArray | None) -> Transfers:
+        """Transfers of the plan; with peers, their places in the messages."""
+        plan, overlaps = self.plan, self.plan.overlaps
+        piece, overlap = plan.piece[chosen], plan.overlap[chosen]
+        is_run = overlaps.is_run[overlap]
+        source, target, nbytes = overlaps.run_copies(overlap, plan.start[piece], plan.stop[piece])
+        # The bytes of strided ones are known only from their copies.
         for i in np.flatnonzero(~is_run).tolist():
-            parts = self.parts(int(piece[i]), int(pair[i]))
-            nbytes[i] = sum(int(np.prod(part.wanted, dtype=np.int64)) for part in parts) * size[i]
-        is_large: Bools = is_run & (nbytes >= _LARGE_NBYTES)
+            copies = self.strided_copies(int(piece[i]), int(overlap[i]))
+            numel = sum(int(np.prod(copy.extent, dtype=np.int64)) for copy in copies)
+            nbytes[i] = numel * overlaps.itemsize[overlap[i]]
+        is_large = is_run & (nbytes >= _LARGE_NBYTES)
         at = np.zeros(len(chosen), dtype=np.int64)
-        if peer is not None and len(chosen):
-            rounds = plan.round[piece]
-            new = np.concatenate([[True], (peer[1:] != peer[:-1]) | (rounds[1:] != rounds[:-1])])
-            packed = np.where(is_large, 0, nbytes)
-            before = np.cumsum(packed) - packed
-            at = before - before[np.flatnonzero(new)][np.cumsum(new) - 1]
-        return Deliveries(
+        if peer is not None:
+            at = sums_before(np.where(is_large, 0, nbytes), peer, plan.round[piece])
+        return Transfers(
             piece=piece,
-            pair=pair,
-            request=pairs.request[pair],
+            overlap=overlap,
+            request=overlaps.request[overlap],
             is_run=is_run,
-            source=begin - plan.start[piece],
-            target=wanted + begin - stored,
+            source=source,
+            target=target,
             nbytes=nbytes,
             peer=at if peer is None else peer,
             at=at,
             is_large=is_large,
         )
+
+
+class Round:
+    """The messages of one round on one rank, in flight while the round before is exchanged.
+
+    Small transfers to a peer are packed into one message, large ones are sent from the memory that
+    they were read to and received into their targets. `pack` may be called by several threads.
+
+    Attributes:
+        reads: The reads whose pieces are packed.
+        receives: Memory for the messages of other ranks, by position, in the order of sending.
+    """
+
+    def __init__(self, transfers: RankTransfers, number: int, targets: Targets) -> None:
+        self._transfers = transfers
+        self._itemsize = transfers.plan.overlaps.itemsize
+        self._targets = targets
+        self._outgoing = transfers.of_round(transfers.outgoing, number)
+        self._incoming = transfers.of_round(transfers.incoming, number)
+        # Piece -> (transfer, packed message; None for a large one) of what is sent of it.
+        self._by_piece: dict[int, list[tuple[int, memoryview | None]]] = {}
+        self._packed_out: list[tuple[int, range, memoryview]] = []
+        self._large_out: dict[int, memoryview] = {}
+        self._packed_in: dict[int, memoryview] = {}
+        self._large_in: dict[int, memoryview] = {}
+        self.reads: list[Future[None]] = []
+        self.receives: list[tuple[int, torch.Tensor]] = []
+
+    def prepare(self) -> None:
+        """Make memory for all messages.
+
+        Cost: the packed messages, and large ones that do not fit their targets as they are; at most
+        the bytes of the round, each way.
+        """
+        self._prepare_sends()
+        self._prepare_receives()
+
+    def first_error(self) -> Exception | None:
+        """Wait for all reads; the error of the first one that failed."""
+        errors = [read.exception() for read in self.reads]
+        return next((error for error in errors if isinstance(error, Exception)), None)
+
+    def sends(self) -> list[tuple[int, torch.Tensor]]:
+        """All messages by position of the peer: the packed one first, then the large ones.
+
+        Call it when every piece of the round has been packed.
+        """
+        messages = []
+        for peer, numbers, buffer in self._packed_out:
+            messages.append((peer, _tensor(buffer)))
+            messages += [
+                (peer, _tensor(self._large_out[n])) for n in numbers if n in self._large_out
+            ]
+        return messages
+
+    def pack(self, piece: int, data: memoryview) -> None:
+        """Copy what is sent of a piece to its messages; large transfers stay where they are."""
+        sent = self._outgoing
+        for number, buffer in self._by_piece.get(piece, ()):
+            at, nbytes = int(sent.at[number]), int(sent.nbytes[number])
+            source = int(sent.source[number])
+            if buffer is None:
+                self._large_out[number] = data[source : source + nbytes]
+            elif sent.is_run[number]:
+                buffer[at : at + nbytes] = data[source : source + nbytes]
+            else:
+                overlap = int(sent.overlap[number])
+                size = int(self._itemsize[overlap])
+                for copy in self._transfers.strided_copies(piece, overlap):
+                    values = elements(data, copy.start, copy.shape, size)[copy.source]
+                    elements(buffer, at, copy.extent, size)[...] = values
+                    at += values.nbytes
+
+    def unpack(self) -> int:
+        """Write what has been received to the targets; how many bytes that is."""
+        received = self._incoming
+        columns = (received.peer, received.at, received.nbytes, received.request, received.target)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for number, (peer, at, nbytes, request, start) in enumerate(rows):
+            targets = self._targets[request]
+            if received.is_run[number]:
+                data = self._large_in.get(number)
+                if data is None:
+                    data = self._packed_in[peer][at : at + nbytes]
+                elif _takes_as_it_is(targets):
+                    continue
+                for target in targets:
+                    target.put(start, data)
+                continue
+            overlap = int(received.overlap[number])
+            size = int(self._itemsize[overlap])
+            for copy in self._transfers.strided_copies(int(received.piece[number]), overlap):
+                values = elements(self._packed_in[peer], at, copy.extent, size)
+                for target in targets:
+                    target.put_strided(copy, values, size)
+                at += values.nbytes
+        return int(received.nbytes.sum())
+
+    def _prepare_sends(self) -> None:
+        """Make the messages; peers that get the same small transfers share one."""
+        sent = self._outgoing
+        shared: dict[bytes, memoryview] = {}
+        for peer, numbers in sent.by_peer():
+            is_large = sent.is_large[numbers.start : numbers.stop]
+            small = numbers.start + np.flatnonzero(~is_large)
+            content = np.stack([sent.piece[small], sent.overlap[small]]).tobytes()
+            if content not in shared:
+                shared[content] = host_memory(int(sent.nbytes[small].sum()))
+                self._note(small, shared[content])
+            self._note(numbers.start + np.flatnonzero(is_large), None)
+            self._packed_out.append((peer, numbers, shared[content]))
+
+    def _note(self, numbers: IntArray, buffer: memoryview | None) -> None:
+        for number, piece in zip(
+            numbers.tolist(), self._outgoing.piece[numbers].tolist(), strict=True
+        ):
+            self._by_piece.setdefault(piece, []).append((number, buffer))
+
+    def _prepare_receives(self) -> None:
+        received = self._incoming
+        for peer, numbers in received.by_peer():
+            is_large = received.is_large[numbers.start : numbers.stop]
+            nbytes = np.where(is_large, 0, received.nbytes[numbers.start : numbers.stop])
+            self._packed_in[peer] = host_memory(int(nbytes.sum()))
+            self.receives.append((peer, _tensor(self._packed_in[peer])))
+            for number in (numbers.start + np.flatnonzero(is_large)).tolist():
+                at, size = int(received.target[number]), int(received.nbytes[number])
+                targets = self._targets[int(received.request[number])]
+                direct = _takes_as_it_is(targets)
+                data = targets[0].region(at, at + size) if direct else host_memory(size)
+                self.receives.append((peer, _tensor(data)))
+                self._large_in[number] = data
+
+
+def host_memory(nbytes: int) -> memoryview:
+    """Host memory that is not initialised."""
+    return np.empty(nbytes, dtype=np.uint8).data
+
+
+def _takes_as_it_is(targets: Sequence[Target]) -> bool:
+    """Whether a large transfer is received straight into its only target."""
+    return len(targets) == 1 and targets[0].is_direct
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8))

@@ -1,6 +1,6 @@
 """Who writes which box: whole boxes where that balances, pieces of large ones where it does not.
 
-Deterministic: equal claims give equal elections, on any machine.
+Deterministic: equal claims give equal assignments, on any machine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.arrays.boxes import flat_range_boxes
-from holdfast.arrays.types import FloatArray as Floats
-from holdfast.arrays.types import IntArray as Ints
+from holdfast.arrays.mixing import mix_columns
+from holdfast.arrays.types import BoolArray, FloatArray, IntArray
 from holdfast.arrays.water_filling import fill_groups
 
 MIN_PIECE_NBYTES = 1 << 16
@@ -27,205 +26,239 @@ _GOOD_ENOUGH = 1.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
-    """The distinct boxes and who holds them, side by side.
+class HeldBoxes:
+    """The n distinct boxes of a state and who holds them."""
 
-    `holders[first[i]:first[i + 1]]`: the holders (0 to `num_ranks` - 1, ascending) of box i.
-    `nbytes` (n,): of each box. `extent` (n, d): of each box, padded with 1. `words` (n,): equal for
-    boxes with equal holders.
-    """
-
-    holders: Ints
-    first: Ints
-    nbytes: Ints
-    extent: Ints
-    words: npt.NDArray[np.uint64]
+    extent: IntArray
+    """(n, d) of each box, padded with 1."""
+    nbytes: IntArray
+    """(n,) of each box."""
+    holder_ptr: IntArray
+    """(n + 1,) where the holders of each box begin."""
+    holders: IntArray
+    """Positions of the ranks that hold box i: `holders[holder_ptr[i]:holder_ptr[i + 1]]`."""
+    row: IntArray
+    """Aligned with `holders`: the row of the claims of all ranks in which each holder has it."""
     num_ranks: int
+
+    @property
+    def num_holders(self) -> IntArray:
+        """(n,) of each box."""
+        counts: IntArray = np.diff(self.holder_ptr)
+        return counts
+
+    def holders_of(self, box: int) -> IntArray:
+        """Positions of the ranks that hold a box, ascending."""
+        return self.holders[self.holder_ptr[box] : self.holder_ptr[box + 1]]
+
+    def rows_of(self, box: int) -> IntArray:
+        """Rows of the claims of all ranks that are this box, in the order of ranks."""
+        return self.row[self.holder_ptr[box] : self.holder_ptr[box + 1]]
+
+    def loads_alone(self) -> IntArray:
+        """(num_ranks,) bytes of the boxes that only one rank holds."""
+        alone = self.num_holders == 1
+        loads = np.zeros(self.num_ranks, dtype=np.int64)
+        np.add.at(loads, self.holders[self.holder_ptr[:-1][alone]], self.nbytes[alone])
+        return loads
+
+    def shared_boxes(self) -> Iterator[IntArray]:
+        """Boxes with several holders, by set of holders (small sets first), largest boxes first."""
+        shared = np.flatnonzero(self.num_holders > 1)
+        if len(shared) == 0:
+            return
+        # A set is told by the wrapping sum of a hash of its members: no Python per box.
+        words = np.add.reduceat(mix_columns(self.holders[:, None]), self.holder_ptr[:-1])
+        _, sets = np.unique(words[shared], return_inverse=True)
+        order = np.lexsort((shared, -self.nbytes[shared], sets, self.num_holders[shared]))
+        ends = np.flatnonzero(np.diff(sets[order])) + 1
+        yield from np.split(shared[order], ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Awards:
-    """What is written by whom: award i is a part of box `box[i]`, written by its holder `place[i]`.
+class WriterAssignment:
+    """Who writes what: piece i of box `box[i]` is written by its holder number `holder[i]`.
 
-    `place`: position among the box's holders. `offset` (n, d): of the part within the box;
-    `extent` (n, d). The awards of a box tile it; most boxes have one, the whole.
+    The pieces of a box cover it exactly; most boxes have one, the whole.
     """
 
-    box: Ints
-    place: Ints
-    offset: Ints
-    extent: Ints
+    box: IntArray
+    """(m,) number of the box."""
+    holder: IntArray
+    """(m,) position among the box's holders."""
+    offset: IntArray
+    """(m, d) of the piece, within the box."""
+    extent: IntArray
+    """(m, d) of the piece."""
 
 
-class Part(NamedTuple):
-    """The share of one holder in a box that is cut: [start, stop) of its slabs.
+class _Piece(NamedTuple):
+    """The share of one holder in a box that is cut: slabs [start, stop) of it.
 
     The slabs are the entries of the box's first `depth` dims, in row-major order.
     """
 
     box: int
-    place: int
+    holder: int
     depth: int
     start: int
     stop: int
 
 
-def elect(held: Holdings) -> Awards:
+def assign_writers(held: HeldBoxes) -> WriterAssignment:
     """One writer per box, balanced by bytes; large boxes are cut where whole ones do not balance.
 
     First whole boxes, largest first to the least loaded holder. Where the most loaded rank then has
-    more than 1.01 times the least that any election could give it, boxes with several holders are
-    dealt out again against quotas, and cut at a quota's end. Cost: a heap over the boxes with
-    several holders; quotas cost O(holder sets x holders) a sweep.
+    more than 1.01 times the least that any assignment could give it, boxes with several holders are
+    assigned again, by quotas, and cut at a quota's end.
+
+    Cost: a heap over the boxes with several holders; quotas cost O(sets of holders x holders) a
+    sweep. No communication.
     """
-    place, load = _whole(held)
-    total = float(held.nbytes.sum())
-    parts: list[Part] = []
-    if len(load) and load.max() * held.num_ranks > _GOOD_ENOUGH * total:
-        place, parts = _dealt(held, place, load)
-    return _awards(held, place, parts)
+    groups = list(held.shared_boxes())
+    writer, loads = _assign_whole(held, groups)
+    pieces: list[_Piece] = []
+    # The mean is a bound that costs nothing; mostly it is met, and no quotas are needed.
+    if len(loads) and loads.max() * held.num_ranks > _GOOD_ENOUGH * float(held.nbytes.sum()):
+        writer, pieces = _assign_by_quotas(held, groups, writer, loads)
+    return _assignment(held, writer, pieces)
 
 
-def _whole(held: Holdings) -> tuple[Ints, Ints]:
-    """Each box to one holder: its place among them; and the bytes of every rank."""
-    counts = np.diff(held.first)
-    place = np.zeros(len(counts), dtype=np.int64)
-    load = np.zeros(held.num_ranks, dtype=np.int64)
-    alone = counts == 1
-    np.add.at(load, held.holders[held.first[:-1][alone]], held.nbytes[alone])
-    for group in _groups(held):
-        positions = _holders(held, group)
-        heap = [(int(load[p]), at) for at, p in enumerate(positions.tolist())]
+def _assign_whole(held: HeldBoxes, groups: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+    """Each box to one holder: its number among them; and the bytes of every rank."""
+    writer = np.zeros(len(held.nbytes), dtype=np.int64)
+    loads = held.loads_alone()
+    for group in groups:
+        positions = held.holders_of(int(group[0]))
+        heap = [(int(loads[p]), at) for at, p in enumerate(positions.tolist())]
         heapq.heapify(heap)
         chosen = np.zeros(len(group), dtype=np.int64)
         for i, nbytes in enumerate(held.nbytes[group].tolist()):
-            loaded, at = heap[0]
+            load, at = heap[0]
             chosen[i] = at
-            heapq.heapreplace(heap, (loaded + nbytes, at))
-        place[group] = chosen
-        np.add.at(load, positions[chosen], held.nbytes[group])
-    return place, load
+            heapq.heapreplace(heap, (load + nbytes, at))
+        writer[group] = chosen
+        np.add.at(loads, positions[chosen], held.nbytes[group])
+    return writer, loads
 
 
-def _groups(held: Holdings) -> Iterator[Ints]:
-    """Boxes with several holders, by set of holders (smallest sets first), largest boxes first."""
-    counts = np.diff(held.first)
-    shared = np.flatnonzero(counts > 1)
-    if len(shared) == 0:
-        return
-    _, sets = np.unique(held.words[shared], return_inverse=True)
-    by_set = np.lexsort((shared, -held.nbytes[shared], sets, counts[shared]))
-    ends = np.flatnonzero(np.diff(sets[by_set])) + 1
-    yield from np.split(shared[by_set], ends)
-
-
-def _holders(held: Holdings, group: Ints) -> Ints:
-    box = int(group[0])
-    return held.holders[held.first[box] : held.first[box + 1]]
-
-
-def _dealt(held: Holdings, place: Ints, load: Ints) -> tuple[Ints, list[Part]]:
-    """The boxes dealt out against quotas, if that lowers the highest load."""
-    groups = list(_groups(held))
-    counts = np.diff(held.first)
-    alone = np.zeros(held.num_ranks, dtype=np.int64)
-    only = counts == 1
-    np.add.at(alone, held.holders[held.first[:-1][only]], held.nbytes[only])
-    members = [_holders(held, group) for group in groups]
+def _assign_by_quotas(
+    held: HeldBoxes, groups: Sequence[IntArray], writer: IntArray, loads: IntArray
+) -> tuple[IntArray, list[_Piece]]:
+    """Whole boxes and pieces against quotas, if that lowers the highest load."""
+    members = [held.holders_of(int(group[0])) for group in groups]
+    alone = held.loads_alone()
     quotas = fill_groups(alone, members, [int(held.nbytes[group].sum()) for group in groups])
     ideal = alone.copy()
-    for who, quota in zip(members, quotas, strict=True):
-        ideal[who] += quota
-    if load.max() <= _GOOD_ENOUGH * ideal.max():
-        return place, []
+    for positions, quota in zip(members, quotas, strict=True):
+        ideal[positions] += quota
+    if loads.max() <= _GOOD_ENOUGH * ideal.max():
+        return writer, []
     smallest = max(MIN_PIECE_NBYTES, int(ideal.mean() * _MIN_PIECE_SHARE))
-    dealt, parts = place.copy(), []
+    again, pieces = writer.copy(), []
     for group, quota in zip(groups, quotas, strict=True):
-        parts += _deal(held, group, quota, smallest, dealt)
-    return (dealt, parts) if _loads(held, dealt, parts).max() < load.max() else (place, [])
+        pieces += _cut(held, group, quota, smallest, again)
+    if _loads(held, again, pieces).max() < loads.max():
+        return again, pieces
+    return writer, []
 
 
-def _deal(held: Holdings, group: Ints, quota: Ints, smallest: int, dealt: Ints) -> list[Part]:
+def _cut(
+    held: HeldBoxes, group: IntArray, quota: IntArray, smallest: int, writer: IntArray
+) -> list[_Piece]:
     """Boxes of one set of holders, largest first, each to whom most of the quota is left.
 
-    A box that is larger than what is left is cut there. `dealt` gets the places of whole boxes.
+    A box that is larger than what is left is cut there. `writer` gets the holders of whole boxes.
+    Holders a and b with quotas of 70 and 50, boxes of 60, 40 and 20, none to be cut below 5:
+
+        box    quota left: a, b    assigned
+        60     70, 50              whole to a: it fits its quota
+        40     10, 50              whole to b
+        20     10, 10              10 to a, whose quota ends there; 10 to b
+
+    With the boxes 100 and 20, the first would be cut into 70 for a and 30 for b at once.
     """
-    parts: list[Part] = []
+    pieces: list[_Piece] = []
     heap = [(-float(left), at) for at, left in enumerate(quota)]
     heapq.heapify(heap)
     for box in group.tolist():
         nbytes = int(held.nbytes[box])
-        left = -heap[0][0]
+        left, at = -heap[0][0], heap[0][1]
         if nbytes <= left + smallest or nbytes < 2 * smallest:
-            dealt[box] = heap[0][1]
-            heapq.heapreplace(heap, (float(nbytes) - left, heap[0][1]))
+            writer[box] = at
+            heapq.heapreplace(heap, (float(nbytes) - left, at))
             continue
-        depth, units = _units(held.extent[box], nbytes, smallest)
-        each = nbytes / units
+        depth, num_slabs = _slabs(held.extent[box], nbytes, smallest)
+        slab_nbytes = nbytes / num_slabs
         start = 0
-        while start < units:
+        while start < num_slabs:
             left, at = -heap[0][0], heap[0][1]
-            rest = units - start
-            take = min(max(round(max(left, smallest) / each), 1), rest)
-            if (rest - take) * each < smallest:
-                take = rest
-            parts.append(Part(box, at, depth, start, start + take))
-            heapq.heapreplace(heap, (take * each - left, at))
-            start += take
-    return parts
+            rest = num_slabs - start
+            count = min(max(round(max(left, smallest) / slab_nbytes), 1), rest)
+            # A rest too small for a piece of its own goes to this one.
+            if (rest - count) * slab_nbytes < smallest:
+                count = rest
+            pieces.append(_Piece(box, at, depth, start, start + count))
+            heapq.heapreplace(heap, (count * slab_nbytes - left, at))
+            start += count
+    return pieces
 
 
-def _units(extent: Ints, nbytes: int, smallest: int) -> tuple[int, int]:
-    """How many leading dims to cut along, and into how many slabs they divide the box."""
-    units = 1
+def _slabs(extent: IntArray, nbytes: int, smallest: int) -> tuple[int, int]:
+    """How many leading dims to cut along, and into how many slabs they divide the box.
+
+    As few dims as give slabs of a quarter of the smallest piece: pieces then end close enough to
+    their quotas, and stay few boxes each.
+    """
+    num_slabs = 1
     for depth, size in enumerate(extent.tolist(), start=1):
-        units *= size
-        if nbytes / units <= smallest / 4:
-            return depth, units
-    return len(extent), units
+        num_slabs *= size
+        if nbytes / num_slabs <= smallest / 4:
+            return depth, num_slabs
+    return len(extent), num_slabs
 
 
-def _loads(held: Holdings, place: Ints, parts: Sequence[Part]) -> Floats:
+def _loads(held: HeldBoxes, writer: IntArray, pieces: Sequence[_Piece]) -> FloatArray:
     """Bytes of every rank."""
-    load = np.zeros(held.num_ranks, dtype=np.float64)
-    whole = _uncut(place, parts)
-    writer = held.holders[held.first[:-1] + place]
-    np.add.at(load, writer[whole], held.nbytes[whole])
-    for part in parts:
-        slabs = math.prod(held.extent[part.box][: part.depth].tolist())
-        nbytes = held.nbytes[part.box] * (part.stop - part.start) / slabs
-        load[held.holders[held.first[part.box] + part.place]] += nbytes
-    return load
+    loads = np.zeros(held.num_ranks, dtype=np.float64)
+    whole = _uncut(writer, pieces)
+    position = held.holders[held.holder_ptr[:-1] + writer]
+    np.add.at(loads, position[whole], held.nbytes[whole])
+    for piece in pieces:
+        num_slabs = math.prod(held.extent[piece.box][: piece.depth].tolist())
+        nbytes = held.nbytes[piece.box] * (piece.stop - piece.start) / num_slabs
+        loads[held.holders[held.holder_ptr[piece.box] + piece.holder]] += nbytes
+    return loads
 
 
-def _uncut(place: Ints, parts: Sequence[Part]) -> npt.NDArray[np.bool_]:
-    whole = np.ones(len(place), dtype=np.bool_)
-    whole[[part.box for part in parts]] = False
+def _uncut(writer: IntArray, pieces: Sequence[_Piece]) -> BoolArray:
+    """(n,) whether a box is written whole."""
+    whole = np.ones(len(writer), dtype=np.bool_)
+    whole[[piece.box for piece in pieces]] = False
     return whole
 
 
-def _awards(held: Holdings, place: Ints, parts: Sequence[Part]) -> Awards:
-    whole = _uncut(place, parts)
+def _assignment(held: HeldBoxes, writer: IntArray, pieces: Sequence[_Piece]) -> WriterAssignment:
+    whole = np.flatnonzero(_uncut(writer, pieces))
     extent = held.extent[whole]
-    found = Awards(
-        box=np.flatnonzero(whole), place=place[whole], offset=np.zeros_like(extent), extent=extent
-    )
-    if not parts:
-        return found
     rows: list[tuple[int, int]] = []
     offsets: list[tuple[int, ...]] = []
     extents: list[tuple[int, ...]] = []
-    for part in parts:
-        shape = tuple(held.extent[part.box].tolist())
-        inner = shape[part.depth :]
-        for piece in flat_range_boxes(shape[: part.depth], part.start, part.stop):
-            rows.append((part.box, part.place))
-            offsets.append(piece.offset + (0,) * len(inner))
-            extents.append(piece.shape + inner)
-    box, who = np.array(rows, dtype=np.int64).T
-    return Awards(
-        box=np.concatenate([found.box, box]),
-        place=np.concatenate([found.place, who]),
-        offset=np.concatenate([found.offset, np.array(offsets, dtype=np.int64)]),
-        extent=np.concatenate([found.extent, np.array(extents, dtype=np.int64)]),
+    for piece in pieces:
+        shape = tuple(held.extent[piece.box].tolist())
+        inner = shape[piece.depth :]
+        # A range of slabs is no box where it begins or ends inside a row of them.
+        for box in flat_range_boxes(shape[: piece.depth], piece.start, piece.stop):
+            rows.append((piece.box, piece.holder))
+            offsets.append(box.offset + (0,) * len(inner))
+            extents.append(box.shape + inner)
+    cut = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    shape_of_cut = (len(rows), held.extent.shape[1])
+    return WriterAssignment(
+        box=np.concatenate([whole, cut[:, 0]]),
+        holder=np.concatenate([writer[whole], cut[:, 1]]),
+        offset=np.concatenate(
+            [np.zeros_like(extent), np.array(offsets, dtype=np.int64).reshape(shape_of_cut)]
+        ),
+        extent=np.concatenate([extent, np.array(extents, dtype=np.int64).reshape(shape_of_cut)]),
     )

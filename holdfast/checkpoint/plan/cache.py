@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, pad_shapes
+from holdfast.arrays.boxes import Box
 from holdfast.arrays.packed_ints import MAX_NBYTES, pack_ints, squeeze, unpack_ints, unsqueeze
 from holdfast.arrays.tiling import check_tilings
 from holdfast.arrays.types import IntArray as Ints
-from holdfast.checkpoint.plan.claims import UNDECLARED, ChunkTable, decode_names
-from holdfast.checkpoint.plan.proof import Assignment, Cut
+from holdfast.checkpoint.plan.claims import UNDECLARED, RankClaims, decode_names
+from holdfast.checkpoint.plan.make_plan import RankShare
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.storage import Storage
@@ -58,8 +59,8 @@ class PlanRecord:
     def make(
         cls,
         plan: CommitPlan,
-        tables: Sequence[ChunkTable],
-        assignments: Sequence[Assignment],
+        tables: Sequence[RankClaims],
+        assignments: Sequence[RankShare],
         signatures: tuple[str, ...],
         *,
         compare_all: bool,
@@ -163,12 +164,12 @@ class Holder:
     ranks: tuple[int, ...]
     coordinates: tuple[dict[str, int], ...]
     signature: str
-    table: ChunkTable
+    table: RankClaims
     block_nbytes: int
     compare_all: bool
 
 
-def prove_plan(kept: KeptPlan, holder: Holder, *, tiling: bool) -> Assignment | None:
+def prove_plan(kept: KeptPlan, holder: Holder, *, tiling: bool) -> RankShare | None:
     """This rank's share of a kept plan, or None unless all that concerns the rank is proven.
 
     `tiling`: prove, too, that the rows tile every tensor, which one rank must do.
@@ -202,7 +203,7 @@ class _Proof:
             tensor=kept.plan.row_tensor, offset=kept.plan.row_offset, extent=kept.plan.row_extent
         )
 
-    def run(self, *, tiling: bool) -> Assignment:
+    def run(self, *, tiling: bool) -> RankShare:
         self._same_question()
         self._well_formed()
         numbers = self._same_tensors()
@@ -214,7 +215,7 @@ class _Proof:
         checks, vouched = self._checks(own)
         self._written_rightly(own, vouched)
         file, rows, cuts = self._own_rows(own)
-        return Assignment(file=file, rows=rows, cuts=cuts, checks=checks)
+        return RankShare(file=file, rows=rows, cuts=cuts, checks=checks)
 
     def _same_question(self) -> None:
         """The plan was made for these ranks, options and structures."""
@@ -332,25 +333,24 @@ class _Proof:
         for row, writer in others[~trusted].tolist():
             _need((row, writer) in vouched)
 
-    def _own_rows(self, own: BoxTable) -> tuple[int, Ints, tuple[Cut, ...]]:
+    def _own_rows(self, own: BoxTable) -> tuple[int, Ints, dict[int, Box]]:
         """The rows that this rank writes, found in its own table: whole boxes, or parts of them."""
         plan = self._plan
         if self._holder.position not in plan.writers:
-            return -1, np.zeros(0, dtype=np.int64), ()
+            return -1, np.zeros(0, dtype=np.int64), {}
         file = plan.writers.index(self._holder.position)
         mine = np.flatnonzero(plan.row_file == file)
         parts = self._rows.take(mine)
         rows = own.find(parts)
-        cuts = []
+        cuts = {}
         for place in np.flatnonzero(rows < 0).tolist():
             around = own.tensor == parts.tensor[place]
             around &= (own.offset <= parts.offset[place]).all(axis=1)
             around &= (parts.stop[place] <= own.stop).all(axis=1)
             _need((parts.extent[place] > 0).all() and around.any())
             rows[place] = int(np.flatnonzero(around)[0])
-            box = parts.box(place, ndim=len(plan.shapes[parts.tensor[place]]))
-            cuts.append(Cut(place, box.offset, box.shape))
-        return file, rows, tuple(cuts)
+            cuts[place] = parts.box(place, ndim=len(plan.shapes[parts.tensor[place]]))
+        return file, rows, cuts
 
 
 def _all_used(values: Ints, count: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.arrays.boxes import Box
 from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsqueeze
 from holdfast.checkpoint.plan.cache import (
     Holder,
@@ -20,13 +21,13 @@ from holdfast.checkpoint.plan.cache import (
     sign_all,
 )
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
-    decode_table,
-    read_messages,
+    RankClaims,
+    claims_message,
+    decode_claims,
+    read_claims_messages,
     signature,
-    table_message,
 )
-from holdfast.checkpoint.plan.proof import Assignment, Cut, make_plan
+from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.checkpoint.save.local_state import LocalState, choices
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
@@ -34,8 +35,8 @@ from holdfast.format.image import Image, ImageEntry, chunk_name, layout_image
 from holdfast.parallel import ProcessGroups
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.storage import Storage
-from holdfast.writer.records import CommitPlan, encode_plan
-from holdfast.writer.write import RowPlace
+from holdfast.writer.job import RowBox
+from holdfast.writer.records import CommitPlan, EncodedPlan, encode_plan
 
 
 class _Share(msgspec.Struct, frozen=True, array_like=True):
@@ -59,13 +60,13 @@ class RankPlan:
     way. `file`: number of this rank's data file, -1 for none. `rows`, `checks`: rows of
     its chunk table to write and to vouch for; `cuts`: places in `rows` of which only a part is
     written, and which part of the row's tensor. `names`: of its chunks. `image`: the data file's
-    layout, `row_nbytes`, `places`: of its rows. `total_nbytes`, `num_tensors`: of the whole
+    layout, `row_nbytes`, `row_boxes`: of its rows. `total_nbytes`, `num_tensors`: of the whole
     checkpoint. `commit`: the whole plan and its bytes, `record`: what a later run needs to use it
     again; both on the coordinator only.
     """
 
     signature: str
-    table: ChunkTable
+    table: RankClaims
     compare_all: bool
     plan_digest: str
     token: str
@@ -76,10 +77,10 @@ class RankPlan:
     names: tuple[str, ...]
     image: Image
     row_nbytes: npt.NDArray[np.int64]
-    places: tuple[RowPlace, ...]
+    row_boxes: tuple[RowBox, ...]
     total_nbytes: int
     num_tensors: int
-    commit: tuple[CommitPlan, bytes] | None
+    commit: EncodedPlan | None
     record: PlanRecord | None
 
     def sources(self, local: LocalState) -> list[torch.Tensor]:
@@ -114,10 +115,10 @@ def plan_together(
     """
     control = groups.control
     sends_names = list(names).index(local.names) == control.index
-    message = table_message(local.encoded, local.table.names if sends_names else None)
+    message = claims_message(local.encoded, local.table.names if sends_names else None)
     gathered = control.gather(message, phase="save: tables")
     shares: list[bytes] | None = None
-    commit: tuple[CommitPlan, bytes] | None = None
+    commit: EncodedPlan | None = None
     record: PlanRecord | None = None
     if gathered is not None:
         commit, record, shares = _plan_all(
@@ -127,10 +128,10 @@ def plan_together(
     share = msgspec.msgpack.decode(unsqueeze(data), type=_Share)
     return rank_plan(
         local,
-        Assignment(
+        RankShare(
             file=share.file,
             rows=unpack_ints(share.rows),
-            cuts=tuple(Cut(*cut) for cut in share.cuts),
+            cuts={index: Box(offset, shape) for index, offset, shape in share.cuts},
             checks=unpack_ints(share.checks),
         ),
         plan_digest=share.plan_digest,
@@ -181,20 +182,20 @@ def plan_again(
         compare_all=compare_all,
         total_nbytes=total_nbytes(kept.plan),
         num_tensors=len(kept.plan.keys),
-        commit=(kept.plan, kept.encoded) if control.is_coordinator else None,
+        commit=EncodedPlan(kept.plan, kept.encoded) if control.is_coordinator else None,
         record=kept.record if control.is_coordinator else None,
     )
 
 
 def _plan_all(
     messages: Sequence[bytes], *, groups: ProcessGroups, block_nbytes: int, compare_all: bool
-) -> tuple[tuple[CommitPlan, bytes], PlanRecord, list[bytes]]:
+) -> tuple[EncodedPlan, PlanRecord, list[bytes]]:
     ranks = groups.control.ranks
-    encoded_tables, names = read_messages(messages, ranks)
+    encoded_tables, names = read_claims_messages(messages, ranks)
     options = choices(groups, block_nbytes)
     signatures = tuple(signature(data, choices=options) for data in encoded_tables)
     tables = [
-        decode_table(data, rank=rank, names=names)
+        decode_claims(data, rank=rank, names=names)
         for data, rank in zip(encoded_tables, ranks, strict=True)
     ]
     plan, assignments = make_plan(
@@ -210,7 +211,7 @@ def _plan_all(
     total = total_nbytes(plan)
     record = PlanRecord.make(plan, tables, assignments, signatures, compare_all=compare_all)
     return (
-        (plan, encoded),
+        EncodedPlan(plan, encoded),
         record,
         [
             _encode_share(each, digest, total_nbytes=total, num_tensors=len(plan.keys))
@@ -231,13 +232,13 @@ def total_nbytes(plan: CommitPlan) -> int:
 
 
 def _encode_share(
-    assignment: Assignment, plan_digest: str, *, total_nbytes: int, num_tensors: int
+    assignment: RankShare, plan_digest: str, *, total_nbytes: int, num_tensors: int
 ) -> bytes:
     share = _Share(
         plan_digest=plan_digest,
         file=assignment.file,
         rows=pack_ints(assignment.rows),
-        cuts=tuple((cut.place, cut.offset, cut.extent) for cut in assignment.cuts),
+        cuts=tuple((index, box.offset, box.shape) for index, box in assignment.cuts.items()),
         checks=pack_ints(assignment.checks),
         total_nbytes=total_nbytes,
         num_tensors=num_tensors,
@@ -247,31 +248,30 @@ def _encode_share(
 
 def rank_plan(
     local: LocalState,
-    assignment: Assignment,
+    assignment: RankShare,
     *,
     plan_digest: str,
     token: str,
     compare_all: bool,
     total_nbytes: int,
     num_tensors: int,
-    commit: tuple[CommitPlan, bytes] | None,
+    commit: EncodedPlan | None,
     record: PlanRecord | None,
 ) -> RankPlan:
     """What a rank keeps of a plan, from its share: names and places of its chunks, its image."""
     rows = tuple(assignment.rows.tolist())
     offsets, extents = local.table.offset.tolist(), local.table.extent.tolist()
-    cut_at = {cut.place: cut for cut in assignment.cuts}
-    entries, places, row_nbytes = [], [], []
+    entries, row_boxes, row_nbytes = [], [], []
     for place, row in enumerate(rows):
         key, source = local.keys[row], local.sources[row]
         shape = local.flat.leaves[key].shape
         ndim = len(shape)
         offset, extent = tuple(offsets[row][:ndim]), tuple(extents[row][:ndim])
-        if place in cut_at:
-            offset, extent = cut_at[place].offset, cut_at[place].extent
+        if place in assignment.cuts:
+            offset, extent = assignment.cuts[place].offset, assignment.cuts[place].shape
         name = chunk_name(key, offset=offset, shape=extent, global_shape=shape)
         dtype = TORCH_TO_NAME[source.dtype]
-        places.append(RowPlace(dtype=dtype, shape=shape, offset=offset, extent=extent))
+        row_boxes.append(RowBox(dtype=dtype, shape=shape, offset=offset, extent=extent))
         entries.append(ImageEntry(name=name, dtype=dtype, shape=extent))
         row_nbytes.append(int(np.prod(extent, dtype=np.int64)) * source.element_size())
     return RankPlan(
@@ -283,22 +283,14 @@ def rank_plan(
         file=assignment.file,
         rows=rows,
         cuts=tuple(
-            (
-                cut.place,
-                tuple(
-                    slice(o - base, o - base + e)
-                    for o, e, base in zip(
-                        cut.offset, cut.extent, offsets[rows[cut.place]], strict=False
-                    )
-                ),
-            )
-            for cut in assignment.cuts
+            (index, box.relative_to(tuple(offsets[rows[index]][: box.ndim])))
+            for index, box in assignment.cuts.items()
         ),
         checks=tuple(assignment.checks.tolist()),
         names=tuple(entry.name for entry in entries),
         image=layout_image(entries),
         row_nbytes=np.array(row_nbytes, dtype=np.int64),
-        places=tuple(places),
+        row_boxes=tuple(row_boxes),
         total_nbytes=total_nbytes,
         num_tensors=num_tensors,
         commit=commit,
@@ -306,7 +298,7 @@ def rank_plan(
     )
 
 
-def _refuse_another(planned: ChunkTable, found: ChunkTable) -> None:
+def _refuse_another(planned: RankClaims, found: RankClaims) -> None:
     """PlanError unless two tables claim the same boxes of the same tensors in the same order."""
     if planned.names != found.names:
         raise PlanError(

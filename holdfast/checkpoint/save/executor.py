@@ -1,11 +1,12 @@
-"""One rank's share of a save on its way to storage: staged, then written here or handed over."""
+"""One rank's share of a save: staged, and written by a job in a thread or in the writer process."""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,33 +14,37 @@ import torch
 
 from holdfast.checkpoint.options import SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
-from holdfast.checkpoint.save.copier import Copiers, CudaPageLock, PageLock
-from holdfast.checkpoint.save.handshake import Begun, Clock, Opened, SaveAsk, Slot
+from holdfast.checkpoint.save.handshake import AgreedSave, Clock, SaveRequest
 from holdfast.checkpoint.save.local_state import LocalState
-from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.checkpoint.save.staging import (
+    Copiers,
+    CudaPageLock,
     Staging,
+    StagingBuffer,
     check_sources,
     content_digest,
     devices_of,
     prepare_staging,
     stage,
-    stage_by_segments,
+    stage_by_slices,
 )
+from holdfast.errors import StorageError
 from holdfast.format.names import data_file
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.version import __version__
-from holdfast.writer.client import Writer
-from holdfast.writer.commit import commit_save
-from holdfast.writer.heartbeat import Heartbeat
-from holdfast.writer.job import SaveOutcome, prepare_directory
+from holdfast.writer.client import Ticket, Writer, WriterThread
+from holdfast.writer.job import JobGate, SaveOutcome, WriteJob
+from holdfast.writer.memory import PageLock
 from holdfast.writer.records import SaveHeader, column
-from holdfast.writer.write import Gate, Payload, WriteJob, publish_done, write_payload
+
+_NUM_DESCRIPTORS = 8
+_DISK_SLACK_NBYTES = 4 << 20
+_UNLIMITED_NBYTES = 1 << 60
 
 
-class Sender:
-    """Stages this rank's share of a save and brings it to storage."""
+class SaveExecutor:
+    """Stages this rank's share of a save and has a job write it."""
 
     def __init__(
         self,
@@ -47,224 +52,218 @@ class Sender:
         groups: ProcessGroups,
         *,
         options: SaverOptions,
-        slots: Sequence[Slot],
+        buffers: Sequence[StagingBuffer],
     ) -> None:
         self._storage = storage
         self._groups = groups
         self._options = options
-        self._slots = slots
+        self._buffers = buffers
         self._copiers = Copiers()
         self._pages: PageLock = CudaPageLock()
 
     def stage(
-        self, slot: Slot, plan: RankPlan, local: LocalState, clock: Clock
-    ) -> tuple[Staging, list[int]]:
-        """Copy this rank's rows into the slot; digests of the boxes it must vouch for."""
+        self, buffer: StagingBuffer, plan: RankPlan, local: LocalState, clock: Clock
+    ) -> tuple[Staging, bytes]:
+        """Copy this rank's rows into the buffer; with the digests of the boxes it vouches for."""
         sources = plan.sources(local)
-        staging = self._lay_out(slot, plan, sources, clock)
+        staging = self._lay_out(buffer, plan, sources, clock)
         with clock.phase("stage"):
             stage(staging, sources, plan.names, self._copiers)
         return staging, self._checks(staging, plan, local, clock)
 
+    def submit(
+        self,
+        writer: Writer,
+        buffer: StagingBuffer,
+        agreed: AgreedSave,
+        request: SaveRequest,
+        clock: Clock,
+        *,
+        after: Callable[[SaveOutcome], None],
+    ) -> Ticket:
+        """Stage, then submit the job to the writer, which calls `after` when it has committed."""
+        plan = agreed.plan_or_raise()
+        staging, checks = self.stage(buffer, plan, agreed.local, clock)
+        job = self._job(agreed, plan, request, checks)
+        with clock.phase("submit"):
+            return writer.submit(
+                job,
+                buffer=self._buffers.index(buffer),
+                memory=buffer.memory,
+                nbytes=staging.view.nbytes,
+                plan=plan.commit,
+                after=after if plan.commit is not None else None,
+            )
+
+    def write(self, agreed: AgreedSave, request: SaveRequest, clock: Clock) -> None:
+        """Stage and write this rank's share, and commit; all ranks raise if one cannot.
+
+        The job runs in a thread: it writes and hashes segment by segment what is staged here, where
+        the caller's device streams are current. It commits when all ranks have written. Every shape
+        and dtype is checked against the plan before the first byte is written.
+        """
+        plan, local, buffer = agreed.plan_or_raise(), agreed.local, self._buffers[0]
+        sources = plan.sources(local)
+        staging = self._lay_out(buffer, plan, sources, clock)
+        check_sources(staging, sources, plan.names)
+        gate, writer = JobGate(), WriterThread(self._storage)
+        try:
+            with clock.phase("write"):
+                gate.open_to(len(plan.image.header))
+                ticket = writer.submit(
+                    self._job(agreed, plan, request, b""),
+                    buffer=0,
+                    memory=buffer.memory,
+                    nbytes=staging.view.nbytes,
+                    plan=plan.commit,
+                    gate=gate,
+                )
+                with clock.phase("stage"):
+                    for end in stage_by_slices(staging, sources, self._copiers):
+                        gate.open_to(end)
+                gate.finish_staging(self._checks(staging, plan, local, clock))
+                ticket.wait_written()
+            self._groups.control.agree(None, phase="save: written")
+            with clock.phase("commit"):
+                gate.allow_commit()
+                ticket.wait_finished()
+        finally:
+            # After a failure here the job must not go on, nor be left behind.
+            gate.close()
+            writer.close(timeout_s=None)
+
+    def _job(
+        self, agreed: AgreedSave, plan: RankPlan, request: SaveRequest, checks: bytes
+    ) -> WriteJob:
+        job = self.empty_job(agreed.directory, agreed.save_id, request)
+        writes = plan.file >= 0
+        return msgspec.structs.replace(
+            job,
+            plan_digest=plan.plan_digest,
+            file=data_file(plan.file) if writes else None,
+            header_nbytes=len(plan.image.header) if writes else 0,
+            starts=column(plan.image.starts),
+            row_nbytes=column(plan.row_nbytes),
+            checks=checks,
+            values=agreed.local.values,
+            row_boxes=plan.row_boxes if self._options.fingerprints else (),
+        )
+
+    def empty_job(self, directory: str, save_id: str, request: SaveRequest) -> WriteJob:
+        """The job of a save that failed on this rank before it staged; enough to publish that."""
+        control = self._groups.control
+        return WriteJob(
+            directory=directory,
+            position=control.index,
+            rank=control.rank,
+            header=SaveHeader(
+                step=request.step,
+                save_id=save_id,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                holdfast=__version__,
+                torch=str(torch.__version__),
+                overwrite=request.overwrite,
+                metadata=request.metadata,
+            ),
+            plan_digest="",
+            block_nbytes=self._options.block_nbytes,
+            deadline_s=self._options.deadline_s,
+        )
+
     def _lay_out(
-        self, slot: Slot, plan: RankPlan, sources: Sequence[torch.Tensor], clock: Clock
+        self, buffer: StagingBuffer, plan: RankPlan, sources: Sequence[torch.Tensor], clock: Clock
     ) -> Staging:
-        """The slot's memory as the image of this plan; page-locked where a device copies to it."""
-        staging = slot.staging
-        if staging is None or slot.plan_digest != plan.plan_digest:
-            slot.staging = staging = None
+        """The buffer laid out as the image of this plan; page-locked if a device copies to it."""
+        staging = buffer.staging
+        if staging is None or buffer.plan_digest != plan.plan_digest:
+            buffer.staging = staging = None
             with clock.phase("lay out"):
-                staging = prepare_staging(slot.arena, plan.image, sources)
-            slot.staging, slot.plan_digest = staging, plan.plan_digest
+                staging = prepare_staging(buffer.memory, plan.image, sources)
+            buffer.staging, buffer.plan_digest = staging, plan.plan_digest
         if any(device.type == "cuda" for device in devices_of(sources)):
-            slot.arena.lock(self._pages)
+            buffer.memory.lock(self._pages)
         return staging
 
     @staticmethod
-    def _checks(staging: Staging, plan: RankPlan, local: LocalState, clock: Clock) -> list[int]:
+    def _checks(staging: Staging, plan: RankPlan, local: LocalState, clock: Clock) -> bytes:
         """Digests of the boxes this rank vouches for; of the staged bytes where it writes them."""
         if not plan.checks:
-            return []
+            return b""
         with clock.phase("compare"):
             cut = {place for place, _ in plan.cuts}
             staged = {row: place for place, row in enumerate(plan.rows) if place not in cut}
-            return [
+            digests = [
                 staging.row_digest(staged[row])
                 if row in staged
                 else content_digest(local.sources[row])
                 for row in plan.checks
             ]
+        return column(np.array(digests, dtype=np.uint64))
 
-    def prepare_job(
-        self, slot: Slot, begun: Begun, header: SaveHeader, clock: Clock
-    ) -> tuple[WriteJob, int]:
-        """Stage, and say what is to be written: the job, and the bytes of the slot it takes."""
-        plan = begun.plan_or_raise()
-        staging, checks = self.stage(slot, plan, begun.local, clock)
-        job = self._job(plan, begun.local, begun.directory, header, checks)
-        return job, staging.view.nbytes
 
-    def hand_over(
-        self,
-        writer: Writer,
-        slot: Slot,
-        plan: RankPlan,
-        job: WriteJob,
-        nbytes: int,
-        pending: InFlightSave,
-        *,
-        after: Callable[[SaveOutcome], None],
-    ) -> None:
-        """Submit a job; the coordinator's writer calls `after` when it has committed."""
-        number = self._slots.index(slot)
-        if slot.given != slot.arena.num_allocations:
-            writer.give_arena(number, slot.arena.fd, slot.arena.nbytes)
-            slot.given = slot.arena.num_allocations
-        commits = plan.commit is not None
-        if plan.commit is not None:
-            writer.give_plan(plan.plan_digest, plan.commit[1])
-        pending.ticket = writer.submit(
-            job, slot=number, nbytes=nbytes, commits=commits, after=after if commits else None
-        )
+def check_budget(
+    storage: Storage, *, image_nbytes: int, held_nbytes: Sequence[int], total_nbytes: int
+) -> None:
+    """StorageError naming what is short and by how much; a few system calls.
 
-    def empty_job(self, opened: Opened) -> WriteJob:
-        """The job of a save that came to nothing on this rank; enough to publish its failure."""
-        control = self._groups.control
-        none = column(np.zeros(0, dtype=np.uint64))
-        ask = SaveAsk(
-            kind="save_async",
-            step=opened.openings[0].step,
-            overwrite=opened.openings[0].overwrite,
-            check_replicas=False,
-        )
-        return WriteJob(
-            directory=opened.directory,
-            position=control.index,
-            rank=control.rank,
-            header=save_header(ask, opened.save_id),
-            plan_digest="",
-            block_nbytes=self._options.block_nbytes,
-            file=None,
-            header_nbytes=0,
-            starts=none,
-            row_nbytes=none,
-            checks=none,
-            values=b"",
-            places=(),
-            deadline_s=self._options.deadline_s,
-        )
-
-    def _job(
-        self,
-        plan: RankPlan,
-        local: LocalState,
-        directory: str,
-        header: SaveHeader,
-        checks: Sequence[int],
-    ) -> WriteJob:
-        control = self._groups.control
-        writes = plan.file >= 0
-        return WriteJob(
-            directory=directory,
-            position=control.index,
-            rank=control.rank,
-            header=header,
-            plan_digest=plan.plan_digest,
-            block_nbytes=self._options.block_nbytes,
-            file=data_file(plan.file) if writes else None,
-            header_nbytes=len(plan.image.header) if writes else 0,
-            starts=column(plan.image.starts),
-            row_nbytes=column(plan.row_nbytes),
-            checks=column(np.array(checks, dtype=np.uint64)),
-            values=local.values,
-            places=plan.places if self._options.fingerprints else (),
-            deadline_s=self._options.deadline_s,
-        )
-
-    def write(
-        self,
-        plan: RankPlan,
-        local: LocalState,
-        directory: str,
-        header: SaveHeader,
-        clock: Clock,
-    ) -> None:
-        """Stage and write this rank's share here; all ranks raise if one cannot.
-
-        Writing and hashing follow the staging segment by segment, in threads beside it. Every shape
-        and dtype is checked against the plan before the first byte is written.
-        """
-        sources = plan.sources(local)
-        staging = self._lay_out(self._slots[0], plan, sources, clock)
-        check_sources(staging, sources, plan.names)
-        job = self._job(plan, local, directory, header, [])
-        with clock.phase("write"), self._own_heartbeat(plan, directory):
-            payload, checks = self._write_beside(job, plan, local, staging, sources, clock)
-            job = msgspec.structs.replace(job, checks=column(np.array(checks, dtype=np.uint64)))
-            publish_done(self._storage, job, payload)
-        self._groups.control.agree(None, phase="save: written")
-
-    def _write_beside(
-        self,
-        job: WriteJob,
-        plan: RankPlan,
-        local: LocalState,
-        staging: Staging,
-        sources: Sequence[torch.Tensor],
-        clock: Clock,
-    ) -> tuple[Payload, list[int]]:
-        """Stage here, where the caller's device streams are current; write in a thread."""
-        gate = Gate()
-        gate.open_to(len(plan.image.header))
-
-        def write() -> Payload:
-            prepare_directory(self._storage, job, *(plan.commit or (None, b"")))
-            return write_payload(self._storage, job, staging.view, gate=gate)
-
-        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-write") as pool:
-            written = pool.submit(write)
-            try:
-                with clock.phase("stage"):
-                    for end in stage_by_segments(staging, sources, self._copiers):
-                        gate.open_to(end)
-                checks = self._checks(staging, plan, local, clock)
-            except BaseException:
-                gate.break_off()
-                raise
-            return written.result(), checks
-
-    def heartbeat(self, plan: RankPlan, directory: str) -> AbstractContextManager[object]:
-        """For the whole of a synchronous save, on the committer: other ranks may be slow."""
-        if plan.commit is None:
-            return nullcontext()
-        return Heartbeat(self._storage, directory, position=self._groups.control.index)
-
-    def _own_heartbeat(self, plan: RankPlan, directory: str) -> AbstractContextManager[object]:
-        """While this rank writes; the committer's lasts longer."""
-        if plan.commit is not None:
-            return nullcontext()
-        return Heartbeat(self._storage, directory, position=self._groups.control.index)
-
-    def commit(self, plan: RankPlan, directory: str, header: SaveHeader) -> None:
-        """Commit on the coordinator; nothing elsewhere."""
-        if plan.commit is not None:
-            commit_save(
-                self._storage,
-                directory,
-                plan=plan.commit[0],
-                plan_digest=plan.plan_digest,
-                header=header,
+    `image_nbytes`: this rank's image, once per buffer; `held_nbytes`: what each buffer has already.
+    `total_nbytes`: the whole checkpoint, 0 on ranks that do not answer for the disk.
+    """
+    if total_nbytes:
+        needed = total_nbytes + total_nbytes // 50 + _DISK_SLACK_NBYTES
+        free = storage.free_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"{storage.describe('')}: the checkpoint needs {_size(needed)}, but only "
+                f"{_size(free)} are free: {_size(needed - free)} short; remove old checkpoints "
+                f"(holdfast prune) or save elsewhere"
+            )
+    needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
+    if needed:
+        free = available_memory_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"staging this rank's share needs {_size(needed)} more memory in "
+                f"{len(held_nbytes)} staging buffer(s), but only {_size(free)} are available: "
+                f"{_size(needed - free)} short; use staging_buffers=1 or more ranks to save with"
+            )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        used = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        if used + _NUM_DESCRIPTORS > soft:
+            raise StorageError(
+                f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
+                f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
             )
 
 
-def save_header(ask: SaveAsk, save_id: str) -> SaveHeader:
-    """What a save says of itself in every record."""
-    return SaveHeader(
-        step=ask.step,
-        save_id=save_id,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        holdfast=__version__,
-        torch=str(torch.__version__),
-        overwrite=ask.overwrite,
-        metadata=ask.metadata,
-    )
+def available_memory_nbytes() -> int:
+    """Memory this process may still take: the machine's, or its control group's if that is less."""
+    available = _UNLIMITED_NBYTES
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        return available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            most = Path(limit).read_text().strip()
+            if most != "max":
+                available = min(available, int(most) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(available, 0)
+
+
+def _size(nbytes: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"

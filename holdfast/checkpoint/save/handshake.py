@@ -1,4 +1,4 @@
-"""What a save begins with: the opening word of each rank, its staging slots, its clock."""
+"""How the ranks agree on a save: the request, the proposal of each rank, the save agreed on."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ import msgspec
 
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.checkpoint.save.local_state import LocalState
-from holdfast.checkpoint.save.pending import InFlightSave
-from holdfast.checkpoint.save.staging import Arena, Staging
-from holdfast.errors import ConfigError, PlanError
+from holdfast.errors import ConfigError, ErrorRecord, PlanError
 from holdfast.format.names import saving_dir
 
 BEGIN = "save: begin"
-"""The phase of the one collective that opens every save; its answers are `Opening`s."""
+"""The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
 BUDGET = "save: budget"
-"""The phase of the last one where the structure is planned."""
+"""The phase of the last collective where the structure is planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveAsk:
-    """What a save is asked for: its step, over an existing one or not, replicas compared or not.
+class SaveRequest:
+    """The arguments of one save.
 
-    `kind`: of the call, which has to be the same on all ranks.
+    Args:
+        kind: of the call, which has to be the same on all ranks.
+        step: of the checkpoint.
+        overwrite: whether it may replace a checkpoint of that step.
+        check_replicas: whether declared replicas are compared, too.
+        metadata: the user's, as `format.metadata.encode_metadata` has it.
     """
 
     kind: Literal["save", "save_async", "prepare"]
@@ -36,7 +39,6 @@ class SaveAsk:
     overwrite: bool
     check_replicas: bool
     metadata: bytes = b""
-    """What `format.metadata.encode_metadata` made of the caller's."""
 
     def check(self) -> None:
         """ConfigError for an argument of a wrong type or out of range."""
@@ -49,14 +51,21 @@ class SaveAsk:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
 
-class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank says at the beginning of a save; small enough for one collective.
+class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
+    """What each rank proposes at the beginning of a save; small enough for one collective.
 
-    `plan`: token of the plan in hand, empty for none. `names`: digest of the names of its tensors.
-    `compares`: whether it would compare all replicas, which it was asked for or which follows from
-    `num_saves`, the saves that it has counted.
-    `failed`: id, error class and shortened message of each earlier save that failed and was not
-    raised on this rank. `running`: ids of the saves in flight on it.
+    Args:
+        plan: token of the plan at hand, empty for none.
+        names: digest of the names of the rank's tensors.
+        compares: whether it would compare all replicas, as requested or as follows from
+            `num_saves`.
+        num_saves: how many saves the rank has counted.
+        nonce: the coordinator's is the id of the save.
+        busy: whether no staging buffer is free.
+        failed: id and shortened error of each earlier save that failed and was not raised on this
+            rank.
+        running: ids of the saves in flight on it.
+        metadata: digest of the user's metadata, empty for none.
     """
 
     kind: str
@@ -69,72 +78,61 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     num_saves: int
     nonce: str
     busy: bool
-    failed: tuple[tuple[str, str, str], ...]
+    failed: tuple[tuple[str, ErrorRecord], ...]
     running: tuple[str, ...]
     metadata: str = ""
-    """Digest of the caller's metadata; empty for none."""
 
 
-class Opened:
-    """What all ranks know once a save is open, from the answers alone: each rank finds the same."""
+class Proposals:
+    """The proposals of all ranks: each rank concludes the same from them.
+
+    Args:
+        by_rank: in the order of the control group.
+        save_id: of this save.
+        directory: where it is written before its commit.
+        is_skipped: whether some rank is busy, so that nothing is saved.
+        is_unchanged: whether all ranks hold one and the same plan, which is used again.
+        num_saves: the count of saves that all go on from; a rank that missed a failed one catches
+            up.
+        failed: by id, each earlier failure that some rank has not raised.
+    """
 
     def __init__(self, answers: Sequence[bytes]) -> None:
-        self.openings = [msgspec.msgpack.decode(data, type=Opening) for data in answers]
-
-    @property
-    def directory(self) -> str:
-        """Where this save is staged on storage."""
-        return saving_dir(self.openings[0].step, self.save_id)
-
-    @property
-    def save_id(self) -> str:
-        """The id of this save: the coordinator's nonce."""
-        return self.openings[0].nonce
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether some rank is busy, so that nothing is saved."""
-        return any(opening.busy for opening in self.openings)
-
-    @property
-    def num_saves(self) -> int:
-        """The count of saves that all go on from; a rank that missed a failed one catches up."""
-        return max(opening.num_saves for opening in self.openings)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether all ranks hold one and the same plan, which is used again."""
-        plans = {(opening.plan, opening.compares) for opening in self.openings}
-        return len(plans) == 1 and self.openings[0].plan != ""
-
-    @property
-    def failed(self) -> dict[str, tuple[str, str]]:
-        """By id, class and message of each earlier failure that some rank has not raised."""
-        found: dict[str, tuple[str, str]] = {}
-        for opening in self.openings:
-            for save_id, kind, text in opening.failed:
-                found.setdefault(save_id, (kind, text))
-        return found
+        decoder = msgspec.msgpack.Decoder(SaveProposal)
+        self.by_rank = [decoder.decode(data) for data in answers]
+        first = self.by_rank[0]
+        self.save_id = first.nonce
+        self.directory = saving_dir(first.step, first.nonce)
+        self.is_skipped = any(proposal.busy for proposal in self.by_rank)
+        plans = {(proposal.plan, proposal.compares) for proposal in self.by_rank}
+        self.is_unchanged = len(plans) == 1 and first.plan != ""
+        self.num_saves = max(proposal.num_saves for proposal in self.by_rank)
+        self.failed: dict[str, ErrorRecord] = {}
+        for proposal in self.by_rank:
+            for save_id, error in proposal.failed:
+                self.failed.setdefault(save_id, error)
 
     def refuse_disagreement(self, ranks: Sequence[int]) -> None:
-        """PlanError where the ranks do not ask for the same."""
-        for what, asked in self._asked().items():
-            refuse_disagreement(what, ranks, asked)
+        """PlanError where the ranks do not request the same."""
+        for what, values in self._to_agree_on().items():
+            refuse_disagreement(what, ranks, values)
 
     def agrees(self) -> bool:
-        """Whether the ranks ask for the same, and no failure is to be raised."""
-        return not self.failed and all(len(set(asked)) == 1 for asked in self._asked().values())
+        """Whether the ranks request the same, and no failure is to be raised."""
+        return not self.failed and all(
+            len(set(values)) == 1 for values in self._to_agree_on().values()
+        )
 
-    def _asked(self) -> dict[str, list[object]]:
-        """What has to be the same on all ranks, by name, one for each rank."""
-        asked: dict[str, list[object]] = {
-            what: [getattr(opening, what) for opening in self.openings]
+    def _to_agree_on(self) -> dict[str, list[object]]:
+        """What has to be the same on all ranks, by name, one value for each rank."""
+        values: dict[str, list[object]] = {
+            what: [getattr(proposal, what) for proposal in self.by_rank]
             for what in ("kind", "step", "overwrite", "check_replicas", "metadata")
         }
-        if len({opening.num_saves for opening in self.openings}) == 1:
+        if len({proposal.num_saves for proposal in self.by_rank}) == 1:
             # Else some rank missed a save that failed, and catches up here.
-            asked["check_replicas"] = [opening.compares for opening in self.openings]
-        return asked
+            values["check_replicas"] = [proposal.compares for proposal in self.by_rank]
+        return values
 
 
 def is_staging(answers: Mapping[str, Sequence[bytes]]) -> bool:
@@ -143,38 +141,18 @@ def is_staging(answers: Mapping[str, Sequence[bytes]]) -> bool:
         return True
     if BEGIN not in answers:
         return False
-    opened = Opened(answers[BEGIN])
-    return opened.agrees() and (opened.is_unchanged or opened.is_skipped)
-
-
-@dataclass(slots=True)
-class Slot:
-    """One arena, what it is laid out for, and the save that uses it."""
-
-    arena: Arena
-    plan_digest: str = ""
-    staging: Staging | None = None
-    given: int = -1
-    pending: InFlightSave | None = None
-
-    def is_free(self) -> bool:
-        """Whether nothing is under way in it."""
-        return self.pending is None or self.pending.done()
-
-    def reset(self) -> None:
-        """Give the memory back and forget what it was laid out for, whatever was half done in it.
-
-        A writer that still reads the memory has it mapped on its own.
-        """
-        self.staging, self.pending, self.plan_digest, self.given = None, None, "", -1
-        self.arena.close()
+    proposals = Proposals(answers[BEGIN])
+    return proposals.agrees() and (proposals.is_unchanged or proposals.is_skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A save that all ranks have agreed to: what to stage, under which plan.
+class AgreedSave:
+    """A save that all ranks have agreed on: what to stage, under which plan.
 
-    `planned`: the structure was planned anew. `skipped`: some rank is busy, nothing is saved.
+    Args:
+        plan: None where some rank is busy and the save is skipped.
+        directory: where it is written before its commit.
+        planned: whether the structure was planned for it.
     """
 
     local: LocalState
@@ -182,7 +160,6 @@ class Begun:
     save_id: str
     directory: str
     planned: bool
-    skipped: bool
 
     def plan_or_raise(self) -> RankPlan:
         """The plan; PlanError where the save is skipped."""
@@ -223,13 +200,13 @@ def collector_paused() -> Iterator[None]:
 
 
 def refuse_disagreement(
-    what: str, ranks: Sequence[int], asked: Sequence[object], *, operation: str = "save"
+    what: str, ranks: Sequence[int], values: Sequence[object], *, operation: str = "save"
 ) -> None:
-    """PlanError naming the ranks of each value, unless all asked for the same."""
-    if len(set(asked)) > 1:
+    """PlanError naming the ranks of each value, unless all ranks have the same."""
+    if len(set(values)) > 1:
         by_value = {
-            value: [rank for rank, v in zip(ranks, asked, strict=True) if v == value]
-            for value in dict.fromkeys(asked)
+            value: [rank for rank, v in zip(ranks, values, strict=True) if v == value]
+            for value in dict.fromkeys(values)
         }
         text = "; ".join(f"{value!r} on ranks {held}" for value, held in by_value.items())
         raise PlanError(f"{operation}: the ranks disagree on {what}: {text}")

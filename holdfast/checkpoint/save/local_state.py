@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
-    chunk_table,
-    claims_the_same,
-    encode_table,
-    row_locals,
+    RankClaims,
+    claimed_boxes,
+    claims_of,
+    encode_claims,
+    same_claims,
     signature,
 )
 from holdfast.format.digest import digest128
@@ -35,7 +35,7 @@ class LocalState:
     """
 
     flat: FlatState
-    table: ChunkTable
+    table: RankClaims
     sources: list[torch.Tensor]
     keys: list[str]
     encoded: bytes
@@ -44,14 +44,14 @@ class LocalState:
     values: bytes
 
 
-def take_apart(
+def flatten_local_state(
     state: Mapping[str, object],
     *,
     groups: ProcessGroups,
     codecs: Codecs,
     block_nbytes: int,
     cache: LeafCache,
-    before: LocalState | None,
+    previous: LocalState | None,
 ) -> LocalState:
     """Flatten the state on this rank. No collectives, no tensor bytes copied.
 
@@ -59,13 +59,13 @@ def take_apart(
     other memory that claims the same, its table and signature are, too.
     """
     flat = flatten_state(state, layout=groups.layout, rank=groups.rank, codecs=codecs, cache=cache)
-    sources = _same_sources(before, flat) if before is not None else None
-    if before is not None and sources is not None:
+    sources = _same_sources(previous, flat) if previous is not None else None
+    if previous is not None and sources is not None:
         values = msgspec.json.encode(flat.nodes)
-        return replace(before, flat=flat, sources=sources, values=values)
-    table, sources = chunk_table(flat)
+        return replace(previous, flat=flat, sources=sources, values=values)
+    table, sources = claims_of(flat)
     keys = list(flat.leaves)
-    encoded = encode_table(table)
+    encoded = encode_claims(table)
     return LocalState(
         flat=flat,
         table=table,
@@ -83,14 +83,14 @@ def choices(groups: ProcessGroups, block_nbytes: int) -> list[str]:
     return [groups.layout.digest(), str(block_nbytes)]
 
 
-def _same_sources(before: LocalState, now: FlatState) -> list[torch.Tensor] | None:
+def _same_sources(previous: LocalState, now: FlatState) -> list[torch.Tensor] | None:
     """The tensor of each row, where the leaves claim what those of the save before did; else None.
 
     Leaves made again (a random stream's state, a clone in a `state_dict`) are compared by what the
     table is made from: key, dtype, shape, boxes, replica set and layout. Cost: a comparison of
     identities for each leaf, and a few of numbers for each one made again.
     """
-    old, new = before.flat.leaves.values(), now.leaves.values()
+    old, new = previous.flat.leaves.values(), now.leaves.values()
     if len(old) != len(new):
         return None
     again = [
@@ -99,13 +99,13 @@ def _same_sources(before: LocalState, now: FlatState) -> list[torch.Tensor] | No
         if was is not leaf
     ]
     if not again:
-        return before.sources
-    if not all(claims_the_same(was, leaf) for _, was, leaf in again):
+        return previous.sources
+    if not all(same_claims(was, leaf) for _, was, leaf in again):
         return None
     numbers = np.array([number for number, _, _ in again], dtype=np.int64)
-    begins = np.searchsorted(before.table.tensor, numbers).tolist()
-    sources = before.sources.copy()
+    begins = np.searchsorted(previous.table.tensor, numbers).tolist()
+    sources = previous.sources.copy()
     for (_, _, leaf), begin in zip(again, begins, strict=True):
-        rows = row_locals(leaf)
+        rows = [local for _, local in claimed_boxes(leaf)]
         sources[begin : begin + len(rows)] = rows
     return sources

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.errors import DeadlineError, HoldfastError
+from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket
+
+_MAX_MESSAGE_LENGTH = 200
 
 
 class PendingSave:
@@ -130,7 +134,7 @@ class InFlightSave:
             return "failed"
         outcome = self.ticket.outcome
         if outcome is not None:
-            return "failed" if outcome.error_type else "committed"
+            return "failed" if outcome.error is not None else "committed"
         return "committing" if self.ticket.written.is_set() else "writing"
 
     @property
@@ -153,7 +157,9 @@ class InFlightSave:
         if self.failure is not None:
             return self.failure
         outcome = self.ticket.outcome if self.ticket is not None else None
-        return outcome.error() if outcome is not None else None
+        if outcome is None or outcome.error is None:
+            return None
+        return outcome.error.to_error()
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call it once; see `PendingSave.add_done_callback`."""
@@ -192,3 +198,24 @@ class InFlightSave:
                 **self.seconds, "write": outcome.write_s, "commit": outcome.commit_s
             },
         )  # fmt: skip
+
+
+def raise_failures(
+    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
+) -> None:
+    """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
+    for pending, _ in own:
+        pending.was_raised = True
+    if len(own) == 1 and not others:
+        raise own[0][1]
+    records = [*(ErrorRecord.of(error) for _, error in own), *others]
+    if records:
+        num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
+        message = f"{num} failed: {'; '.join(record.message for record in records)}"
+        raise msgspec.structs.replace(records[0], message=message).to_error()
+
+
+def shortened(error: HoldfastError) -> ErrorRecord:
+    """What a proposal carries of it."""
+    record = ErrorRecord.of(error)
+    return msgspec.structs.replace(record, message=record.message[:_MAX_MESSAGE_LENGTH])

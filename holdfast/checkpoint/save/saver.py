@@ -1,4 +1,4 @@
-"""Saves: open together, plan if anything changed, stage, and hand over to the writer."""
+"""Saves: agree with all ranks, plan if anything changed, stage, and submit to the writer."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from functools import partial
 
 import msgspec
 
-import holdfast.errors
 from holdfast.checkpoint.options import SaverOptions, WhenBusy
 from holdfast.checkpoint.plan.cache import keep_plan, plan_name
 from holdfast.checkpoint.plan.rank_plan import RankPlan, plan_again, plan_together
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.checkpoint.save.budget import check_budget
-from holdfast.checkpoint.save.executor import Sender, save_header
+from holdfast.checkpoint.save.executor import SaveExecutor, check_budget
 from holdfast.checkpoint.save.handshake import (
     BEGIN,
     BUDGET,
-    Begun,
+    AgreedSave,
     Clock,
-    Opened,
-    Opening,
-    SaveAsk,
-    Slot,
+    Proposals,
+    SaveProposal,
+    SaveRequest,
     collector_paused,
     is_staging,
 )
-from holdfast.checkpoint.save.local_state import LocalState, choices, take_apart
-from holdfast.checkpoint.save.pending import InFlightSave, PendingSave
-from holdfast.checkpoint.save.staging import Arena
-from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.checkpoint.save.local_state import LocalState, choices, flatten_local_state
+from holdfast.checkpoint.save.pending import (
+    InFlightSave,
+    PendingSave,
+    raise_failures,
+    shortened,
+)
+from holdfast.checkpoint.save.staging import StagingBuffer
+from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
@@ -48,11 +50,9 @@ from holdfast.writer.commit import discard_save
 from holdfast.writer.job import SaveOutcome, publish_failure
 from holdfast.writer.repair import repair
 
-_MAX_TOLD = 200
-
 
 class Saver:
-    """Saves under one set of groups; keeps plan, arenas and writer between saves."""
+    """Saves under one set of groups; keeps plan, staging buffers and writer between saves."""
 
     def __init__(
         self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, options: SaverOptions
@@ -61,18 +61,18 @@ class Saver:
         self._groups = groups
         self._codecs = codecs
         self._options = options
-        self._slots = [Slot(Arena()) for _ in range(options.staging_buffers)]
-        self._sender = Sender(storage, groups, options=options, slots=self._slots)
+        self._buffers = [StagingBuffer() for _ in range(options.staging_buffers)]
+        self._executor = SaveExecutor(storage, groups, options=options, buffers=self._buffers)
         self._plans: dict[bool, RankPlan] = {}
         self._looked: set[bool] = set()
         self._kept: dict[bool, str] = {}
         self._num_saves = 0
         self._writer: Writer | None = None
         self._unreported: list[InFlightSave] = []
-        self._cleared = False
+        self._is_repaired = False
         self._cache = LeafCache()
         self._local: LocalState | None = None
-        self._handed: InFlightSave | None = None
+        self._submitted: InFlightSave | None = None
         self.counts: Counter[str] = Counter()
         """Of this rank: `planned`, `reused`, and by outcome `committed`, `failed`, `skipped`;
         `nbytes` written."""
@@ -97,10 +97,10 @@ class Saver:
     @property
     def num_allocations(self) -> int:
         """How often staging memory had to be allocated."""
-        return sum(slot.arena.num_allocations for slot in self._slots)
+        return sum(buffer.memory.num_allocations for buffer in self._buffers)
 
     def close(self) -> None:
-        """Wait for what is under way, stop the writer, give the memory back; raise a failure."""
+        """Wait for the saves in flight, stop the writer, free the memory; raise a failure."""
         for pending in self._unreported:
             pending.wait()
         failures = self._not_raised()
@@ -109,91 +109,86 @@ class Saver:
             self._writer = None
         self._plans, self._local, self._cache = {}, None, LeafCache()
         self._unreported.clear()
-        for slot in self._slots:
-            slot.reset()
-        _raise_all(failures)
+        for buffer in self._buffers:
+            buffer.reset()
+        raise_failures(failures)
 
-    def save(self, ask: SaveAsk, state: Mapping[str, object]) -> SaveReport:
-        """One synchronous save, written by the calling thread; see `Checkpointer.save`.
+    def save(self, request: SaveRequest, state: Mapping[str, object]) -> SaveReport:
+        """One synchronous save; see `Checkpointer.save`.
 
         Under `save_guard`, whose end is where the other ranks learn that it is committed.
         """
         clock = Clock()
         with clock.phase("total"):
-            begun = self._begin(ask, state, "wait", clock, in_flight=0)
-            plan = begun.plan_or_raise()
-            header = save_header(ask, begun.save_id)
-            with self._sender.heartbeat(plan, begun.directory):
-                self._sender.write(plan, begun.local, begun.directory, header, clock)
-                with clock.phase("commit"):
-                    self._sender.commit(plan, begun.directory, header)
+            agreed = self._agree(request, state, "wait", clock, in_flight=0)
+            plan = agreed.plan_or_raise()
+            self._executor.write(agreed, request, clock)
             with clock.phase("retain"):
                 self._after_commit(plan)
         nbytes = plan.image.nbytes - len(plan.image.header)
         with self._counting:
             self.counts["nbytes"] += nbytes
         return SaveReport(
-            step=ask.step,
-            path=self._storage.describe(step_dir(ask.step)),
+            step=request.step,
+            path=self._storage.describe(step_dir(request.step)),
             nbytes=nbytes,
             total_nbytes=plan.total_nbytes,
             num_tensors=plan.num_tensors,
-            planned=begun.planned,
+            planned=agreed.planned,
             seconds=dict(clock.seconds),
         )
 
     def _undo_save(self) -> None:
         """A synchronous save failed on all ranks: nothing of it is left here or on storage."""
-        begun = self.save_guard.answers.get(BEGIN)
-        if begun is None:
+        answers = self.save_guard.answers.get(BEGIN)
+        if answers is None:
             return
         self._plans = {}
         self._undo_prepare()
-        opened = Opened(begun)
-        if self._groups.control.is_coordinator and opened.agrees():
-            discard_save(self._storage, opened.directory)
+        proposals = Proposals(answers)
+        if self._groups.control.is_coordinator and proposals.agrees():
+            discard_save(self._storage, proposals.directory)
 
     def _undo_prepare(self) -> None:
-        """What may be half done in staging memory that nobody uses is done again next time."""
-        for slot in self._slots:
-            if slot.is_free():
-                slot.reset()
+        """Free staging buffers may be half laid out: the next save does that again."""
+        for buffer in self._buffers:
+            if buffer.is_free():
+                buffer.reset()
 
     def save_async(
-        self, ask: SaveAsk, state: Mapping[str, object], *, when_busy: WhenBusy
+        self, request: SaveRequest, state: Mapping[str, object], *, when_busy: WhenBusy
     ) -> PendingSave:
         """One asynchronous save; see `Checkpointer.save_async`.
 
-        Under `async_guard`: what goes wrong after its last collective is told to the other ranks
-        through storage, see `_rescue`. The job is handed over last of all.
+        Under `async_guard`: what goes wrong after its last collective reaches the other ranks
+        through storage, see `_rescue`. The job is submitted last of all.
         """
         if when_busy not in ("wait", "skip"):
             raise ConfigError(f"when_busy={when_busy!r} is not one of 'wait', 'skip'")
         clock = Clock()
-        self._handed = None
+        self._submitted = None
         with clock.phase("stall"):
-            ask.check()
+            request.check()
             writer = self._live_writer()
-            begun = self._begin(ask, state, when_busy, clock, in_flight=len(self._slots) - 1)
-            if begun.skipped:
+            agreed = self._agree(request, state, when_busy, clock, in_flight=len(self._buffers) - 1)
+            plan = agreed.plan
+            if plan is None:
                 self.counts["skipped"] += 1
-                return PendingSave(InFlightSave(step=ask.step, ticket=None, skipped=True))
-            plan = begun.plan_or_raise()
-            slot = next(slot for slot in self._slots if slot.is_free())
-            pending = self._handed = slot.pending = InFlightSave(
-                step=ask.step,
+                return PendingSave(InFlightSave(step=request.step, ticket=None, skipped=True))
+            buffer = next(buffer for buffer in self._buffers if buffer.is_free())
+            pending = self._submitted = buffer.pending = InFlightSave(
+                step=request.step,
                 ticket=None,
-                save_id=begun.save_id,
-                planned=begun.planned,
+                save_id=agreed.save_id,
+                planned=agreed.planned,
                 total_nbytes=plan.total_nbytes,
                 num_tensors=plan.num_tensors,
                 storage=self._storage,
             )
-            header = save_header(ask, begun.save_id)
-            job, nbytes = self._sender.prepare_job(slot, begun, header, clock)
             after = partial(self._after_outcome, plan=plan)
-            with clock.phase("submit"):
-                self._sender.hand_over(writer, slot, plan, job, nbytes, pending, after=after)
+            pending.ticket = self._executor.submit(
+                writer, buffer, agreed, request, clock, after=after
+            )
         pending.seconds = dict(clock.seconds)
         self._report_later(pending)
         return PendingSave(pending)
@@ -210,37 +205,41 @@ class Saver:
             self.counts["nbytes"] += outcome.nbytes if outcome is not None else 0
 
     def _rescue(self, error: BaseException) -> PendingSave:
-        """An asynchronous save went wrong here where no collective is left to say so.
+        """An asynchronous save failed here after its last collective.
 
-        Its failure is published on storage, where every rank's writer finds it, and raised by its
+        The failure is published on storage, where every rank's writer finds it, and raised by its
         `result`, and by the next save on all ranks. A save that the writer has already goes on.
         """
-        pending = self._handed
+        pending = self._submitted
         if pending is not None and pending.ticket is not None:
             if pending not in self._unreported:
                 self._report_later(pending)
             if not isinstance(error, Exception):
                 raise error
-            # All that can be missing is a note of how long it took; the other ranks go on, too.
+            # All that can be missing is how long it took; the other ranks go on, too.
             logging.getLogger("holdfast").warning(
                 "the save of step %s was submitted, then: %r", pending.step, error
             )
             return PendingSave(pending)
-        opened = Opened(self.async_guard.answers[BEGIN])
-        failure = error if isinstance(error, HoldfastError) else StorageError(repr(error))
-        pending = InFlightSave(
-            step=opened.openings[0].step, ticket=None, save_id=opened.save_id, failure=failure
-        )
-        self._report_later(pending)
+        proposals = Proposals(self.async_guard.answers[BEGIN])
+        record = ErrorRecord.of(error, foreign=StorageError)
+        failure = error if isinstance(error, HoldfastError) else record.to_error()
+        step, overwrite = proposals.by_rank[0].step, proposals.by_rank[0].overwrite
+        pending = InFlightSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
         self._plans = {}
-        for slot in self._slots:
-            if slot.is_free():
-                slot.reset()
-        if not opened.is_skipped:
-            job = self._sender.empty_job(opened)
+        self._report_later(pending)
+        for buffer in self._buffers:
+            if buffer.is_free():
+                buffer.reset()
+        if not proposals.is_skipped:
+            request = SaveRequest(
+                kind="save_async", step=step, overwrite=overwrite, check_replicas=False
+            )
+            job = self._executor.empty_job(proposals.directory, proposals.save_id, request)
             commits = self._groups.control.is_coordinator
-            pending.ticket = Ticket.failed(job, failure, commits=commits)
-            publish_failure(self._storage, job, failure, committer=commits)
+            pending.ticket = Ticket(job, commits=commits, nbytes=0)
+            pending.ticket.fail(failure)
+            publish_failure(self._storage, job, record, committer=commits)
         if not isinstance(error, Exception):
             pending.was_raised = True
             raise error
@@ -253,23 +252,23 @@ class Saver:
         """
         self._live_writer()
         clock = Clock()
-        ask = SaveAsk(kind="prepare", step=0, overwrite=True, check_replicas=False)
-        begun = self._begin(ask, state, "wait", clock, in_flight=0)
-        plan = begun.plan_or_raise()
-        for slot in self._slots:
-            self._sender.stage(slot, plan, begun.local, clock)
+        request = SaveRequest(kind="prepare", step=0, overwrite=True, check_replicas=False)
+        agreed = self._agree(request, state, "wait", clock, in_flight=0)
+        plan = agreed.plan_or_raise()
+        for buffer in self._buffers:
+            self._executor.stage(buffer, plan, agreed.local, clock)
 
-    def _begin(
+    def _agree(
         self,
-        ask: SaveAsk,
+        request: SaveRequest,
         state: Mapping[str, object],
         when_busy: WhenBusy,
         clock: Clock,
         *,
         in_flight: int,
-    ) -> Begun:
-        """Everything up to staging: take apart, agree, plan where needed."""
-        ask.check()
+    ) -> AgreedSave:
+        """Everything up to staging: flatten the state, agree, plan where needed."""
+        request.check()
         if not isinstance(state, Mapping):
             raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
         if when_busy == "wait":
@@ -277,45 +276,46 @@ class Saver:
                 self._wait_until(in_flight)
         with clock.phase("flatten"):
             self._groups.require_complete()
-            if self._groups.control.is_coordinator and ask.kind != "prepare":
-                self._check_target(ask)
+            if self._groups.control.is_coordinator and request.kind != "prepare":
+                self._check_target(request)
             with collector_paused():
-                local = take_apart(
+                local = flatten_local_state(
                     state,
                     groups=self._groups,
                     codecs=self._codecs,
                     block_nbytes=self._options.block_nbytes,
                     cache=self._cache,
-                    before=self._local,
+                    previous=self._local,
                 )
             self._local = local
-            due = self._due(ask, self._num_saves)
-            self._look_back(local, due.check_replicas)
+            due = self._due(request, self._num_saves)
+            self._take_kept_plan(local, due.check_replicas)
             self._check_room(self._plan_for(local, due))
         with clock.phase("plan"):
-            opened = self._open(ask, due, local, in_flight)
-            plan = self._plan_for(local, due) if opened.is_unchanged else None
-            if plan is None and not opened.is_skipped:
-                plan = self._plan_anew(local, opened, self._due(ask, opened.num_saves))
-        if not (opened.is_skipped or ask.kind == "prepare"):
-            self._num_saves = opened.num_saves + 1
-            self.counts["reused"] += opened.is_unchanged
-        return Begun(
+            proposals = self._propose(request, due, local, in_flight)
+            plan = None
+            if proposals.is_unchanged and not proposals.is_skipped:
+                plan = self._plan_for(local, due)
+            elif not proposals.is_skipped:
+                plan = self._make_plan(local, proposals, self._due(request, proposals.num_saves))
+        if not (proposals.is_skipped or request.kind == "prepare"):
+            self._num_saves = proposals.num_saves + 1
+            self.counts["reused"] += proposals.is_unchanged
+        return AgreedSave(
             local=local,
             plan=plan,
-            save_id=opened.save_id,
-            directory=opened.directory,
-            planned=not opened.is_unchanged,
-            skipped=opened.is_skipped,
+            save_id=proposals.save_id,
+            directory=proposals.directory,
+            planned=not proposals.is_unchanged,
         )
 
-    def _due(self, ask: SaveAsk, num_saves: int) -> SaveAsk:
-        """The same, with replicas compared where it is the turn of that after so many saves."""
+    def _due(self, request: SaveRequest, num_saves: int) -> SaveRequest:
+        """The request, with replicas compared where that is due after so many saves."""
         every = self._options.check_replicas_every
-        due = every > 0 and (num_saves + 1) % every == 0 and ask.kind != "prepare"
-        return replace(ask, check_replicas=True) if due else ask
+        due = every > 0 and (num_saves + 1) % every == 0 and request.kind != "prepare"
+        return replace(request, check_replicas=True) if due else request
 
-    def _look_back(self, local: LocalState, compare_all: bool) -> None:
+    def _take_kept_plan(self, local: LocalState, compare_all: bool) -> None:
         """Before the first save of each kind: take the plan that an earlier run left, if it fits.
 
         It is used if all ranks do, which the opening of the save finds out.
@@ -336,7 +336,7 @@ class Saver:
             self._plans[compare_all] = found
             self._kept[compare_all] = found.plan_digest
 
-    def _plan_anew(self, local: LocalState, opened: Opened, ask: SaveAsk) -> RankPlan:
+    def _make_plan(self, local: LocalState, proposals: Proposals, request: SaveRequest) -> RankPlan:
         # A plan of the other kind, with replicas compared or not, may serve on.
         self._plans = {
             kind: plan for kind, plan in self._plans.items() if plan.signature == local.signature
@@ -344,18 +344,18 @@ class Saver:
         plan = plan_together(
             local,
             groups=self._groups,
-            names=[opening.names for opening in opened.openings],
+            names=[proposal.names for proposal in proposals.by_rank],
             block_nbytes=self._options.block_nbytes,
-            compare_all=ask.check_replicas,
+            compare_all=request.check_replicas,
         )
         self.counts["planned"] += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
-        self._plans[ask.check_replicas] = plan
+        self._plans[request.check_replicas] = plan
         return plan
 
-    def _plan_for(self, local: LocalState, ask: SaveAsk) -> RankPlan | None:
-        held = self._plans.get(ask.check_replicas)
+    def _plan_for(self, local: LocalState, request: SaveRequest) -> RankPlan | None:
+        held = self._plans.get(request.check_replicas)
         return held if held is not None and held.signature == local.signature else None
 
     def _check_room(self, plan: RankPlan | None) -> None:
@@ -363,68 +363,71 @@ class Saver:
             check_budget(
                 self._storage,
                 image_nbytes=plan.image.nbytes,
-                held_nbytes=[slot.arena.nbytes for slot in self._slots],
+                held_nbytes=[buffer.memory.nbytes for buffer in self._buffers],
                 total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
             )
 
-    def _check_target(self, ask: SaveAsk) -> None:
+    def _check_target(self, request: SaveRequest) -> None:
         self._storage.make_dir("")
-        final = step_dir(ask.step)
-        if self._storage.exists(final) and not ask.overwrite:
+        final = step_dir(request.step)
+        if self._storage.exists(final) and not request.overwrite:
             raise StorageError(
                 f"{self._storage.describe(final)} exists already; to replace it save with "
                 f"overwrite=True"
             )
-        if not self._cleared:
+        if not self._is_repaired:
             repair(self._storage)
-            self._cleared = True
+            self._is_repaired = True
 
     def _wait_until(self, in_flight: int) -> None:
-        """Wait until at most so many saves are under way on this rank."""
+        """Wait until at most so many saves are in flight on this rank."""
         running = [p for p in self._unreported if not p.done()]
         for pending in running[: max(len(running) - in_flight, 0)]:
             pending.wait()
 
-    def _open(self, ask: SaveAsk, due: SaveAsk, local: LocalState, in_flight: int) -> Opened:
-        """One collective: what every rank says; all are at one save, and nothing failed."""
+    def _propose(
+        self, request: SaveRequest, due: SaveRequest, local: LocalState, in_flight: int
+    ) -> Proposals:
+        """One collective: the proposals of all ranks, which request one save; none has failed."""
         control = self._groups.control
         held = self._plan_for(local, due)
         running = [pending for pending in self._unreported if not pending.done()]
-        opening = Opening(
-            kind=ask.kind,
-            step=ask.step,
-            overwrite=ask.overwrite,
-            check_replicas=ask.check_replicas,
+        proposal = SaveProposal(
+            kind=request.kind,
+            step=request.step,
+            overwrite=request.overwrite,
+            check_replicas=request.check_replicas,
             plan=held.token if held is not None else "",
             names=local.names,
             compares=due.check_replicas,
             num_saves=self._num_saves,
-            metadata=digest128(ask.metadata)[:16] if ask.metadata else "",
             nonce=secrets.token_hex(6),
+            metadata=digest128(request.metadata)[:16] if request.metadata else "",
             busy=len(running) > in_flight,
             failed=tuple(
-                (pending.save_id, type(error).__name__, f"{error}"[:_MAX_TOLD])
-                for pending, error in self._not_raised()
+                (pending.save_id, shortened(error)) for pending, error in self._not_raised()
             ),
             running=tuple(pending.save_id for pending in running),
         )
-        opened = Opened(control.agree(None, phase=BEGIN, payload=msgspec.msgpack.encode(opening)))
-        self._raise_earlier(opened)
-        opened.refuse_disagreement(control.ranks)
-        return opened
+        proposals = Proposals(
+            control.agree(None, phase=BEGIN, payload=msgspec.msgpack.encode(proposal))
+        )
+        self._raise_earlier_failures(proposals)
+        proposals.refuse_disagreement(control.ranks)
+        return proposals
 
     def _not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
         """The saves that failed, as far as known, without their failure being raised here."""
         failed = [(pending, pending.error()) for pending in self._unreported]
         return [(p, error) for p, error in failed if error is not None and not p.was_raised]
 
-    def _raise_earlier(self, opened: Opened) -> None:
-        """Earlier saves failed, and some rank has not raised it: all ranks do, together.
+    def _raise_earlier_failures(self, proposals: Proposals) -> None:
+        """Where an earlier save failed and some rank has not raised that, all ranks do, together.
 
         What all have raised, or what succeeded, is forgotten, and what is left of it removed.
         """
-        failed = opened.failed
-        running = {save_id for opening in opened.openings for save_id in opening.running}
+        failed = proposals.failed
+        running = {save_id for proposal in proposals.by_rank for save_id in proposal.running}
         over = [p for p in self._unreported if p.done() and p.save_id not in running]
         own = [each for each in self._not_raised() if each[0].save_id in failed]
         self._unreported = [p for p in self._unreported if p not in over]
@@ -433,16 +436,16 @@ class Saver:
                 if pending.ticket is not None and pending.error() is not None:
                     discard_save(self._storage, pending.ticket.job.directory)
         known = {pending.save_id for pending, _ in own}
-        others = [each for save_id, each in failed.items() if save_id not in known]
-        _raise_all(own, others)
+        others = [record for save_id, record in failed.items() if save_id not in known]
+        raise_failures(own, others)
 
     def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
-        if outcome.error_type:
+        if outcome.error is not None:
             return
         try:
             self._after_commit(plan)
         except Exception:
-            # In the thread that hears of outcomes, which must go on, and the save is committed.
+            # In the thread that receives outcomes, which must go on, and the save is committed.
             logging.getLogger("holdfast").exception("after the commit of %s", outcome.directory)
 
     def _after_commit(self, plan: RankPlan) -> None:
@@ -460,7 +463,7 @@ class Saver:
             choices(self._groups, self._options.block_nbytes), compare_all=plan.compare_all
         )
         try:
-            keep_plan(self._storage, name, plan.commit[1], plan.record)
+            keep_plan(self._storage, name, plan.commit.data, plan.record)
         except HoldfastError as error:
             logging.getLogger("holdfast").warning("the plan was not kept: %s", error)
         self._kept[plan.compare_all] = plan.plan_digest
@@ -486,21 +489,4 @@ class Saver:
         """The writer; a new one if it died, which costs its saves and nothing else."""
         if self._writer is None or self._writer.dead:
             self._writer = start_writer(self._storage)
-            for slot in self._slots:
-                slot.given = -1
         return self._writer
-
-
-def _raise_all(
-    own: list[tuple[InFlightSave, HoldfastError]], others: list[tuple[str, str]] | None = None
-) -> None:
-    """Raise the failures of earlier saves, once: this rank's own, and what others say of theirs."""
-    for pending, _ in own:
-        pending.was_raised = True
-    if len(own) == 1 and not others:
-        raise own[0][1]
-    found = [(type(error).__name__, f"{error}") for _, error in own] + (others or [])
-    if found:
-        kind = getattr(holdfast.errors, found[0][0], HoldfastError)
-        few = "an earlier save failed" if len(found) == 1 else f"{len(found)} earlier saves failed"
-        raise kind(f"{few}: {'; '.join(text for _, text in found)}")

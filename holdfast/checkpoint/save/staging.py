@@ -1,120 +1,163 @@
-"""Staging: a rank's assigned boxes into an arena that already is the image of its data file."""
+"""Staging: a rank's assigned boxes are copied into memory laid out as the image of its data file.
+
+There is one copier per device, behind one small protocol. It orders itself after what the caller
+has enqueued, enqueues copies that run on their own, and in the end holds the caller until its bytes
+are in place.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import logging
-import mmap
-import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from holdfast.checkpoint.save.copier import Copier, Copiers, Mark, PageLock
-from holdfast.errors import PlanError, StorageError
+from holdfast.checkpoint.save.pending import InFlightSave
+from holdfast.errors import PlanError
 from holdfast.format.image import Image
+from holdfast.writer.memory import SharedMemory
 
-_PAGE_NBYTES = mmap.PAGESIZE
-SEGMENT_NBYTES = 16 << 20
-"""What is staged before the writer is told, where both go on side by side."""
+SLICE_NBYTES = 16 << 20
+"""What is staged before the job may write it, where staging and writing run concurrently."""
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
-class Arena:
-    """A reusable piece of memory, kept as an anonymous memory file.
+class Mark(Protocol):
+    """A point in a copier's work; a `torch.cuda.Event` is one."""
 
-    Grows to the largest image asked of it and never shrinks; `num_allocations` counts how often it
-    had to. The memory is page-aligned and can be handed to another process as a descriptor.
+    def query(self) -> bool:
+        """Whether everything before it is in place."""
+
+    def synchronize(self) -> None:
+        """Return when everything before it is in place."""
+
+
+class Copier(Protocol):
+    """Copies tensors of one device into host memory. Used by one thread."""
+
+    def begin(self) -> None:
+        """Order the copies that follow after everything the caller has enqueued so far."""
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
+        """Enqueue copies of equal shapes and dtypes; the mark is behind them."""
+
+    def finish(self) -> None:
+        """Return when every copy is in place; what the caller enqueues next comes after them."""
+
+
+class _Done:
+    """The mark of a copier that has copied when it returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+class HostCopier:
+    """Copies in the calling thread: one `torch._foreach_copy_`, in place when it returns."""
+
+    def begin(self) -> None:
+        """Nothing to wait for."""
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
+        """Copy now."""
+        torch._foreach_copy_(list(targets), list(sources))
+        return _Done()
+
+    def finish(self) -> None:
+        """Nothing is in flight."""
+
+
+class CudaCopier:
+    """Copies from one CUDA device on a stream of its own.
+
+    The side stream waits for the caller's current stream, so that the copies see what was computed
+    before; `finish` lets the caller's stream wait for them and then holds the calling thread until
+    they are done. Holding the thread is the safe choice: afterwards every stream and the host may
+    change or free the sources. Returning at once would spare the host the length of the copies,
+    but only streams that were told to wait would be held from overwriting what is still being
+    read. Sources need no `record_stream`: the caller has them until `finish` returns.
+
+    Cost: strided sources take a contiguous copy on the device, one after another.
+    `cuda`: the module `torch.cuda`, or what stands in for it.
     """
 
-    def __init__(self) -> None:
-        self._fd = -1
-        self._map: mmap.mmap | None = None
-        self._nbytes = 0
-        self._pages: PageLock | None = None
-        self._refused = False
-        self.num_allocations = 0
+    def __init__(self, device: torch.device, *, cuda: Any = None) -> None:
+        self._device = device
+        self._cuda = torch.cuda if cuda is None else cuda
+        self._stream = self._cuda.Stream(device=device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._nbytes
+    def begin(self) -> None:
+        """The side stream waits for the caller's current stream."""
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
 
-    @property
-    def fd(self) -> int:
-        """Descriptor of the memory file, -1 before the first `reserve`."""
-        return self._fd
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
+        """Enqueue on the side stream; asynchronous where the targets are page-locked."""
+        with self._cuda.stream(self._stream):
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+            event: Mark = self._stream.record_event()
+        return event
 
-    @property
-    def is_locked(self) -> bool:
-        """Whether the memory is page-locked."""
-        return self._pages is not None
+    def finish(self) -> None:
+        """The caller's stream waits for the side stream, then the caller does."""
+        self._cuda.current_stream(self._device).wait_stream(self._stream)
+        self._stream.synchronize()
 
-    def reserve(self, nbytes: int) -> memoryview:
-        """A writable view of the first `nbytes` bytes; StorageError when memory is short."""
-        if self._map is None or nbytes > self._nbytes:
-            self.close()
-            rounded = max(-(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES, _PAGE_NBYTES)
-            try:
-                self._fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC)
-                os.ftruncate(self._fd, rounded)
-                self._map = mmap.mmap(self._fd, rounded)
-            except (OSError, ValueError) as error:
-                self.close()
-                raise StorageError(
-                    f"no memory for an arena of {rounded} bytes to stage a save in: {error}"
-                ) from error
-            self._nbytes = rounded
-            self.num_allocations += 1
-        return memoryview(self._map)[:nbytes]
 
-    def lock(self, pages: PageLock) -> None:
-        """Page-lock the memory held, for as long as it is; nothing where it is already.
+def make_copier(device: torch.device) -> Copier:
+    """The copier for a device; one that is neither CUDA nor host is copied from by the caller."""
+    return CudaCopier(device) if device.type == "cuda" else HostCopier()
 
-        A refusal is logged once as a warning, and saves go on: copies from a device are then slower
-        and hold the caller for longer.
-        """
-        if self._map is None or self._pages is not None or self._refused:
-            return
-        why = pages.lock(self._address(self._map), self._nbytes)
-        if why:
-            self._refused = True
-            logging.getLogger("holdfast").warning(
-                "staging memory of %d bytes could not be page-locked: %s; saves from the device "
-                "stay right but take longer (the limit may be `ulimit -l` or the container's)",
-                self._nbytes,
-                why,
-            )
-        else:
-            self._pages = pages
 
-    def close(self) -> None:
-        """Give the memory back; views must not be used afterwards."""
-        if self._map is not None:
-            if self._pages is not None:
-                self._pages.unlock(self._address(self._map))
-                self._pages = None
-            # A view may live on in somebody's hands; the memory goes when the last one does.
-            with contextlib.suppress(BufferError):
-                self._map.close()
-            self._map = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        self._nbytes = 0
+class Copiers:
+    """The copiers of one checkpointer, each made when its device is first met."""
 
-    @staticmethod
-    def _address(mapped: mmap.mmap) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    def __init__(self, make: Callable[[torch.device], Copier] = make_copier) -> None:
+        self._make = make
+        self._made: dict[torch.device, Copier] = {}
+
+    def of(self, device: torch.device) -> Copier:
+        """The copier of a device, always the same one."""
+        if device not in self._made:
+            self._made[device] = self._make(device)
+        return self._made[device]
+
+
+class CudaPageLock:
+    """`cudaHostRegister`, which works on memory files, too. `cuda`: as for `CudaCopier`."""
+
+    def __init__(self, *, cuda: Any = None) -> None:
+        self._cuda: Any = torch.cuda if cuda is None else cuda
+
+    def lock(self, address: int, nbytes: int) -> str:
+        """See `PageLock.lock`; pages that were never touched are taken now."""
+        runtime = self._cuda.cudart()
+        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        if int(code) == 0:
+            return ""
+        # The runtime remembers its last error and would report it at the next kernel's launch.
+        with suppress(RuntimeError):
+            self._cuda.synchronize()
+            torch.zeros(1, device="cuda")
+        return f"{runtime.cudaGetErrorString(code)} (error {int(code)})"
+
+    def unlock(self, address: int) -> None:
+        """See `PageLock.unlock`; a runtime that is shut down already is let be."""
+        with suppress(RuntimeError):
+            self._cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class ImageSlice:
     """Consecutive rows of an image: `rows` in plan numbering, and the byte where they end."""
 
     rows: tuple[int, ...]
@@ -123,10 +166,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Where a rank's rows go in its arena, kept as long as the plan.
+    """Where a rank's rows go in its staging buffer, kept as long as the plan.
 
-    `destinations[i]` is a view of the arena with row i's dtype and shape. `segments`: all rows in
-    the order of the image, cut where a part of about `SEGMENT_NBYTES` is full; a row is never cut.
+    `destinations[i]` is a view of the buffer with row i's dtype and shape. `slices`: all rows in
+    the order of the image, in slices of at least `SLICE_NBYTES`; a row is never cut.
     `whole`: all of them as one.
     """
 
@@ -135,8 +178,8 @@ class Staging:
     destinations: tuple[torch.Tensor, ...]
     starts: npt.NDArray[np.int64]
     row_nbytes: npt.NDArray[np.int64]
-    segments: tuple[Segment, ...]
-    whole: Segment
+    slices: tuple[ImageSlice, ...]
+    whole: ImageSlice
 
     def row_digest(self, row: int) -> int:
         """XXH3-64 of a staged row's bytes, equal to `content_digest` of its source."""
@@ -144,18 +187,40 @@ class Staging:
         return xxhash.xxh3_64_intdigest(self.view[start : start + int(self.row_nbytes[row])])
 
 
+@dataclass(slots=True)
+class StagingBuffer:
+    """Memory to stage saves in, what it is laid out for, and the save that uses it."""
+
+    memory: SharedMemory = field(default_factory=SharedMemory)
+    plan_digest: str = ""
+    staging: Staging | None = None
+    pending: InFlightSave | None = None
+
+    def is_free(self) -> bool:
+        """Whether no save in flight uses it."""
+        return self.pending is None or self.pending.done()
+
+    def reset(self) -> None:
+        """Give the memory back and forget its layout, which may be half done.
+
+        A writer that still reads the memory has mapped it on its own.
+        """
+        self.staging, self.pending, self.plan_digest = None, None, ""
+        self.memory.close()
+
+
 def prepare_staging(
-    arena: Arena,
+    memory: SharedMemory,
     image: Image,
     sources: Sequence[torch.Tensor],
     *,
-    segment_nbytes: int = SEGMENT_NBYTES,
+    slice_nbytes: int = SLICE_NBYTES,
 ) -> Staging:
-    """Lay the image into the arena: header written, one destination view per source.
+    """Lay the image into the memory: header written, one destination view per source.
 
-    Cost: allocates the arena if it is too small, touches only the header.
+    Cost: allocates the memory if it is too small, touches only the header.
     """
-    view = arena.reserve(image.nbytes)
+    view = memory.reserve(image.nbytes)
     view[: len(image.header)] = image.header
     destinations = []
     nbytes = np.zeros(len(sources), dtype=np.int64)
@@ -166,24 +231,22 @@ def prepare_staging(
             continue
         flat = torch.frombuffer(view, dtype=source.dtype, count=source.numel(), offset=start)
         destinations.append(flat.view(source.shape))
-    segments = _segments(image.starts, nbytes, image.nbytes, segment_nbytes)
+    slices = _cut_slices(image.starts, nbytes, image.nbytes, slice_nbytes)
     return Staging(
         image=image,
         view=view,
         destinations=tuple(destinations),
         starts=image.starts,
         row_nbytes=nbytes,
-        segments=segments,
-        whole=Segment(
-            rows=tuple(row for segment in segments for row in segment.rows), end=image.nbytes
-        ),
+        slices=slices,
+        whole=ImageSlice(rows=tuple(row for each in slices for row in each.rows), end=image.nbytes),
     )
 
 
-def _segments(
+def _cut_slices(
     starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], end: int, limit: int
-) -> tuple[Segment, ...]:
-    """All rows in the order of their places, in runs of at least `limit` bytes but for the last."""
+) -> tuple[ImageSlice, ...]:
+    """All rows in the order of the image, in slices of at least `limit` bytes but for the last."""
     order = np.lexsort((nbytes, starts))
     ends = (starts + nbytes)[order]
     found, first = [], 0
@@ -191,7 +254,7 @@ def _segments(
     while first < len(order):
         stop = min(int(np.searchsorted(ends, begin + limit)) + 1, len(order))
         begin = int(ends[stop - 1]) if stop < len(order) else end
-        found.append(Segment(rows=tuple(order[first:stop].tolist()), end=begin))
+        found.append(ImageSlice(rows=tuple(order[first:stop].tolist()), end=begin))
         first = stop
     return tuple(found)
 
@@ -225,33 +288,33 @@ def stage(
     return int(staging.row_nbytes.sum())
 
 
-def stage_by_segments(
+def stage_by_slices(
     staging: Staging, sources: Sequence[torch.Tensor], copiers: Copiers
 ) -> Iterator[int]:
-    """As `stage`, without its check, telling after each segment to which byte the image is there.
+    """As `stage`, without its check; yields after each slice up to which byte the image is staged.
 
-    The copies of every segment are enqueued before the first one that is not in place is waited
+    The copies of every slice are enqueued before the first one that is not in place is waited
     for. The sources may be changed only when the iterator has ended.
     """
-    return _copied(staging, sources, staging.segments, copiers)
+    return _copied(staging, sources, staging.slices, copiers)
 
 
 def _copied(
     staging: Staging,
     sources: Sequence[torch.Tensor],
-    segments: Sequence[Segment],
+    slices: Sequence[ImageSlice],
     copiers: Copiers,
 ) -> Iterator[int]:
     used = {device: copiers.of(device) for device in devices_of(sources)}
-    under_way: deque[tuple[int, list[Mark]]] = deque()
+    in_flight: deque[tuple[int, list[Mark]]] = deque()
     try:
         for copier in used.values():
             copier.begin()
-        for segment in segments:
-            under_way.append((segment.end, _enqueue(staging, sources, segment, used)))
-            while under_way and all(mark.query() for mark in under_way[0][1]):
-                yield under_way.popleft()[0]
-        for end, marks in under_way:
+        for part in slices:
+            in_flight.append((part.end, _enqueue(staging, sources, part, used)))
+            while in_flight and all(mark.query() for mark in in_flight[0][1]):
+                yield in_flight.popleft()[0]
+        for end, marks in in_flight:
             for mark in marks:
                 mark.synchronize()
             yield end
@@ -271,15 +334,15 @@ def devices_of(sources: Sequence[torch.Tensor]) -> list[torch.device]:
 def _enqueue(
     staging: Staging,
     sources: Sequence[torch.Tensor],
-    segment: Segment,
+    part: ImageSlice,
     copiers: dict[torch.device, Copier],
 ) -> list[Mark]:
-    """Enqueue one segment; a mark for each device that has a part in it."""
+    """Enqueue one slice; a mark for each device that has a part in it."""
     by_device: dict[torch.device, list[int]] = {}
     if len(copiers) == 1:
-        by_device = {device: list(segment.rows) for device in copiers}
+        by_device = {device: list(part.rows) for device in copiers}
     else:
-        for row in segment.rows:
+        for row in part.rows:
             by_device.setdefault(sources[row].device, []).append(row)
     return [
         copiers[device].copy(

@@ -1,6 +1,6 @@
 """Collectives that autograd runs through, each over one explicit group.
 
-Each function names what happens to values on the way forward and to gradients on the way back. On
+Each function states what happens to values forward and to gradients backward. On
 an axis of one rank every one of them returns its argument itself: no copy, no node in the graph.
 Elsewhere all ranks of the axis call the same functions in the same order, forward and backward,
 with tensors that differ in the named dimension only; an operand that needs a gradient on one rank
@@ -57,19 +57,19 @@ class Axis:
         if self._group is None:
             raise GroupError(
                 f"Axis {self.name!r} of rank {self.ranks[self.index]} has one rank and no "
-                "communicator; nothing has to be sent along it."
+                "communicator; nothing has to be sent over it."
             )
         return self._group
 
 
 def split_sizes(length: int, *, num_parts: int) -> tuple[int, ...]:
-    """How `split_dim` cuts a dimension: as even as can be, longer parts first."""
+    """The lengths into which `split_dim` cuts a dimension: even, the longer ones first."""
     share, rest = divmod(length, num_parts)
     return tuple(share + (part < rest) for part in range(num_parts))
 
 
 def copy_to(x: Tensor, *, axis: Axis) -> Tensor:
-    """Use one value on ranks that do different things with it.
+    """Use one value for different computations on the ranks.
 
     Forward nothing; backward an all-reduce adds the ranks' gradients.
     """
@@ -79,7 +79,7 @@ def copy_to(x: Tensor, *, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, *, axis: Axis) -> Tensor:
-    """Add the ranks' parts of a value that all of them then use alike.
+    """Add the ranks' parts of a value that all of them use for the same computation.
 
     Forward an all-reduce; backward nothing: each rank's gradient is that of the sum.
     """
@@ -89,9 +89,9 @@ def reduce_from(x: Tensor, *, axis: Axis) -> Tensor:
 
 
 def sum_over(x: Tensor, *, axis: Axis) -> Tensor:
-    """Add the ranks' parts of a value that each of them then uses in a loss of its own.
+    """Add the ranks' parts of a value that each of them uses in a loss of its own.
 
-    Forward an all-reduce; backward another: a part is answerable to every rank's loss.
+    Forward an all-reduce; backward another, because a part contributes to every rank's loss.
     """
     if axis.size == 1:
         return x
@@ -99,7 +99,7 @@ def sum_over(x: Tensor, *, axis: Axis) -> Tensor:
 
 
 def split_dim(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
-    """Give each rank its part, cut by `split_sizes`, of a value that all ranks have alike.
+    """Give each rank its part, by `split_sizes`, of a value that is equal on all ranks.
 
     Forward a view, which may be empty; backward an all-gather, so that every rank has the
     gradient of the whole.
@@ -112,7 +112,7 @@ def split_dim(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
 
 
 def gather_dim(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Join the ranks' parts to a value that all of them then use alike.
+    """Concatenate the ranks' parts to a value that all use for the same computation.
 
     `sizes` is the length of each rank's part, by index. Forward an all-gather of `axis.size` x the
     longest part; backward nothing is sent: each rank keeps its part of its own gradient.
@@ -123,7 +123,7 @@ def gather_dim(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tens
 
 
 def gather_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Join the ranks' parts to a value that each of them then uses for something else.
+    """Concatenate the ranks' parts to a value that each uses for its own computation.
 
     `sizes` is the length of each rank's part, by index. Forward an all-gather, backward a
     reduce-scatter, both of `axis.size` x the longest part.
@@ -145,7 +145,7 @@ def scatter_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
 
 
 def all_to_all(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Send consecutive runs of rows (dim 0) to the ranks of the axis, and get theirs, by index.
+    """Send consecutive runs of rows (dim 0) to the ranks of the axis, and receive theirs, by index.
 
     `send` and `receive` are the lengths of the runs, zeros allowed; what one rank sends to another
     is what that one receives from it. Returns `sum(receive)` rows. Backward sends every row's
@@ -166,8 +166,8 @@ def all_to_all(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[
     )
 
 
-class _Pair(torch.autograd.Function):
-    """A step forward and its step backward, given as functions."""
+class _LinearPair(torch.autograd.Function):
+    """A linear map and its transpose, given as functions."""
 
     @staticmethod
     def forward(
@@ -208,7 +208,7 @@ def _along(
 def _apply(
     x: Tensor, *, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    return cast("Tensor", _Pair.apply(x, forward, backward))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _LinearPair.apply(x, forward, backward))  # type: ignore[no-untyped-call]
 
 
 def _keep(x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _cut(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _gather(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """All parts along `dim`; shorter ones travel padded, because gloo wants equal ones."""
+    """All parts along `dim`; shorter ones are sent padded, because gloo needs equal sizes."""
     longest = max(sizes)
     part = _padded(x.movedim(dim, 0), longest)
     whole = part.new_empty((axis.size * longest, *part.shape[1:]))
@@ -241,7 +241,7 @@ def _gather(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _scatter(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The sum's own part along `dim`; shorter parts travel padded to the longest."""
+    """This rank's part of the sum along `dim`; shorter parts are sent padded to the longest."""
     longest = max(sizes)
     rows = x.movedim(dim, 0)
     if min(sizes) < longest:
@@ -253,15 +253,15 @@ def _scatter(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor
 
 
 def _exchange(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    got = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(got, x.contiguous(), list(receive), list(send), group=axis.group)
-    return got
+    received = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=axis.group)
+    return received
 
 
 def _torch_function(name: str, *, before: str) -> Callable[..., object]:
     """A function that torch.distributed had under another name before torch 2.13."""
-    found: Callable[..., object] = getattr(dist, name if hasattr(dist, name) else before)
-    return found
+    function: Callable[..., object] = getattr(dist, name if hasattr(dist, name) else before)
+    return function
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:

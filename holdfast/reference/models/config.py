@@ -175,12 +175,15 @@ def _flag(name: str) -> str:
 def check_layout(config: GPTConfig, *, layout: Layout) -> None:
     """Refuse, naming the flag and the fix, a layout that this model is not written for."""
     tp = layout.tp
-    _check_expert_axes(config, layout=layout)
-    if config.has_state_space and config.num_state_groups % (tp * layout.cp):
+    if config.has_experts:
+        check_experts(config, ep=layout.ep, expt_tp=layout.expt_tp)
+    elif layout.ep != 1 or layout.expt_tp != tp:
         raise ConfigError(
-            f"--tp {tp} x --cp {layout.cp} does not divide the {config.num_state_groups} groups "
-            f"of the state space: set --state-groups to a multiple of {tp * layout.cp}"
+            f"--ep {layout.ep}, --expt-tp {layout.expt_tp}: the model has no experts; give it some "
+            f"with --feeds e, or leave --ep and --expt-tp out"
         )
+    if config.has_state_space:
+        check_state_space(config, tp=tp, cp=layout.cp)
     if config.num_heads % tp:
         raise ConfigError(
             f"--tp {tp} does not divide --num-heads {config.num_heads}: "
@@ -193,15 +196,8 @@ def check_layout(config: GPTConfig, *, layout: Layout) -> None:
         )
 
 
-def _check_expert_axes(config: GPTConfig, *, layout: Layout) -> None:
-    ep, expt_tp = layout.ep, layout.expt_tp
-    if not config.has_experts:
-        if ep != 1 or expt_tp != layout.tp:
-            raise ConfigError(
-                f"--ep {ep}, --expt-tp {expt_tp}: the model has no experts; give it some with "
-                f"--feeds e, or leave --ep and --expt-tp out"
-            )
-        return
+def check_experts(config: GPTConfig, *, ep: int, expt_tp: int) -> None:
+    """Refuse expert axes that do not divide the experts, or their inner width."""
     if config.num_experts % ep:
         raise ConfigError(
             f"--ep {ep} does not divide --num-experts {config.num_experts}: "
@@ -210,5 +206,16 @@ def _check_expert_axes(config: GPTConfig, *, layout: Layout) -> None:
     if config.expert_inner_dim % expt_tp:
         raise ConfigError(
             f"--expt-tp {expt_tp} does not divide the experts' inner width "
-            f"{config.expert_inner_dim}: set --expert-dim to a multiple of {expt_tp}"
+            f"{config.expert_inner_dim}: set --expert-dim to a multiple of {expt_tp}, or another "
+            f"--expt-tp"
+        )
+
+
+def check_state_space(config: GPTConfig, *, tp: int, cp: int) -> None:
+    """Refuse axes that do not divide the groups of state-space heads."""
+    if config.num_state_groups % (tp * cp):
+        raise ConfigError(
+            f"--tp {tp} x --cp {cp} = {tp * cp} does not divide the {config.num_state_groups} "
+            f"groups of state-space heads: set --state-groups (by default as many as heads) to a "
+            f"multiple of {tp * cp}, or another --tp or --cp"
         )

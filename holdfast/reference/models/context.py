@@ -2,8 +2,8 @@
 
 Later positions look at more keys, so a sequence cut into equal runs would leave the last rank with
 most of the work. Here it is cut into 2 x `axis.size` chunks, and the rank at index i holds chunks
-i and 2 x `axis.size` - 1 - i, in that order: all ranks then have equal work, in the whole and in
-every step round the ring (the zigzag split of Zhu's ring-flash-attention, Llama 3's as well).
+i and 2 x `axis.size` - 1 - i, in that order: all ranks then have equal work, in total and in
+every step around the ring (the zigzag split of Zhu's ring-flash-attention, Llama 3's as well).
 """
 
 from __future__ import annotations
@@ -23,19 +23,26 @@ from holdfast.reference.models.collectives import Axis, gather_sum
 
 
 def positions(num_positions: int, *, axis: Axis, device: torch.device | None = None) -> Tensor:
-    """The global positions that this rank holds of a sequence, in the order in which it does.
+    """The global positions of a sequence that this rank holds, in its order.
 
-    Returns `num_positions / axis.size` int64. Raises ConfigError if the sequence does not divide
-    into 2 x `axis.size` chunks (any length will do on an axis of one rank).
+    Returns:
+        (num_positions / axis.size,) int64.
+
+    Raises:
+        ConfigError: the axis has several ranks, and 2 x `axis.size` does not divide the sequence.
     """
     return take_positions(torch.arange(num_positions, device=device), axis=axis, dim=0)
 
 
 def take_positions(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
-    """This rank's positions of a tensor that has all of them along `dim`; one copy.
+    """This rank's positions of a tensor that has all of them along `dim`.
 
-    On an axis of one rank the tensor itself. ConfigError if its length does not divide. Its
-    gradient is that of this rank's positions only; nothing is sent.
+    The gradient is that of this rank's positions only; nothing is sent.
+
+    Raises:
+        ConfigError: the length does not divide.
+
+    Cost: one copy; none on an axis of one rank, which gets the tensor itself.
     """
     if axis.size == 1:
         return x
@@ -81,16 +88,17 @@ def causal_attention(
         key: the same shape, the same positions.
         value: the same shape, the same positions.
         axis: the ranks that hold the sequence; all of them make the same calls in the same order.
-        variant: how keys and values meet queries; see below.
+        variant: how keys and values reach the queries; see below.
 
     "gather" is one all-gather of keys and values, and backward one reduce-scatter of their
     gradients. It holds those of the whole sequence, and a mask of one byte for each of them and
     each query of a chunk.
 
-    "ring" sends keys and values round in `axis.size` - 1 messages, each under way while the block
-    before it is used; backward once more, followed by as many messages of their gradients in
-    float32 or wider. It holds at most two blocks of other ranks (backward two sums of gradients as
-    well) and the scores of one, and computes in float32 or wider, under autocast as well.
+    "ring" passes keys and values around in `axis.size` - 1 messages, each in flight while the
+    previous block is used; backward passes them again, followed by as many messages of their
+    gradients in float32 or wider. It holds at most two blocks of other ranks (backward two sums of
+    gradients as well) and the scores of one, and computes in float32 or wider, under autocast as
+    well.
 
     Over several ranks either can be differentiated once.
 
@@ -147,25 +155,25 @@ def _attend_to_gathered(query: Tensor, key: Tensor, value: Tensor, *, axis: Axis
     shards = gather_sum(own, axis=axis, dim=0, sizes=[1] * axis.size).unbind(0)
     halves = [torch.split(shard, size, dim=-2) for shard in shards]
     chunks = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
-    places = (axis.index, 2 * axis.size - 1 - axis.index)
-    keys, values = torch.cat(chunks[: places[1] + 1], dim=-2).unbind(0)
+    first, last = axis.index, 2 * axis.size - 1 - axis.index
+    keys, values = torch.cat(chunks[: last + 1], dim=-2).unbind(0)
     mixed = []
-    for place, part in zip(places, torch.split(query, size, dim=2), strict=True):
-        seen = (place + 1) * size
-        mask = torch.ones(size, seen, dtype=torch.bool, device=query.device)
+    for chunk, queries in zip((first, last), torch.split(query, size, dim=2), strict=True):
+        num_keys = (chunk + 1) * size
+        mask = torch.ones(size, num_keys, dtype=torch.bool, device=query.device)
         mixed.append(
             functional.scaled_dot_product_attention(
-                part,
-                keys[..., :seen, :],
-                values[..., :seen, :],
-                attn_mask=mask.tril(seen - size),
+                queries,
+                keys[..., :num_keys, :],
+                values[..., :num_keys, :],
+                attn_mask=mask.tril(num_keys - size),
             )
         )
     return torch.cat(mixed, dim=2)
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention with keys and values that go round a ring (Liu, Zaharia, Abbeel 2023)."""
+    """Attention with keys and values passed around a ring (Liu, Zaharia, Abbeel 2023)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
@@ -197,29 +205,29 @@ def _ring_forward(
     scaled = query.to(wide) / math.sqrt(query.shape[3])
     total = torch.zeros_like(scaled)
     log_sum = scaled.new_full((*scaled.shape[:3], 1), -math.inf)
-    block = _Travelling(torch.stack((key, value)), axis=axis, tag=0)
+    block = _RingBuffer(torch.stack((key, value)), axis=axis, tag=0)
     for step in range(axis.size):
         if step + 1 < axis.size:
-            block.depart()
-        for part in _parts(step, axis=axis, num_local=query.shape[2]):
-            mine = (slice(None), slice(None), part.queries)
+            block.start()
+        for tile in _tiles(step, axis=axis, num_local=query.shape[2]):
+            mine = (slice(None), slice(None), tile.queries)
             _add_softmax(
-                total[mine], log_sum[mine], scaled=scaled[mine], block=block.here, part=part
+                total[mine], log_sum[mine], scaled=scaled[mine], block=block.current, tile=tile
             )
         if step + 1 < axis.size:
-            block.arrive()
+            block.wait()
     return total.to(query.dtype), log_sum
 
 
 def _add_softmax(
-    total: Tensor, log_sum: Tensor, *, scaled: Tensor, block: Tensor, part: _Part
+    total: Tensor, log_sum: Tensor, *, scaled: Tensor, block: Tensor, tile: _Tile
 ) -> None:
-    """Extend the softmax over the keys so far by the part's, in place.
+    """Extend the softmax over the keys so far by those of a tile, in place.
 
     Two softmaxes over different keys join as their mean, weighted with their denominators.
     """
-    keys, values = block[..., part.keys, :].to(total.dtype)
-    scores = _scores(scaled, keys, is_causal=part.is_causal)
+    keys, values = block[..., tile.keys, :].to(total.dtype)
+    scores = _scores(scaled, keys, is_causal=tile.is_causal)
     here = scores.logsumexp(dim=-1, keepdim=True)
     mixed = scores.sub_(here).exp_() @ values
     both = torch.logaddexp(log_sum, here)
@@ -237,45 +245,45 @@ def _ring_backward(
     gradient: Tensor,
     axis: Axis,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values go round again; the sum of their gradients follows one rank behind.
+    """Keys and values go around again; the sum of their gradients follows one rank behind.
 
-    A block's own rank keeps its own part. The next rank begins the sum that travels, and the last
-    one sends it home.
+    The rank that owns a block keeps its own share of the gradient. The next rank starts the sum,
+    every rank adds its share, and the last one sends it back to the owner.
     """
     wide = log_sum.dtype
     scaled = query.to(wide) / math.sqrt(query.shape[3])
     gradient = gradient.to(wide)
     shares = (gradient * out.to(wide)).sum(dim=-1, keepdim=True)
     query_gradient = torch.zeros_like(scaled)
-    block = _Travelling(torch.stack((key, value)), axis=axis, tag=0)
-    own = torch.zeros_like(block.here, dtype=wide)
-    sums = _Travelling(torch.zeros_like(own), axis=axis, tag=1)
+    block = _RingBuffer(torch.stack((key, value)), axis=axis, tag=0)
+    own = torch.zeros_like(block.current, dtype=wide)
+    sums = _RingBuffer(torch.zeros_like(own), axis=axis, tag=1)
     for step in range(axis.size):
         if step + 1 < axis.size:
-            block.depart()
-        parts = []
-        for part in _parts(step, axis=axis, num_local=query.shape[2]):
-            mine = (slice(None), slice(None), part.queries)
-            parts.append(
+            block.start()
+        shares_of_block = []
+        for tile in _tiles(step, axis=axis, num_local=query.shape[2]):
+            mine = (slice(None), slice(None), tile.queries)
+            shares_of_block.append(
                 _softmax_gradients(
                     query_gradient[mine],
                     gradient=gradient[mine],
                     log_sum=log_sum[mine],
                     shares=shares[mine],
                     scaled=scaled[mine],
-                    block=block.here,
-                    part=part,
+                    block=block.current,
+                    tile=tile,
                 )
             )
         if step > 1:
-            sums.arrive()
-        _add_and_drop(sums.here if step else own, parts)
+            sums.wait()
+        _add_and_free(sums.current if step else own, shares_of_block)
         if step:
-            sums.depart()
+            sums.start()
         if step + 1 < axis.size:
-            block.arrive()
-    sums.arrive()
-    of_keys, of_values = own.add_(sums.here)
+            block.wait()
+    sums.wait()
+    of_keys, of_values = own.add_(sums.current)
     query_gradient.div_(math.sqrt(query.shape[3]))
     return query_gradient.to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype)
 
@@ -288,54 +296,61 @@ def _softmax_gradients(
     shares: Tensor,
     scaled: Tensor,
     block: Tensor,
-    part: _Part,
+    tile: _Tile,
 ) -> tuple[slice, Tensor, Tensor]:
-    """Add to the gradients of scaled queries; return those of the part's keys and values.
+    """Add to the gradients of scaled queries; return those of the tile's keys and values.
 
     `shares` is the sum of gradient x output over head_dim, which is also that of the gradients of
     all weights, each times its weight (Dao et al. 2022, B.2).
     """
-    keys, values = block[..., part.keys, :].to(log_sum.dtype)
-    weights = _scores(scaled, keys, is_causal=part.is_causal).sub_(log_sum).exp_()
+    keys, values = block[..., tile.keys, :].to(log_sum.dtype)
+    weights = _scores(scaled, keys, is_causal=tile.is_causal).sub_(log_sum).exp_()
     of_scores = (gradient @ values.mT).sub_(shares).mul_(weights)
     query_gradient.add_(of_scores @ keys)
-    return part.keys, of_scores.mT @ scaled, weights.mT @ gradient
+    return tile.keys, of_scores.mT @ scaled, weights.mT @ gradient
 
 
-def _add_and_drop(total: Tensor, parts: list[tuple[slice, Tensor, Tensor]]) -> None:
-    """Add gradients of parts of a block to those of the whole, and let their memory go."""
-    while parts:
-        held, of_keys, of_values = parts.pop()
-        total[0, :, :, held].add_(of_keys)
-        total[1, :, :, held].add_(of_values)
+def _add_and_free(total: Tensor, tiles: list[tuple[slice, Tensor, Tensor]]) -> None:
+    """Add gradients of tiles to those of the whole block, and free their memory."""
+    while tiles:
+        keys, of_keys, of_values = tiles.pop()
+        total[0, :, :, keys].add_(of_keys)
+        total[1, :, :, keys].add_(of_values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Local queries that see some of a block's keys: all of them alike, or as a triangle."""
+class _Tile:
+    """Local queries that attend to some of a block's keys: to all of them, or as a triangle."""
 
     queries: slice
     keys: slice
     is_causal: bool
 
 
-def _parts(step: int, *, axis: Axis, num_local: int) -> Iterator[_Part]:
-    """What this rank's queries see of the block that started `step` ranks before it.
+def _tiles(step: int, *, axis: Axis, num_local: int) -> Iterator[_Tile]:
+    """The parts of the scores with the block of the rank `step` before this one that are needed.
 
-    Of an earlier rank's chunks, all queries see the first and none the last; of a later rank's,
-    the second half of the queries sees both. What nobody sees is not computed.
+    Two ranks, four chunks of one position each; rank 0 holds chunks 0 and 3, rank 1 chunks 1, 2:
+
+        rank  step  keys of  queries x keys that attend          yields
+        0     0     rank 0   0 x 0, 3 x 0, 3 x 3                 two triangles and a square
+        0     1     rank 1   3 x 1, 3 x 2 (0 is before both)     last queries x every key
+        1     0     rank 1   1 x 1, 2 x 1, 2 x 2                 two triangles and a square
+        1     1     rank 0   1 x 0, 2 x 0 (3 is after both)      every query x first keys
+
+    Tiles without any position that attends are never computed.
     """
     source = axis.index - step
     first, last = slice(0, num_local // 2), slice(num_local // 2, num_local)
     every = slice(0, num_local)
     if step == 0:
-        yield _Part(queries=first, keys=first, is_causal=True)
-        yield _Part(queries=last, keys=first, is_causal=False)
-        yield _Part(queries=last, keys=last, is_causal=True)
+        yield _Tile(queries=first, keys=first, is_causal=True)
+        yield _Tile(queries=last, keys=first, is_causal=False)
+        yield _Tile(queries=last, keys=last, is_causal=True)
     elif source >= 0:
-        yield _Part(queries=every, keys=first, is_causal=False)
+        yield _Tile(queries=every, keys=first, is_causal=False)
     else:
-        yield _Part(queries=last, keys=every, is_causal=False)
+        yield _Tile(queries=last, keys=every, is_causal=False)
 
 
 def _scores(scaled: Tensor, keys: Tensor, *, is_causal: bool) -> Tensor:
@@ -350,39 +365,39 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(torch.float32, x.dtype)
 
 
-class _Travelling:
-    """A tensor on its way round the ring, in two buffers: one here, one arriving.
+class _RingBuffer:
+    """A tensor passed around the ring, in two buffers: the current one and the one coming in.
 
-    Between `depart` and `arrive` the tensor here may be read, not written.
+    Between `start` and `wait` the current tensor may be read, not written.
     """
 
-    __slots__ = ("_axis", "_messages", "_other", "_tag", "here")
+    __slots__ = ("_axis", "_incoming", "_messages", "_tag", "current")
 
     def __init__(self, own: Tensor, *, axis: Axis, tag: int) -> None:
-        """`own` is contiguous and becomes one of the buffers; `tag` tells apart two that travel."""
-        self.here = own
-        self._other: Tensor | None = None
+        """`own` is contiguous and becomes a buffer; `tag` is unique per tensor in flight."""
+        self.current = own
+        self._incoming: Tensor | None = None
         self._axis = axis
         self._tag = tag
         self._messages: list[dist.Work] = []
 
-    def depart(self) -> None:
-        """Begin to send what is here to the next rank, and to receive from the one before."""
-        if self._other is None:
-            self._other = torch.empty_like(self.here)
+    def start(self) -> None:
+        """Begin to send the current tensor to the next rank and to receive the previous one's."""
+        if self._incoming is None:
+            self._incoming = torch.empty_like(self.current)
         axis = self._axis
         after = axis.ranks[(axis.index + 1) % axis.size]
         before = axis.ranks[axis.index - 1]
         self._messages = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self.here, after, group=axis.group, tag=self._tag),
-                dist.P2POp(dist.irecv, self._other, before, group=axis.group, tag=self._tag),
+                dist.P2POp(dist.isend, self.current, after, group=axis.group, tag=self._tag),
+                dist.P2POp(dist.irecv, self._incoming, before, group=axis.group, tag=self._tag),
             ]
         )
 
-    def arrive(self) -> None:
-        """Wait for both messages; what has come is here from now on."""
+    def wait(self) -> None:
+        """Wait for both messages; the tensor received becomes the current one."""
         for message in self._messages:
             message.wait()
-        if self._other is not None:
-            self.here, self._other = self._other, self.here
+        if self._incoming is not None:
+            self.current, self._incoming = self._incoming, self.current

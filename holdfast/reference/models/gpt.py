@@ -1,8 +1,8 @@
 """A decoder-only model: attention or state space, then a dense MLP or experts, layer by layer.
 
-Modules are made in their whole shapes, and work on what they are handed: `parallelize.py` puts a
-rank's shards in the place of whole parameters. Parameters are initialised one by one from
-(seed, name), so they are bitwise equal under every layout.
+Modules are made in their whole shapes and compute with the parameters they are called with:
+`parallelize.py` replaces whole parameters by a rank's shards. Parameters are initialised one by one
+from (seed, name), so they are bitwise equal under every layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INTO_THE_STREAM = ("attn.out.weight", "mlp.down.weight", "ssm.out", "ssm.out.we
 
 
 class Attention(nn.Module):
-    """Causal self-attention over the heads that its projections give it.
+    """Causal self-attention over the heads of its projections.
 
     Positions may be cut over a context axis; see `context.py`.
     """
@@ -51,39 +51,29 @@ class Attention(nn.Module):
         key = _rotate(key.view(heads).transpose(1, 2), rotation)
         value = value.view(heads).transpose(1, 2)
         mixed = causal_attention(query, key, value, axis=self.context, variant=self.variant)
-        return self._project(mixed.transpose(1, 2).flatten(2))
-
-    def _project(self, mixed: Tensor) -> Tensor:
-        projected: Tensor = self.out(mixed)
+        projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return projected
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU: a gate, an up and a down matrix."""
+class MLP(nn.Module):
+    """SwiGLU (gate, up and down matrices), or GELU between an up and a down matrix."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.model_dim, config.inner_dim, bias=False)
+        self.is_gated = config.mlp == "swiglu"
+        if self.is_gated:
+            self.gate = nn.Linear(config.model_dim, config.inner_dim, bias=False)
         self.up = nn.Linear(config.model_dim, config.inner_dim, bias=False)
         self.down = nn.Linear(config.inner_dim, config.model_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, positions, model_dim) -> the same shape."""
-        out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
-        return out
-
-
-class PlainMLP(nn.Module):
-    """GELU between an up and a down matrix."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.model_dim, config.inner_dim, bias=False)
-        self.down = nn.Linear(config.inner_dim, config.model_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, positions, model_dim) -> the same shape."""
-        out: Tensor = self.down(functional.gelu(self.up(x)))
+        inner = (
+            functional.silu(self.gate(x)) * self.up(x)
+            if self.is_gated
+            else functional.gelu(self.up(x))
+        )
+        out: Tensor = self.down(inner)
         return out
 
 
@@ -107,7 +97,7 @@ class Block(nn.Module):
             self.moe = MoE(config, groups=groups)
         else:
             self.mlp_norm = _make_norm(config)
-            self.mlp = GatedMLP(config) if config.mlp == "swiglu" else PlainMLP(config)
+            self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -129,7 +119,7 @@ class Block(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """An output head without a matrix of its own: it is handed the embedding's."""
+    """An output head without a matrix of its own: `forward` takes the embedding's."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """(rows, positions, model_dim) and (vocab, model_dim) -> (rows, positions, vocab)."""
@@ -137,11 +127,11 @@ class TiedHead(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model, or those of its layers that a rank has.
+    """The model, or the layers of it that a rank has.
 
     Layers are kept by their number in the whole model, so a parameter has one name whatever the
-    pipeline. The embedding is there for the first stage and, where the head is tied to it, for the
-    last one.
+    pipeline. The first stage has the embedding, and so has the last one where the head is tied to
+    it.
     """
 
     def __init__(
@@ -228,7 +218,8 @@ class GPT(nn.Module):
             return x, balance
         logits = self._logits(x)
         if logits.dtype in (torch.bfloat16, torch.float16):
-            # Autocast leaves such logits; the exponentials of a vocabulary add up badly in them.
+            # The sum of a vocabulary's exponentials loses too much in the dtype autocast leaves
+            # here.
             logits = logits.float()
         losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         return losses, balance
@@ -241,7 +232,7 @@ class GPT(nn.Module):
     def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         x: Tensor = self.dropout(self.embed(tokens))
         dtype = torch.promote_types(torch.float32, x.dtype)
-        # A leaf that requires a gradient: pipeline stages take none that does not.
+        # A leaf that requires a gradient, which torch's pipeline stages insist on.
         return x, torch.zeros(len(x), dtype=dtype, device=x.device, requires_grad=True)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -253,8 +244,8 @@ class GPT(nn.Module):
 def initial_parameter(name: str, *, shape: tuple[int, ...], config: GPTConfig, seed: int) -> Tensor:
     """The whole initial value of one parameter, a function of these arguments only.
 
-    Matrices are normal with deviation 0.02; the two that write into the residual stream are
-    divided by sqrt(2 x num_layers), so that the stream's variance does not grow with depth
+    Matrices are normal with deviation 0.02; the two of a block that write into the residual stream
+    are divided by sqrt(2 x num_layers), so that the stream's variance does not grow with depth
     (GPT-2's rule). Norm scales are 1 and shifts 0. A state space has rules of its own; see there.
 
     Returns:

@@ -20,13 +20,16 @@ BUCKET_NBYTES = 32 * 2**20
 def reduce_gradients(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) -> None:
     """Make every gradient that of the mean loss over all data ranks, in place.
 
-    The mesh of a parameter says who holds it. Every loss is the mean over the rows and positions of
-    one of the `dp_cp` ranks, so the divisor is always the size of `dp_cp`; dense gradients are
-    added over `dp_cp`, those of experts over `expt_dp` (each rank's is already the sum over all
-    ranks whose tokens it was sent), and those of an embedding that two stages share over both.
+    The mesh of a parameter gives the ranks that hold it. Every loss is the mean over the rows and
+    positions of one of the `dp_cp` ranks, so the divisor is always the size of `dp_cp`; dense
+    gradients are added over `dp_cp`, those of experts over `expt_dp` (each rank's is already the
+    sum over all ranks whose tokens it received), and those of an embedding that two stages share
+    over both.
 
     A parameter that got no gradient on this rank counts as zero, so that all ranks take part in
-    the same collectives. Cost: one all-reduce and one copy in and out per 32 MiB of local gradient,
+    the same collectives.
+
+    Cost: one all-reduce and one copy in and out per 32 MiB of local gradient,
     in float32 or wider.
     """
     by_mesh: dict[tuple[str, ...], list[Tensor]] = {}

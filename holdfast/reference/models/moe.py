@@ -1,13 +1,13 @@
 """A mixture of experts that drops no token, split over an expert and an inner-width axis.
 
-One rank holds the experts of its place on `ep`, and of each the slice of the inner width of its
-place on `expt_tp`. Those groups are of the layout's expert view, so they need not have anything in
-common with the rank's `tp` and `cp` groups; nothing here depends on which ranks they join.
+One rank holds the experts of its index on `ep`, and of each the slice of the inner width of its
+index on `expt_tp`. Those groups are of the layout's expert view, so they need not share ranks with
+the rank's `tp` and `cp` groups; nothing here depends on which ranks are in them.
 
-The way of a token: it is equal on the ranks of `tp`, and one of them takes it on; its rows (one for
-each expert chosen) go over `ep` to the ranks that hold the experts, and over `expt_tp` to all that
-hold slices of them; what the slices give is added, and goes back the same way. Numbers of rows are
-exchanged first, and any of them may be zero.
+A token is equal on the ranks of `tp`, and one of them routes it: its rows (one for each expert
+chosen) go over `ep` to the ranks that hold the experts, and over `expt_tp` to all that hold slices
+of them; the outputs of the slices are added, and return the same way. Numbers of rows are exchanged
+first, and any of them may be zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.reference.models.collectives import (
     split_sizes,
     sum_over,
 )
-from holdfast.reference.models.config import GPTConfig
+from holdfast.reference.models.config import GPTConfig, check_experts
 
 
 class MoE(nn.Module):
@@ -46,7 +46,7 @@ class MoE(nn.Module):
     equal logits the one with the lower number is chosen.
 
     Parameters have their global shapes and names whatever the layout: every expert of every rank is
-    in one tensor. `forward` runs on this rank's shards, cut as `SPLITS` says.
+    in one tensor. `forward` runs on this rank's shards, split as `SPLITS` declares.
     """
 
     SPLITS: ClassVar[Mapping[str, Mapping[int, str]]] = MappingProxyType(
@@ -56,7 +56,7 @@ class MoE(nn.Module):
             "down": MappingProxyType({0: "ep", 2: "expt_tp"}),
         }
     )
-    """Parameter -> {dim: axis that it is cut over}; a parameter not named is replicated."""
+    """Parameter -> {dim: axis that it is split over}; a parameter not named is replicated."""
 
     def __init__(self, config: GPTConfig, *, groups: ProcessGroups) -> None:
         """Make the full parameters; no collective.
@@ -75,7 +75,7 @@ class MoE(nn.Module):
         self.cp = Axis.of(groups, "cp")
         self.ep = Axis.of(groups, "ep")
         self.expt_tp = Axis.of(groups, "expt_tp")
-        self._check_layout()
+        check_experts(config, ep=self.ep.size, expt_tp=self.expt_tp.size)
         num, inner, width = config.num_experts, config.expert_inner_dim, config.model_dim
         self.router = _matrix(num, width)
         if config.mlp == "swiglu":
@@ -99,7 +99,7 @@ class MoE(nn.Module):
             sum over experts of the share of the row's choices that went to the expert x the mean
             probability that the row's tokens gave it. It is 1 x `load_balance` where all is even.
             Both shares are of the whole row, so that the loss is equal on the ranks of `cp` and
-            does not depend on how rows are dealt to ranks and microbatches.
+            does not depend on how rows are assigned to ranks and microbatches.
 
         Raises:
             ConfigError: the parameters are not this rank's shards; before anything is sent.
@@ -129,8 +129,9 @@ class MoE(nn.Module):
         """(rows,): the expert-level balance loss of DeepSeekMoE (Dai et al. 2024), per row."""
         num_rows, _, num_experts = probabilities.shape
         row = torch.arange(num_rows, device=chosen.device)[:, None, None]
-        places = (row * num_experts + chosen).flatten()
-        counts = torch.bincount(places, minlength=num_rows * num_experts)
+        # One bincount for all rows: (row, expert) numbered row * num_experts + expert.
+        cells = (row * num_experts + chosen).flatten()
+        counts = torch.bincount(cells, minlength=num_rows * num_experts)
         summed = probabilities.sum(1)
         both = torch.stack([counts.view_as(summed).to(summed.dtype), summed])
         counts, summed = sum_over(both, axis=self.cp).unbind()
@@ -149,15 +150,15 @@ class MoE(nn.Module):
         # Row t * top_k + c is choice c of token t; stable, so that one order is as good as any.
         by_expert = chosen.flatten().argsort(stable=True)
         back = _inverse(by_expert)
-        rows = _take(own, by_expert // num_copies, back=back)
+        rows = _take_rows(own, by_expert // num_copies, back=back)
         rows = self._through_experts(rows, self._count(chosen))
-        rows = _take(rows, back, back=by_expert)
+        rows = _take_rows(rows, back, back=by_expert)
         copies = rows.view(-1, num_copies, tokens.shape[1])
         mixed = (copies * weights[:, :, None]).sum(1)
         return gather_dim(mixed, axis=self.tp, dim=0, sizes=sizes)
 
     def _count(self, chosen: Tensor) -> _Counts:
-        """Tell the ranks of `ep` and `expt_tp` how many rows go to which expert."""
+        """Exchange over `ep` and `expt_tp` how many rows go to which expert."""
         num_local = self.config.num_experts // self.ep.size
         sent = torch.bincount(chosen.flatten(), minlength=self.config.num_experts)
         shares = [num_local] * self.ep.size
@@ -174,20 +175,22 @@ class MoE(nn.Module):
         )
 
     def _through_experts(self, rows: Tensor, counts: _Counts) -> Tensor:
-        """Rows ordered by expert -> what their experts give, in the same order."""
+        """Rows ordered by expert -> the outputs of their experts, in the same order."""
         sent, received = counts.sent, counts.on_host.sum(2)[self.expt_tp.index].tolist()
         sizes = counts.on_host.sum((1, 2)).tolist()
         rows = all_to_all(rows, axis=self.ep, send=sent, receive=received)
         rows = gather_sum(rows, axis=self.expt_tp, dim=0, sizes=sizes)
-        # Rows come by (member of expt_tp, member of ep, expert); experts want theirs together.
+        # Rows arrive ordered by (member of expt_tp, member of ep, expert); each expert's must be
+        # contiguous. Example of 1 x 2 members and 2 experts that got 1, 2 and 3, 1 rows:
+        #   counts [[[1, 2], [3, 1]]]: expert of each row 0 11 000 1, so by_expert = 0 345 12 6.
         experts = torch.arange(counts.gathered.shape[2], device=rows.device)
         expert = experts.expand(counts.gathered.shape).flatten()
         expert = expert.repeat_interleave(counts.gathered.flatten(), output_size=sum(sizes))
         by_expert = expert.argsort(stable=True)
         back = _inverse(by_expert)
-        rows = _take(rows, by_expert, back=back)
+        rows = _take_rows(rows, by_expert, back=back)
         rows = self._compute(rows, num_rows=counts.on_host.sum((0, 1)).tolist())
-        rows = _take(rows, back, back=by_expert)
+        rows = _take_rows(rows, back, back=by_expert)
         rows = scatter_sum(rows, axis=self.expt_tp, dim=0, sizes=sizes)
         return all_to_all(rows, axis=self.ep, send=received, receive=sent)
 
@@ -210,19 +213,6 @@ class MoE(nn.Module):
             [functional.linear(part, down) for part, down in zip(inner, downs, strict=True)]
         )
 
-    def _check_layout(self) -> None:
-        num_experts, inner = self.config.num_experts, self.config.expert_inner_dim
-        if num_experts % self.ep.size:
-            raise ConfigError(
-                f"--ep {self.ep.size} does not divide --num-experts {num_experts}: "
-                f"set --num-experts to a multiple of {self.ep.size}, or another --ep"
-            )
-        if inner % self.expt_tp.size:
-            raise ConfigError(
-                f"--expt-tp {self.expt_tp.size} does not divide the experts' inner width {inner}: "
-                f"set --expert-dim to a multiple of {self.expt_tp.size}, or another --expt-tp"
-            )
-
     def _check_shards(self) -> None:
         num_local = self.config.num_experts // self.ep.size
         inner = self.config.expert_inner_dim // self.expt_tp.size
@@ -230,7 +220,7 @@ class MoE(nn.Module):
             raise ConfigError(
                 f"`up` has {self.up.shape[0]} experts of inner width {self.up.shape[1]}; this "
                 f"rank's shard has {num_local} of {inner} (ep {self.ep.size}, expt_tp "
-                f"{self.expt_tp.size}): call the module with shards cut as MoE.SPLITS says"
+                f"{self.expt_tp.size}): call the module with shards split as MoE.SPLITS declares"
             )
 
 
@@ -246,10 +236,11 @@ class _Counts:
     """`gathered` in the memory of the CPU."""
 
 
-class _Take(torch.autograd.Function):
-    """Rows in another order, every row taken equally often.
+class _TakeRows(torch.autograd.Function):
+    """Rows in another order, each of them taken equally often.
 
-    A plain index would add the copies' gradients in whatever order a GPU's threads come.
+    Backward of a plain index would add the copies' gradients in the order of a GPU's threads, so
+    two runs would differ in the last bits.
     """
 
     @staticmethod
@@ -268,14 +259,17 @@ class _Take(torch.autograd.Function):
         return copies.view(length, len(back) // length, width).sum(1), None, None
 
 
-def _take(x: Tensor, rows: Tensor, *, back: Tensor) -> Tensor:
-    """x[rows] of a matrix; `back` puts the result into the order of x, copies side by side."""
-    return cast("Tensor", _Take.apply(x, rows, back))  # type: ignore[no-untyped-call]
+def _take_rows(x: Tensor, rows: Tensor, *, back: Tensor) -> Tensor:
+    """x[rows] of a matrix; `back` puts the result into the order of x, copies next to each other.
+
+    Example, two copies of each of two rows: rows = [0, 1, 0, 1], back = [0, 2, 1, 3].
+    """
+    return cast("Tensor", _TakeRows.apply(x, rows, back))  # type: ignore[no-untyped-call]
 
 
 def _choose(logits: Tensor, *, top_k: int) -> Tensor:
     """(..., top_k) experts with the largest logits; of equal ones the first."""
-    # torch.topk leaves open which of equal values it takes.
+    # torch.topk does not define which of equal values it takes.
     return logits.argsort(dim=-1, descending=True, stable=True)[..., :top_k]
 
 
@@ -293,7 +287,7 @@ def _sums(numbers: Sequence[int], *, num_parts: int) -> list[int]:
 
 
 def _row_dtype(x: Tensor) -> torch.dtype:
-    """What experts compute in: autocast would cast their input, so it may travel cast."""
+    """The dtype experts compute in: autocast casts their input anyway, so rows are sent cast."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

@@ -6,10 +6,10 @@ context axis have their groups as constructor arguments. The pipeline is
 `torch.distributed.pipelining` on the `pp` communicator. The data axis is explicit: see
 `reduce_gradients`.
 
-Every parameter is a DTensor that says how it lies on the ranks that have it: dense ones on the mesh
-(`dp_cp`, `tp`), experts on (`expt_dp`, `ep`, `expt_tp`), and an embedding that the first and the
-last stage share on (`embd`, `dp_cp`, `tp`). The computation wants less than that, so modules are
-handed a view of each parameter: on the `tp` mesh alone, or its plain local part.
+Every parameter is a DTensor that declares its placement on the ranks that have it: dense ones on
+the mesh (`dp_cp`, `tp`), experts on (`expt_dp`, `ep`, `expt_tp`), and an embedding that the first
+and the last stage share on (`embd`, `dp_cp`, `tp`). The computation needs only a part of that, so
+modules run on a view of each parameter: on the `tp` mesh alone, or its plain local part.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EXPERT_MESH = ("expt_dp", "ep", "expt_tp")
 
 
 class AroundMicrobatch(Protocol):
-    """Gives a context for the forward and backward of one microbatch."""
+    """Makes a context for the forward and backward of one microbatch."""
 
     def __call__(self, *, is_last: bool) -> AbstractContextManager[None]:
         """The context; `is_last`: no other microbatch follows in this step."""
@@ -58,7 +58,7 @@ class AroundMicrobatch(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLosses:
-    """What one pass over a data rank's rows gave, in the order of the rows; float64, no gradient.
+    """The losses of one pass over a data rank's rows, in their order; float64, without gradient.
 
     Under a context axis they are means over this rank's positions. On stages other than the last
     they are empty.
@@ -96,16 +96,16 @@ class ParallelGPT:
             groups: needs a communicator for every axis larger than 1 (`dp_cp` for the data axis).
             seed: parameters are a function of (seed, name) and nothing else.
             device: where parameters live; default the CPU.
-            pipeline: how the model is cut over `pp`; default: one even stage per rank, 1F1B.
-            variant: how attention works over a context axis: keys and values gathered, or sent
-                round a ring.
+            pipeline: how the model is split over `pp`; default: one even stage per rank, 1F1B.
+            variant: how attention works over a context axis: keys and values gathered, or passed
+                around a ring.
             autocast: dtype of matrix products; absent: that of the parameters.
 
         Raises:
             ConfigError: the model cannot be split over this layout.
             GroupError: a communicator is missing.
 
-        Memory: this rank's parameters, and one full parameter at a time on the CPU.
+        Cost: memory of this rank's parameters, and of one full parameter at a time on the CPU.
         """
         check_layout(config, layout=groups.layout)
         self.config = config
@@ -187,21 +187,21 @@ class ParallelGPT:
         if self.groups.size("pp") > 1:
             return self._forward_backward_pipeline(tokens, targets, num_microbatches, loss_scale)
         losses, balances = [], []
-        parts = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
-        for number, (part, wanted) in enumerate(parts, start=1):
-            entered = (
+        batches = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
+        for number, (batch, labels) in enumerate(batches, start=1):
+            context = (
                 nullcontext() if around is None else around(is_last=number == num_microbatches)
             )
-            with entered, self.loss_context():
-                each, balance = self._run_whole(part, wanted)
-                total = (each.mean(dim=1) + balance).sum() * (loss_scale / len(tokens))
+            with context, self.loss_context():
+                per_token, balance = self._run_whole(batch, labels)
+                total = (per_token.mean(dim=1) + balance).sum() * (loss_scale / len(tokens))
                 total.backward()  # type: ignore[no-untyped-call]
-            losses.append(each.detach().double().mean(dim=1))
+            losses.append(per_token.detach().double().mean(dim=1))
             balances.append(balance.detach().double())
         return RowLosses(loss=torch.cat(losses), balance=torch.cat(balances))
 
     def loss_context(self) -> AbstractContextManager[None]:
-        """What forward *and backward* must run in, so that split logits are never gathered."""
+        """The context for forward *and backward* in which split logits are never gathered."""
         # torch annotates loss_parallel as a plain generator
         return (
             cast("AbstractContextManager[None]", loss_parallel())
@@ -210,7 +210,7 @@ class ParallelGPT:
         )
 
     def reduce_gradients(self) -> None:
-        """Make every gradient that of the mean loss over all data ranks; see there. Collective."""
+        """Make every gradient that of the mean loss over all data ranks. Collective."""
         reduce_gradients(self.module.parameters(), groups=self.groups)
 
     def run_stage(
@@ -220,7 +220,10 @@ class ParallelGPT:
         wrapped = {f"model.{name}": view for name, view in self._views().items()}
         with self._autocast():
             out, balance = functional_call(
-                _Run(self.module), wrapped, (x, balance), {"stage": stage, "targets": targets}
+                _StageForward(self.module),
+                wrapped,
+                (x, balance),
+                {"stage": stage, "targets": targets},
             )
         return _local(out), _local(balance)
 
@@ -240,9 +243,17 @@ class ParallelGPT:
     def _forward_backward_pipeline(
         self, tokens: Tensor, targets: Tensor, num_microbatches: int, loss_scale: float
     ) -> RowLosses:
-        sizes = (*tokens.shape, num_microbatches)
+        sizes = (len(tokens), tokens.shape[1], num_microbatches)
         if self._runner is None or self._runner.sizes != sizes:
-            self._runner = PipelineRunner(self, sizes=sizes)
+            self._runner = PipelineRunner(
+                self.module,
+                self.stages,
+                run_stage=self.run_stage,
+                pipeline=self.pipeline,
+                groups=self.groups,
+                device=self.device,
+                sizes=sizes,
+            )
         with self.loss_context():
             losses, balance = self._runner.step(
                 take_positions(tokens, axis=self._context, dim=1),
@@ -294,10 +305,10 @@ class ParallelGPT:
         )
 
     def _views(self) -> dict[str, Tensor]:
-        """Parameters as the computation wants them: split dense ones on the `tp` mesh, or plain.
+        """Parameters as the computation needs them: split dense ones on `tp`, others plain.
 
-        Autograd runs through the view, so gradients arrive at the declared parameters; over the
-        data axes they are this rank's own until they are reduced.
+        Autograd runs through the views, so gradients arrive at the declared parameters. Until
+        `reduce_gradients` they are those of this rank's rows only.
         """
         if not self._is_split:
             return {}
@@ -314,7 +325,7 @@ class ParallelGPT:
         return views
 
 
-class _Run(nn.Module):
+class _StageForward(nn.Module):
     """`GPT.run` as a forward, which is what `functional_call` calls."""
 
     def __init__(self, model: GPT) -> None:
@@ -328,7 +339,7 @@ class _Run(nn.Module):
 
 
 def _names_with_splits(module: nn.Module) -> set[str]:
-    """Parameters of modules that split themselves; they are handed plain tensors."""
+    """Parameters of modules that split themselves and so compute with plain tensors."""
     return {
         f"{prefix}.{name}"
         for prefix, inner in module.named_modules()
@@ -338,7 +349,7 @@ def _names_with_splits(module: nn.Module) -> set[str]:
 
 
 def _axes_of(parameter: Tensor, splits: Mapping[int, str]) -> Mapping[int, str]:
-    """Dim -> axis, as the module says or as torch's tensor parallelism has cut it."""
+    """Dim -> axis, as the module declares or as torch's tensor parallelism has split it."""
     if isinstance(parameter, DTensor):
         placement = parameter.placements[0]
         return {placement.dim: "tp"} if isinstance(placement, Shard) else {}
@@ -346,11 +357,11 @@ def _axes_of(parameter: Tensor, splits: Mapping[int, str]) -> Mapping[int, str]:
 
 
 def _tensor_plan(module: GPT, *, vocab_is_split: bool) -> dict[str, ParallelStyle]:
-    """Which dense module is split how over the tensor axis (Shoeybi et al. 2019).
+    """How each dense module is split over the tensor axis (Shoeybi et al. 2019).
 
-    The residual stream stays plain and equal on all tensor ranks. Inputs of a block's half become
-    DTensors once, at its door, so that the gradients of its two or three column-wise matrices are
-    added before they are reduced.
+    The residual stream stays plain and equal on all tensor ranks. The input of attention or
+    MLP becomes a DTensor once, before its two or three column-wise matrices, so that their
+    gradients are added up before the one all-reduce.
     """
     config = module.config
     plan: dict[str, ParallelStyle] = {}

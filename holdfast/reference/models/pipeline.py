@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from holdfast.reference.models.stages import Stage
+from holdfast.parallel import ProcessGroups
+from holdfast.reference.models.gpt import GPT
+from holdfast.reference.models.stages import Pipeline, Stage
 
-if TYPE_CHECKING:
-    from holdfast.reference.models.parallelize import ParallelGPT
+RunStage = Callable[[Stage, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+"""Runs a stage on its input, the balance losses so far and the targets; see `GPT.run`."""
 
 
 class PipelineRunner:
-    """The stages of one rank under one schedule, for batches of one size.
+    """The stages of one rank under one schedule, for batches of one size."""
 
-    `sizes`: rows, positions of a whole row, microbatches. Shapes of what travels between stages
-    are fixed by them, so nothing is asked of the neighbours.
-    """
+    def __init__(
+        self,
+        model: GPT,
+        stages: Sequence[Stage],
+        *,
+        run_stage: RunStage,
+        pipeline: Pipeline,
+        groups: ProcessGroups,
+        device: torch.device,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """Make torch's stages and their schedule; no collective.
 
-    def __init__(self, owner: ParallelGPT, *, sizes: tuple[int, ...]) -> None:
-        """Make the stages and their schedule; no collective."""
+        Args:
+            model: this rank's layers.
+            stages: this rank's stages.
+            run_stage: computes one of them.
+            pipeline: the schedule.
+            groups: needs `pp`.
+            device: where the layers are.
+            sizes: rows, positions of a whole row, microbatches. They determine the shapes that are
+                sent between stages, so no rank has to ask another for them.
+        """
         self.sizes = sizes
         self._factor = 1.0 / sizes[0]
         rows, num_positions, num_microbatches = sizes
-        groups = owner.groups
-        self._has_first = any(stage.is_first for stage in owner.stages)
-        self._has_last = owner.has_losses
-        micro_rows, local = rows // num_microbatches, num_positions // groups.size("cp")
-        between = _between(owner, micro_rows, local)
-        stages = [
+        self._has_first = any(stage.is_first for stage in stages)
+        self._has_last = any(stage.is_last for stage in stages)
+        shape = (rows // num_microbatches, num_positions // groups.size("cp"))
+        tokens, stream, losses = _signatures(model, shape)
+        parts = [
             PipelineStage(
-                _StageModule(owner, stage),
+                _StageModule(model, stage, run_stage),
                 stage.index,
                 stage.num_stages,
-                owner.device,
-                input_args=_entering(micro_rows, local) if stage.is_first else between,
-                output_args=_leaving(owner, micro_rows, local) if stage.is_last else between,
+                device,
+                input_args=tokens if stage.is_first else stream,
+                output_args=losses if stage.is_last else stream,
                 group=groups.group("pp"),
             )
-            for stage in owner.stages
+            for stage in stages
         ]
-        kind: Any = get_schedule_class(owner.pipeline.torch_name)
-        one = owner.pipeline.takes_one_stage
-        self._schedule = kind(
-            stages[0] if one else stages,
+        schedule_class: Any = get_schedule_class(pipeline.torch_name)
+        self._schedule = schedule_class(
+            parts[0] if pipeline.takes_one_stage else parts,
             n_microbatches=num_microbatches,
             loss_fn=self._loss,
             scale_grads=False,
@@ -60,38 +78,37 @@ class PipelineRunner:
 
         Returns:
             (rows, local positions) losses per token and (rows,) balance losses, without gradient;
-            empty where the last stage is not.
+            empty on ranks without the last stage.
         """
         self._factor = loss_scale / self.sizes[0]
-        entering = (tokens,) if self._has_first else ()
-        leaving = {"target": targets, "targets": targets} if self._has_last else {}
-        output = self._schedule.step(*entering, **leaving)
+        inputs = (tokens,) if self._has_first else ()
+        # `target` is what torch passes to the loss function, `targets` what the stage receives.
+        labels = {"target": targets, "targets": targets} if self._has_last else {}
+        output = self._schedule.step(*inputs, **labels)
         if output is None:
-            return tokens.new_empty((0, tokens.shape[1]), dtype=torch.float64), tokens.new_empty(
-                0, dtype=torch.float64
-            )
+            empty = torch.empty((0, tokens.shape[1]), dtype=torch.float64, device=tokens.device)
+            return empty, empty[:, 0]
         losses, balance = output
         return losses.detach(), balance.detach()
 
     def _loss(self, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-        """What backward starts from, of one microbatch; the losses were made with the targets."""
+        """The scalar that backward starts from; the stage has already used the targets."""
         del target
         losses, balance = output
         return (losses.mean(dim=1) + balance).sum() * self._factor
 
 
 class _StageModule(nn.Module):
-    """One stage as torch's pipelining wants it: a module that owns its parameters."""
+    """One stage as torch's pipelining requires it: a module that owns its parameters."""
 
-    def __init__(self, owner: ParallelGPT, stage: Stage) -> None:
+    def __init__(self, model: GPT, stage: Stage, run_stage: RunStage) -> None:
         super().__init__()
-        self._owner = owner
         self._stage = stage
-        model = owner.module
+        self._run_stage = run_stage
         self.blocks = nn.ModuleDict(
             {str(layer): model.blocks[str(layer)] for layer in stage.layers}
         )
-        if stage.is_first or (stage.is_last and owner.config.tied_head):
+        if stage.is_first or (stage.is_last and model.config.tied_head):
             self.embed = model.embed
         if stage.is_last:
             self.norm, self.head = model.norm, model.head
@@ -102,13 +119,13 @@ class _StageModule(nn.Module):
         """The stage on one microbatch; only the last one looks at `targets`."""
         if balance is not None:
             balance = cast("Tensor", _DenseGradient.apply(balance))  # type: ignore[no-untyped-call]
-        return self._owner.run_stage(self._stage, x, balance, targets)
+        return self._run_stage(self._stage, x, balance, targets)
 
 
 class _DenseGradient(torch.autograd.Function):
-    """Nothing forward; backward a contiguous gradient, the only kind that can be sent.
+    """The identity forward; backward a contiguous gradient, the only kind that can be sent.
 
-    The gradient of a sum is one number seen many times.
+    The gradient of a sum is an expanded scalar, with strides of zero.
     """
 
     @staticmethod
@@ -120,26 +137,16 @@ class _DenseGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-def _entering(rows: int, num_positions: int) -> tuple[Tensor, ...]:
-    """What the first stage takes: token ids. Shapes only, as in the next two."""
-    return (torch.empty((rows, num_positions), dtype=torch.int64, device="meta"),)
+def _signatures(model: GPT, shape: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+    """What the first stage takes, what stages pass on, and what the last returns; on meta.
 
-
-def _between(owner: ParallelGPT, rows: int, num_positions: int) -> tuple[Tensor, ...]:
-    """What goes from one stage to the next: the residual stream and the balance losses."""
-    dtype = next(owner.module.parameters()).dtype
+    That is token ids, then the residual stream with the balance losses of each row, then losses
+    per token with the balance losses. `shape`: rows and local positions of a microbatch.
+    """
+    dtype = next(model.parameters()).dtype
     wide = torch.promote_types(torch.float32, dtype)
-    stream = (rows, num_positions, owner.config.model_dim)
-    return (
-        torch.empty(stream, dtype=dtype, device="meta", requires_grad=True),
-        torch.empty((rows,), dtype=wide, device="meta", requires_grad=True),
-    )
-
-
-def _leaving(owner: ParallelGPT, rows: int, num_positions: int) -> tuple[Tensor, ...]:
-    """What the last stage gives: losses per token and per row."""
-    wide = torch.promote_types(torch.float32, next(owner.module.parameters()).dtype)
-    return (
-        torch.empty((rows, num_positions), dtype=wide, device="meta", requires_grad=True),
-        torch.empty((rows,), dtype=wide, device="meta", requires_grad=True),
-    )
+    with torch.device("meta"):
+        balance = torch.empty(shape[0], dtype=wide, requires_grad=True)
+        stream = torch.empty((*shape, model.config.model_dim), dtype=dtype, requires_grad=True)
+        losses = torch.empty(shape, dtype=wide, requires_grad=True)
+        return [(torch.empty(shape, dtype=torch.int64),), (stream, balance), (losses, balance)]

@@ -1,8 +1,8 @@
 """A state-space mixer in the manner of Mamba-2 (Dao, Gu 2024), in plain PyTorch.
 
 The tensor axis splits groups of heads, as it does in attention. The context axis splits positions
-outside of the scan and heads inside of it: one all-to-all before, one after. Nothing else in the
-scan knows about ranks.
+outside of the scan and heads inside of it: one all-to-all before, one after. The scan itself does
+not depend on ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from holdfast.errors import ConfigError
 from holdfast.parallel import ProcessGroups
 from holdfast.reference.models.collectives import Axis, all_to_all, copy_to, reduce_from
-from holdfast.reference.models.config import GPTConfig
+from holdfast.reference.models.config import GPTConfig, check_state_space
 from holdfast.reference.models.context import restore_order, shard_order
 
 SCAN_CHUNK = 64
@@ -33,9 +32,9 @@ _DECAY_RANGE = (1.0, 16.0)
 class StateSpace(nn.Module):
     """Mixes positions through a linear recurrence over heads, then a gate and a norm.
 
-    Every parameter is registered whole; `SPLITS` says how a rank's part is cut. The letters are
-    those of the paper: x is the input of the recurrence, B and C map it into and out of the state,
-    dt is the step size and A the decay; z is the gate.
+    Every parameter is registered whole; `SPLITS` declares how a rank's shard is split. The letters
+    are those of the paper: x is the input of the recurrence, B and C map it into and out of the
+    state, dt is the step size and A the decay; z is the gate.
     """
 
     SPLITS: ClassVar[Mapping[str, Mapping[int, str]]] = MappingProxyType(
@@ -52,7 +51,7 @@ class StateSpace(nn.Module):
             "out": MappingProxyType({1: "tp"}),
         }
     )
-    """Which axis cuts which dimension of each parameter; all are repeated over `cp`."""
+    """Parameter -> {dim: axis that it is split over}; all are replicated over `cp`."""
 
     def __init__(self, config: GPTConfig, *, groups: ProcessGroups) -> None:
         """Register the parameters, whole and not initialised; no communication.
@@ -68,7 +67,7 @@ class StateSpace(nn.Module):
         super().__init__()
         self._tp = Axis.of(groups, "tp")
         self._cp = Axis.of(groups, "cp")
-        _check_groups(config, tp=self._tp.size, cp=self._cp.size)
+        check_state_space(config, tp=self._tp.size, cp=self._cp.size)
         self._head_dim = config.state_inner_dim // config.num_state_heads
         self._group_dim = config.state_inner_dim // config.num_state_groups
         self._state_dim = config.state_dim
@@ -94,7 +93,7 @@ class StateSpace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(rows, local positions, model_dim) -> the same shape, type of the projections.
 
-        Positions lie on the ranks of `cp` as `context.positions` says, and are mixed in their
+        Positions are distributed over `cp` as in `context.positions`, and are mixed in their
         global order. The scan and the norm compute in float32 or wider, under autocast as well.
 
         Gradients of the parameters are those of this rank's loss for the projections and the norm.
@@ -159,10 +158,10 @@ def initial_state_space(
     Args:
         name: of the parameter, with or without the modules it is in.
         shape: of the whole parameter.
-        generator: what random values are drawn from, on the CPU.
+        generator: of the random values, on the CPU.
 
     Returns:
-        A float32 CPU tensor; None for the matrices, which the caller's rule is good for.
+        A float32 CPU tensor; None for the matrices, which follow the caller's rule.
     """
     name = name.rpartition(".")[2]
     if name in ("D", "norm"):
@@ -225,7 +224,7 @@ def chunked_scan(
 
 
 def _in_chunks(x: Tensor, chunk: int) -> Tensor:
-    """(rows, positions, ...) -> (rows, chunks, chunk, ...), zeros at the end where they lack."""
+    """(rows, positions, ...) -> (rows, chunks, chunk, ...), padded with zeros."""
     missing = -x.shape[1] % chunk
     if missing:
         x = torch.cat((x, x.new_zeros((x.shape[0], missing, *x.shape[2:]))), dim=1)
@@ -235,8 +234,13 @@ def _in_chunks(x: Tensor, chunk: int) -> Tensor:
 def _sums_between(x: Tensor) -> Tensor:
     """(..., n) -> (..., n, n): [i, j] is the sum of x after j up to i, minus infinity for j > i.
 
-    Each sum is added up by itself: differences of running sums would cancel.
+    Row by row for x = [a, b, c]:
+
+        i = 0:  0      -inf   -inf
+        i = 1:  b      0      -inf
+        i = 2:  b + c  c      0
     """
+    # Each sum is added up by itself: differences of one running sum would cancel.
     length = x.shape[-1]
     square = torch.ones(length, length, dtype=torch.bool, device=x.device)
     rows = x.unsqueeze(-1).expand(*x.shape, length).masked_fill(~square.tril(-1), 0)
@@ -273,12 +277,3 @@ def _split_positions(x: Tensor, *, axis: Axis) -> Tensor:
 
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape))
-
-
-def _check_groups(config: GPTConfig, *, tp: int, cp: int) -> None:
-    if config.num_state_groups % (tp * cp):
-        raise ConfigError(
-            f"--tp {tp} x --cp {cp} = {tp * cp} does not divide the {config.num_state_groups} "
-            f"groups of state-space heads: set --state-groups (by default as many as heads) to a "
-            f"multiple of {tp * cp}, or another --tp or --cp"
-        )

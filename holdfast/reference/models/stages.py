@@ -12,7 +12,7 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
 ]
 Variant = Literal["gather", "ring"]
-"""How attention works over a context axis: keys and values gathered, or sent round a ring."""
+"""How attention works over a context axis: keys and values gathered, or passed around a ring."""
 _TORCH_NAMES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -36,18 +36,18 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether tokens enter here."""
+        """Whether its input are the tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether losses leave here."""
+        """Whether its output are the losses."""
         return self.index == self.num_stages - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How a model is cut over the pipeline axis, and in which order microbatches run."""
+    """How a model is split over the pipeline axis, and in which order microbatches run."""
 
     schedule: ScheduleName = "1f1b"
     """1f1b and gpipe take one stage per rank; zbv and dualpipev two, in the shape of a V."""
@@ -90,14 +90,16 @@ class Pipeline:
 
     def owner(self, stage: int, *, pp: int) -> int:
         """Position in the `pp` group of the rank that has a stage."""
-        turn, place = divmod(stage, pp)
-        return pp - 1 - place if self.is_v_shaped and turn % 2 else place
+        # A V of 2 ranks: stages 0 1 go down the ranks, stages 2 3 come back up (rank 1, then 0).
+        turn, index = divmod(stage, pp)
+        return pp - 1 - index if self.is_v_shaped and turn % 2 else index
 
 
 def split_layers(num_layers: int, *, num_stages: int, sizes: Sequence[int] = ()) -> list[range]:
     """Consecutive runs of layers, `sizes` long; without sizes, the first ones longer by one.
 
-    Raises ConfigError if a stage would be empty or the sizes do not add up.
+    Raises:
+        ConfigError: a stage would be empty, or the sizes do not add up.
     """
     if not sizes:
         if num_stages > num_layers:

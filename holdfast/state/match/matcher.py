@@ -20,11 +20,10 @@ from holdfast.format.values import (
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import (
     PerRankIn,
-    Source,
-    coordinate_label,
+    PerRankSource,
+    fill_from_merged,
     find_source,
     matches,
-    settle,
     stored_trees,
 )
 from holdfast.state.markers import (
@@ -35,24 +34,31 @@ from holdfast.state.markers import (
     Stored,
     Transient,
     Union,
+    coordinate_label,
 )
-from holdfast.state.match.casting import refused_cast
-from holdfast.state.match.held import PLAIN, Targets, other_shape
-from holdfast.state.match.result import MatchResult, Use, Wanted
-from holdfast.state.match.stored_nodes import (
+from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
+from holdfast.state.match.stored import (
     Members,
-    entries,
-    items,
+    items_of,
     key_token,
     kind_in_words,
     leaf_paths,
+    members_of,
+    only_names,
     stored_kind,
     tag_of,
+    used_paths,
+)
+from holdfast.state.match.template_nodes import (
+    PLAIN,
+    LocalTargets,
+    RegisteredTypes,
+    is_tensor_like,
+    shape_mismatch,
+    unmarked,
 )
 from holdfast.state.numpy_arrays import tensor_array
-from holdfast.state.placement import is_tensor_like
-from holdfast.state.registered import Registered
-from holdfast.state.torch_dtypes import torch_dtype
+from holdfast.state.torch_dtypes import refused_cast, torch_dtype
 
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -60,9 +66,10 @@ StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
 class Matcher:
     """Matches templates against stored nodes on one rank, then builds the loaded trees.
 
-    `tensors`: key -> (dtype name, global shape) of the checkpoint, in the order of its table.
-    `allow_missing`: patterns (`fnmatch`) of paths that may be absent. `cast`: whether another
-    stored dtype is accepted.
+    Args:
+        tensors: Key -> (dtype name, global shape) of the checkpoint, in the order of its table.
+        allow_missing: Patterns (`fnmatch`) of paths that may be absent.
+        cast: Whether another stored dtype is accepted.
     """
 
     def __init__(
@@ -85,17 +92,18 @@ class Matcher:
         self._scope = ""
         self._fresh: dict[tuple[str, str], torch.Tensor] = {}
         self._sources: dict[int, str] = {}
-        self._targets = Targets(layout, rank)
-        self._registered = Registered(codecs)
+        self._targets = LocalTargets(layout, rank)
+        self._registered = RegisteredTypes(codecs)
         self._closed = False
-        self._found: dict[str, Source] = {}
+        self._found: dict[str, PerRankSource] = {}
         self.result = MatchResult(cleared=self._targets.cleared)
 
     def move_to(self, layout: Layout, *, scope: str = "") -> None:
-        """What follows lives on this layout.
+        """Match and build for another layout from here on.
 
-        `scope`: of a request that takes what another one may take, too; each then has new tensors
-        of its own.
+        Args:
+            scope: A name for a request that takes what another one may take, too; tensors that are
+                made for a load are shared within a scope only.
         """
         self._layout = layout
         self._targets.move_to(layout)
@@ -106,9 +114,11 @@ class Matcher:
         return matches(path, self._allow_missing)
 
     def match_part(self, template: object, node: Any, path: str, *, closed: bool) -> None:
-        """Match a part's template; `closed` as in `build`: else what it does not name is asked for.
+        """Match a part's template.
 
-        Values below are in mappings at any depth, in sequences, per rank, in dataclasses.
+        Args:
+            closed: As in `build`; otherwise stored entries that the template does not name are
+                requested, too.
         """
         self._closed = closed
         self.match(template, node, path)
@@ -116,7 +126,7 @@ class Matcher:
     def match(self, template: object, node: Any, path: str) -> None:
         """Record what the template asks for and whether the stored node has it."""
         if isinstance(template, Stored):
-            self._want_all(node, path, all_ranks=template.all_ranks)
+            self._request_all(node, path, all_ranks=template.all_ranks)
         elif isinstance(template, Transient):
             self.result.touched.update(leaf_paths(node, path, self._codecs))
         elif isinstance(template, PerRank):
@@ -125,28 +135,34 @@ class Matcher:
             self._match_tensor(template, node, path)
         elif isinstance(template, Union):
             self._match_mapping(template.mapping, node, path)
-        elif self._registered.parts(template) is not None and self._registered.holds_tensors(
-            template
-        ):
-            self._match_registered(template, node, path)
+        elif (inner := self._fields(template)) is not None:
+            self._match_registered(template, inner, node, path)
         elif isinstance(template, Mapping):
             self._match_mapping(template, node, path)
-        elif isinstance(template, list | tuple | deque) and self._registered.holds_tensors(
-            template
-        ):
+        elif self._is_filled_sequence(template):
             self._match_sequence(template, node, path)
+        elif tag_of(node) == "tensor":
+            self.result.mismatched.append(
+                f"{path}: the state has a value ({type(template).__name__}) here, the checkpoint "
+                f"a tensor; ask for it with Stored()"
+            )
         else:
-            self._match_value(template, node, path)
+            self._request_all(node, path)
 
     def build(self, template: object, node: Any, path: str, *, closed: bool) -> Any:
         """The loaded tree for a template whose targets have been filled; sets padding to zero.
 
-        `closed`: stored entries that the template does not name are left out.
+        Args:
+            closed: Whether stored entries that the template does not name are left out.
         """
+        self._closed = closed
+        return self._build(template, node, path)
+
+    def _build(self, template: object, node: Any, path: str) -> Any:
         if isinstance(template, Transient):
             return template.value
         if isinstance(template, PerRank):
-            return self._build_per_rank(template, node, path, closed=closed)
+            return self._build_per_rank(template, node, path)
         if isinstance(template, torch.Tensor):
             return template
         if isinstance(template, Marked):
@@ -156,23 +172,29 @@ class Matcher:
             return self._decode(node, path, all_ranks=template.all_ranks)
         if isinstance(template, Union):
             template = template.mapping
-        if self._registered.parts(template) is not None and self._registered.holds_tensors(
-            template
-        ):
-            return self._build_registered(template, node, path, closed=closed)
-        named = entries(node, self._codecs) if isinstance(template, Mapping) else None
+        inner = self._fields(template)
+        if inner is not None:
+            return self._build_registered(template, inner, node, path)
+        named = members_of(node, self._codecs) if isinstance(template, Mapping) else None
         if isinstance(template, Mapping) and named is not None:
-            return self._build_mapping(template, named, node, path, closed=closed)
-        if isinstance(template, list | tuple | deque) and self._registered.holds_tensors(template):
-            built = [
-                self.build(t, child, f"{path}.{i}", closed=closed)
-                for i, (t, child) in enumerate(zip(template, items(node) or (), strict=True))
-            ]
+            return self._build_mapping(template, named, node, path)
+        if self._is_filled_sequence(template):
+            pairs = zip(cast(Sequence[object], template), items_of(node) or (), strict=True)
+            built = [self._build(t, child, f"{path}.{i}") for i, (t, child) in enumerate(pairs)]
             return sequence_of(node, built)
         return self._decode(node, path)
 
+    def _fields(self, template: object) -> object | None:
+        """What a registered object is made of, where a load fills tensors in it; else None."""
+        inner = self._registered.fields_of(template)
+        return inner if inner is not None and self._registered.holds_tensors(inner) else None
+
+    def _is_filled_sequence(self, template: object) -> bool:
+        is_sequence = isinstance(template, list | tuple | deque)
+        return is_sequence and self._registered.holds_tensors(template)
+
     def _build_mapping(
-        self, template: Mapping[Any, object], named: Members, node: Any, path: str, *, closed: bool
+        self, template: Mapping[Any, object], named: Members, node: Any, path: str
     ) -> Any:
         """A mapping of the stored type and order; what is not stored stays, behind the rest."""
         own = {key_token(name, self._codecs): name for name in template}
@@ -181,36 +203,33 @@ class Matcher:
             if stored in own:
                 value = template[own[stored]]
                 if type(value) not in PLAIN:
-                    value = self.build(value, child, f"{path}.{key_name(name)}", closed=closed)
+                    value = self._build(value, child, f"{path}.{key_name(name)}")
                 found[name] = value
-            elif not closed:
+            elif not self._closed:
                 found[name] = self._decode(child, f"{path}.{key_name(name)}")
         left = {name: template[name] for token, name in own.items() if token not in named}
         return mapping_of(node, found | self._left(left, path))
 
-    def _build_registered(self, template: Any, node: Any, path: str, *, closed: bool) -> Any:
-        """A dataclass or a codec's type, made of its parts as they were loaded."""
+    def _build_registered(self, template: object, inner: Any, node: Any, path: str) -> Any:
+        """A dataclass or a codec's type, made of its fields as they were loaded."""
         codec = self._codecs.codec_for(type(template))
-        parts = self._registered.parts(template)
         if codec is not None:
-            return codec.decoded(self.build(parts, node["v"], path, closed=closed), path)
-        return dataclass_of(
-            type(template),
-            {
-                name: self.build(part, node["v"][name], f"{path}.{name}", closed=closed)
-                for name, part in cast(dict[str, object], parts).items()
-            },
-        )
+            return codec.decoded(self._build(inner, node["v"], path), path)
+        values = {
+            name: self._build(value, node["v"][name], f"{path}.{name}")
+            for name, value in inner.items()
+        }
+        return dataclass_of(type(template), values)
 
     def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
-        named = entries(node, self._codecs)
+        named = members_of(node, self._codecs)
         if named is None:
             if any(self._registered.holds_tensors(v) for v in template.values()):
                 self.result.mismatched.append(
                     f"{path}: the state has a mapping here, the checkpoint {stored_kind(node)}"
                 )
             else:
-                self._want_all(node, path)
+                self._request_all(node, path)
             return
         if not named:
             self.result.touched.add(path)
@@ -231,7 +250,7 @@ class Matcher:
         self._refuse_equal_keys(template, rest, path)
         if not self._closed:
             for name, stored in rest:
-                self._want_all(stored, f"{path}.{key_name(name)}")
+                self._request_all(stored, f"{path}.{key_name(name)}")
 
     def _refuse_equal_keys(
         self, template: Mapping[Any, object], rest: Sequence[tuple[Any, Any]], path: str
@@ -246,25 +265,24 @@ class Matcher:
                     f"are not the same: use the stored type"
                 )
 
-    def _match_registered(self, template: object, node: Any, path: str) -> None:
-        """A dataclass or a codec's type that holds tensors: its parts are filled one by one."""
-        parts = self._registered.parts(template)
-        tag, name = self._registered.tag_and_name(template)
-        if tag_of(node) != tag or node.get("n") != name:
+    def _match_registered(self, template: object, inner: Any, node: Any, path: str) -> None:
+        """A dataclass or a codec's type that holds tensors: its fields are filled one by one."""
+        tag, kind = self._registered.tag_and_name(template)
+        if tag_of(node) != tag or node.get("n") != kind:
             self.result.mismatched.append(
-                f"{path}: the state has a {name} here, the checkpoint {kind_in_words(node)}"
+                f"{path}: the state has a {kind} here, the checkpoint {kind_in_words(node)}"
             )
         elif tag == "codec":
-            self.match(parts, node["v"], path)
-        elif set(node["v"]) != set(cast(dict[str, object], parts)):
-            self._want_all(node, path)  # which says how the definition has changed
+            self.match(inner, node["v"], path)
+        elif set(node["v"]) != set(inner):
+            self._request_all(node, path)  # which says how the definition has changed
         else:
-            for part, value in cast(dict[str, object], parts).items():
-                self.match(value, node["v"][part], f"{path}.{part}")
+            for name, value in inner.items():
+                self.match(value, node["v"][name], f"{path}.{name}")
         self.result.touched.update(leaf_paths(node, path, self._codecs))
 
     def _match_sequence(self, template: Any, node: Any, path: str) -> None:
-        children = items(node)
+        children = items_of(node)
         if children is None or len(children) != len(template):
             self.result.mismatched.append(
                 f"{path}: the state has a sequence of {len(template)} here, the checkpoint "
@@ -273,15 +291,6 @@ class Matcher:
             return
         for i, (item, child) in enumerate(zip(template, children, strict=True)):
             self.match(item, child, f"{path}.{i}")
-
-    def _match_value(self, template: object, node: Any, path: str) -> None:
-        if tag_of(node) == "tensor":
-            self.result.mismatched.append(
-                f"{path}: the state has a value ({type(template).__name__}) here, the checkpoint "
-                f"a tensor; ask for it with Stored()"
-            )
-            return
-        self._want_all(node, path)
 
     def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
         if tag_of(node) != "per_rank":
@@ -296,16 +305,18 @@ class Matcher:
             return
         self._found[path] = source
         result, here = self.result, f"{path}[{source.here}]"
-        result.uses.append(Use(path, node, source.labels, template.surplus == "drop"))
-        result.touched.update(_used_paths(node, path, source.names, self._codecs))
-        result.claims += source.claims
+        result.per_rank_uses.append(
+            PerRankUse(path, node, source.labels, template.surplus == "drop")
+        )
+        result.touched.update(used_paths(node, path, source.names, self._codecs))
+        result.checks += source.checks
         result.kept += [f"{here}.{name}" if name else here for name in source.kept]
         result.dropped += [f"{here}.{name}" for name in source.dropped]
         for name in source.missing:
             self._keep_or_miss(f"{path}.{name}")
         if source.is_merged or source.is_picked:
             for label in source.labels:
-                self._want_all(_only(node["v"][label], source.names), f"{path}[{label}]")
+                self._request_all(only_names(node["v"][label], source.names), f"{path}[{label}]")
         elif source.labels:
             label = source.labels[0]
             self.match(template.tree, node["v"][label], f"{path}[{label}]")
@@ -318,11 +329,11 @@ class Matcher:
         """Something per rank is not stored: it stays as it is if the caller allows that."""
         (self.result.kept if self.may_miss(path) else self.result.missing).append(path)
 
-    def _build_per_rank(self, template: PerRank, node: Any, path: str, *, closed: bool) -> Any:
+    def _build_per_rank(self, template: PerRank, node: Any, path: str) -> Any:
         source = self._found[path]
         if source.is_merged or source.is_picked:
             trees = {
-                label: self._decode(_only(node["v"][label], source.names), f"{path}[{label}]")
+                label: self._decode(only_names(node["v"][label], source.names), f"{path}[{label}]")
                 for label in source.labels
             }
             if not source.is_merged or template.merge is None:
@@ -335,16 +346,16 @@ class Matcher:
                 raise MismatchError(
                     f"{path}: merge of {len(trees)} stored values failed: {error!r}"
                 ) from error
-            return settle(template.tree, merged, path)
+            return fill_from_merged(template.tree, merged, path)
         if not source.labels and isinstance(template, PerRankIn):
             return template.local
         if not source.labels:
-            return None if isinstance(template.tree, Stored) else _unmarked(template.tree)
+            return None if isinstance(template.tree, Stored) else unmarked(template.tree)
         label = source.labels[0]
-        return self.build(template.tree, node["v"][label], f"{path}[{label}]", closed=closed)
+        return self._build(template.tree, node["v"][label], f"{path}[{label}]")
 
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
-        held_dtype, held_shape, boxes, locals_ = self._targets.held(template, path)
+        target_dtype, target_shape, boxes, locals_ = self._targets.local_target(template, path)
         if tag_of(node) not in ("tensor", "array"):
             self.result.mismatched.append(
                 f"{path}: the state has a tensor here, the checkpoint {stored_kind(node)}"
@@ -361,19 +372,19 @@ class Matcher:
                 f"holds them as two; untie them for the load, or ask for one of them alone"
             )
             return
-        if shape != held_shape:
-            self.result.mismatched.append(other_shape(template, path, held_shape, shape))
-        elif dtype != held_dtype and (why := self._refused_cast(dtype, held_dtype)):
+        if shape != target_shape:
+            self.result.mismatched.append(shape_mismatch(template, path, target_shape, shape))
+        elif dtype != target_dtype and (why := self._refused_cast(dtype, target_dtype)):
             self.result.mismatched.append(
-                f"{path}: the state's dtype is {held_dtype}, the checkpoint's {dtype}; {why}"
+                f"{path}: the state's dtype is {target_dtype}, the checkpoint's {dtype}; {why}"
             )
         else:
-            if dtype != held_dtype:
+            if dtype != target_dtype:
                 self.result.cast.append(path)
             position = self._positions[key]
             if not is_new:
                 boxes, locals_ = (), ()
-            self.result.wanted.append(Wanted(path, position, boxes, locals_))
+            self.result.tensors.append(TensorRequest(path, position, boxes, locals_))
 
     def _refused_cast(self, stored: str, held: str) -> str:
         """Why a stored dtype does not go into a target's; empty where it does."""
@@ -390,7 +401,7 @@ class Matcher:
             inner = child.mapping if isinstance(child, Union) else child
             if isinstance(inner, Fresh) and not self.may_miss(here):
                 continue
-            left[name] = self._left(inner, here) if type(inner) is dict else _unmarked(inner)
+            left[name] = self._left(inner, here) if type(inner) is dict else unmarked(inner)
         return left
 
     def _miss(self, path: str, template: object) -> None:
@@ -409,40 +420,42 @@ class Matcher:
         else:
             self.result.missing.append(path)
 
-    def _want_all(self, node: Any, path: str, *, all_ranks: bool = False) -> None:
-        """Ask for everything under a node; tensors get new memory, each one once.
+    def _request_all(self, node: Any, path: str, *, all_ranks: bool = False) -> None:
+        """Request everything under a node; tensors get new memory, each one once.
 
         `all_ranks`: of values per rank, too, not only this rank's own.
         """
 
-        def want(where: str, inner: dict[str, Any]) -> object:
+        def request(where: str, inner: dict[str, Any]) -> object:
             if inner["$"] in ("tensor", "array"):
-                self._want_new(str(inner["k"]), where)
+                self._request_new(str(inner["k"]), where)
             elif inner["$"] == "per_rank" and all_ranks:
-                self.result.uses.append(Use(where, inner, tuple(inner["v"]), False))
+                self.result.per_rank_uses.append(PerRankUse(where, inner, tuple(inner["v"]), False))
                 for label, child in inner["v"].items():
-                    self._want_all(child, f"{where}[{label}]", all_ranks=True)
+                    self._request_all(child, f"{where}[{label}]", all_ranks=True)
             elif inner["$"] == "per_rank":
                 _, trees = stored_trees(inner, path=where)
                 label = self._own_label(inner, where)
                 is_there = label in trees
-                self.result.uses.append(Use(where, inner, (label,) if is_there else (), False))
+                self.result.per_rank_uses.append(
+                    PerRankUse(where, inner, (label,) if is_there else (), False)
+                )
                 if is_there:
-                    self._want_all(trees[label], f"{where}[{label}]")
+                    self._request_all(trees[label], f"{where}[{label}]")
                 else:
                     self._keep_or_miss(f"{where}[{label}]")
             return None
 
-        decode_tree(node, path=path, codecs=self._codecs, on_leaf=want, run_codecs=False)
+        decode_tree(node, path=path, codecs=self._codecs, on_leaf=request, run_codecs=False)
         self.result.touched.update(leaf_paths(node, path, self._codecs))
 
-    def _want_new(self, key: str, path: str) -> None:
+    def _request_new(self, key: str, path: str) -> None:
         if (self._scope, key) in self._fresh:
             return
         dtype, shape = self._tensors[key]
         target = torch.zeros(shape, dtype=torch_dtype(dtype))
         self._fresh[self._scope, key] = target
-        self.result.wanted.append(Wanted(path, self._positions[key], None, (target,), True))
+        self.result.tensors.append(TensorRequest(path, self._positions[key], None, (target,), True))
 
     def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
         def value(where: str, inner: dict[str, Any]) -> object:
@@ -467,27 +480,3 @@ class Matcher:
 
     def _own_label(self, node: Mapping[str, Any], path: str) -> str:
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
-
-
-def _unmarked(template: object) -> object:
-    """What stays of a template for which nothing is stored: the tensors as they are."""
-    if isinstance(template, Marked):
-        return template.local
-    if isinstance(template, Union):
-        return _unmarked(template.mapping)
-    if type(template) is dict:
-        return {name: _unmarked(child) for name, child in template.items()}
-    return template
-
-
-def _only(tree: Any, names: frozenset[str] | None) -> Any:
-    """The entries of a stored dict that have one of these names; the whole where None."""
-    if names is None or not isinstance(tree, dict):
-        return tree
-    return {name: child for name, child in tree.items() if name in names}
-
-
-def _used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Codecs) -> list[str]:
-    """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
-    trees = {label: _only(tree, names) for label, tree in node["v"].items()}
-    return leaf_paths({**node, "v": trees}, path, codecs)

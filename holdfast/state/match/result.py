@@ -8,26 +8,26 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.arrays.boxes import Box
-from holdfast.state.coordinates import Claim
+from holdfast.state.coordinates import ConsistencyCheck
 
 
-class Wanted(NamedTuple):
-    """One tensor of a request and what fills it on this rank.
-
-    `path`: in the state. `tensor`: position of the stored one in the checkpoint's table. `locals`:
-    what is filled, one for each of `boxes`; a single one for the whole where `boxes` is None.
-    `is_fresh`: memory made for this load, which nobody else knows.
-    """
+class TensorRequest(NamedTuple):
+    """One tensor of a load request and what it fills on this rank."""
 
     path: str
+    """In the state."""
     tensor: int
+    """Position of the stored tensor in the checkpoint's table."""
     boxes: tuple[Box, ...] | None
+    """What is filled, in coordinates of the stored tensor; None: the whole."""
     locals: tuple[torch.Tensor, ...]
+    """The memory of each box; a single tensor where `boxes` is None."""
     is_fresh: bool = False
+    """Whether the memory was made for this load, so that nothing else refers to it."""
 
 
-class Use(NamedTuple):
-    """A stored value per coordinate that a request met: what this rank takes of it."""
+class PerRankUse(NamedTuple):
+    """A stored value per coordinate that a request met, and what this rank takes of it."""
 
     path: str
     node: Any
@@ -37,29 +37,31 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class MatchResult:
-    """What a request and a checkpoint have to do with each other, on one rank.
+    """How a request and a checkpoint fit together, on one rank."""
 
-    `wanted`: the tensors to fill, in the order of the request; one met again has nothing to fill.
-    `missing`: paths asked for and not stored. `mismatched`: one sentence for each difference in
-    shape, dtype or kind. `cast`: keys that are converted. `kept`: per-rank paths whose local value
-    stays by their policy. `allowed`: paths absent by the caller's leave. `fresh`: what starts fresh
-    by the caller's leave. `unagreed`: what would start fresh without it, path and reason.
-    `touched`: stored leaf paths that the request uses. `cleared`: padding that is set to zero in
-    the end. `uses`: the values per coordinate that it asks for. `claims`: what has to be equal on
-    several ranks after the load. `dropped`: stored entries of this rank's coordinate that nothing
-    here can take.
-    """
-
-    wanted: list[Wanted] = field(default_factory=list)
+    tensors: list[TensorRequest] = field(default_factory=list)
+    """The tensors to fill, in the order of the request; one met again has nothing to fill."""
     missing: list[str] = field(default_factory=list)
+    """Paths that are requested and not stored."""
     mismatched: list[str] = field(default_factory=list)
+    """One sentence for each difference in shape, dtype or kind."""
     cast: list[str] = field(default_factory=list)
+    """Paths of tensors that are converted."""
     kept: list[str] = field(default_factory=list)
+    """Paths of values per rank whose local value stays by their policy."""
     allowed: list[str] = field(default_factory=list)
+    """Paths that are absent with the caller's consent."""
     fresh: list[str] = field(default_factory=list)
+    """What starts fresh with the caller's consent."""
     unagreed: list[str] = field(default_factory=list)
+    """What would start fresh without consent: path and reason."""
     touched: set[str] = field(default_factory=set)
-    cleared: list[Wanted] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
+    """Stored leaf paths that the request uses."""
+    cleared: list[TensorRequest] = field(default_factory=list)
+    """Padding that is set to zero in the end."""
+    per_rank_uses: list[PerRankUse] = field(default_factory=list)
+    """The values per coordinate that are requested."""
+    checks: list[ConsistencyCheck] = field(default_factory=list)
+    """What has to be equal on several ranks after the load."""
     dropped: list[str] = field(default_factory=list)
+    """Stored entries of this rank's coordinate that nothing here can take."""

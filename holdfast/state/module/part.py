@@ -14,18 +14,17 @@ from torch.nn.parameter import is_lazy
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.markers import Marked, Stored
 from holdfast.state.match.stored import StoredPart
-from holdfast.state.module.exported import (
-    Entry,
-    Exported,
-    Registered,
-    export,
+from holdfast.state.match.templates import PlacedTemplates, zeros_like_target
+from holdfast.state.module.load import ModuleLoad, has_user_loader, runs_code
+from holdfast.state.module.state_dict import (
+    ModuleStateDict,
+    RegisteredTensor,
+    StateDictEntry,
     forms_of,
+    read_state_dict,
     refuse_hidden,
 )
-from holdfast.state.module.handover import Handover, has_user_loader, runs_code
-from holdfast.state.module.placed import Placer, fresh_like
-from holdfast.state.names import plain_root
-from holdfast.state.padding import declarations
+from holdfast.state.names import declared_padding, plain_root
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
 
@@ -38,7 +37,7 @@ class ModulePart:
     Tensors come from `state_dict(keep_vars=True)`, so that hooks of the module (FSDP2 reshards in
     one) run. A load writes into the module's own parameters and buffers, in place. What the module
     shows in a form of its own (split, fused, packed, copied) is loaded into memory of its own,
-    handed to the module's `load_state_dict`, and proved: shown again, it is what was loaded.
+    passed to the module's `load_state_dict`, and proved: the state dict then shows what was loaded.
     Tensors whose padding is declared (`declare_padding`) are stored without it.
     """
 
@@ -46,7 +45,7 @@ class ModulePart:
         self._module = plain_root(module)
         self._only = only
         self._prefix = prefix
-        self._pending: Handover | None = None
+        self._pending: ModuleLoad | None = None
 
     def tree(self) -> dict[str, object]:
         """Logical name -> tensor, marked where padding is declared, or extra state.
@@ -54,36 +53,37 @@ class ModulePart:
         Raises PlacementError naming parameters and persistent buffers that the module's state dict
         shows in no form.
         """
-        exported = self._export()
-        padded = declarations(self._module)  # after the hooks, which may replace parameters
-        found: dict[str, object] = {}
-        for entry in self._selected(exported):
+        shown = self._read()
+        padded = declared_padding(self._module)  # after the hooks, which may replace parameters
+        result: dict[str, object] = {}
+        for entry in self._selected(shown):
             value = entry.value
             if isinstance(value, torch.Tensor) and not entry.is_extra:
                 declared = padded.find(value, entry.name)
                 value = value if declared is None else declared.mark(value)
             elif isinstance(value, io.BytesIO):
                 value = {_BYTES_IO: value.getvalue()}
-            found[self._prefix + entry.name] = value
-        return found
+            result[self._prefix + entry.name] = value
+        return result
 
     def template(self, stored: StoredPart) -> dict[str, object]:
         """The module's own tensors as targets, new ones for forms; extra state as it is stored."""
-        exported = self._export()
-        padded = declarations(self._module)
+        shown = self._read()
+        padded = declared_padding(self._module)
         nodes = dict(stored.children(stored.node) or ())
-        placer = Placer(stored, in_place=False)
-        entries = self._selected(exported)
-        pending = Handover(self._module, exported, entries=entries, hidden=self._hidden(exported))
-        found: dict[str, object] = {}
+        templates = PlacedTemplates(in_place=False)
+        entries = self._selected(shown)
+        pending = ModuleLoad(self._module, shown, entries=entries, hidden=self._hidden(shown))
+        result: dict[str, object] = {}
         for entry in entries:
             name = self._prefix + entry.name
             target: object = entry.value
             if name not in nodes:
-                # Missing, or left as it is by the caller's leave: never handed over as zeros.
+                # Missing, or absent with the caller's consent: the module keeps it, no zeros.
                 pending.absent.add(entry.name)
             elif entry.backing is None and not entry.is_form:
-                target = placer.template(target, nodes[name])
+                below = StoredPart(nodes[name], stored.tensors, f"{stored.name}.{name}")
+                target = templates.template(target, below)
             elif isinstance(target, torch.Tensor | Marked):
                 declared = None
                 if isinstance(target, torch.Tensor):
@@ -93,18 +93,18 @@ class ModulePart:
                 )
                 if entry.is_form and is_padded and isinstance(target, torch.Tensor):
                     pending.copied.add(entry.name)
-                    target = fresh_like(target, target.dtype)
+                    target = zeros_like_target(target, target.dtype)
                 elif entry.is_form or (declared is None and _may_grow(entry, nodes[name], stored)):
                     pending.copied.add(entry.name)
                     target = _form_target(target, nodes[name], stored)
                 if declared is not None and isinstance(target, torch.Tensor):
                     target = declared.mark(target)
-            found[name] = target
+            result[name] = target
         self._pending = pending
-        return found
+        return result
 
     def restore(self, tree: object) -> None:
-        """Hand over what is no tensor of the module's own, run its hooks, and prove the result.
+        """Pass on what is no tensor of the module's own, run its hooks, and prove the result.
 
         Raises MismatchError naming the entries that the module did not take.
         """
@@ -119,49 +119,49 @@ class ModulePart:
         if any(entry.backing is None for entry in pending.entries) or (
             pending.copied or runs_code(self._module)
         ):
-            pending.hand_over(loaded)
+            pending.load_entries(loaded)
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Names of the parameters and persistent buffers that the selection leaves out, sorted."""
-        exported = export(self._module)
+        shown = read_state_dict(self._module)
         return tuple(
             sorted(
-                {held.name for held in exported.registered if held.is_persistent}
-                - {entry.name for entry in self._selected(exported)}
-                - {held.name for held in self._hidden(exported)}
+                {held.name for held in shown.registered if held.is_persistent}
+                - {entry.name for entry in self._selected(shown)}
+                - {held.name for held in self._hidden(shown)}
             )
         )
 
-    def _export(self) -> Exported:
-        exported = export(self._module)
-        refuse_hidden(exported, self._module, self._is_asked)
-        return exported
+    def _read(self) -> ModuleStateDict:
+        shown = read_state_dict(self._module)
+        refuse_hidden(shown, self._module, self._is_selected)
+        return shown
 
-    def _selected(self, exported: Exported) -> list[Entry]:
+    def _selected(self, shown: ModuleStateDict) -> list[StateDictEntry]:
         if self._only is None:
-            return list(exported.entries.values())
+            return list(shown.entries.values())
         if callable(self._only):
-            return [e for e in exported.entries.values() if self._only(e.name, e.value)]
-        owners = {held.name: held for held in exported.registered}
-        any_hidden = [held.tensor.requires_grad for held in forms_of(exported, self._module)]
-        found = []
-        for entry in exported.entries.values():
+            return [e for e in shown.entries.values() if self._only(e.name, e.value)]
+        owners = {held.name: held for held in shown.registered}
+        any_hidden = [held.tensor.requires_grad for held in forms_of(shown, self._module)]
+        result = []
+        for entry in shown.entries.values():
             owner = entry.backing or next(_owners(entry.name, owners), None)
             if owner is None:
                 keep = entry.is_extra or not any_hidden or any(any_hidden)
             else:
-                keep = self._is_asked(owner.name, owner.tensor)
+                keep = self._is_selected(owner.name, owner.tensor)
             if keep:
-                found.append(entry)
-        return found
+                result.append(entry)
+        return result
 
-    def _hidden(self, exported: Exported) -> list[Registered]:
-        """Registered tensors that come back through forms, as far as they are asked for."""
-        found = forms_of(exported, self._module)
-        return [held for held in found if self._is_asked(held.name, held.tensor)]
+    def _hidden(self, shown: ModuleStateDict) -> list[RegisteredTensor]:
+        """Registered tensors that come back through forms, as far as they are selected."""
+        result = forms_of(shown, self._module)
+        return [held for held in result if self._is_selected(held.name, held.tensor)]
 
-    def _is_asked(self, name: str, tensor: torch.Tensor) -> bool:
+    def _is_selected(self, name: str, tensor: torch.Tensor) -> bool:
         if callable(self._only):
             return bool(self._only(name, tensor))
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
@@ -173,17 +173,28 @@ class ModuleState(ModulePart):
 
         state = {"adapters": ModuleState(model, only="trainable")}
 
-    `only`: what is stored, and asked for by a load. "trainable": parameters that require a
-    gradient, and every persistent buffer and extra state, which training changes, too; frozen
-    parameters are neither stored nor asked for, and stay as they are. A callable
-    `(name, value) -> bool` chooses by logical name and by the tensor (or extra state). A load is as
-    strict over the chosen entries as over all of a module's: entries of the checkpoint that are not
-    chosen are 'unexpected' (`ignore_unexpected=True` leaves them and names them in the report).
-    `left_out` names what the choice leaves out.
-    `prefix`: put before every name, as in "decoder."; to find the module's entries inside of a
-    larger module's checkpoint see `FromPart`.
+    A load is as strict over the chosen entries as over all of a module's: entries of the checkpoint
+    that are not chosen are 'unexpected' (`ignore_unexpected=True` leaves them and names them in the
+    report). `left_out` names what the choice leaves out.
 
-    Raises ConfigError for another `only` or a prefix that is no beginning of a name.
+    Args:
+        module: The module.
+        only: What is stored, and requested by a load. None: everything. "trainable": parameters
+            that require a gradient, and every persistent buffer and extra state, which training
+            changes, too; frozen parameters are neither stored nor requested, and stay as they are.
+            A callable `(name, value) -> bool` chooses by logical name and by the tensor (or extra
+            state).
+        prefix: Put before every name, as in "decoder."; to load a module's entries from inside of a
+            larger module's checkpoint see `FromPart`.
+
+    Raises:
+        ConfigError: For no module, another `only`, or a prefix that does not end in a dot.
+        PlacementError: At a save, for a chosen parameter or persistent buffer that the module's
+            state dict shows in no form.
+
+    Cost:
+        A save makes no collectives and copies no tensors, beyond what the module's own `state_dict`
+        does.
     """
 
     def __init__(self, module: nn.Module, *, only: Selection = None, prefix: str = "") -> None:
@@ -200,13 +211,13 @@ class ModuleState(ModulePart):
 
 
 def _loaded(value: object) -> object:
-    """What is handed over for an entry, as it was saved."""
+    """What the module is given for an entry, as it was saved."""
     if isinstance(value, dict) and value.keys() == {_BYTES_IO}:
         return io.BytesIO(value[_BYTES_IO])
     return value
 
 
-def _owners(name: str, registered: Mapping[str, Registered]) -> Iterator[Registered]:
+def _owners(name: str, registered: Mapping[str, RegisteredTensor]) -> Iterator[RegisteredTensor]:
     """The registered tensors that a form is named after: `weight` for `weight.scale`, too."""
     while name:
         if name in registered:
@@ -225,10 +236,10 @@ def _form_target(value: torch.Tensor | Marked, node: object, stored: StoredPart)
         if is_lazy(value):
             return value
     dtype = value.dtype if isinstance(value, torch.Tensor) else value.local.dtype
-    return fresh_like(value, dtype)
+    return zeros_like_target(value, dtype)
 
 
-def _may_grow(entry: Entry, node: object, stored: StoredPart) -> bool:
+def _may_grow(entry: StateDictEntry, node: object, stored: StoredPart) -> bool:
     """Whether a tensor has another shape than stored and its module can take that: observers do."""
     value, held = entry.value, entry.backing
     if held is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):

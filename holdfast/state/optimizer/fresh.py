@@ -11,7 +11,7 @@ import torch
 from holdfast.state.markers import Fresh
 from holdfast.state.match.stored import StoredPart
 from holdfast.state.optimizer.param_groups import hyperparameters
-from holdfast.state.optimizer.protocol import HeldParameter
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 
 def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | None:
@@ -34,28 +34,28 @@ def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | N
 
 def absent_groups(
     groups: Sequence[Mapping[str, Any]],
-    named: Iterable[tuple[str, HeldParameter]],
+    named: Iterable[tuple[str, OptimizerParameter]],
     stored: StoredPart,
 ) -> dict[str, object]:
     """Groups and settings of groups of which the checkpoint knows nothing, by path."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     homes = {name: stored.value("membership", name) for name in stored.keys_under("membership")}
     members: list[list[str]] = [[] for _ in groups]
     optimizers: dict[int, Any] = {}
-    for name, held in named:
-        members[held.group].append(name)
-        optimizers[held.group] = held.optimizer
+    for name, param in named:
+        members[param.group].append(name)
+        optimizers[param.group] = param.optimizer
     for i, names in enumerate(members):
         known = [home for name in names if isinstance(home := homes.get(name), int)]
         if names and not known:
             listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-            found[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
+            result[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
             continue
         keys = stored.keys_under("groups", min(known, default=i))
         if keys and i in optimizers:
             for key, is_required in _absent_settings(optimizers[i], groups[i], keys):
-                found[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
-    return found
+                result[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
+    return result
 
 
 def _absent_settings(
@@ -81,28 +81,30 @@ def _filled_in(optimizer: Any, group: dict[str, Any]) -> set[str]:
         probe = object.__new__(type(optimizer))
         probe.__dict__.update(vars(optimizer), defaults=dict(optimizer.defaults))
         probe.__setstate__({"state": defaultdict(dict), "param_groups": [bare]})
-    except Exception:  # a class that cannot be asked like this adds nothing
+    except Exception:  # a class that cannot be probed like this adds nothing
         return set()
     return set(bare) - set(group)
 
 
-def as_built(held: HeldParameter, current: object) -> Any:
+def as_built(param: OptimizerParameter, current: object) -> Any:
     """The state that a parameter has right after its optimizer is built; None for most.
 
     Some classes allocate state when they are built and rely on it (Adagrad), so that no state at
-    all would not be a fresh start. `current`: what the parameter has now, of an earlier run or of
-    its own; not used but to see whether there is any.
+    all would not be a fresh start.
+
+    Args:
+        current: What the parameter has now; used only to see whether there is any.
     """
-    if not current or held.updated is None:
+    if not current or param.updated is None:
         return None
-    group = held.optimizer.param_groups
-    mine = next((g for g in group if any(p is held.updated for p in g["params"])), None)
+    group = param.optimizer.param_groups
+    mine = next((g for g in group if any(p is param.updated for p in g["params"])), None)
     if mine is None:
         return None
-    like = held.updated.detach().clone().requires_grad_(held.updated.is_floating_point())
+    like = param.updated.detach().clone().requires_grad_(param.updated.is_floating_point())
     try:
-        made: Any = type(held.optimizer)
-        fresh = made([{**hyperparameters(mine), "params": [like]}], **_arguments(held.optimizer))
+        made: Any = type(param.optimizer)
+        fresh = made([{**hyperparameters(mine), "params": [like]}], **_arguments(param.optimizer))
     except Exception:  # a class with arguments of its own: it starts with nothing
         return None
     return dict(fresh.state[like]) if like in fresh.state else None

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from holdfast.state.tensors import equal_trees
+
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose optimizer wrappers hold nothing themselves and hand everything on."""
+"""Packages whose optimizer wrappers hold nothing themselves and forward everything."""
 _INNER = ("optimizer", "_optimizer")
 _DEPTH = 3
 _MAX_MEMBERS = 1000
-"""Of a collection that is reached through other objects, which may hold a data set."""
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrapped_optimizer(optimizer: Any) -> Any:
     """The optimizer inside a wrapper that adds nothing to it; any other optimizer itself.
 
     Seen through are the wrappers of Accelerate and Lightning Fabric, as long as their state and
@@ -28,7 +29,7 @@ def unwrapped(optimizer: Any) -> Any:
     ):
         for name in _INNER:
             inner = vars(optimizer).get(name)
-            if isinstance(inner, torch.optim.Optimizer) and _hands_on(optimizer, inner):
+            if isinstance(inner, torch.optim.Optimizer) and _states_the_same(optimizer, inner):
                 optimizer = inner
                 break
         else:
@@ -36,22 +37,11 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _hands_on(outer: Any, inner: Any) -> bool:
+def _states_the_same(outer: Any, inner: Any) -> bool:
     """Whether a wrapper states just what the optimizer inside states."""
     if outer.state is not inner.state or outer.param_groups is not inner.param_groups:
         return False
-    stated, own = outer.state_dict(), inner.state_dict()
-    return _is_same_tree(stated, own)
-
-
-def _is_same_tree(one: object, other: object) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_same_tree(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_same_tree, one, other))
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other
-    return one is other or bool(one == other)
+    return equal_trees(outer.state_dict(), inner.state_dict())
 
 
 def inner_optimizers(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
@@ -62,20 +52,20 @@ def inner_optimizers(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
     parameters of the outer one. Members of a dict whose key is no text or number go by position.
     Those that share the outer one's state are the same optimizer under another name.
     """
-    if _is_torchs(optimizer):
+    if is_torch_class(optimizer):
         return {}
     seen = {id(optimizer)}
-    found: dict[str, torch.optim.Optimizer] = {}
-    _collect(optimizer, "", found, seen)
+    result: dict[str, torch.optim.Optimizer] = {}
+    _collect(optimizer, "", result, seen)
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for owner, prefix in [(optimizer, ""), *((o, f"{path}.") for path, o in found.items())]:
-        for name, value in [] if _is_torchs(owner) else _attributes(owner):
-            for path, inner in _behind(value, f"{prefix}{name}", 0, set()):
+    for owner, prefix in [(optimizer, ""), *((o, f"{path}.") for path, o in result.items())]:
+        for name, value in [] if is_torch_class(owner) else _attributes(owner):
+            for path, inner in _optimizers_in(value, f"{prefix}{name}", 0, set()):
                 mine = (id(p) for group in inner.param_groups for p in group["params"])
                 if id(inner) not in seen and not updated.isdisjoint(mine):
                     seen.add(id(inner))
-                    found[path] = inner
-    return found
+                    result[path] = inner
+    return result
 
 
 def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
@@ -84,39 +74,41 @@ def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
 
 
 def _collect(
-    optimizer: Any, prefix: str, found: dict[str, torch.optim.Optimizer], seen: set[int]
+    optimizer: Any, prefix: str, result: dict[str, torch.optim.Optimizer], seen: set[int]
 ) -> None:
     for name, value in _attributes(optimizer):
-        for path, inner in _inside(value, f"{prefix}{name}", 0):
+        for path, inner in _optimizers_in(value, f"{prefix}{name}"):
             if id(inner) in seen:
                 continue
             seen.add(id(inner))
-            found[path] = inner
-            if not _is_torchs(inner):
-                _collect(inner, f"{path}.", found, seen)
+            result[path] = inner
+            if not is_torch_class(inner):
+                _collect(inner, f"{path}.", result, seen)
 
 
-def _inside(value: object, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _optimizers_in(
+    value: object, path: str, depth: int = 0, visited: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Optimizers inside of a value, with paths, down to a few levels of containers.
+
+    Given `visited`, in attributes of plain objects, too; large collections, which may be a data
+    set, are then not searched.
+    """
     if isinstance(value, torch.optim.Optimizer):
         yield path, value
-    elif depth < _DEPTH:
-        for name, child in _members(value):
-            yield from _inside(child, f"{path}.{name}", depth + 1)
-
-
-def _behind(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Optimizers in attributes of plain objects, too; large collections are not searched."""
-    if isinstance(value, torch.optim.Optimizer):
-        yield path, value
-    elif depth < _DEPTH and id(value) not in seen:
-        seen.add(id(value))
-        children = list(itertools.islice(_members(value), _MAX_MEMBERS))
+        return
+    if depth >= _DEPTH or (visited is not None and id(value) in visited):
+        return
+    children: Iterable[tuple[object, object]] = _members(value)
+    if visited is not None:
+        visited.add(id(value))
+        children = [*itertools.islice(children, _MAX_MEMBERS)]
         if isinstance(value, types.MethodType):
             children = [("__self__", value.__self__)]
         elif not isinstance(value, type | types.ModuleType | torch.Tensor | torch.nn.Module):
             children += [*getattr(value, "__dict__", {}).items()]
-        for name, child in children:
-            yield from _behind(child, f"{path}.{name}", depth + 1, seen)
+    for name, child in children:
+        yield from _optimizers_in(child, f"{path}.{name}", depth + 1, visited)
 
 
 def _members(value: object) -> Iterator[tuple[object, object]]:
@@ -128,5 +120,6 @@ def _members(value: object) -> Iterator[tuple[object, object]]:
         yield from enumerate(value)
 
 
-def _is_torchs(optimizer: Any) -> bool:
+def is_torch_class(optimizer: Any) -> bool:
+    """Whether an optimizer's class is torch's own, which keeps no optimizers in attributes."""
     return type(optimizer).__module__.startswith("torch.optim.")

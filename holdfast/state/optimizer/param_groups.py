@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from holdfast.errors import MismatchError
 from holdfast.state.markers import Fresh
 from holdfast.state.optimizer.inner import inner_optimizers
-
-_NOT_STORED = ("params", "param_names")
+from holdfast.state.optimizer.protocol import NOT_STORED
+from holdfast.state.tensors import equal_trees
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """What of a group is stored: everything but its parameters and torch's names of them."""
-    return {name: value for name, value in group.items() if name not in _NOT_STORED}
+    return {name: value for name, value in group.items() if name not in NOT_STORED}
 
 
 def set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -31,14 +31,14 @@ def set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     for name in held:
         del group[name]
     for name, value in values.items():
-        group[name] = _settled(held.get(name), value)
+        group[name] = _filled_in_place(held.get(name), value)
     for name, value in values.items():
         # Two names may share memory; then what came first was overwritten by what came next.
         if not equal_trees(group[name], value):
             group[name] = value
 
 
-def _settled(held: object, value: object) -> object:
+def _filled_in_place(held: object, value: object) -> object:
     """The held tensors with new values where they fit, else the new values."""
     if isinstance(value, torch.Tensor):
         if not isinstance(held, torch.Tensor):
@@ -56,41 +56,11 @@ def _settled(held: object, value: object) -> object:
         return held
     if isinstance(held, list | tuple) and type(value) is type(held) and len(value) == len(held):
         if type(value) is list or type(value) is tuple:
-            return type(value)(_settled(a, b) for a, b in zip(held, value, strict=True))
+            return type(value)(_filled_in_place(a, b) for a, b in zip(held, value, strict=True))
         return value
     if type(value) is dict and type(held) is dict:
-        return {name: _settled(held.get(name), child) for name, child in value.items()}
+        return {name: _filled_in_place(held.get(name), child) for name, child in value.items()}
     return value
-
-
-def equal_trees(one: object, other: object) -> bool:
-    """Whether two settings are equal, tensors by dtype and value; NaN equals NaN."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-            return False
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        if isinstance(one, DTensor) or isinstance(other, DTensor):
-            return True  # placed alike from the same value a moment ago
-        same = one.to(other.device) == other
-        return bool((same | ((one != one) & (other != other)).to(same.device)).all())
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(equal_trees(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(equal_trees, one, other))
-    return bool(one == other) or (one != one and other != other)
-
-
-def _own_copies(chosen: Sequence[int | None], groups: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    """The stored settings for each group; tensors are not shared by groups that took them twice."""
-    taken: set[int] = set()
-    for position in chosen:
-        if position is None:
-            yield None
-            continue
-        values = groups[position]
-        yield copy.deepcopy(dict(values)) if position in taken else dict(values)
-        taken.add(position)
 
 
 def stored_settings(
@@ -100,11 +70,17 @@ def stored_settings(
 ) -> list[dict[str, Any] | None]:
     """The settings of each local group, found by its members; None: it stays as it was built.
 
-    `tree`: an optimizer's part as loaded. `members[i]`: names of the parameters of group `i`, whose
-    settings are `groups[i]`. MismatchError where a group's members were in groups that differ.
+    Args:
+        tree: An optimizer's part as loaded.
+        members: Of each group, the names of its parameters.
+        groups: The groups' settings now.
+
+    Raises:
+        MismatchError: Where a group's members were in groups that differ.
     """
     stored, membership = tree["groups"], tree["membership"]
-    chosen: list[int | None] = []
+    settings: list[dict[str, Any] | None] = []
+    used: set[int] = set()
     for position, names in enumerate(members):
         homes = sorted({membership[name] for name in names if name in membership})
         if any(not equal_trees(stored[home], stored[homes[0]]) for home in homes):
@@ -113,26 +89,29 @@ def stored_settings(
                 f"groups {homes}, whose settings differ; build the same parameter groups as "
                 f"the saved run"
             )
-        if homes:
-            chosen.append(homes[0])
-        else:  # nobody is known: it stays as it was built, by consent or for want of any
-            chosen.append(None if names or position >= len(stored) else position)
-    found: list[dict[str, Any] | None] = list(_own_copies(chosen, stored))
-    for position, values in enumerate(found):
-        if values is not None:
-            values |= {
+        if not homes and (names or position >= len(stored)):
+            settings.append(None)  # none is known: it stays as built
+            continue
+        home = homes[0] if homes else position
+        # Groups that take the same stored one must not share its tensors.
+        values = copy.deepcopy(dict(stored[home])) if home in used else dict(stored[home])
+        used.add(home)
+        settings.append(
+            values
+            | {
                 key: value
                 for key, value in groups[position].items()
                 if isinstance(tree.get(f"groups.{position}.{key}"), Fresh)
             }
-    return found
+        )
+    return settings
 
 
-class GroupsKept:
+class ParamGroupsGuard:
     """The groups of an optimizer, and of those it holds, kept as objects through a load.
 
-    Torch's `load_state_dict` puts new dicts in their place, and whoever refers to the old ones (a
-    container that shares them, a user's variable) is left with stale settings.
+    Torch's `load_state_dict` puts new dicts in their place, and any reference to the old ones (of a
+    container that shares them, a user's variable) would be left with stale settings.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -143,7 +122,7 @@ class GroupsKept:
             if "param_groups" in vars(owner)
         ]
 
-    def give_back(self) -> None:
+    def put_back(self) -> None:
         """Put the same objects back, with the settings that the load brought."""
         for owner, listed, groups in self._was:
             now = owner.param_groups
@@ -153,7 +132,7 @@ class GroupsKept:
             for group, new, loaded in zip(groups, now, values, strict=True):
                 if group is not new:
                     set_group(group, hyperparameters(loaded))
-                    for name in _NOT_STORED:
+                    for name in NOT_STORED:
                         if name in loaded:
                             group[name] = loaded[name]
             if now is not listed:

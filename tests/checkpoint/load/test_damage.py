@@ -161,8 +161,8 @@ def test_ranks_that_disagree_are_named_and_nothing_is_committed(tmp_path: Path) 
         ("m.x", "rank 1", "F16", "F32"),
         ("v.lr", "rank 3", "0.1", "0.2"),
         ("m.x", "rank 0"),
-        ("m.x", "nobody holds"),
-        ("m.x", "nobody holds", "[2:4, 0:2]"),
+        ("m.x", "no rank holds"),
+        ("m.x", "no rank holds", "[2:4, 0:2]"),
         ("step", "[1]"),
         ("p[tp=0]",),
     ]

@@ -22,8 +22,8 @@ from holdfast import (
     Sharded,
     StorageError,
 )
-from holdfast.checkpoint.load import reading_plan
-from holdfast.checkpoint.load import transfers as moves
+from holdfast.checkpoint.load import read_plan, transfers
+from holdfast.format import byte_ranges
 from tests.checkpoint.common import assert_equal, full, make_state
 from tests.harness import RankContext, run_ranks
 
@@ -119,7 +119,7 @@ def _load(context: RankContext, roots: list[str], layout: Layout) -> list[dict[s
     with ProcessGroups.create(layout) as groups:
         for root in roots:
             # The second time runs of a block and more go unpacked, straight to their places.
-            moves._LARGE_NBYTES = BLOCK if root == roots[-1] else 1 << 30
+            transfers._LARGE_NBYTES = BLOCK if root == roots[-1] else 1 << 30
             for kind in ("whole", "rows", "columns", "strided"):
                 for exchange in (True, False):
                     storage = CountingStorage(root)
@@ -245,8 +245,8 @@ class _FailingReads(PosixStorage):
 
 
 def _one_fails(context: RankContext, root: str) -> list[tuple[str, str, float]]:
-    reading_plan._ROUND_NBYTES = 8 * BLOCK
-    reading_plan._PIECE_NBYTES = BLOCK
+    read_plan._ROUND_NBYTES = 8 * BLOCK
+    byte_ranges.PIECE_NBYTES = BLOCK
     found = []
     layout = Layout(dp=4)
     with ProcessGroups.create(layout, timeout_s=5) as groups:

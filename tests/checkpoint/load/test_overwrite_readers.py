@@ -14,7 +14,7 @@ import torch
 
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Replicated, StorageError
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import filling
+from holdfast.checkpoint.load import executor
 from holdfast.errors import CorruptionError
 from holdfast.format.leases import mark_reading
 from holdfast.format.names import parse_replaced_dir
@@ -60,17 +60,17 @@ def save(root: Path, version: int, *, step: int = 1) -> None:
 @contextmanager
 def amid_load(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Iterator[None]:
     """Do something once, between the matching of a load and its first byte."""
-    real = filling.Filler.run
+    real = executor.LoadExecutor.run
     done: list[bool] = []
 
-    def run(self: filling.Filler) -> None:
+    def run(self: executor.LoadExecutor) -> None:
         if not done:
             done.append(True)
             act()
         real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(filling.Filler, "run", run)
+        patch.setattr(executor.LoadExecutor, "run", run)
         yield
     assert done
 

@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, Codecs, Layout, ProcessGroups, Replicated, Sharded, Stored
-from holdfast.arrays.mixing import mix_columns
-from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, Awards, Holdings, elect
-from holdfast.checkpoint.plan.claims import chunk_table
-from holdfast.checkpoint.plan.proof import make_plan
+from holdfast.checkpoint.plan.assign_writers import (
+    MIN_PIECE_NBYTES,
+    HeldBoxes,
+    WriterAssignment,
+    assign_writers,
+)
+from holdfast.checkpoint.plan.claims import claims_of
+from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
 from holdfast.state import flatten_state
@@ -27,14 +31,14 @@ Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 """(extent in bytes-sized elements, holders) of each box."""
 
 
-def holdings(boxes: Boxes, num_ranks: int) -> Holdings:
+def held_boxes(boxes: Boxes, num_ranks: int) -> HeldBoxes:
     holders = np.array([h for _, who in boxes for h in who], dtype=np.int64)
     first = np.concatenate([[0], np.cumsum([len(who) for _, who in boxes])]).astype(np.int64)
     num_dims = max(len(extent) for extent, _ in boxes)
     extent = np.array([e + (1,) * (num_dims - len(e)) for e, _ in boxes], dtype=np.int64)
-    return Holdings(
-        holders=holders, first=first, nbytes=extent.prod(axis=1), extent=extent,
-        words=np.add.reduceat(mix_columns(holders[:, None]), first[:-1]), num_ranks=num_ranks,
+    return HeldBoxes(
+        holders=holders, holder_ptr=first, nbytes=extent.prod(axis=1), extent=extent,
+        row=np.arange(len(holders)), num_ranks=num_ranks,
     )  # fmt: skip
 
 
@@ -50,27 +54,27 @@ def least_possible(boxes: Boxes, num_ranks: int) -> float:
     return best
 
 
-def loads(held: Holdings, awards: Awards) -> np.ndarray:
+def loads(held: HeldBoxes, pieces: WriterAssignment) -> np.ndarray:
     found = np.zeros(held.num_ranks)
-    who = held.holders[held.first[awards.box] + awards.place]
-    np.add.at(found, who, awards.extent.prod(axis=1))
+    who = held.holders[held.holder_ptr[pieces.box] + pieces.holder]
+    np.add.at(found, who, pieces.extent.prod(axis=1))
     return found
 
 
-def check_tiled(held: Holdings, awards: Awards) -> None:
+def check_tiled(held: HeldBoxes, pieces: WriterAssignment) -> None:
     """Each box is covered by its parts once, by sorted corners along its row-major order."""
     for box in range(len(held.nbytes)):
-        mine = np.flatnonzero(awards.box == box)
+        mine = np.flatnonzero(pieces.box == box)
         shape = held.extent[box]
-        assert (awards.place[mine] < held.first[box + 1] - held.first[box]).all()
-        assert (awards.offset[mine] + awards.extent[mine] <= shape).all()
-        assert (awards.extent[mine] > 0).all()
+        assert (pieces.holder[mine] < held.holder_ptr[box + 1] - held.holder_ptr[box]).all()
+        assert (pieces.offset[mine] + pieces.extent[mine] <= shape).all()
+        assert (pieces.extent[mine] > 0).all()
         if len(mine) == 1:
-            assert (awards.extent[mine[0]] == shape).all()
+            assert (pieces.extent[mine[0]] == shape).all()
             continue
         paint = np.zeros(shape, dtype=np.int8)
         for i in mine:
-            where = zip(awards.offset[i], awards.offset[i] + awards.extent[i], strict=True)
+            where = zip(pieces.offset[i], pieces.offset[i] + pieces.extent[i], strict=True)
             paint[tuple(slice(a, b) for a, b in where)] += 1
         assert (paint == 1).all()
 
@@ -97,47 +101,47 @@ def test_the_highest_load_is_close_to_the_least_possible(
     boxes = data.draw(
         st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(sets)), min_size=1, max_size=8)
     )
-    held = holdings(boxes, num_ranks)
-    awards = elect(held)
-    check_tiled(held, awards)
-    again = elect(held)
+    held = held_boxes(boxes, num_ranks)
+    pieces = assign_writers(held)
+    check_tiled(held, pieces)
+    again = assign_writers(held)
     assert all(
-        np.array_equal(getattr(awards, n), getattr(again, n))
-        for n in ("box", "place", "offset", "extent")
+        np.array_equal(getattr(pieces, n), getattr(again, n))
+        for n in ("box", "holder", "offset", "extent")
     )
     bound = least_possible(boxes, num_ranks)
-    assert loads(held, awards).max() <= 1.02 * bound + 2 * SMALL * len(sets)
-    cut = [i for i in range(len(awards.box)) if (awards.box == awards.box[i]).sum() > 1]
-    assert all(held.nbytes[awards.box[i]] >= 2 * SMALL for i in cut), "a small tensor was cut"
+    assert loads(held, pieces).max() <= 1.02 * bound + 2 * SMALL * len(sets)
+    cut = [i for i in range(len(pieces.box)) if (pieces.box == pieces.box[i]).sum() > 1]
+    assert all(held.nbytes[pieces.box[i]] >= 2 * SMALL for i in cut), "a small tensor was cut"
 
 
 def test_one_large_tensor_is_divided_evenly() -> None:
     """The case that whole boxes cannot balance: one embedding on eight ranks, and small ones."""
     everyone = tuple(range(8))
     boxes: Boxes = [((800_000, 16), everyone), *[((1000,), everyone)] * 50]
-    held = holdings(boxes, 8)
-    awards = elect(held)
-    check_tiled(held, awards)
-    found = loads(held, awards)
+    held = held_boxes(boxes, 8)
+    pieces = assign_writers(held)
+    check_tiled(held, pieces)
+    found = loads(held, pieces)
     assert found.max() / found.mean() <= 1.02
-    parts = np.flatnonzero(awards.box == 0)
+    parts = np.flatnonzero(pieces.box == 0)
     assert len(parts) == 8
-    assert (awards.extent[parts, 1] == 16).all()
+    assert (pieces.extent[parts, 1] == 16).all()
     # Where one rank's own bytes are the highest load whatever is done, nothing is cut.
-    held = holdings([((800_000, 16), everyone), ((1_600_000, 16), (3,))], 8)
-    assert len(elect(held).box) == 2
+    held = held_boxes([((800_000, 16), everyone), ((1_600_000, 16), (3,))], 8)
+    assert len(assign_writers(held).box) == 2
 
 
 def test_what_balances_whole_is_not_cut() -> None:
     everyone = tuple(range(4))
     boxes: Boxes = [((1000, 1000), everyone)] * 8 + [((100,), everyone)] * 40
-    awards = elect(holdings(boxes, 4))
-    assert len(awards.box) == len(boxes)
+    pieces = assign_writers(held_boxes(boxes, 4))
+    assert len(pieces.box) == len(boxes)
 
 
 def plan_of(layout: Layout, states: list[dict[str, object]]) -> CommitPlan:
     tables = [
-        chunk_table(flatten_state(state, layout=layout, rank=rank, codecs=Codecs()))[0]
+        claims_of(flatten_state(state, layout=layout, rank=rank, codecs=Codecs()))[0]
         for rank, state in zip(layout.ranks, states, strict=True)
     ]
     return make_plan(

@@ -39,13 +39,13 @@ from holdfast.checkpoint.plan.cache import (
     sign_all,
 )
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
-    chunk_table,
+    RankClaims,
+    claims_of,
     decode_names,
-    encode_table,
+    encode_claims,
     signature,
 )
-from holdfast.checkpoint.plan.proof import Assignment, make_plan
+from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.format.verify import verify_snapshot
 from holdfast.state import flatten_state
 from holdfast.writer.records import CommitPlan, encode_plan, seal
@@ -270,19 +270,19 @@ class Case:
     """All ranks' views of one plan."""
 
     kept: KeptPlan
-    tables: list[ChunkTable]
+    tables: list[RankClaims]
     holders: list[Holder]
 
 
 def _case(*, compare_all: bool) -> Case:
     tables = [
-        chunk_table(
+        claims_of(
             flatten_state(_virtual(rank), layout=LAYOUT, rank=rank, codecs=Codecs())
         )[0]
         for rank in LAYOUT.ranks
     ]  # fmt: skip
     coordinates = tuple(LAYOUT.coordinate(rank) for rank in LAYOUT.ranks)
-    signatures = tuple(signature(encode_table(table), choices=["x"]) for table in tables)
+    signatures = tuple(signature(encode_claims(table), choices=["x"]) for table in tables)
     plan, assignments = make_plan(
         tables, ranks=LAYOUT.ranks, coordinates=coordinates, signature=sign_all(signatures),
         block_nbytes=1 << 20, compare_all=compare_all,
@@ -314,11 +314,11 @@ def cases() -> dict[bool, Case]:
     return {compare_all: _case(compare_all=compare_all) for compare_all in (False, True)}
 
 
-def _prove(kept: KeptPlan, holders: list[Holder]) -> list[Assignment | None]:
+def _prove(kept: KeptPlan, holders: list[Holder]) -> list[RankShare | None]:
     return [prove_plan(kept, holder, tiling=holder.position == 0) for holder in holders]
 
 
-def _assert_right(kept: KeptPlan, case: Case, assigned: list[Assignment]) -> None:
+def _assert_right(kept: KeptPlan, case: Case, assigned: list[RankShare]) -> None:
     """Brute force: who writes what, and whether what is not compared may be taken for equal."""
     plan, tables = kept.plan, case.tables
     assert plan.ranks == LAYOUT.ranks
@@ -328,7 +328,7 @@ def _assert_right(kept: KeptPlan, case: Case, assigned: list[Assignment]) -> Non
     writer = [np.full(shape, -1) for shape in plan.shapes]
     for position, (table, share) in enumerate(zip(tables, assigned, strict=True)):
         names = decode_names(table.names)
-        cuts = {cut.place: cut for cut in share.cuts}
+        cuts = share.cuts
         wanted = np.flatnonzero(plan.row_file == share.file) if share.file >= 0 else []
         assert len(wanted) == len(share.rows)
         for place, (row, local) in enumerate(zip(wanted, share.rows.tolist(), strict=True)):
@@ -341,7 +341,7 @@ def _assert_right(kept: KeptPlan, case: Case, assigned: list[Assignment]) -> Non
             assert names.layouts[names.homes[mine]] == plan.layouts[plan.tensor_layouts[number]]
             offset, extent = table.offset[local].tolist(), table.extent[local].tolist()
             if place in cuts:
-                offset, extent = list(cuts[place].offset), list(cuts[place].extent)
+                offset, extent = list(cuts[place].offset), list(cuts[place].shape)
                 assert all(
                     o >= base and o + e <= base + size
                     for o, e, base, size in zip(
@@ -358,7 +358,7 @@ def _assert_right(kept: KeptPlan, case: Case, assigned: list[Assignment]) -> Non
 
 
 def _assert_compared(
-    kept: KeptPlan, case: Case, assigned: list[Assignment], writer: list[np.ndarray]
+    kept: KeptPlan, case: Case, assigned: list[RankShare], writer: list[np.ndarray]
 ) -> None:
     plan = kept.plan
     groups: list[set[int]] = [set() for _ in LAYOUT.ranks]

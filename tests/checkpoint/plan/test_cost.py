@@ -13,13 +13,13 @@ import torch
 from holdfast import Checkpointer, Codecs, Layout, PlanError, ProcessGroups, Sharded
 from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsqueeze
 from holdfast.checkpoint.plan.claims import (
-    chunk_table,
-    decode_table,
-    encode_table,
-    read_messages,
-    table_message,
+    claims_message,
+    claims_of,
+    decode_claims,
+    encode_claims,
+    read_claims_messages,
 )
-from holdfast.checkpoint.plan.proof import make_plan
+from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.parallel.control.frame import FRAME_NBYTES
 from holdfast.state import flatten_state
 from tests.harness import RankContext, run_ranks
@@ -80,14 +80,14 @@ def test_the_bound_holds_on_virtual_ranks_and_memory_is_linear() -> None:
     """All four messages, of shards that nothing repeats in; the plan's peak memory a row."""
     layout = Layout(dp=4)
     tables = [
-        chunk_table(
+        claims_of(
             flatten_state(_many(rank, NUM_TENSORS), layout=layout, rank=rank, codecs=Codecs())
         )[0]
         for rank in layout.ranks
     ]
-    encoded = [encode_table(table) for table in tables]
+    encoded = [encode_claims(table) for table in tables]
     messages = [
-        table_message(data, tables[0].names if rank == 0 else None)
+        claims_message(data, tables[0].names if rank == 0 else None)
         for rank, data in enumerate(encoded)
     ]
     names_nbytes = len(messages[0]) - len(messages[1])
@@ -97,9 +97,9 @@ def test_the_bound_holds_on_virtual_ranks_and_memory_is_linear() -> None:
     assert max(map(len, encoded)) <= ROW_NBYTES * NUM_TENSORS
     tracemalloc.start()
     began = time.perf_counter()
-    received, names = read_messages(messages, layout.ranks)
+    received, names = read_claims_messages(messages, layout.ranks)
     plan, _ = make_plan(
-        [decode_table(data, rank=r, names=names) for r, data in enumerate(received)],
+        [decode_claims(data, rank=r, names=names) for r, data in enumerate(received)],
         ranks=layout.ranks, coordinates=[layout.coordinate(r) for r in layout.ranks],
         signature="0" * 32, block_nbytes=1 << 20,
     )  # fmt: skip
@@ -132,11 +132,11 @@ def test_messages_that_are_none_are_refused_by_rank() -> None:
         with pytest.raises(ValueError, match="compressed"):
             unsqueeze(bad)
     with pytest.raises(PlanError, match="rank 7"):
-        read_messages([good], [7])
+        read_claims_messages([good], [7])
     with pytest.raises(PlanError, match="rank 7"):
-        decode_table(b"x", rank=7, names={})
-    table = chunk_table(
+        decode_claims(b"x", rank=7, names={})
+    table = claims_of(
         flatten_state({"m": {"x": torch.ones(1)}}, layout=Layout(), rank=0, codecs=Codecs())
     )[0]
     with pytest.raises(PlanError, match="rank 7"):
-        decode_table(encode_table(table), rank=7, names={})
+        decode_claims(encode_claims(table), rank=7, names={})

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from holdfast import Codecs, Layout, LayoutError, PlanError, Replicated, Sharded
 from holdfast.checkpoint.plan.claims import (
-    ChunkTable,
+    RankClaims,
     TensorNames,
-    chunk_table,
+    claims_of,
+    decode_claims,
     decode_names,
-    decode_table,
-    encode_table,
+    encode_claims,
     layout_info,
 )
-from holdfast.checkpoint.plan.proof import Assignment, make_plan
+from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.state import flatten_state
@@ -48,18 +48,18 @@ def virtual_state(layout: Layout, rank: int, axes: dict[str, dict[int, str]]) ->
     return {"m": tree}
 
 
-def tables_of(layout: Layout, axes: dict[str, dict[int, str]]) -> list[ChunkTable]:
+def tables_of(layout: Layout, axes: dict[str, dict[int, str]]) -> list[RankClaims]:
     tables = []
     for rank in layout.ranks:
         state = virtual_state(layout, rank, axes)
         flat = flatten_state(state, layout=layout, rank=rank, codecs=Codecs())
-        table = chunk_table(flat)[0]
+        table = claims_of(flat)[0]
         names = {digest128(table.names): table.names}
-        tables.append(decode_table(encode_table(table), rank=rank, names=names))
+        tables.append(decode_claims(encode_claims(table), rank=rank, names=names))
     return tables
 
 
-def plan_of(layout: Layout, tables: list[ChunkTable]) -> tuple[CommitPlan, list[Assignment]]:
+def plan_of(layout: Layout, tables: list[RankClaims]) -> tuple[CommitPlan, list[RankShare]]:
     plan, assignments = make_plan(
         tables,
         ranks=layout.ranks,
@@ -119,7 +119,7 @@ LAYOUT = Layout(tp=2, dp=2, pp=2)
 AXES = {"a": {0: "tp"}, "b": {1: "dp", 0: "tp"}, "c": {0: "dp"}, "d": {2: "tp"}}
 
 
-def row_of(table: ChunkTable, key: str) -> int:
+def row_of(table: RankClaims, key: str) -> int:
     number = decode_names(table.names).keys.index(key)
     return int(np.flatnonzero(table.tensor == number)[0])
 
@@ -190,7 +190,7 @@ def _reshaped(names: bytes, key: str) -> bytes:
     )
 
 
-def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[ChunkTable]:
+def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[RankClaims]:
     """Row-sharded tensors over groups of ranks, replicated `replicas` times."""
     shards = num_ranks // replicas
     keys = tuple(f"model.layers.{i}.weight" for i in range(num_tensors))
@@ -206,7 +206,7 @@ def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[ChunkTabl
         shard = rank % shards
         same = tuple(range(shard, num_ranks, shards))
         tables.append(
-            ChunkTable(
+            RankClaims(
                 names=names,
                 tensor=np.arange(num_tensors, dtype=np.int64),
                 offset=np.stack([rows * shard, np.zeros_like(rows)], axis=1),

@@ -26,7 +26,7 @@ from holdfast import (
     Stored,
     Union,
 )
-from holdfast.checkpoint.save.budget import available_memory_nbytes, check_budget
+from holdfast.checkpoint.save.executor import available_memory_nbytes, check_budget
 from holdfast.format.names import step_dir
 from holdfast.writer.repair import repair
 from tests.checkpoint.common import assert_equal, full, make_state
@@ -270,7 +270,7 @@ def test_repair_finishes_what_is_complete_and_removes_the_rest(tmp_path: Path) -
     assert not leftover.exists()
 
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.save.executor.commit_save", stop)
+        monkey.setattr("holdfast.writer.job.commit_save", stop)
         monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="Stop"):
             Checkpointer(tmp_path).save(3, _filled(3.0))
@@ -295,7 +295,7 @@ def test_what_is_short_is_said_before_a_save_starts(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     storage = PosixStorage(tmp_path)
     too_much = available_memory_nbytes() * 2
-    with pytest.raises(StorageError, match="more memory in 2 arena"):
+    with pytest.raises(StorageError, match="more memory in 2 staging buffer"):
         check_budget(storage, image_nbytes=too_much, held_nbytes=[0, 0], total_nbytes=0)
     check_budget(storage, image_nbytes=1000, held_nbytes=[4096], total_nbytes=10)
     import resource

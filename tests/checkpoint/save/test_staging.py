@@ -17,24 +17,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, HoldfastError, PlanError, PosixStorage, StorageError, Stored
-from holdfast.checkpoint.save.copier import Copiers, CudaCopier, CudaPageLock, HostCopier, Mark
 from holdfast.checkpoint.save.staging import (
-    Arena,
+    Copiers,
+    CudaCopier,
+    CudaPageLock,
+    HostCopier,
+    Mark,
     Staging,
     content_digest,
     prepare_staging,
     stage,
-    stage_by_segments,
+    stage_by_slices,
 )
 from holdfast.format.image import ImageEntry, layout_image
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
-from holdfast.writer.write import Gate
+from holdfast.writer.job import JobGate
+from holdfast.writer.memory import SharedMemory
 
 SAVES = ["sync", "async"]
 
 
 def lay_out(
-    arena: Arena, sources: Sequence[torch.Tensor], *, segment_nbytes: int = 64
+    memory: SharedMemory, sources: Sequence[torch.Tensor], *, slice_nbytes: int = 64
 ) -> tuple[Staging, list[str]]:
     names = [f"t{i}" for i in range(len(sources))]
     entries = [
@@ -42,7 +46,7 @@ def lay_out(
         for name, s in zip(names, sources, strict=True)
     ]
     image = layout_image(entries)
-    return prepare_staging(arena, image, sources, segment_nbytes=segment_nbytes), names
+    return prepare_staging(memory, image, sources, slice_nbytes=slice_nbytes), names
 
 
 def some_tensors() -> list[torch.Tensor]:
@@ -68,11 +72,11 @@ def assert_staged(staging: Staging, sources: Sequence[torch.Tensor]) -> None:
 
 def test_every_kind_of_tensor_is_staged_bitwise() -> None:
     sources = some_tensors()
-    for by_segments in (False, True):
-        staging, names = lay_out(Arena(), sources)
-        if by_segments:
-            ends = list(stage_by_segments(staging, sources, Copiers()))
-            assert ends == [segment.end for segment in staging.segments]
+    for by_slices in (False, True):
+        staging, names = lay_out(SharedMemory(), sources)
+        if by_slices:
+            ends = list(stage_by_slices(staging, sources, Copiers()))
+            assert ends == [part.end for part in staging.slices]
             assert len(ends) > 3
         else:
             assert stage(staging, sources, names, Copiers()) == sum(s.nbytes for s in sources)
@@ -81,27 +85,27 @@ def test_every_kind_of_tensor_is_staged_bitwise() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 80))
-def test_segments_are_the_image_in_order(sizes: list[int], limit: int) -> None:
-    """Every row once; each segment holds exactly the bytes between the ends; none too small."""
+def test_slices_are_the_image_in_order(sizes: list[int], limit: int) -> None:
+    """Every row once; each slice holds exactly the bytes between the ends; none too small."""
     sources = [torch.zeros(n, dtype=torch.uint8 if n % 3 else torch.int32) for n in sizes]
-    staging, _ = lay_out(Arena(), sources, segment_nbytes=limit)
-    rows = [row for segment in staging.segments for row in segment.rows]
+    staging, _ = lay_out(SharedMemory(), sources, slice_nbytes=limit)
+    rows = [row for part in staging.slices for row in part.rows]
     assert sorted(rows) == list(range(len(sizes)))
     begin = len(staging.image.header)
-    for number, segment in enumerate(staging.segments):
-        for row in segment.rows:
+    for number, part in enumerate(staging.slices):
+        for row in part.rows:
             start = int(staging.starts[row])
-            assert begin <= start <= start + sources[row].nbytes <= segment.end
-        if number < len(staging.segments) - 1:
-            assert segment.end - begin >= limit
-        assert segment.end - begin == sum(sources[row].nbytes for row in segment.rows)
-        begin = segment.end
+            assert begin <= start <= start + sources[row].nbytes <= part.end
+        if number < len(staging.slices) - 1:
+            assert part.end - begin >= limit
+        assert part.end - begin == sum(sources[row].nbytes for row in part.rows)
+        begin = part.end
     assert begin == staging.image.nbytes or not sizes
 
 
 def test_what_differs_from_the_plan_is_named_before_anything_is_copied() -> None:
     sources = [torch.ones(4), torch.ones(2, 3)]
-    staging, names = lay_out(Arena(), sources)
+    staging, names = lay_out(SharedMemory(), sources)
     for wrong in ([torch.ones(4), torch.ones(3, 2)], [torch.ones(4), torch.ones(2, 3).double()]):
         with pytest.raises(PlanError, match=r"t1: planned as torch\.float32 \[2, 3\]"):
             stage(staging, wrong, names, Copiers())
@@ -169,7 +173,7 @@ def test_sources_of_several_devices_go_to_their_places() -> None:
     """Each device by its own copier, all enqueued before anything is waited for."""
     sources = [torch.arange(16.0) if i % 2 else torch.empty(16, device="meta") for i in range(6)]
     copiers, slow = slow_copiers()
-    staging, names = lay_out(Arena(), sources)
+    staging, names = lay_out(SharedMemory(), sources)
     stage(staging, sources, names, copiers)
     assert slow.said == ["begin", "copy 3", "waited", "finish"]
     for i, target in enumerate(staging.destinations):
@@ -178,12 +182,12 @@ def test_sources_of_several_devices_go_to_their_places() -> None:
     assert copiers.of(torch.device("cpu")) is copiers.of(torch.device("cpu"))
 
 
-def test_a_segment_is_told_only_when_its_bytes_are_in_place() -> None:
+def test_a_slice_is_reported_only_when_its_bytes_are_in_place() -> None:
     sources = [torch.empty(16, device="meta") for _ in range(4)]
     copiers, slow = slow_copiers()
-    staging, _ = lay_out(Arena(), sources)
+    staging, _ = lay_out(SharedMemory(), sources)
     seen = 0
-    for end in stage_by_segments(staging, sources, copiers):
+    for end in stage_by_slices(staging, sources, copiers):
         assert slow.said[:5] == ["begin", "copy 1", "copy 1", "copy 1", "copy 1"]
         begin = len(staging.image.header)
         there = np.frombuffer(staging.view[begin:end], dtype=np.float32)
@@ -199,9 +203,9 @@ def test_a_device_that_fails_is_left_quiet() -> None:
     sources = [torch.empty(16, device="meta") for _ in range(3)]
     copiers, slow = slow_copiers()
     slow.fails_at = 2
-    staging, _ = lay_out(Arena(), sources)
+    staging, _ = lay_out(SharedMemory(), sources)
     with pytest.raises(RuntimeError, match="the device failed"):
-        list(stage_by_segments(staging, sources, copiers))
+        list(stage_by_slices(staging, sources, copiers))
     assert slow.said == ["begin", "copy 1", "copy 1", "finish", "waited", "waited"]
 
 
@@ -292,37 +296,37 @@ def test_the_order_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_page_locked_once_and_released_before_it_is_unmapped() -> None:
     cuda = FakeCuda()
-    pages, arena = CudaPageLock(cuda=cuda), Arena()
-    arena.lock(pages)
+    pages, memory = CudaPageLock(cuda=cuda), SharedMemory()
+    memory.lock(pages)
     assert cuda.said == []
-    arena.reserve(5000)
-    arena.lock(pages)
-    arena.lock(pages)
-    assert arena.is_locked
+    memory.reserve(5000)
+    memory.lock(pages)
+    memory.lock(pages)
+    assert memory.is_locked
     assert cuda.said == ["register 0 8192 1"]
-    arena.reserve(100)
-    assert arena.is_locked
-    arena.reserve(9000)
-    assert not arena.is_locked
-    arena.lock(pages)
-    arena.close()
+    memory.reserve(100)
+    assert memory.is_locked
+    memory.reserve(9000)
+    assert not memory.is_locked
+    memory.lock(pages)
+    memory.close()
     assert cuda.said == ["register 0 8192 1", "unregister", "register 0 12288 1", "unregister"]
-    assert not arena.is_locked
+    assert not memory.is_locked
 
 
 def test_a_refusal_to_page_lock_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     cuda = FakeCuda()
     cuda.refuses = 304
-    arena, pages = Arena(), CudaPageLock(cuda=cuda)
+    memory, pages = SharedMemory(), CudaPageLock(cuda=cuda)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         for nbytes in (10, 20, 9000):
-            arena.reserve(nbytes)
-            arena.lock(pages)
-    assert not arena.is_locked
+            memory.reserve(nbytes)
+            memory.lock(pages)
+    assert not memory.is_locked
     assert cuda.said == ["register 0 4096 1", "clear the error"]
     assert len(caplog.records) == 1
     assert "error number 304" in caplog.text
-    arena.close()
+    memory.close()
     assert "unregister" not in cuda.said
 
 
@@ -330,7 +334,7 @@ def test_a_refusal_to_page_lock_is_one_warning(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_gate_holds_back_what_is_not_there() -> None:
-    gate = Gate()
+    gate = JobGate()
     gate.open_to(10)
     gate.open_to(5)
     gate.wait(10)
@@ -348,14 +352,18 @@ def test_a_gate_holds_back_what_is_not_there() -> None:
     gate.open_to(20)
     assert passed.wait(10)
     thread.join()
-    gate.break_off()
+    gate.close()
     gate.wait(20)
     with pytest.raises(StorageError, match="only 20 bytes of the image were staged, 21"):
         gate.wait(21)
+    with pytest.raises(StorageError, match="the staging was not finished"):
+        gate.wait_for_checks()
+    with pytest.raises(StorageError, match="the save failed before its commit"):
+        gate.wait_for_commit()
 
 
 def _big(value: float) -> dict[str, object]:
-    """Three segments and a bit."""
+    """Three slices and a bit."""
     return {"t": {f"x{i}": torch.full((5 << 20,), value + i) for i in range(3)}}
 
 
@@ -394,7 +402,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 def test_a_synchronous_save_writes_while_it_stages(
     tmp_path: Path, copying: list[Callable[[], None]]
 ) -> None:
-    """The third segment is not staged before the first is being written."""
+    """The third slice is not staged before the first is being written."""
     storage = Watched(tmp_path)
     state = _big(1.0)
     waited: list[bool] = []
@@ -435,7 +443,7 @@ def test_a_failure_of_either_side_ends_both(
         storage.fails = False
         assert checkpointer.steps() == [1]
         assert not list(tmp_path.glob(".saving*"))
-        assert not [t for t in threading.enumerate() if t.name.startswith("holdfast-write_")]
+        assert not {"holdfast-writer", "holdfast-hash"} & {t.name for t in threading.enumerate()}
         checkpointer.save(2, _big(3.0))
         loaded = checkpointer.load({"t": Stored()}).values["t"]
     assert isinstance(loaded, dict)

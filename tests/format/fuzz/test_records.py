@@ -53,7 +53,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("complete") / "run"
     Checkpointer(root).save(1, state_of(10))
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("holdfast.checkpoint.save.executor.commit_save", stop)
+        monkey.setattr("holdfast.writer.job.commit_save", stop)
         monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="_Stop"):
             Checkpointer(root).save(2, state_of(20))

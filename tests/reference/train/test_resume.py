@@ -81,11 +81,11 @@ def moments(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """The optimizer's entries by parameter: whole, or this rank's runs."""
     names = {p: name for name, p in trainer.model.module.named_parameters()}
     optimizer = trainer.update.optimizer
-    if not hasattr(optimizer, "held_parameters"):
+    if not hasattr(optimizer, "optimizer_parameters"):
         return {names[p]: dict(state) for p, state in optimizer.state.items()}
     return {
         names[held.parameter]: dict(held.optimizer.state[held.updated])
-        for held in optimizer.held_parameters()
+        for held in optimizer.optimizer_parameters()
         if held.updated is not None and held.updated in held.optimizer.state
     }
 

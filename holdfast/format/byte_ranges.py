@@ -1,0 +1,270 @@
+"""Which stored bytes hold requested boxes, and where in the boxes they go: arrays only.
+
+A box read by a tool and a load of all ranks are planned by the same functions: a tool's request is
+one box of one rank. An *overlap* is what a requested box and a chunk (the box that a row of the
+index stores) have in common. A *piece* is a range of a chunk's payload that one rank reads: whole
+digest blocks, so that every byte read can be verified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.arrays.box_table import BoxTable, Runs, enumerate_ranges, runs_in
+from holdfast.arrays.boxes import Box, cover, flat_range_boxes
+from holdfast.arrays.types import AnyArray, BoolArray, IntArray
+from holdfast.errors import CorruptionError
+from holdfast.format.index import ChunkIndex
+
+PIECE_NBYTES = 4 << 20
+"""Pieces are about this large: hashed while in cache, and a bound for buffers."""
+DIRECT_NBYTES = 64 << 10
+"""Smaller pieces are read together with their neighbours, through a buffer."""
+
+_ELEMENTS = MappingProxyType({n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)})
+
+
+class StridedCopy(NamedTuple):
+    """One strided copy from a piece to a requested box.
+
+    Args:
+        start: Byte of the piece where the elements of `shape` begin, row-major.
+        shape: The array that the piece is seen as.
+        source: The requested elements of that array.
+        target: Their place in the requested box.
+        extent: Their shape.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    extent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Overlaps:
+    """Requested boxes and the chunks that they overlap, as columns; n rows, d dims.
+
+    Args:
+        request: (n,) row of the requested box in its table.
+        row: (n,) row of the index, the primary copy of the chunk.
+        boxes: (n) the overlaps.
+        chunks: (n) the chunks that hold them.
+        origin: (n, d) first coordinate of the requested box.
+        in_chunk: How the overlap lies in the chunk's payload, in elements.
+        in_box: How it lies in the requested box, in elements.
+        itemsize: (n,) bytes of an element.
+    """
+
+    request: IntArray
+    row: IntArray
+    boxes: BoxTable
+    chunks: BoxTable
+    origin: IntArray
+    in_chunk: Runs
+    in_box: Runs
+    itemsize: IntArray
+
+    def __len__(self) -> int:
+        """Number of overlaps."""
+        return len(self.request)
+
+    @property
+    def is_run(self) -> BoolArray:
+        """(n,) whether the overlap is one run of bytes in the payload and in the box."""
+        return self.in_chunk.is_run & self.in_box.is_run
+
+    def run_copies(
+        self, number: IntArray, start: IntArray, stop: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """What bytes [start, stop) of payloads hold of overlaps that are runs, as columns.
+
+        Args:
+            number: (n,) which overlap.
+            start: (n,) first byte of the piece in the payload.
+            stop: (n,) byte past its end.
+
+        Returns:
+            (n,) byte of the piece and byte of the box where the common bytes begin, and how many.
+        """
+        size = self.itemsize[number]
+        in_chunk, in_box = self.in_chunk.start[number] * size, self.in_box.start[number] * size
+        begin = np.maximum(start, in_chunk)
+        end = np.minimum(stop, in_chunk + self.in_chunk.hull[number] * size)
+        return begin - start, in_box + begin - in_chunk, np.maximum(end - begin, 0)
+
+    def strided_copies(self, number: int, start: int, stop: int) -> list[StridedCopy]:
+        """What bytes [start, stop) of the payload hold of an overlap that is not one run.
+
+        A range of a row-major chunk is at most 2 * ndim - 1 boxes, each contiguous in the range:
+        one strided copy per box, however many rows that is. No element is cut, because pieces
+        begin and end between elements. Example, a chunk of shape (4, 5) with elements of 1 byte,
+        of which the columns 1 to 3 are requested; the piece is its bytes [3, 17):
+
+            box of the range         elements of it    copied to
+            row 0, columns 3 to 4    column 3          row 0, last column
+            rows 1 and 2             columns 1 to 3    rows 1 and 2
+            row 3, columns 0 to 1    column 1          row 3, first column
+        """
+        size = int(self.itemsize[number])
+        chunk, overlap = self.chunks.box(number), self.boxes.box(number)
+        origin = tuple(self.origin[number].tolist())
+        copies, at = [], 0
+        for box in flat_range_boxes(chunk.shape, start // size, stop // size):
+            offset = tuple(a + b for a, b in zip(box.offset, chunk.offset, strict=True))
+            common = Box(offset, box.shape).intersect(overlap)
+            if common is not None:
+                source, target = common.relative_to(offset), common.relative_to(origin)
+                copies.append(StridedCopy(at, box.shape, source, target, common.shape))
+            at += box.numel * size
+        return copies
+
+
+def find_overlaps(
+    index: ChunkIndex, boxes: BoxTable, itemsize: IntArray, *, request: IntArray, row: IntArray
+) -> Overlaps:
+    """Describe the overlaps of requested boxes with chunks.
+
+    Args:
+        index: The chunk table.
+        boxes: The requested boxes, none empty, with as many dims as the index has, at least one.
+        itemsize: (tensors,) bytes of an element.
+        request: (n,) row of the requested box in `boxes`.
+        row: (n,) row of the chunk in `index`, primary copies only, each pair once.
+
+    Raises:
+        CorruptionError: Where the chunks do not cover a requested box.
+    """
+    chunks, requested = index.take(row).padded(1), boxes.take(request)
+    offset = np.maximum(requested.offset, chunks.offset)
+    extent = np.minimum(requested.stop, chunks.stop) - offset
+    covered = np.zeros(len(boxes), dtype=np.int64)
+    np.add.at(covered, request, extent.prod(axis=1))
+    incomplete = np.flatnonzero(covered != boxes.numel())
+    if len(incomplete):
+        q = int(incomplete[0])
+        raise CorruptionError(
+            f"tensor {int(boxes.tensor[q])} of the manifest: {int(boxes.numel()[q] - covered[q])} "
+            f"elements of the box at {boxes.offset[q].tolist()}, size {boxes.extent[q].tolist()}, "
+            f"are covered by no chunk"
+        )
+    return Overlaps(
+        request=request,
+        row=row,
+        boxes=BoxTable(tensor=chunks.tensor, offset=offset, extent=extent),
+        chunks=chunks,
+        origin=requested.offset,
+        in_chunk=runs_in(offset, extent, chunks.offset, chunks.extent),
+        in_box=runs_in(offset, extent, requested.offset, requested.extent),
+        itemsize=itemsize[chunks.tensor],
+    )
+
+
+def requested_ranges(
+    overlaps: Overlaps, nbytes: IntArray, *, grain: int, max_gap: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Byte ranges of payloads that hold all requested bytes: (start, stop, overlap) of each.
+
+    They begin at multiples of `grain` and end at one or with the payload; those of one overlap are
+    disjoint. Example, payloads of 100 bytes, `grain` 10, `max_gap` 10:
+
+        overlap                             requested        ranges
+        a run from the beginning            [0, 20)          [0, 20)
+        a run inside of the payload         [3, 57)          [0, 60)
+        runs of 4 bytes every 12 bytes      from 2 to 42     [0, 50)
+        runs of 2 bytes every 25 bytes      from 0 to 52     [0, 10) [20, 30) [50, 60)
+        runs of 8 bytes every 18 bytes      from 5 to 31     [0, 20) [20, 40)
+
+    Args:
+        overlaps: What is requested of which chunk.
+        nbytes: (n,) bytes of the payload of each overlap's chunk.
+        grain: The digests' block, or what to align to without verification.
+        max_gap: Gaps of at least so many bytes between two runs are not read.
+    """
+    size = overlaps.itemsize
+    first = overlaps.in_chunk.start * size
+    last = first + overlaps.in_chunk.hull * size
+    is_sparse = overlaps.in_chunk.max_gap * size >= max_gap
+    dense = np.flatnonzero(~is_sparse)
+    starts, stops, owners = [first[dense] // grain], [-(-last[dense] // grain)], [dense]
+    # Only sparse overlaps take a step each: they are few, and of many ranges.
+    for number in np.flatnonzero(is_sparse).tolist():
+        item = int(size[number])
+        begin, span = cover(
+            overlaps.boxes.box(number), overlaps.chunks.box(number), max_gap=(max_gap - 1) // item
+        )
+        start, stop = begin * item // grain, -(-(begin + span) * item // grain)
+        # Two runs may have a block in common: it belongs to the first.
+        start[1:] = np.maximum(start[1:], stop[:-1])
+        starts.append(start)
+        stops.append(stop)
+        owners.append(np.full(len(start), number))
+    owner = np.concatenate(owners)
+    start, stop = np.concatenate(starts) * grain, np.concatenate(stops) * grain
+    return start, np.minimum(stop, nbytes[owner]), owner
+
+
+def split_ranges(
+    start: IntArray, stop: IntArray, *, grain: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Cut ranges into pieces of about `PIECE_NBYTES`: (start, stop, its range) of each."""
+    step = max(1, PIECE_NBYTES // grain) * grain
+    number, position = enumerate_ranges(-(-(stop - start) // step))
+    begin = start[number] + position * step
+    return begin, np.minimum(begin + step, stop[number]), number
+
+
+def join_neighbours(file: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
+    """Where to cut pieces, in order of file and byte, into reads: bounds, first 0, last n.
+
+    Large pieces are read on their own, small ones together with those that lie next to them, up to
+    `PIECE_NBYTES`. Example, with sizes in KiB (64 is large, `PIECE_NBYTES` is 4096):
+
+        file    start    size    read
+           0        0       8       0
+           0        8      16       0
+           0       24      64       1    large
+           0       88       8       2
+           1       96       8       3    another file
+    """
+    if not len(file):
+        return np.zeros(1, dtype=np.int64)
+    is_large = nbytes >= DIRECT_NBYTES
+    apart = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
+    is_new = np.concatenate([[True], apart | is_large[1:] | is_large[:-1]])
+    # Within each run of neighbours, cut once more where so many bytes are full.
+    number = sums_before(nbytes, np.cumsum(is_new)) // PIECE_NBYTES
+    is_new[1:] |= number[1:] != number[:-1]
+    return np.append(np.flatnonzero(is_new), len(file))
+
+
+def sums_before(values: IntArray, *keys: IntArray) -> IntArray:
+    """For each value the sum of those before it in its run of equal keys.
+
+    Values 5, 2, 4, 1 with keys 0, 0, 1, 1 give 0, 5, 0, 4.
+    """
+    is_new = np.zeros(len(values), dtype=np.bool_)
+    is_new[:1] = True
+    for key in keys:
+        is_new[1:] |= key[1:] != key[:-1]
+    before = np.cumsum(values) - values
+    sums: IntArray = before - before[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
+    return sums
+
+
+def elements(data: memoryview, start: int, shape: tuple[int, ...], itemsize: int) -> AnyArray:
+    """Elements at byte `start` as an array of this shape; shares the memory.
+
+    Unsigned types of the same size, whose copies are plain moves; 16 bytes are two of 8, with a
+    last dim of 2.
+    """
+    element, tail = (_ELEMENTS[8], (2,)) if itemsize == 16 else (_ELEMENTS[itemsize], ())
+    nbytes = itemsize
+    for size in shape:
+        nbytes *= size
+    return np.frombuffer(data[start : start + nbytes], dtype=element).reshape(shape + tail)

@@ -1,0 +1,393 @@
+"""Loading entries through a module's own `load_state_dict`, and the proof that it took them.
+
+What is a tensor of the module's own has been filled in place by then. The rest is in memory of its
+own and reaches the module only through its code, which may do anything with it, or nothing. So the
+module's state dict is taken again: it must show what was loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from holdfast.errors import HoldfastError, MismatchError
+from holdfast.state.module.state_dict import (
+    ModuleStateDict,
+    RegisteredTensor,
+    StateDictEntry,
+    read_state_dict,
+    same_memory,
+)
+from holdfast.state.names import walk_all
+from holdfast.state.tensors import element_bytes, local_of, tensor_digest
+
+_MAX_NAMED = 10
+
+
+def runs_code(module: nn.Module) -> bool:
+    """Whether a load has code to run in some module of the tree, its own or torch's."""
+    return any(_has_load_method(inner) or _hooks(inner) for *_, inner, _ in walk_all(module))
+
+
+def has_user_loader(module: nn.Module) -> bool:
+    """Whether a module has code of its own, other than torch's, that takes its tensors."""
+    return _has_load_method(module) or any(not _is_neutral(hook) for hook in _hooks(module))
+
+
+class _Snapshot(NamedTuple):
+    """A tensor that only the module's code can write, as it was before."""
+
+    held: RegisteredTensor
+    version: tuple[int, int]
+    digest: str
+
+
+class ModuleLoad:
+    """The load of one module, from the template to the proof."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        before: ModuleStateDict,
+        *,
+        entries: Sequence[StateDictEntry],
+        hidden: Sequence[RegisteredTensor],
+    ) -> None:
+        """Prepare a load.
+
+        Args:
+            before: The module's state dict now.
+            entries: Those of its entries that the load is about.
+            hidden: Registered tensors that come back through entries of other names.
+        """
+        self._module = module
+        self._before = before
+        self._hidden = hidden
+        self._kind = type(module).__name__
+        self._unexpected: set[str] = set()
+        self.entries = entries
+        self.copied: set[str] = set()
+        """Names of entries that are loaded into memory of their own."""
+        self.absent: set[str] = set()
+        """Names that are not stored; they stay as they are."""
+
+    def load_entries(self, loaded: Mapping[str, object]) -> None:
+        """Pass `loaded` (logical name -> value) to the module.
+
+        Raises MismatchError for what the module did not take.
+        """
+        given: OrderedDict[str, object] = OrderedDict()
+        for name, entry in self._before.entries.items():
+            given[entry.key] = loaded.get(name, entry.value)
+        if self._before.metadata is not None:
+            given._metadata = self._before.metadata  # type: ignore[attr-defined]
+        digests = self._digests(loaded)
+        snapshots = [
+            _Snapshot(held, _version(held.tensor), tensor_digest(held.tensor))
+            for held in self._hidden
+        ]
+        self._call(self._module, given)
+        after = read_state_dict(self._module)
+        wrong = self._wrong(after, loaded, digests)
+        if wrong and not self._is_collective:
+            self._load_inner(after, wrong, loaded, given)
+            after = read_state_dict(self._module)
+            wrong = self._wrong(after, loaded, digests)
+        if wrong:
+            raise MismatchError(self._refusal(wrong))
+        self._refuse_untouched(snapshots, given)
+
+    @property
+    def _is_collective(self) -> bool:
+        """Whether the module's code may run collectives, which one rank must not run alone."""
+        values = [entry.value for entry in self.entries if entry.backing is None]
+        return any(isinstance(value, DTensor) for value in values)
+
+    def _call(self, module: nn.Module, given: Mapping[str, object]) -> None:
+        """`load_state_dict`, not strict: what it did not take shows in the proof."""
+        try:
+            takes = inspect.signature(module.load_state_dict).parameters.values()
+            lenient = any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in takes)
+            options = {"strict": False} if lenient else {}
+            with torch.no_grad():
+                outcome: object = module.load_state_dict(given, **options)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise MismatchError(
+                f"{type(module).__name__}.load_state_dict does not take what was loaded: "
+                f"{str(error) or repr(error)}"
+            ) from error
+        unexpected = getattr(outcome, "unexpected_keys", None)
+        if module is self._module and isinstance(unexpected, list):
+            entries, keys = self._before.entries.values(), set(unexpected)
+            self._unexpected = {entry.name for entry in entries if entry.key in keys}
+        self._keep_parameters()
+
+    def _digests(self, loaded: Mapping[str, object]) -> dict[str, str]:
+        """Of the module's own tensors that code of the user's might change while it loads."""
+        scopes = tuple(
+            logical for logical, _, inner, _ in walk_all(self._module) if has_user_loader(inner)
+        )
+        return {
+            entry.name: tensor_digest(value)
+            for entry in self.entries
+            if isinstance(value := loaded.get(entry.name), torch.Tensor)
+            and entry.backing is not None
+            and entry.name not in self.copied
+            and entry.name.startswith(scopes)
+        }
+
+    def _wrong(
+        self, after: ModuleStateDict, loaded: Mapping[str, object], digests: Mapping[str, str]
+    ) -> list[str]:
+        """Names of the entries that the module does not show as they were loaded."""
+        wrong = []
+        for entry in self.entries:
+            if entry.name not in loaded:
+                continue
+            shown = after.entries.get(entry.name)
+            value = loaded[entry.name]
+            if shown is None:
+                is_right = False
+            elif entry.name in digests:
+                is_right = (
+                    isinstance(shown.value, torch.Tensor)
+                    and tensor_digest(shown.value) == digests[entry.name]
+                )
+            elif entry.name in self.copied:
+                is_right = equal_bits(shown.value, value)
+            elif entry.backing is not None:
+                is_right = same_memory(shown.value, value) or equal_bits(shown.value, value)
+            else:
+                is_right = entry.name not in self._unexpected or equal_bits(shown.value, value)
+            if not is_right:
+                wrong.append(entry.name)
+        return wrong
+
+    def _keep_parameters(self) -> None:
+        """Put back parameter objects that the module has replaced, with the values of the new ones.
+
+        An optimizer holds the objects: with others in the module it would train unused tensors.
+        """
+        for held in self._before.registered:
+            parameters, old = held.owner._parameters, held.tensor
+            now = parameters[held.attribute] if held.attribute in parameters else old  # noqa: SIM401
+            if now is old or now is None or is_lazy(old) or is_lazy(now):
+                continue
+            if type(now) is type(old) and _is_alike(now, old):
+                with torch.no_grad():
+                    old.copy_(now)
+                setattr(held.owner, held.attribute, old)
+            else:
+                logging.getLogger("holdfast").warning(
+                    "%s.load_state_dict replaced the parameter %s by one of another kind; make the "
+                    "optimizer after the load, or it trains the old one",
+                    self._kind,
+                    held.name,
+                )
+
+    def _load_inner(
+        self,
+        after: ModuleStateDict,
+        wrong: Sequence[str],
+        loaded: Mapping[str, object],
+        given: Mapping[str, object],
+    ) -> None:
+        """What torch leaves undone: `load_state_dict` of inner modules, state of quantised tensors.
+
+        torch calls `load_state_dict` of the root alone.
+        """
+        left = set(wrong)
+        keys = {entry.name: entry.key for entry in self.entries}
+        for _, actual, inner, _ in reversed(list(walk_all(self._module))):
+            mine = [name for name in left if keys[name].startswith(actual)]
+            if not actual or not mine or type(inner).load_state_dict is nn.Module.load_state_dict:
+                continue
+            self._call(inner, _below(given, actual))
+            left -= set(mine)
+        left -= _set_quant_states(self._before, left, loaded)
+        self._fill_live(after, left, loaded)
+        self._keep_parameters()
+
+    def _fill_live(
+        self, after: ModuleStateDict, left: set[str], loaded: Mapping[str, object]
+    ) -> None:
+        """Write to tensors that the module shows as they are, without a way to take them.
+
+        Such a tensor is at one place for as long as it lives, and the module has nothing that only
+        this entry could stand for: a copy made for the state dict is at another place each time.
+        """
+        if not left or self._hidden:
+            return
+        again = read_state_dict(self._module)
+        for name in left & self._unexpected:
+            one, other, value = after.entries.get(name), again.entries.get(name), loaded[name]
+            if one is None or other is None or not isinstance(value, torch.Tensor):
+                continue
+            if not isinstance(one.value, torch.Tensor) or not same_memory(one.value, other.value):
+                continue
+            if not isinstance(value, DTensor) and _is_alike(one.value, value):
+                with torch.no_grad():
+                    one.value.copy_(value)
+
+    def _refuse_untouched(
+        self, snapshots: Sequence[_Snapshot], given: Mapping[str, object]
+    ) -> None:
+        """MismatchError for a tensor that other entries represent and that nothing wrote.
+
+        A loader may write the very bytes that were there, past torch's counter of versions. It is
+        distinguished from one that does not write by loading once more over other bytes.
+        """
+        suspects = [snapshot.held for snapshot in snapshots if _is_untouched(snapshot)]
+        if not suspects:
+            return
+        if self._is_collective:
+            raise MismatchError(self._untouched([held.name for held in suspects]))
+        kept = [local_of(held.tensor).clone() for held in suspects]
+        with torch.no_grad():
+            for held, value in zip(suspects, kept, strict=True):
+                local_of(held.tensor).copy_(_inverted(value))
+        digests = [tensor_digest(held.tensor) for held in suspects]
+        untouched: list[str] = []
+        try:
+            self._call(self._module, given)
+        finally:
+            for held, value, digest in zip(suspects, kept, digests, strict=True):
+                if tensor_digest(held.tensor) == digest:
+                    untouched.append(held.name)
+                    with torch.no_grad():
+                        local_of(held.tensor).copy_(value)
+        if untouched:
+            raise MismatchError(self._untouched(untouched))
+
+    def _untouched(self, names: Sequence[str]) -> str:
+        return (
+            f"{self._kind}.state_dict() does not show {_some(names)} itself, and loading what it "
+            f"shows did not write to it: it keeps what it had before the load. Give the module a "
+            f"load hook (or _load_from_state_dict) that makes it from the entries of the state dict"
+        )
+
+    def _refusal(self, wrong: Sequence[str]) -> str:
+        message = (
+            f"{self._kind} shows {_some(wrong)} in a form of its own, and after load_state_dict "
+            f"it does not show what was loaded: the values have not reached it, or not unchanged"
+        )
+        unknown = [name for name in wrong if name in self._unexpected]
+        if unknown:
+            message += f"; its load_state_dict does not know {_some(unknown)}"
+        return (
+            f"{message}. Give the module a load hook (or _load_from_state_dict, load_state_dict) "
+            f"that takes back what its state_dict makes, or leave the entries out: "
+            f"ModuleState(module, only=lambda name, value: ...)"
+        )
+
+
+def equal_bits(one: object, other: object) -> bool:
+    """Whether two values are equal, tensors bit by bit (NaN is equal to itself, 0.0 not to -0.0).
+
+    Of DTensors only what this rank holds is compared: no collectives.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape:
+            return False
+        if isinstance(one, DTensor) and one.placements != getattr(other, "placements", None):
+            return False
+        mine, theirs = local_of(one), local_of(other)
+        if not _is_alike(mine, theirs):
+            return False
+        return torch.equal(element_bytes(mine).to(theirs.device), element_bytes(theirs))
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def _inverted(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that differs from this one in every element."""
+    if tensor.dtype is torch.bool:
+        return tensor.logical_not()
+    return element_bytes(tensor).bitwise_not().view(tensor.dtype).reshape(tensor.shape)
+
+
+def _is_untouched(snapshot: _Snapshot) -> bool:
+    held = snapshot.held
+    now = held.owner._parameters.get(held.attribute, held.owner._buffers.get(held.attribute))
+    if now is not held.tensor or _version(held.tensor) != snapshot.version:
+        return False
+    return local_of(held.tensor).numel() > 0 and tensor_digest(held.tensor) == snapshot.digest
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """torch's counters of writes, of a tensor and of what it holds on this rank."""
+    if tensor.is_inference():
+        return (0, 0)
+    return (tensor._version, local_of(tensor)._version)
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _has_load_method(module: nn.Module) -> bool:
+    """Whether a module's class takes tensors in a way of its own; torch's layers do not count."""
+    for name in ("_load_from_state_dict", "load_state_dict"):
+        method = getattr(type(module), name)
+        if method is not getattr(nn.Module, name) and not method.__module__.startswith("torch.nn."):
+            return True
+    return "load_state_dict" in module.__dict__
+
+
+def _hooks(module: nn.Module) -> list[object]:
+    tables = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return [hook for table in tables for hook in (getattr(module, table, None) or {}).values()]
+
+
+def _is_neutral(hook: object) -> bool:
+    """Whether a hook is of torch's wrappers or of this package, which change no values."""
+    inner = getattr(hook, "hook", hook)
+    inner = getattr(inner, "func", inner)
+    where = getattr(inner, "__module__", None) or type(inner).__module__
+    return where.startswith(("torch.distributed.", "holdfast."))
+
+
+def _below(values: Mapping[str, object], prefix: str) -> dict[str, object]:
+    """The values whose names begin with a prefix, by the rest of their names."""
+    return {name[len(prefix) :]: v for name, v in values.items() if name.startswith(prefix)}
+
+
+def _set_quant_states(
+    before: ModuleStateDict, left: set[str], loaded: Mapping[str, object]
+) -> set[str]:
+    """Rebuild state that quantised parameters keep as an attribute (bitsandbytes); what it took.
+
+    Such a parameter has a `quant_state` that goes into a state dict by `as_dict` and comes out of
+    one by `from_dict`, as names below the parameter's.
+    """
+    taken: set[str] = set()
+    for held in before.registered:
+        quant_state = getattr(held.tensor, "quant_state", None)
+        build = getattr(type(quant_state), "from_dict", None)
+        mine = {name for name in left if name.startswith(f"{held.name}.")}
+        if not mine or build is None:
+            continue
+        made = build(qs_dict=_below(loaded, f"{held.name}."), device=held.tensor.device)
+        held.tensor.quant_state = made  # type: ignore[attr-defined]
+        if getattr(held.owner, "quant_state", None) is quant_state:
+            held.owner.quant_state = made
+        taken |= mine
+    return taken
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    rest = len(names) - _MAX_NAMED
+    return shown if rest <= 0 else f"{shown} and {rest} more"

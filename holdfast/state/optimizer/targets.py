@@ -1,0 +1,218 @@
+"""What a load fills of an optimizer's state: the tensors it has, or new memory placed like them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import MismatchError
+from holdfast.state.markers import FlatShard, Padded, Stored, Transient
+from holdfast.state.match.stored import StoredPart, StoredTensor
+from holdfast.state.match.templates import MakeTarget, follow_stored, zeros_placed_like
+from holdfast.state.names import Padding
+from holdfast.state.optimizer.named import stored_form, with_padding
+from holdfast.state.optimizer.protocol import OptimizerParameter
+from holdfast.state.tensors import local_of
+
+
+def entry_targets(
+    name: str,
+    param: OptimizerParameter,
+    stored: StoredPart,
+    padding: Padding | None,
+    *,
+    is_live: bool,
+    made: dict[str, object],
+    filled: set[int],
+) -> object:
+    """What to load one parameter's state into: just the entries that are stored.
+
+    Args:
+        is_live: Whether tensors that the optimizer has and that fit are filled in place.
+        made: Targets by the key of what is stored, so that entries that were one tensor are one
+            again.
+        filled: `id` of the tensors that are a target already, and so cannot be another one's.
+    """
+    below = stored.below("state", name)
+    if not isinstance(below.node, Mapping) or "$" in below.node:
+        return follow_stored(below, None, _nested(param))
+    home = stored.value("membership", name)
+    on_device = isinstance(home, int) and any(
+        stored.value("groups", home, flag) for flag in ("capturable", "fused")
+    )
+    have = (
+        param.optimizer.state.get(param.updated, {})
+        if is_live and param.updated is not None
+        else {}
+    )
+    have = have if isinstance(have, Mapping) else {}
+    real_shape = None if padding is None else padding.shape
+    entries: dict[str, object] = {}
+    for entry in below.keys_under():
+        info = below.tensor(below.at(entry))
+        current = have.get(entry)
+        if info is None:
+            entries[entry] = follow_stored(below.below(entry), current, _nested(param))
+            continue
+        if param.over is None and info.key in made:
+            entries[entry] = made[info.key]
+            continue
+        target: object = None
+        if isinstance(current, torch.Tensor) and id(current) not in filled:
+            live = with_padding(stored_form(param, entry, current), param, padding)
+            if _shape(live) == info.shape or not stored.has("parameters", name):
+                target = live
+                filled.add(id(current))
+        if target is None:
+            target = _target(param, entry, info, on_device=on_device, real_shape=real_shape)
+            target = with_padding(target, param, padding)
+        entries[entry] = made[info.key] = target
+    return entries
+
+
+def refuse_other_shape(
+    name: str, param: OptimizerParameter, stored: StoredPart, padding: Padding | None
+) -> None:
+    """MismatchError where the stored state belongs to a parameter of another shape."""
+    saved = stored.at("parameters", name, "shape")
+    shape = list(param.parameter.shape if padding is None else padding.shape)
+    if isinstance(saved, list) and saved != shape:
+        padded = list(param.parameter.shape)
+        declared = "" if padding is None else f", declared as the real one of {padded}"
+        raise MismatchError(
+            f"{stored.name}.state.{name} is the state of a parameter of shape {saved}, the "
+            f"optimizer's has {shape}{declared}; if they differ by padding alone, declare the real "
+            f"shape where it is saved and where it is loaded: declare_padding(module, name, shape)"
+        )
+
+
+def placed_target(parameters: Iterable[torch.Tensor]) -> MakeTarget:
+    """Targets for state that belongs to no one parameter: placed like what is there now.
+
+    Where nothing is there, like the parameters of its shape, if these are placed alike.
+    """
+    by_shape: dict[tuple[int, ...], list[DTensor]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
+
+    def make(info: StoredTensor, current: object, path: str) -> object:
+        del path
+        likes = by_shape.get(info.shape, []) if current is None else []
+        alike = all(p.placements == likes[0].placements for p in likes) and likes
+        target = zeros_placed_like(likes[0] if alike else current, info)
+        return Stored() if target is None else target
+
+    return make
+
+
+def _nested(param: OptimizerParameter) -> Any:
+    """Targets inside lists and dicts of a parameter's state."""
+
+    def make(info: StoredTensor, current: object, path: str) -> object:
+        del path
+        for like in (current, param.parameter):
+            target = zeros_placed_like(like, info)
+            if target is not None:
+                return target
+        return Stored()
+
+    return make
+
+
+def on_device_of(value: Any, param: OptimizerParameter) -> Any:
+    """Loaded state of one parameter; tensors in lists and dicts follow it to its device."""
+    device = local_of(param.parameter).device
+
+    def move(tree: Any) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return tree if isinstance(tree, DTensor) else tree.to(device)
+        if type(tree) is dict:
+            return {name: move(child) for name, child in tree.items()}
+        if type(tree) in (list, tuple):
+            return type(tree)(move(child) for child in tree)
+        return tree
+
+    if not isinstance(value, Mapping):
+        return move(value)
+    if type(value) is not dict:
+        return value
+    return {n: v if isinstance(v, torch.Tensor) else move(v) for n, v in value.items()}
+
+
+def _shape(target: object) -> tuple[int, ...]:
+    """The global shape of a tensor or marker, without declared padding."""
+    if isinstance(target, Padded):
+        return target.shape
+    shape = target.like.shape if isinstance(target, FlatShard) else getattr(target, "shape", ())
+    return tuple(shape)
+
+
+def main_target(param: OptimizerParameter, dtype: torch.dtype, padding: Padding | None) -> object:
+    """What to load a stored main parameter into: the main parameter, or memory to copy from.
+
+    A parameter that is its own main one takes the value only if it can hold it.
+    """
+    updated = param.updated
+    if updated is None or (not param.is_main and param.parameter.dtype != dtype):
+        return Transient()
+    if not param.is_main or updated.dtype != dtype:
+        updated = torch.zeros_like(updated.detach(), dtype=dtype)
+    target = updated if param.over is None else param.marker("main", updated)
+    return with_padding(target, param, padding)
+
+
+def _target(
+    param: OptimizerParameter,
+    entry: str,
+    stored: StoredTensor,
+    *,
+    on_device: bool,
+    real_shape: tuple[int, ...] | None,
+) -> object:
+    """Memory for a stored entry: placed like what is held, where it has the parameter's shape.
+
+    Step counters stay whole on the host (on the parameter's device for fused and capturable
+    optimizers), as torch keeps them.
+    """
+    parameter = param.parameter
+    device = local_of(parameter).device
+    if entry != "step" and _is_elementwise(tuple(parameter.shape), stored.shape, real_shape):
+        if param.over is None:
+            return torch.zeros_like(
+                parameter.detach(), dtype=stored.dtype, memory_format=torch.preserve_format
+            )
+        numel = 0 if param.updated is None else param.updated.numel()
+        return param.marker(entry, torch.zeros(numel, dtype=stored.dtype, device=device))
+    if param.over is not None and stored.shape != ():
+        raise MismatchError(
+            f"{stored.key} has shape {list(stored.shape)}, the parameter "
+            f"{list(parameter.shape)}: a sharded optimizer takes elementwise state only; if "
+            f"they differ by padding alone, declare it: declare_padding(module, name, shape)"
+        )
+    where = device if on_device or entry != "step" else torch.device("cpu")
+    return torch.zeros(stored.shape, dtype=stored.dtype, device=where)
+
+
+def _is_elementwise(
+    whole: tuple[int, ...], shape: tuple[int, ...], real_shape: tuple[int, ...] | None
+) -> bool:
+    """Whether a stored entry has one element for each of the parameter's.
+
+    Where padding is declared, an entry of another size counts, so that it is refused as one of
+    another real shape; one of a factored state has a dim of 1 where the parameter has more.
+
+    Args:
+        whole: The parameter's shape, padding included.
+        shape: The entry's.
+        real_shape: The parameter's without padding, where that is declared.
+    """
+    if real_shape is None:
+        return shape == whole
+    return shape == real_shape or (
+        len(shape) == len(whole)
+        and all(n > 1 or most <= 1 for n, most in zip(shape, whole, strict=True))
+    )
