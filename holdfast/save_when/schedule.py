@@ -163,6 +163,9 @@ class SaveSchedule:
         save = bool(asking) and step != self._saved_step
         if save:
             self.saved(step)
+        elif step != self._saved_step:
+            # The run is past it: the same number later (another run from step 0) is another state.
+            self._saved_step = None
         return SaveDecision(
             step=step,
             save=save,

@@ -86,6 +86,9 @@ def test_a_step_is_saved_once() -> None:
     schedule.saved(10)
     assert not schedule.decide(10).save
     assert schedule.decide(15).save
+    schedule.saved(20)
+    assert not schedule.decide(1).save  # begun again at 0 from what was loaded
+    assert schedule.decide(20).save
 
 
 def test_a_file_asks_for_one_save(tmp_path: Path) -> None:

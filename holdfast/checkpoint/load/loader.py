@@ -124,7 +124,9 @@ class Loader:
                 raise MismatchError(f"{error} ({describe_fallbacks(failed)})") from error
             if failed and self._groups.control.is_coordinator:
                 logging.getLogger("holdfast").warning(
-                    "loaded step %s instead of a newer one: %s", step, describe_fallbacks(failed)
+                    "loaded step %s instead of a newer one: %s",
+                    step,
+                    "; ".join(each.summary for each in failed),
                 )
             return replace(report, fell_back=tuple(failed))
         kind = type(first) if first is not None else StorageError

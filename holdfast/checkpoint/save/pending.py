@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.errors import DeadlineError, HoldfastError
+from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket
+
+_MAX_MESSAGE_LENGTH = 200
 
 
 class PendingSave:
@@ -194,3 +198,24 @@ class InFlightSave:
                 **self.seconds, "write": outcome.write_s, "commit": outcome.commit_s
             },
         )  # fmt: skip
+
+
+def raise_failures(
+    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
+) -> None:
+    """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
+    for pending, _ in own:
+        pending.was_raised = True
+    if len(own) == 1 and not others:
+        raise own[0][1]
+    records = [*(ErrorRecord.of(error) for _, error in own), *others]
+    if records:
+        num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
+        message = f"{num} failed: {'; '.join(record.message for record in records)}"
+        raise msgspec.structs.replace(records[0], message=message).to_error()
+
+
+def shortened(error: HoldfastError) -> ErrorRecord:
+    """What a proposal carries of it."""
+    record = ErrorRecord.of(error)
+    return msgspec.structs.replace(record, message=record.message[:_MAX_MESSAGE_LENGTH])

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +33,12 @@ from holdfast.checkpoint.save.handshake import (
     collector_paused,
     is_staging,
 )
-from holdfast.checkpoint.save.pending import InFlightSave, PendingSave
+from holdfast.checkpoint.save.pending import (
+    InFlightSave,
+    PendingSave,
+    raise_failures,
+    shortened,
+)
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.digest import digest128
@@ -48,8 +53,6 @@ from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.commit import discard_save
 from holdfast.writer.job import SaveOutcome, publish_failure
 from holdfast.writer.repair import repair
-
-_MAX_MESSAGE_LENGTH = 200
 
 
 class Saver:
@@ -111,7 +114,7 @@ class Saver:
         self._unreported.clear()
         for buffer in self._buffers:
             buffer.reset()
-        _raise_all(failures)
+        raise_failures(failures)
 
     def save(self, request: SaveRequest, state: Mapping[str, object]) -> SaveReport:
         """One synchronous save; see `Checkpointer.save`.
@@ -377,11 +380,11 @@ class Saver:
             names=local.names,
             compares=due.check_replicas,
             num_saves=self._num_saves,
-            metadata=digest128(request.metadata)[:16] if request.metadata else "",
             nonce=secrets.token_hex(6),
+            metadata=digest128(request.metadata)[:16] if request.metadata else "",
             busy=len(running) > in_flight,
             failed=tuple(
-                (pending.save_id, _shortened(error)) for pending, error in self._not_raised()
+                (pending.save_id, shortened(error)) for pending, error in self._not_raised()
             ),
             running=tuple(pending.save_id for pending in running),
         )
@@ -413,7 +416,7 @@ class Saver:
                     discard_save(self._storage, pending.ticket.job.directory)
         known = {pending.save_id for pending, _ in own}
         others = [record for save_id, record in failed.items() if save_id not in known]
-        _raise_all(own, others)
+        raise_failures(own, others)
 
     def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
         if outcome.error is not None:
@@ -450,23 +453,3 @@ class Saver:
         if self._writer is None or self._writer.dead:
             self._writer = start_writer(self._storage)
         return self._writer
-
-
-def _raise_all(
-    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
-) -> None:
-    """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
-    for pending, _ in own:
-        pending.was_raised = True
-    if len(own) == 1 and not others:
-        raise own[0][1]
-    records = [*(ErrorRecord.of(error) for _, error in own), *others]
-    if records:
-        num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
-        message = f"{num} failed: {'; '.join(record.message for record in records)}"
-        raise msgspec.structs.replace(records[0], message=message).to_error()
-
-
-def _shortened(error: HoldfastError) -> ErrorRecord:
-    record = ErrorRecord.of(error)
-    return msgspec.structs.replace(record, message=record.message[:_MAX_MESSAGE_LENGTH])
