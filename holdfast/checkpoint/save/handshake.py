@@ -11,8 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.checkpoint.plan.rank_plan import RankPlan
-from holdfast.checkpoint.save.local_state import LocalState
+from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.errors import ConfigError, ErrorRecord, PlanError
 from holdfast.format.names import saving_dir
 
@@ -31,7 +30,7 @@ class SaveRequest:
         step: of the checkpoint.
         overwrite: whether it may replace a checkpoint of that step.
         check_replicas: whether declared replicas are compared, too.
-        metadata: the user's, as `format.metadata.encode_metadata` has it.
+        metadata: the caller's, from `format.metadata.encode_metadata`.
     """
 
     kind: Literal["save", "save_async", "prepare"]
@@ -65,7 +64,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
         failed: id and shortened error of each earlier save that failed and was not raised on this
             rank.
         running: ids of the saves in flight on it.
-        metadata: digest of the user's metadata, empty for none.
+        metadata: digest of the caller's metadata; empty for none.
     """
 
     kind: str
