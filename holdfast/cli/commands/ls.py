@@ -56,7 +56,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
+class Uncommitted:
     """A directory that is no checkpoint: a save in progress or abandoned, or one being removed."""
 
     name: str
@@ -135,18 +135,20 @@ def _run(path: Path) -> Run:
     return Run(path=str(path), num_steps=len(steps), latest=steps[-1] if steps else None)
 
 
-def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Leftover]:
+def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Uncommitted]:
     leftovers = []
     for name in storage.list(""):
         saving, step = parse_saving_dir(name), parse_step_dir(name)
         if saving is not None:
             what = "a save in progress, or one that was not finished"
-            leftovers.append(Leftover(name=name, step=saving[0], what=what))
+            leftovers.append(Uncommitted(name=name, step=saving[0], what=what))
         elif name.startswith((".trash-", ".old-")):
-            leftovers.append(Leftover(name=name, step=None, what="being removed, or left from it"))
+            leftovers.append(
+                Uncommitted(name=name, step=None, what="being removed, or left from it")
+            )
         elif step is not None and step not in committed:
             what = f"has the name of a step, but no {MANIFEST}"
-            leftovers.append(Leftover(name=name, step=step, what=what))
+            leftovers.append(Uncommitted(name=name, step=step, what=what))
     return leftovers
 
 
@@ -172,7 +174,9 @@ def _print_runs(root: Path, runs: list[Run]) -> None:
     console.print(f"`holdfast ls {clean(runs[0].path)}` lists the steps of one", soft_wrap=True)
 
 
-def _print(root: Path, steps: list[Step], leftovers: list[Leftover], pointer: int | None) -> None:
+def _print(
+    root: Path, steps: list[Step], leftovers: list[Uncommitted], pointer: int | None
+) -> None:
     console = make_console()
     if steps:
         table = make_table(
