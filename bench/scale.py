@@ -125,7 +125,7 @@ def _simulate(
             return _dcp_once(plans, counted)
 
         arms["dcp"] = dcp
-    series = interleave(arms, repeats=repeats, between=lambda: None)
+    series = interleave(arms, repeats=repeats, before_each=lambda: None)
     return RankMeasurements(series=series, counted=counted)
 
 

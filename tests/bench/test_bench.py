@@ -25,7 +25,7 @@ def test_every_arm_runs_once_a_round_in_turning_order_and_warm_ups_are_dropped()
 
         return act
 
-    series = interleave({"a": arm("a"), "b": arm("b")}, repeats=3, between=lambda: None)
+    series = interleave({"a": arm("a"), "b": arm("b")}, repeats=3, before_each=lambda: None)
     assert [name for name, _ in calls] == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert [m["seconds"] for m in series["a"]] == [4, 5, 8]
     other = {"a": [{"seconds": 5.0}] * 3, "b": [{"seconds": 0.0}] * 3}

@@ -29,7 +29,7 @@ from holdfast import (
     declare_padding,
 )
 from holdfast.state import OptimizerParameter
-from holdfast.state.names import parameter_names
+from holdfast.state.module.tree import parameter_names
 from holdfast.state.optimizer.named import UnshardedOptimizer
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
