@@ -36,7 +36,7 @@ class Args:
 
 
 def run(args: Args) -> int:
-    """Print what was done with each leftover and why; 1 when one could not be dealt with."""
+    """Print what was done with each leftover and why; 1 when one is stuck."""
     storage = open_steps(args.root, verb="repair")
     leftovers = repair(storage, dry_run=args.dry_run)
     if args.json:
