@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.arrays.types import IntArray
+from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.errors import PlanError
 from holdfast.format.image import Image
 from holdfast.writer.memory import SharedMemory
@@ -176,8 +176,8 @@ class Staging:
     image: Image
     view: memoryview
     destinations: tuple[torch.Tensor, ...]
-    starts: npt.NDArray[np.int64]
-    row_nbytes: npt.NDArray[np.int64]
+    starts: IntArray
+    row_nbytes: IntArray
     slices: tuple[ImageSlice, ...]
     whole: ImageSlice
 
@@ -194,7 +194,7 @@ class StagingBuffer:
     memory: SharedMemory = field(default_factory=SharedMemory)
     plan_digest: str = ""
     staging: Staging | None = None
-    pending: PendingSave | None = None
+    pending: InFlightSave | None = None
 
     def is_free(self) -> bool:
         """Whether no save in flight uses it."""
@@ -243,9 +243,7 @@ def prepare_staging(
     )
 
 
-def _cut_slices(
-    starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], end: int, limit: int
-) -> tuple[ImageSlice, ...]:
+def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tuple[ImageSlice, ...]:
     """All rows in the order of the image, in slices of at least `limit` bytes but for the last."""
     order = np.lexsort((nbytes, starts))
     ends = (starts + nbytes)[order]
