@@ -13,15 +13,13 @@ from holdfast.parallel.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """Who else holds the same bytes, by declaration.
-
-    `replicas`: the ranks (ascending, this one included) that hold the same boxes of the tensor.
-    `span`: the ranks (ascending) that the declaration speaks of. A rank of the span that is no
-    replica must hold other boxes; a rank outside the span is not spoken of.
-    """
+    """Which ranks hold the same bytes, by declaration."""
 
     replicas: tuple[int, ...]
+    """The ranks (ascending, this one included) that hold the same boxes of the tensor."""
     span: tuple[int, ...]
+    """The ranks (ascending) that the declaration covers; those that are no replicas must hold other
+    boxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +43,9 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """A flattened state: its tensors, and the tree of everything else.
-
-    `leaves`: by key, in the order of the tree. `nodes`: part name -> encoded tree, in which each
-    tensor is a reference to its key. Cost: no tensor byte is copied.
-    """
+    """A flattened state: its tensors, and the tree of everything else."""
 
     leaves: Mapping[str, TensorLeaf] = field(default_factory=dict)
+    """By key, in the order of the tree."""
     nodes: Mapping[str, object] = field(default_factory=dict)
+    """Part name -> encoded tree, in which each tensor is a reference to its key."""

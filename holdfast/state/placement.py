@@ -431,7 +431,9 @@ def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
 def padding_views(leaf: TensorLeaf, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     """What `clip_leaf` cuts off, as disjoint views of the leaf's memory, at most one a dim a box.
 
-    `leaf`: of the padded tensor; `shape`: the real one.
+    Args:
+        leaf: Of the padded tensor.
+        shape: The real global shape.
     """
     views: list[torch.Tensor] = []
     for box, local in zip(leaf.boxes, leaf.locals, strict=True):

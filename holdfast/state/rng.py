@@ -122,17 +122,16 @@ class RNG(RandomStreams):
 
 @dataclass(slots=True, kw_only=True)
 class _StreamLoad:
-    """One load of streams on one rank: what is taken from where.
-
-    `fresh`: the streams as they were when it began. `sources`: stream -> where it is stored and
-    the coordinates that it is taken from; several where only their bytes can say whether they are
-    equal. `whole`: stream -> where it is stored for all ranks at once.
-    """
+    """One load of streams on one rank: what is taken from where."""
 
     fresh: dict[str, State]
+    """The streams as they were when the load began."""
     declared: dict[str, tuple[str, ...] | None]
     sources: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Stream -> where it is stored and the coordinates that it is taken from; several where only
+    their bytes can show whether they are equal."""
     whole: dict[str, str] = field(default_factory=dict)
+    """Stream -> where it is stored for all ranks at once."""
 
     def pick(
         self,

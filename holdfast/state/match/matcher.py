@@ -91,7 +91,7 @@ class Matcher:
         self._scope = ""
         self._fresh: dict[tuple[str, str], torch.Tensor] = {}
         self._sources: dict[int, str] = {}
-        self._targets = LocalTargets(layout, rank)
+        self._targets = LocalTargets(rank)
         self._registered = RegisteredTypes(codecs)
         self._closed = False
         self._per_rank_sources: dict[str, PerRankSource] = {}
@@ -105,7 +105,6 @@ class Matcher:
                 made for a load are shared within a scope only.
         """
         self._layout = layout
-        self._targets.move_to(layout)
         self._scope = scope
 
     def may_miss(self, path: str) -> bool:
@@ -349,7 +348,8 @@ class Matcher:
         return self._build(template.tree, node["v"][label], f"{path}[{label}]")
 
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
-        target_dtype, target_shape, boxes, locals_ = self._targets.local_target(template, path)
+        target = self._targets.local_target(template, path, self._layout)
+        target_dtype, target_shape, boxes, locals_ = target
         if tag_of(node) not in ("tensor", "array"):
             self._other_kind(path, "a tensor", node)
             return
@@ -416,7 +416,8 @@ class Matcher:
     def _request_all(self, node: Any, path: str, *, all_ranks: bool = False) -> None:
         """Request everything under a node; tensors get new memory, each one once.
 
-        `all_ranks`: of values per rank, too, not only this rank's own.
+        Args:
+            all_ranks: Whether of values per rank all are requested, not only this rank's own.
         """
 
         def request(where: str, inner: dict[str, Any]) -> object:

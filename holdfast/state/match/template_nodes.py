@@ -30,29 +30,24 @@ def is_tensor_like(obj: object) -> TypeGuard[torch.Tensor | Marked]:
 
 
 class LocalTargets:
-    """The targets of one load on this rank.
+    """The targets of one load on this rank."""
 
-    `cleared`: the padding that is set to zero in the end.
-    """
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout = layout
+    def __init__(self, rank: int) -> None:
         self._rank = rank
         self._replica_sets: ReplicaSets = {}
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
         self.cleared: list[TensorRequest] = []
-
-    def move_to(self, layout: Layout) -> None:
-        """What follows lives on this layout."""
-        self._layout = layout
+        """The padding that is set to zero in the end."""
 
     def clear_padding(self, template: Marked) -> None:
         """Set the padding of a target to zero, if it has any."""
         for view in self._paddings.get(id(template), ()):
             view.zero_()
 
-    def local_target(self, template: torch.Tensor | Marked, path: str) -> LocalTarget:
+    def local_target(
+        self, template: torch.Tensor | Marked, path: str, layout: Layout
+    ) -> LocalTarget:
         """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
 
         Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
@@ -73,7 +68,7 @@ class LocalTargets:
         leaf = tensor_leaf(
             template.value if isinstance(template, Padded) else template,
             key=path,
-            layout=self._layout,
+            layout=layout,
             rank=self._rank,
             replica_sets=self._replica_sets,
         )
