@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
@@ -12,12 +10,12 @@ from holdfast.errors import ErrorRecord
 
 INLINE_NBYTES = 512
 """Payloads up to this size travel in the frame itself."""
-
-_HEADER = struct.Struct("<QQ8sBBH100s")
-FRAME_NBYTES = _HEADER.size + INLINE_NBYTES
+FRAME_NBYTES = 128 + INLINE_NBYTES
+_PHASE_NBYTES = 64
+"""Bytes of a phase that are shown; the digest distinguishes longer ones."""
+_LENGTH_NBYTES = 2
 FAILED = "failed"
 """In place of any operation on a rank that cannot go on; its payload is a `FailureNotice`."""
-_OPERATIONS = ("all_gather", "gather", "scatter", "broadcast", "agree", "barrier", FAILED)
 
 
 class FailureNotice(msgspec.Struct, frozen=True, array_like=True):
@@ -30,8 +28,7 @@ class FailureNotice(msgspec.Struct, frozen=True, array_like=True):
     """How many guards of the rank the error has left open."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Where a rank is (sequence number, operation, phase), and its payload if that is short."""
 
     sequence: int
@@ -48,46 +45,27 @@ class Frame:
         cls, sequence: int, operation: str, phase: str, payload: bytes, misuse: str | None
     ) -> Frame:
         """The frame of a call; `misuse` fails the call on all ranks."""
+        is_inline = len(payload) <= INLINE_NBYTES and not misuse
         return cls(
             sequence=sequence,
             operation=operation,
-            phase=phase,
-            # phases are cut to 100 bytes below: only the digest tells all of them apart
+            phase=_shorten(phase, _PHASE_NBYTES),
             phase_digest=blake2b(phase.encode(), digest_size=8).digest(),
             length=len(payload),
-            inline=payload if len(payload) <= INLINE_NBYTES else b"",
-            misuse=misuse or "",
+            inline=payload if is_inline else b"",
+            misuse=_shorten(misuse or "", INLINE_NBYTES),
         )
 
     def encode(self) -> bytes:
         """`FRAME_NBYTES` bytes."""
-        text = self.phase.encode()[:100]
-        head = _HEADER.pack(
-            self.sequence,
-            self.length,
-            self.phase_digest,
-            _OPERATIONS.index(self.operation),
-            bool(self.misuse),
-            len(text),
-            text,
-        )
-        body = self.misuse.encode()[:INLINE_NBYTES] if self.misuse else self.inline
-        return (head + body).ljust(FRAME_NBYTES, b"\0")
+        data = msgspec.msgpack.encode(self)
+        return (len(data).to_bytes(_LENGTH_NBYTES, "little") + data).ljust(FRAME_NBYTES, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Frame:
         """Inverse of `encode`."""
-        sequence, length, digest, operation, misused, text_nbytes, text = _HEADER.unpack_from(data)
-        body = data[_HEADER.size :]
-        return cls(
-            sequence=sequence,
-            operation=_OPERATIONS[operation],
-            phase=text[:text_nbytes].decode(errors="replace"),
-            phase_digest=digest,
-            length=length,
-            inline=b"" if misused or length > INLINE_NBYTES else body[:length],
-            misuse=body.rstrip(b"\0").decode(errors="replace") if misused else "",
-        )
+        stop = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
+        return msgspec.msgpack.decode(data[_LENGTH_NBYTES:stop], type=cls)
 
     @property
     def call(self) -> tuple[int, str, bytes]:
@@ -97,3 +75,7 @@ class Frame:
     def __str__(self) -> str:
         """For messages."""
         return f"phase {self.phase!r} ({self.operation}, collective {self.sequence})"
+
+
+def _shorten(text: str, nbytes: int) -> str:
+    return text.encode()[:nbytes].decode(errors="ignore")
