@@ -38,11 +38,11 @@ MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all records have in common: immutable, and no unknown members."""
+class _StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Immutable, and unknown members are refused."""
 
 
-class LayoutInfo(_Record, frozen=True, kw_only=True):
+class LayoutInfo(_StrictStruct, frozen=True, kw_only=True):
     """One layout the state lives on, enough to rebuild it: see `Layout.to_dict`."""
 
     name: str
@@ -51,7 +51,7 @@ class LayoutInfo(_Record, frozen=True, kw_only=True):
     ranks: list[int]
 
 
-class TensorInfo(_Record, frozen=True, kw_only=True):
+class TensorInfo(_StrictStruct, frozen=True, kw_only=True):
     """One logical tensor: global shape, element type (`DTYPES`), position of its layout."""
 
     key: str
@@ -71,7 +71,7 @@ class TensorInfo(_Record, frozen=True, kw_only=True):
         return self.numel * DTYPES[self.dtype].itemsize
 
 
-class FileInfo(_Record, frozen=True, kw_only=True):
+class FileInfo(_StrictStruct, frozen=True, kw_only=True):
     """One data file: its name inside the directory, sizes, and the rank that wrote it."""
 
     name: str
@@ -82,7 +82,7 @@ class FileInfo(_Record, frozen=True, kw_only=True):
     coordinate: dict[str, int]
 
 
-class IndexInfo(_Record, frozen=True, kw_only=True):
+class IndexInfo(_StrictStruct, frozen=True, kw_only=True):
     """The index file: size, XXH3-128, number of rows."""
 
     nbytes: int
@@ -90,7 +90,7 @@ class IndexInfo(_Record, frozen=True, kw_only=True):
     num_rows: int
 
 
-class Totals(_Record, frozen=True, kw_only=True):
+class Totals(_StrictStruct, frozen=True, kw_only=True):
     """Sums: `nbytes` of all tensors once, `stored_nbytes` of all payloads, copies included."""
 
     num_tensors: int
@@ -98,7 +98,7 @@ class Totals(_Record, frozen=True, kw_only=True):
     stored_nbytes: int
 
 
-class Manifest(_Record, frozen=True, kw_only=True):
+class Manifest(_StrictStruct, frozen=True, kw_only=True):
     """Everything a checkpoint says about itself, but for the chunk table."""
 
     format: str = FORMAT
@@ -118,7 +118,7 @@ class Manifest(_Record, frozen=True, kw_only=True):
     totals: Totals
 
 
-class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _TensorRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A `TensorInfo` as version 2 writes it: what is 0 or null at the end is left out."""
 
     key: str
@@ -131,7 +131,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class _ManifestV2(Manifest, frozen=True, kw_only=True):
     """A manifest as version 2 writes it."""
 
-    tensors: list[_Row]  # type: ignore[assignment]
+    tensors: list[_TensorRow]  # type: ignore[assignment]
 
 
 class _Peek(msgspec.Struct):
@@ -139,7 +139,7 @@ class _Peek(msgspec.Struct):
     version: int
 
 
-class _Sealed(NamedTuple):
+class _Unsealed(NamedTuple):
     body: bytes
     intact: bool
 
@@ -150,7 +150,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if problem is not None:
         raise PlanError(f"manifest of step {manifest.step}: {problem}")
     try:
-        table = manifest if manifest.version == 1 else _table_v2(manifest)
+        table = manifest if manifest.version == 1 else _members_v2(manifest)
         body = msgspec.json.encode(table).removesuffix(b"}")
     except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
         raise PlanError(f"manifest of step {manifest.step} cannot be written: {error}") from error
@@ -198,7 +198,7 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
     return manifest
 
 
-def _table_v2(manifest: Manifest) -> dict[str, Any]:
+def _members_v2(manifest: Manifest) -> dict[str, Any]:
     table = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     rows: list[list[Any]] = []
     for tensor in manifest.tensors:
@@ -214,9 +214,9 @@ def _table_v2(manifest: Manifest) -> dict[str, Any]:
 def _decode(text: bytes, version: int) -> Manifest:
     if version == 1:
         return msgspec.json.decode(text, type=Manifest)
-    found = msgspec.json.decode(text, type=_ManifestV2)
-    fill_implied_keys(found.parts, limit=MAX_MANIFEST_NBYTES)
-    table = {name: getattr(found, name) for name in found.__struct_fields__}
+    decoded = msgspec.json.decode(text, type=_ManifestV2)
+    fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
+    table = {name: getattr(decoded, name) for name in decoded.__struct_fields__}
     tensors = [
         TensorInfo(
             key=row.key,
@@ -225,15 +225,15 @@ def _decode(text: bytes, version: int) -> Manifest:
             layout=row.layout,
             fingerprint=row.fingerprint,
         )
-        for row in found.tensors
+        for row in decoded.tensors
     ]
     return Manifest(**table | {"tensors": tensors})
 
 
-def _unseal(data: bytes) -> _Sealed:
+def _unseal(data: bytes) -> _Unsealed:
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     match = _TAIL.fullmatch(tail)
-    return _Sealed(body, match is not None and match[1].decode() == digest128(body))
+    return _Unsealed(body, match is not None and match[1].decode() == digest128(body))
 
 
 def _peek(text: bytes) -> _Peek | None:

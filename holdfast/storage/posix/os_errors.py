@@ -46,11 +46,11 @@ def _existing(place: Path) -> Path:
 
 def _free(place: Path) -> str:
     try:
-        found = os.statvfs(_existing(place))
+        info = os.statvfs(_existing(place))
     except OSError:
-        return "how much is free cannot be told"
-    nbytes = found.f_bavail * found.f_frsize
-    return f"{nbytes / 2**30:.2f} GiB and {found.f_favail} names are free there"
+        return "how much is free is unknown"
+    nbytes = info.f_bavail * info.f_frsize
+    return f"{nbytes / 2**30:.2f} GiB and {info.f_favail} names are free there"
 
 
 def _who() -> str:
@@ -61,11 +61,11 @@ def _owner(place: Path) -> str:
     nearest = place
     while True:
         try:
-            found = os.lstat(nearest)
+            info = os.lstat(nearest)
         except OSError:
             if nearest == nearest.parent:
-                return "its owner cannot be told"
+                return "its owner is unknown"
             nearest = nearest.parent
             continue
-        mode = oct(found.st_mode & 0o7777)[2:]
-        return f"{nearest} belongs to uid {found.st_uid}, gid {found.st_gid} with mode {mode}"
+        mode = oct(info.st_mode & 0o7777)[2:]
+        return f"{nearest} belongs to uid {info.st_uid}, gid {info.st_gid} with mode {mode}"

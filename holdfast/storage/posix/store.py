@@ -60,14 +60,14 @@ class PosixStorage:
         """See `Storage.read`; memory is taken only for bytes that the file has."""
         with self._reading(path) as fd:
             available = max(os.fstat(fd).st_size - start, 0)
-            wanted = available if nbytes is None else nbytes
-            if wanted > available or start < 0 or wanted < 0:
+            count = available if nbytes is None else nbytes
+            if count > available or start < 0 or count < 0:
                 raise StorageError(
-                    f"{self.describe(path)}: {wanted} bytes wanted at offset {start}, but the file "
-                    f"has {start + available} bytes: it is truncated or not what it should be"
+                    f"{self.describe(path)}: {count} bytes requested at offset {start}, but the "
+                    f"file has {start + available} bytes: it is truncated or not what it should be"
                 )
-            self._observe("read", path, start, wanted)
-            buffer = bytearray(wanted)
+            self._observe("read", path, start, count)
+            buffer = bytearray(count)
             read_full(fd, memoryview(buffer), start, self.describe(path))
             return bytes(buffer)
 
@@ -91,10 +91,10 @@ class PosixStorage:
     def size(self, path: str) -> int:
         """See `Storage.size`."""
         with self._guard("examine", path):
-            found = self._lstat(path)
-        if not stat.S_ISREG(found.st_mode):
+            info = self._lstat(path)
+        if not stat.S_ISREG(info.st_mode):
             raise StorageError(f"{self.describe(path)} is not a regular file")
-        return found.st_size
+        return info.st_size
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`; a place that cannot be examined is an error, not absent."""
@@ -228,13 +228,13 @@ class PosixStorage:
             _remove_all(trash, fd)
 
     def free_nbytes(self) -> int:
-        """See `Storage.free_nbytes`; asks the nearest parent when the root is not there yet."""
+        """See `Storage.free_nbytes`; of the nearest parent when the root is not there yet."""
         with self._guard("examine", ""):
             place = self._root
             while not place.exists() and place != place.parent:
                 place = place.parent
-            found = os.statvfs(place)
-            return found.f_bavail * found.f_frsize
+            info = os.statvfs(place)
+            return info.f_bavail * info.f_frsize
 
     def describe(self, path: str) -> str:
         """The absolute path."""
