@@ -4,8 +4,8 @@ A tensor is a row of small numbers: its elements in row-major order, each as its
 16-bit units (one-byte elements: as their byte), `c[0], c[1], …, c[n-1]`. A lane of its fingerprint
 is the polynomial with these coefficients at a fixed point, `sum(c[i] * x**i) mod 2**61 - 1` (Karp
 and Rabin 1987). Each unit brings its place along as its exponent, so any box of the tensor can be
-evaluated on its own, by the rank that holds it, and the boxes of a tiling add up to the whole. Two
-points make two lanes; fingerprint = XXH3-128 of dtype, shape and both sums.
+evaluated on its own, by the process that holds it, and the boxes of a tiling add up to the whole.
+Two points make two lanes; fingerprint = XXH3-128 of dtype, shape and both sums.
 
 Both points are generators of the field, so `x**i` differ for all i below 2**61 - 2: changing the
 units of one element, or exchanging two different elements, always changes both lanes. Any other
@@ -25,12 +25,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.boxes import Box, split_box
 from holdfast.arrays.types import FloatArray, IntArray, WordArray
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES, dtype_named
-from holdfast.format.pieces import split_box
 from holdfast.format.reader import Snapshot
 
 PRIME = 2**61 - 1

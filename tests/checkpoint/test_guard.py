@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -15,13 +16,13 @@ import torch
 
 import holdfast
 from holdfast import RNG, Checkpointer, Layout, PerRank, ProcessGroups, Sharded, Stored
-from holdfast.checkpoint.save import local_state as local_module
+from holdfast.checkpoint.plan import rank_plan as local_module
 from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
 from holdfast.storage import PosixStorage
 from holdfast.writer import job
 from holdfast.writer.memory import SharedMemory
 from holdfast.writer.records import DoneRecord
-from tests.checkpoint.common import assert_equal, full, make_state
+from tests.checkpoint.common import assert_equal, full, make_state, wait
 from tests.harness import RankContext, run_ranks
 
 LAYOUT = Layout(dp=2)
@@ -108,7 +109,7 @@ class Bench:
             "async, planned": lambda: checkpointer.save_async(step, made),
             "prepare": lambda: checkpointer.prepare(made),
             "load": lambda: checkpointer.load(made),
-            "load, fallback": lambda: checkpointer.load(made, fallback=True),
+            "load, fallback": lambda: checkpointer.load(made, max_fallbacks=None),
         }[name]
 
     def _blank(self) -> dict[str, object]:
@@ -116,10 +117,15 @@ class Bench:
 
     def check(self) -> None:
         """A clean save and load work, and what is loaded is right, bit for bit."""
-        self.checkpointer.save(self.next_step(), self.state())
+        report = self.checkpointer.save(self.next_step(), self.state())
         blank = self._blank()
         assert self.checkpointer.load(blank).step == self.step
         assert_equal(blank, self.layout, self.rank)
+        if self.rank == 0:
+            # Hundreds of steps in one directory would be listed by every operation. The newest
+            # five stay: what other ranks may still look at, and what `fallback` may go back to.
+            for old in sorted(Path(report.path).parent.glob("iter_*"))[:-5]:
+                shutil.rmtree(old)
 
     def meet(self, operation: str, tracer: Tracer | None) -> tuple[str, str]:
         """Run it, with a fault of this rank or none: how it ended here, and the text."""
@@ -203,7 +209,7 @@ def _assert_met(results: list[dict[str, Counter[str]]], operations: list[str]) -
 
 
 def test_a_fault_at_a_sample_of_lines_reaches_both_ranks(tmp_path: Path) -> None:
-    results = run_ranks(2, inject, str(tmp_path), ALL, 61, Injected, timeout_s=280).results
+    results = run_ranks(2, inject, str(tmp_path), ALL, 97, Injected, timeout_s=280).results
     _assert_met(results, ALL)
 
 
@@ -290,10 +296,10 @@ def wrong_calls() -> list[Wrong]:
         ("load", (state,), {"exchange": False}, "disagree on exchange"),
         ("load", (state,), {"verify": False}, "disagree on verify"),
         ("load", (state,), {"cast": 1}, "cast=1"),
-        ("load", (state,), {"fallback": -1}, "fallback=-1"),
-        ("load", (state,), {"fallback": "x"}, "fallback=x"),
-        ("load", (state,), {"fallback": True}, "disagree on fallback"),
-        ("load", (state,), {"fallback": 2}, "disagree on fallback"),
+        ("load", (state,), {"max_fallbacks": -1}, "max_fallbacks=-1"),
+        ("load", (state,), {"max_fallbacks": "x"}, "max_fallbacks=x"),
+        ("load", (state,), {"max_fallbacks": None}, "disagree on max_fallbacks"),
+        ("load", (state,), {"max_fallbacks": 2}, "disagree on max_fallbacks"),
         ("load", (state,), {"step": 10**30}, "10**18"),
         ("load", (state,), {"step": -1}, "10**18"),
         ("load", (state,), {"allow_missing": [3]}, "allow_missing"),
@@ -386,7 +392,7 @@ def hear(context: RankContext, root: str) -> None:
                 step = 10 * number + 5 * closing
                 checkpointer = Checkpointer(root, groups=groups)
                 pending = checkpointer.save_async(step, good | own)
-                pending.wait(60)
+                wait(pending)
                 mine = context.rank in callers
                 if mine:
                     with pytest.raises(PlanError, match=r"v\.rank"):
@@ -411,13 +417,13 @@ def test_each_failure_is_raised_once_to_each_rank(tmp_path: Path) -> None:
     run_ranks(2, hear, str(tmp_path), timeout_s=120)
 
 
-def test_all_failures_of_two_arenas_are_raised_together(tmp_path: Path) -> None:
+def test_all_failures_of_two_buffers_are_raised_together(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, staging_buffers=2)
     state = {"t": {"x": torch.ones(4)}}
     first, second = checkpointer.save_async(1, state), checkpointer.save_async(2, state)
     for pending in (first, second):
-        pending.wait(60)
-        pending.failure = StorageError(f"no step {pending.step}")
+        wait(pending)
+        pending._save.failure = StorageError(f"no step {pending.step}")
     with pytest.raises(StorageError, match=r"2 earlier saves failed: no step 1; no step 2"):
         checkpointer.save(3, state)
     checkpointer.save(3, state)
@@ -429,20 +435,18 @@ def hold_different_plans(context: RankContext, root: str) -> list[bool]:
     with ProcessGroups.create(LAYOUT) as groups, Checkpointer(root, groups=groups) as checkpointer:
         state = make_state(LAYOUT, context.rank)
         planned.append(checkpointer.save(1, state).planned)
-        plans = checkpointer._saver._plans
+        plans = checkpointer._saver._plans._plans
         for step, save in ((2, checkpointer.save), (4, checkpointer.save_async)):
             if context.rank == 1:
                 # A plan that fits this rank and is not the one that the others hold.
-                object.__setattr__(plans[False], "token", "f" * 32)
-            report = save(step, state)
-            planned.append(report.planned)
-            assert not isinstance(report, holdfast.PendingSave) or report.result(60)
+                object.__setattr__(plans[False], "plan_digest", "f" * 32)
+            planned.append(_finished(save(step, state)).planned)
             planned.append(checkpointer.save(step + 1, state).planned)
-            plans = checkpointer._saver._plans
+            plans = checkpointer._saver._plans._plans
         blank = make_state(LAYOUT, context.rank, blank=True)
         checkpointer.load(blank)
         assert_equal(blank, LAYOUT, context.rank)
-        assert checkpointer.num_plans == 3
+        assert checkpointer.stats.num_plans == 3
     return planned
 
 
@@ -536,17 +540,14 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
             torch.rand(step)
             torch_state = torch.get_rng_state()
             save = checkpointer.save if step % 2 else checkpointer.save_async
-            report = save(step, state)
-            assert not report.planned
-            if not isinstance(report, holdfast.SaveReport):
-                report.result(60)
+            assert not _finished(save(step, state)).planned
             found = checkpointer.load({"loader": Stored(), "rng": Stored()}, step=step).values
             loader: Any = found["loader"]
             assert loader["n"] == clones.count
             assert torch.equal(loader["t1"], torch.full((1, 2), float(clones.count)))
             assert torch.equal(torch_state, torch.get_rng_state())
         assert calls == once
-        assert (checkpointer.num_plans, checkpointer.num_allocations) == (1, 1)
+        assert (checkpointer.stats.num_plans, checkpointer.stats.num_allocations) == (1, 1)
         clones.tensors["t5"] = clones.tensors["t5"].double()
         assert checkpointer.save(9, state).planned
         assert calls["claims_of"] == 2

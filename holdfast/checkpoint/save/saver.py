@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import msgspec
 
-from holdfast.checkpoint.plan.cache import keep_plan, plan_name
-from holdfast.checkpoint.plan.rank_plan import RankPlan, plan_again, plan_together
+from holdfast.checkpoint.options import SaverOptions, WhenBusy
+from holdfast.checkpoint.plan.cache import PlanCache
+from holdfast.checkpoint.plan.rank_plan import (
+    LocalState,
+    RankPlan,
+    flatten_local_state,
+    plan_together,
+)
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.checkpoint.save.executor import SaveExecutor, SaverOptions, check_budget
+from holdfast.checkpoint.save.executor import SaveExecutor, check_budget
 from holdfast.checkpoint.save.handshake import (
     BEGIN,
     BUDGET,
@@ -26,10 +33,10 @@ from holdfast.checkpoint.save.handshake import (
     collector_paused,
     is_staging,
 )
-from holdfast.checkpoint.save.local_state import LocalState, choices, flatten_local_state
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.pending import InFlightSave, PendingSave
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
+from holdfast.format.digest import digest128
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -42,7 +49,6 @@ from holdfast.writer.commit import discard_save
 from holdfast.writer.job import SaveOutcome, publish_failure
 from holdfast.writer.repair import repair
 
-WhenBusy = Literal["wait", "skip"]
 _MAX_MESSAGE_LENGTH = 200
 
 
@@ -58,17 +64,18 @@ class Saver:
         self._options = options
         self._buffers = [StagingBuffer() for _ in range(options.staging_buffers)]
         self._executor = SaveExecutor(storage, groups, options=options, buffers=self._buffers)
-        self._plans: dict[bool, RankPlan] = {}
-        self._looked: set[bool] = set()
-        self._kept: dict[bool, str] = {}
+        self._plans = PlanCache(storage, groups, block_nbytes=options.block_nbytes)
         self._num_saves = 0
         self._writer: Writer | None = None
-        self._unreported: list[PendingSave] = []
+        self._unreported: list[InFlightSave] = []
         self._is_repaired = False
         self._cache = LeafCache()
         self._local: LocalState | None = None
-        self._submitted: PendingSave | None = None
-        self.num_plans = 0
+        self._submitted: InFlightSave | None = None
+        self.counts: Counter[str] = Counter()
+        """Of this rank: `planned`, `reused`, and by outcome `committed`, `failed`, `skipped`;
+        `nbytes` written."""
+        self._counting = threading.Lock()
         control = groups.control
         self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
         self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
@@ -80,6 +87,11 @@ class Saver:
     def writer_pid(self) -> int | None:
         """Process id of the writer, or None where there is none."""
         return self._writer.pid if self._writer is not None else None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Asynchronous saves that are not done."""
+        return sum(not pending.done() for pending in self._unreported)
 
     @property
     def num_allocations(self) -> int:
@@ -94,7 +106,8 @@ class Saver:
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
             self._writer = None
-        self._plans, self._local, self._cache = {}, None, LeafCache()
+        self._plans.clear()
+        self._local, self._cache = None, LeafCache()
         self._unreported.clear()
         for buffer in self._buffers:
             buffer.reset()
@@ -112,10 +125,13 @@ class Saver:
             self._executor.write(agreed, request, clock)
             with clock.phase("retain"):
                 self._after_commit(plan)
+        nbytes = plan.image.nbytes - len(plan.image.header)
+        with self._counting:
+            self.counts["nbytes"] += nbytes
         return SaveReport(
             step=request.step,
             path=self._storage.describe(step_dir(request.step)),
-            nbytes=plan.image.nbytes - len(plan.image.header),
+            nbytes=nbytes,
             total_nbytes=plan.total_nbytes,
             num_tensors=plan.num_tensors,
             planned=agreed.planned,
@@ -127,7 +143,7 @@ class Saver:
         answers = self.save_guard.answers.get(BEGIN)
         if answers is None:
             return
-        self._plans = {}
+        self._plans.clear()
         self._undo_prepare()
         proposals = Proposals(answers)
         if self._groups.control.is_coordinator and proposals.agrees():
@@ -157,9 +173,10 @@ class Saver:
             agreed = self._agree(request, state, when_busy, clock, in_flight=len(self._buffers) - 1)
             plan = agreed.plan
             if plan is None:
-                return PendingSave(step=request.step, ticket=None, skipped=True)
+                self.counts["skipped"] += 1
+                return PendingSave(InFlightSave(step=request.step, ticket=None, skipped=True))
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
-            pending = self._submitted = buffer.pending = PendingSave(
+            pending = self._submitted = buffer.pending = InFlightSave(
                 step=request.step,
                 ticket=None,
                 save_id=agreed.save_id,
@@ -173,8 +190,19 @@ class Saver:
                 writer, buffer, agreed, request, clock, after=after
             )
         pending.seconds = dict(clock.seconds)
+        self._report_later(pending)
+        return PendingSave(pending)
+
+    def _report_later(self, pending: InFlightSave) -> None:
+        """Keep it until every rank knows its outcome, which is counted when this rank does."""
         self._unreported.append(pending)
-        return pending
+        pending.when_done(partial(self._count_outcome, pending))
+
+    def _count_outcome(self, pending: InFlightSave) -> None:
+        outcome = pending.ticket.outcome if pending.ticket is not None else None
+        with self._counting:
+            self.counts["committed" if pending.phase == "committed" else "failed"] += 1
+            self.counts["nbytes"] += outcome.nbytes if outcome is not None else 0
 
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save failed here after its last collective.
@@ -185,21 +213,21 @@ class Saver:
         pending = self._submitted
         if pending is not None and pending.ticket is not None:
             if pending not in self._unreported:
-                self._unreported.append(pending)
+                self._report_later(pending)
             if not isinstance(error, Exception):
                 raise error
             # All that can be missing is how long it took; the other ranks go on, too.
             logging.getLogger("holdfast").warning(
                 "the save of step %s was submitted, then: %r", pending.step, error
             )
-            return pending
+            return PendingSave(pending)
         proposals = Proposals(self.async_guard.answers[BEGIN])
         record = ErrorRecord.of(error, foreign=StorageError)
         failure = error if isinstance(error, HoldfastError) else record.to_error()
         step, overwrite = proposals.by_rank[0].step, proposals.by_rank[0].overwrite
-        pending = PendingSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
-        self._plans = {}
-        self._unreported.append(pending)
+        pending = InFlightSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
+        self._report_later(pending)
+        self._plans.clear()
         for buffer in self._buffers:
             if buffer.is_free():
                 buffer.reset()
@@ -215,7 +243,7 @@ class Saver:
         if not isinstance(error, Exception):
             pending.was_raised = True
             raise error
-        return pending
+        return PendingSave(pending)
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Plan, lay out and touch the memory, start the writer: the first save is then like any.
@@ -261,17 +289,19 @@ class Saver:
                 )
             self._local = local
             due = self._due(request, self._num_saves)
-            self._take_kept_plan(local, due.check_replicas)
-            self._check_room(self._plan_for(local, due))
+            found = self._plans.lookup(local, compare_all=due.check_replicas)
+            plan = found if isinstance(found, RankPlan) else None
+            if plan is not None:
+                self._check_room(plan)
         with clock.phase("plan"):
-            proposals = self._propose(request, due, local, in_flight)
-            plan = None
-            if proposals.is_unchanged and not proposals.is_skipped:
-                plan = self._plan_for(local, due)
-            elif not proposals.is_skipped:
+            proposals = self._propose(request, due, local, plan, in_flight)
+            if proposals.is_skipped:
+                plan = None
+            elif not proposals.is_unchanged:
                 plan = self._make_plan(local, proposals, self._due(request, proposals.num_saves))
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
+            self.counts["reused"] += proposals.is_unchanged
         return AgreedSave(
             local=local,
             plan=plan,
@@ -286,57 +316,28 @@ class Saver:
         due = every > 0 and (num_saves + 1) % every == 0 and request.kind != "prepare"
         return replace(request, check_replicas=True) if due else request
 
-    def _take_kept_plan(self, local: LocalState, compare_all: bool) -> None:
-        """Before the first save of each kind: take the plan that an earlier run left, if it fits.
-
-        It is used if all ranks do, which the opening of the save finds out.
-        """
-        if compare_all in self._looked:
-            return
-        self._looked.add(compare_all)
-        if compare_all in self._plans:
-            return
-        found = plan_again(
-            local,
-            storage=self._storage,
-            groups=self._groups,
-            block_nbytes=self._options.block_nbytes,
-            compare_all=compare_all,
-        )
-        if found is not None:
-            self._plans[compare_all] = found
-            self._kept[compare_all] = found.plan_digest
-
     def _make_plan(self, local: LocalState, proposals: Proposals, request: SaveRequest) -> RankPlan:
-        # A plan of the other kind, with replicas compared or not, may serve on.
-        self._plans = {
-            kind: plan for kind, plan in self._plans.items() if plan.signature == local.signature
-        }
-        plan = plan_together(
+        """Plan with all ranks."""
+        plan, claims = plan_together(
             local,
             groups=self._groups,
             names=[proposal.names for proposal in proposals.by_rank],
             block_nbytes=self._options.block_nbytes,
             compare_all=request.check_replicas,
         )
-        self.num_plans += 1
+        self.counts["planned"] += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
-        self._plans[request.check_replicas] = plan
+        self._plans.add(plan, claims)
         return plan
 
-    def _plan_for(self, local: LocalState, request: SaveRequest) -> RankPlan | None:
-        held = self._plans.get(request.check_replicas)
-        return held if held is not None and held.signature == local.signature else None
-
-    def _check_room(self, plan: RankPlan | None) -> None:
-        if plan is not None:
-            check_budget(
-                self._storage,
-                image_nbytes=plan.image.nbytes,
-                held_nbytes=[buffer.memory.nbytes for buffer in self._buffers],
-                total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
-            )
+    def _check_room(self, plan: RankPlan) -> None:
+        check_budget(
+            self._storage,
+            image_nbytes=plan.image.nbytes,
+            held_nbytes=[buffer.memory.nbytes for buffer in self._buffers],
+            total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
+        )
 
     def _check_target(self, request: SaveRequest) -> None:
         self._storage.make_dir("")
@@ -357,21 +358,26 @@ class Saver:
             pending.wait()
 
     def _propose(
-        self, request: SaveRequest, due: SaveRequest, local: LocalState, in_flight: int
+        self,
+        request: SaveRequest,
+        due: SaveRequest,
+        local: LocalState,
+        plan: RankPlan | None,
+        in_flight: int,
     ) -> Proposals:
         """One collective: the proposals of all ranks, which request one save; none has failed."""
         control = self._groups.control
-        held = self._plan_for(local, due)
         running = [pending for pending in self._unreported if not pending.done()]
         proposal = SaveProposal(
             kind=request.kind,
             step=request.step,
             overwrite=request.overwrite,
             check_replicas=request.check_replicas,
-            plan=held.token if held is not None else "",
+            plan=plan.plan_digest if plan is not None else "",
             names=local.names,
             compares=due.check_replicas,
             num_saves=self._num_saves,
+            metadata=digest128(request.metadata)[:16] if request.metadata else "",
             nonce=secrets.token_hex(6),
             busy=len(running) > in_flight,
             failed=tuple(
@@ -386,7 +392,7 @@ class Saver:
         proposals.refuse_disagreement(control.ranks)
         return proposals
 
-    def _not_raised(self) -> list[tuple[PendingSave, HoldfastError]]:
+    def _not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
         """The saves that failed, as far as known, without their failure being raised here."""
         failed = [(pending, pending.error()) for pending in self._unreported]
         return [(p, error) for p, error in failed if error is not None and not p.was_raised]
@@ -422,24 +428,8 @@ class Saver:
         """What the coordinator does when a checkpoint is committed: keep its plan, clear away."""
         if plan.commit is None:
             return
-        self._keep(plan)
+        self._plans.keep(plan)
         self._retain()
-
-    def _keep(self, plan: RankPlan) -> None:
-        """Leave the plan for a later run, once; a failure is logged, and costs that run a plan."""
-        if plan.commit is None or plan.record is None or self._known(plan):
-            return
-        name = plan_name(
-            choices(self._groups, self._options.block_nbytes), compare_all=plan.compare_all
-        )
-        try:
-            keep_plan(self._storage, name, plan.commit.data, plan.record)
-        except HoldfastError as error:
-            logging.getLogger("holdfast").warning("the plan was not kept: %s", error)
-        self._kept[plan.compare_all] = plan.plan_digest
-
-    def _known(self, plan: RankPlan) -> bool:
-        return self._kept.get(plan.compare_all) == plan.plan_digest
 
     def _retain(self) -> None:
         """Remove what the retention policy lets go of; a failure is logged, never raised."""
@@ -463,7 +453,7 @@ class Saver:
 
 
 def _raise_all(
-    own: list[tuple[PendingSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
+    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
 ) -> None:
     """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
     for pending, _ in own:

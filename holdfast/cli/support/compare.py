@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from holdfast.arrays.boxes import split_box
 from holdfast.arrays.types import AnyArray, FloatArray
 from holdfast.cli.support.elements import decode_elements, read_box
 from holdfast.errors import HoldfastError
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.pieces import split_box
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import TAG, Node, decode_tree, join_path, node_bytes, shorten
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.boxes import Box, split_box
 from holdfast.arrays.types import AnyArray
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.pieces import split_box
 from holdfast.format.reader import Snapshot
 
 PIECE_NBYTES = 8 << 20

@@ -29,7 +29,7 @@ def read_full(fd: int, buffer: memoryview, start: int, place: str) -> None:
         if count == 0:
             raise StorageError(
                 f"{place}: the file ends at byte {start + done}, but {len(buffer)} bytes at offset "
-                f"{start} are requested: it is truncated"
+                f"{start} are needed: it is truncated"
             )
         done += count
 

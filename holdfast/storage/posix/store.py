@@ -60,14 +60,14 @@ class PosixStorage:
         """See `Storage.read`; memory is taken only for bytes that the file has."""
         with self._reading(path) as fd:
             available = max(os.fstat(fd).st_size - start, 0)
-            count = available if nbytes is None else nbytes
-            if count > available or start < 0 or count < 0:
+            num_read = available if nbytes is None else nbytes
+            if num_read > available or start < 0 or num_read < 0:
                 raise StorageError(
-                    f"{self.describe(path)}: {count} bytes requested at offset {start}, but the "
+                    f"{self.describe(path)}: {num_read} bytes needed at offset {start}, but the "
                     f"file has {start + available} bytes: it is truncated or not what it should be"
                 )
-            self._observe("read", path, start, count)
-            buffer = bytearray(count)
+            self._observe("read", path, start, num_read)
+            buffer = bytearray(num_read)
             read_full(fd, memoryview(buffer), start, self.describe(path))
             return bytes(buffer)
 
@@ -91,10 +91,10 @@ class PosixStorage:
     def size(self, path: str) -> int:
         """See `Storage.size`."""
         with self._guard("examine", path):
-            info = self._lstat(path)
-        if not stat.S_ISREG(info.st_mode):
+            status = self._lstat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"{self.describe(path)} is not a regular file")
-        return info.st_size
+        return status.st_size
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`; a place that cannot be examined is an error, not absent."""
@@ -233,8 +233,8 @@ class PosixStorage:
             place = self._root
             while not place.exists() and place != place.parent:
                 place = place.parent
-            info = os.statvfs(place)
-            return info.f_bavail * info.f_frsize
+            stats = os.statvfs(place)
+            return stats.f_bavail * stats.f_frsize
 
     def describe(self, path: str) -> str:
         """The absolute path."""

@@ -20,7 +20,7 @@ from holdfast import (
     Sharded,
     Stored,
 )
-from holdfast.checkpoint.save.saver import Saver
+from holdfast.checkpoint.plan.cache import PlanCache
 from tests.harness import RankContext, run_ranks
 
 Change = Callable[[int], dict[str, object]]
@@ -120,7 +120,9 @@ def _lie(
                 with pytest.MonkeyPatch.context() as patch:
                     if lying:
                         patch.setattr(
-                            Saver, "_plan_for", lambda self, _, ask: self._plans[ask.check_replicas]
+                            PlanCache,
+                            "lookup",
+                            lambda self, _, *, compare_all: self._plans[compare_all],
                         )
                     with pytest.raises(PlanError) as caught:
                         _finished(save(step + 1, state))
@@ -182,11 +184,11 @@ def _every(context: RankContext, root: str) -> tuple[list[bool], list[int], list
                 pending = checkpointer.save_async(step, state)
                 collectives.append(groups.control.num_collectives - before)
                 planned.append(pending.result(60).planned)
-                plans.append(checkpointer.num_plans)
+                plans.append(checkpointer.stats.num_plans)
                 if step == 8:
                     checkpointer.save(100, state, check_replicas=True)  # the ninth save
                     before = groups.control.num_collectives
-            assert checkpointer.num_allocations == 1
+            assert checkpointer.stats.num_allocations == 1
             # 13 saves so far: the fifteenth compares.
             if context.rank == 2:
                 tensor.view(torch.int32)[500] ^= 1
