@@ -79,9 +79,9 @@ class BoxTable:
         )
         return BoxTable(tensor=self.tensor, offset=offset, extent=extent)
 
-    def find(self, wanted: BoxTable) -> IntArray:
-        """(len(wanted),) the first row that equals each box, -1 where none does."""
-        _, number = unique_boxes(concatenate([self, wanted]))
+    def find(self, others: BoxTable) -> IntArray:
+        """(len(others),) the first row that equals each box, -1 where none does."""
+        _, number = unique_boxes(concatenate([self, others]))
         first = np.full(len(number), -1, dtype=np.int64)
         # Backwards, because of several assignments to one place the last one stays.
         first[number[: len(self)][::-1]] = np.arange(len(self))[::-1]
@@ -204,6 +204,7 @@ def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray
     rows = np.arange(len(tensor))
     lo = offset[rows, dims[group]]
     longest = np.maximum.reduceat(extent[rows, dims[group]], heads)
+    # A box of `first` can only meet those that begin less than the longest extent before it.
     # One sorted key for all tensors, (group, rank of the begin): coordinates themselves might be
     # too large to be multiplied with the number of groups.
     values = np.unique(lo)

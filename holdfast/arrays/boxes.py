@@ -102,6 +102,8 @@ def _flat_range(
     if depth == len(shape):
         boxes.append(Box(prefix, ones))
         return
+    # One entry of this dim is `stride` elements: an interval is at most a part of a first entry,
+    # a run of whole ones, and a part of a last one.
     inner = shape[depth + 1 :]
     stride = math.prod(inner)
     first, head = divmod(start, stride)
@@ -162,6 +164,7 @@ def cover(inner: Box, outer: Box, *, max_gap: int) -> tuple[IntArray, int]:
                 levels.append((count, stride))
         stride *= outer.shape[dim]
     starts = np.array([start], dtype=np.int64)
+    # Inner levels first, so that the starts ascend.
     for count, step in levels:
         starts = (np.arange(count, dtype=np.int64)[:, None] * step + starts).ravel()
     return starts, span

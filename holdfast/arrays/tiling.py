@@ -14,9 +14,9 @@ boxes, with potentials p(1), p(2) in dim 0 and q(1) in dim 1:
 
 An element that is covered twice or not at all leaves a product of random words in the sum. Boxes
 cover a tensor exactly if and only if their weights add up to 1 as polynomials (a multilinear
-identity test, modulo 2**64): a wrong table passes with a probability below 2**-90, whoever wrote
-it, because the potentials are drawn afresh in every call. The cost is linear in the rows, for any
-number of dims and any irregularity; a flaw is then located exactly by bisection.
+identity test, modulo 2**64): a wrong table passes with a probability below 2**-90, even one made
+on purpose, because the potentials are drawn afresh in every call. The cost is linear in the rows,
+for any number of dims and any irregularity; a flaw is then located exactly by bisection.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ def check_tilings(
     boxes = boxes.padded(max(map(len, shapes), default=0))
     sizes = pad_shapes(shapes, boxes.num_dims)
     flaws: dict[int, Flaw] = {}
+    # Out of bounds first: such a box says more than the gap or overlap that it causes.
     bad_rows = np.flatnonzero(_out_of_bounds(boxes, sizes[tensor]).any(axis=1))
     for owner, at in zip(*np.unique(tensor[bad_rows], return_index=True), strict=True):
         if len(flaws) < max_flaws:
             row = int(bad_rows[at])
             box = _clipped_box(boxes, row, ndim=len(shapes[owner]))
             flaws[int(owner)] = Flaw(kind="out_of_bounds", box=box, rows=(row,))
+    # Rows are sorted by tensor only when a flaw is to be located, which is rare.
     by_tensor: IntArray | None = None
     for owner in _suspects(boxes, sizes).tolist():
         if owner in flaws or len(flaws) >= max_flaws:

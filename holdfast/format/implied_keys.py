@@ -16,7 +16,7 @@ _KEY = "k"
 
 
 def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
-    """A tree as it is written. Cost: linear; dicts and lists are made again, leaves are shared."""
+    """A tree as it is written. Cost: linear; dicts and lists are copied, leaves are shared."""
     return {name: _shrink(node, name) for name, node in parts.items()}
 
 
@@ -33,23 +33,23 @@ def _shrink(node: Any, path: str) -> Any:
     return node
 
 
-class _Place:
-    """A place in the tree: its last name, and the place above; the path is joined when needed."""
+class _TreePath:
+    """A path in the tree: its last name, and the path above; joined only when needed."""
 
     __slots__ = ("above", "length", "name")
 
-    def __init__(self, name: str, above: _Place | None) -> None:
+    def __init__(self, name: str, above: _TreePath | None) -> None:
         self.name = name
         self.above = above
         self.length: int = len(name) + (above.length + 1 if above is not None else 0)
 
     def path(self) -> str:
         names: list[str] = []
-        place = self
-        while place.above is not None:
-            names.append(place.name)
-            place = place.above
-        return ".".join([place.name, *reversed(names)])
+        tree_path = self
+        while tree_path.above is not None:
+            names.append(tree_path.name)
+            tree_path = tree_path.above
+        return ".".join([tree_path.name, *reversed(names)])
 
 
 def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
@@ -59,21 +59,23 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
     linear in the tree and in these characters.
     """
     num_chars = 0
-    waiting: list[tuple[Any, _Place]] = [
-        (node, _Place(name, None)) for name, node in parts.items() if isinstance(node, dict | list)
+    waiting: list[tuple[Any, _TreePath]] = [
+        (node, _TreePath(name, None))
+        for name, node in parts.items()
+        if isinstance(node, dict | list)
     ]
     while waiting:
-        node, place = waiting.pop()
+        node, tree_path = waiting.pop()
         tag = node.get(TAG) if isinstance(node, dict) else None
         if tag is None:
             inner = node.items() if isinstance(node, dict) else enumerate(node)
             waiting += [
-                (item, _Place(str(name), place))
+                (item, _TreePath(str(name), tree_path))
                 for name, item in inner
                 if isinstance(item, dict | list)
             ]
         elif tag in _LEAVES and _KEY not in node:
-            num_chars += place.length
+            num_chars += tree_path.length
             if num_chars > limit:
                 raise ValueError(f"the keys that its tree implies have more than {limit} letters")
-            node[_KEY] = place.path()
+            node[_KEY] = tree_path.path()

@@ -40,11 +40,11 @@ MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all records have in common: immutable, and no unknown members."""
+class _StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Immutable, and unknown members are refused."""
 
 
-class LayoutInfo(_Record, frozen=True, kw_only=True):
+class LayoutInfo(_StrictStruct, frozen=True, kw_only=True):
     """One layout the state lives on, enough to rebuild it: see `Layout.to_dict`."""
 
     name: str
@@ -53,7 +53,7 @@ class LayoutInfo(_Record, frozen=True, kw_only=True):
     ranks: list[int]
 
 
-class TensorInfo(_Record, frozen=True, kw_only=True):
+class TensorInfo(_StrictStruct, frozen=True, kw_only=True):
     """One logical tensor: global shape, element type (`DTYPES`), position of its layout."""
 
     key: str
@@ -73,7 +73,7 @@ class TensorInfo(_Record, frozen=True, kw_only=True):
         return self.numel * DTYPES[self.dtype].itemsize
 
 
-class FileInfo(_Record, frozen=True, kw_only=True):
+class FileInfo(_StrictStruct, frozen=True, kw_only=True):
     """One data file: its name inside the directory, sizes, and the rank that wrote it."""
 
     name: str
@@ -84,7 +84,7 @@ class FileInfo(_Record, frozen=True, kw_only=True):
     coordinate: dict[str, int]
 
 
-class IndexInfo(_Record, frozen=True, kw_only=True):
+class IndexInfo(_StrictStruct, frozen=True, kw_only=True):
     """The index file: size, XXH3-128, number of rows."""
 
     nbytes: int
@@ -92,7 +92,7 @@ class IndexInfo(_Record, frozen=True, kw_only=True):
     num_rows: int
 
 
-class Totals(_Record, frozen=True, kw_only=True):
+class Totals(_StrictStruct, frozen=True, kw_only=True):
     """Sums: `nbytes` of all tensors once, `stored_nbytes` of all payloads, copies included."""
 
     num_tensors: int
@@ -100,7 +100,7 @@ class Totals(_Record, frozen=True, kw_only=True):
     stored_nbytes: int
 
 
-class _ManifestV1(_Record, frozen=True, kw_only=True):
+class _ManifestV1(_StrictStruct, frozen=True, kw_only=True):
     """The members of a manifest as version 1 writes them."""
 
     format: str = FORMAT
@@ -129,7 +129,7 @@ class Manifest(_ManifestV1, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _TensorRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A `TensorInfo` as version 2 writes it: what is 0 or null at the end is left out."""
 
     key: str
@@ -142,7 +142,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class _ManifestV2(_ManifestV1, frozen=True, kw_only=True):
     """A manifest as version 2 writes it."""
 
-    tensors: list[_Row]  # type: ignore[assignment]
+    tensors: list[_TensorRow]  # type: ignore[assignment]
 
 
 class _Peek(msgspec.Struct):
@@ -150,7 +150,7 @@ class _Peek(msgspec.Struct):
     version: int
 
 
-class _Sealed(NamedTuple):
+class _Unsealed(NamedTuple):
     body: bytes
     intact: bool
 
@@ -161,7 +161,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if problem is not None:
         raise PlanError(f"manifest of step {manifest.step}: {problem}")
     try:
-        body = msgspec.json.encode(_table(manifest)).removesuffix(b"}")
+        body = msgspec.json.encode(_members(manifest)).removesuffix(b"}")
     except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
         raise PlanError(f"manifest of step {manifest.step} cannot be written: {error}") from error
     data = body + b',"digest":"' + digest128(body).encode() + b'"}\n'
@@ -208,18 +208,18 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
     return manifest
 
 
-def _table(manifest: Manifest) -> dict[str, Any]:
+def _members(manifest: Manifest) -> dict[str, Any]:
     """The members as they are written, in their order."""
     table = {name: getattr(manifest, name) for name in _ManifestV1.__struct_fields__}
     if manifest.version > 1:
-        table["tensors"] = [_row(tensor) for tensor in manifest.tensors]
+        table["tensors"] = [_tensor_row(tensor) for tensor in manifest.tensors]
         table["parts"] = without_implied_keys(manifest.parts)
     if manifest.metadata:
         table["parts"] = table["parts"] | {METADATA_PART: encode_tree(manifest.metadata)}
     return table
 
 
-def _row(tensor: TensorInfo) -> list[Any]:
+def _tensor_row(tensor: TensorInfo) -> list[Any]:
     row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
     if tensor.fingerprint is not None:
         return [*row, tensor.layout, tensor.fingerprint]
@@ -228,13 +228,13 @@ def _row(tensor: TensorInfo) -> list[Any]:
 
 def _decode(text: bytes, version: int) -> Manifest:
     kind = _ManifestV1 if version == 1 else _ManifestV2
-    found = msgspec.json.decode(text, type=kind)
-    table = {name: getattr(found, name) for name in _ManifestV1.__struct_fields__}
-    node = found.parts.pop(METADATA_PART, None)
+    decoded = msgspec.json.decode(text, type=kind)
+    table = {name: getattr(decoded, name) for name in _ManifestV1.__struct_fields__}
+    node = decoded.parts.pop(METADATA_PART, None)
     if node is not None:
         table["metadata"] = decode_metadata(node)
-    if isinstance(found, _ManifestV2):
-        fill_implied_keys(found.parts, limit=MAX_MANIFEST_NBYTES)
+    if isinstance(decoded, _ManifestV2):
+        fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
         table["tensors"] = [
             TensorInfo(
                 key=row.key,
@@ -243,15 +243,15 @@ def _decode(text: bytes, version: int) -> Manifest:
                 layout=row.layout,
                 fingerprint=row.fingerprint,
             )
-            for row in found.tensors
+            for row in decoded.tensors
         ]
     return Manifest(**table)
 
 
-def _unseal(data: bytes) -> _Sealed:
+def _unseal(data: bytes) -> _Unsealed:
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     match = _TAIL.fullmatch(tail)
-    return _Sealed(body, match is not None and match[1].decode() == digest128(body))
+    return _Unsealed(body, match is not None and match[1].decode() == digest128(body))
 
 
 def _peek(text: bytes) -> _Peek | None:

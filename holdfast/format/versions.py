@@ -103,8 +103,8 @@ def save_id_of(storage: Storage, directory: str) -> str | None:
         head = storage.read(path, nbytes=min(storage.size(path), _PEEK_NBYTES))
     except StorageError:
         return None
-    _, found, after = head.partition(b'"save_id":"')
-    return after.partition(b'"')[0].decode(errors="replace") if found else None
+    _, marker, after = head.partition(b'"save_id":"')
+    return after.partition(b'"')[0].decode(errors="replace") if marker else None
 
 
 def retire(storage: Storage, directory: str, step: int) -> str:

@@ -132,14 +132,14 @@ class KeepBest(Policy):
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """By the number in the manifest; tensors are not read."""
         sign = 1 if self.mode == "min" else -1
-        found = []
+        ranked = []
         for candidate in candidates:
             value = number_at(candidate.parts, self.metric)
             if value is not None:
-                found.append((sign * value, -candidate.step, value))
-        if not found:
+                ranked.append((sign * value, -candidate.step, value))
+        if not ranked:
             return {c.step: f"no checkpoint has a number at {self.metric!r}" for c in candidates}
-        best = sorted(found)[: self.n]
+        best = sorted(ranked)[: self.n]
         return {
             -negative: f"best {place} by {self.metric} ({value:g})"
             for place, (_, negative, value) in enumerate(best, start=1)
@@ -221,10 +221,10 @@ def _as_number(node: Node) -> float | None:
 
 def _parse_time(text: str) -> datetime | None:
     try:
-        found = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
         return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def _in_time(seconds: float) -> str:

@@ -150,17 +150,17 @@ def plan_retention(
     spared = _not_committed(storage, set(steps))
     tags = _tags_of_steps(storage)
     newest = _newest_sound(storage, steps, prove, spared)
-    found: dict[int, _Committed] = {}
+    judged: dict[int, _Committed] = {}
     for step in steps:
         try:
-            found[step] = _read_step(storage, step, tags)
+            judged[step] = _read_step(storage, step, tags)
         except HoldfastError as error:
             spared.setdefault(step_dir(step), f"cannot be judged: {error}")
-    if newest is None or newest not in found:
-        for step in found:
+    if newest is None or newest not in judged:
+        for step in judged:
             spared.setdefault(step_dir(step), "no checkpoint here proves sound")
         return RetentionPlan(keep={}, remove=(), spared=spared, newest=None, newest_stamp="")
-    old = [committed for step, committed in found.items() if step <= newest]
+    old = [committed for step, committed in judged.items() if step <= newest]
     keep = policy.keep([c.candidate for c in old], now=now or datetime.now(UTC))
     reason = "the newest sound checkpoint"
     keep[newest] = f"{reason}; {keep[newest]}" if newest in keep else reason
@@ -180,7 +180,7 @@ def plan_retention(
         remove=remove,
         spared=spared,
         newest=newest,
-        newest_stamp=found[newest].stamp,
+        newest_stamp=judged[newest].stamp,
     )
 
 

@@ -140,7 +140,7 @@ class Storage(Protocol):
     def exchange_dir(self, first: str, second: str) -> None:
         """Let two directories change names, durably; atomic where the file system can.
 
-        Elsewhere `second` is for an instant under a `.old-…` name next to itself: never lost, but
+        Elsewhere `second` is for an instant under a `.old-…` name next to its own: never lost, but
         not at its name if the machine stops just then.
         """
 

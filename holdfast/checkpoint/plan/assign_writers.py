@@ -67,7 +67,7 @@ class HeldBoxes:
         shared = np.flatnonzero(self.num_holders > 1)
         if len(shared) == 0:
             return
-        # A set is told by the wrapping sum of a hash of its members: no Python per box.
+        # A set is identified by the wrapping sum of a hash of its members: no Python per box.
         words = np.add.reduceat(mix_columns(self.holders[:, None]), self.holder_ptr[:-1])
         _, sets = np.unique(words[shared], return_inverse=True)
         order = np.lexsort((shared, -self.nbytes[shared], sets, self.num_holders[shared]))
@@ -130,6 +130,7 @@ def _assign_whole(held: HeldBoxes, groups: Sequence[IntArray]) -> tuple[IntArray
     loads = held.loads_alone()
     for group in groups:
         positions = held.holders_of(int(group[0]))
+        # All boxes of a group have the same holders, so that one heap serves them.
         heap = [(int(loads[p]), at) for at, p in enumerate(positions.tolist())]
         heapq.heapify(heap)
         chosen = np.zeros(len(group), dtype=np.int64)
@@ -152,6 +153,7 @@ def _assign_by_quotas(
     ideal = alone.copy()
     for positions, quota in zip(members, quotas, strict=True):
         ideal[positions] += quota
+    # The exact bound: where one rank's own bytes are the highest load, cutting helps nobody.
     if loads.max() <= _GOOD_ENOUGH * ideal.max():
         return writer, []
     smallest = max(MIN_PIECE_NBYTES, int(ideal.mean() * _MIN_PIECE_SHARE))
@@ -163,20 +165,21 @@ def _assign_by_quotas(
     return writer, []
 
 
+# How `_cut` works: holders a and b with quotas of 70 and 50, boxes of 60, 40 and 20, none to be cut
+# below 5:
+#
+#     box    quota left: a, b    assigned
+#     60     70, 50              whole to a: it fits its quota
+#     40     10, 50              whole to b
+#     20     10, 10              10 to a, whose quota ends there; 10 to b
+#
+# With the boxes 100 and 20, the first would be cut into 70 for a and 30 for b at once.
 def _cut(
     held: HeldBoxes, group: IntArray, quota: IntArray, smallest: int, writer: IntArray
 ) -> list[_Piece]:
     """Boxes of one set of holders, largest first, each to whom most of the quota is left.
 
     A box that is larger than what is left is cut there. `writer` gets the holders of whole boxes.
-    Holders a and b with quotas of 70 and 50, boxes of 60, 40 and 20, none to be cut below 5:
-
-        box    quota left: a, b    assigned
-        60     70, 50              whole to a: it fits its quota
-        40     10, 50              whole to b
-        20     10, 10              10 to a, whose quota ends there; 10 to b
-
-    With the boxes 100 and 20, the first would be cut into 70 for a and 30 for b at once.
     """
     pieces: list[_Piece] = []
     heap = [(-float(left), at) for at, left in enumerate(quota)]

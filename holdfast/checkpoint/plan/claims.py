@@ -88,6 +88,7 @@ def claims_of(flat: FlatState) -> tuple[RankClaims, list[torch.Tensor]]:
             boxes.append(box)
             replica_set.append(declared)
             sources.append(local)
+    # As wide as this rank's tensors need; ranks with other tensors may have other widths.
     num_dims = max((len(leaf.shape) for leaf in leaves), default=0)
     table = BoxTable.from_boxes(tensor, boxes, num_dims=num_dims)
     claims = RankClaims(
@@ -119,6 +120,7 @@ def same_claims(one: TensorLeaf, other: TensorLeaf) -> bool:
         and one.dtype == other.dtype
         and one.shape == other.shape
         and one.replica_set == other.replica_set
+        # Identity first: leaves that are made again mostly share these objects.
         and (one.boxes is other.boxes or one.boxes == other.boxes)
         and (one.layout is other.layout or one.layout == other.layout)
     )

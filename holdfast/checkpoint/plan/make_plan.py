@@ -46,10 +46,9 @@ def make_plan(
 ) -> tuple[CommitPlan, list[RankShare]]:
     """Prove ownership and assign the writers of every box, balanced by true bytes.
 
-    Proven: one dtype and shape per key; the boxes of a key cover its shape exactly; no box is held
-    by ranks that declare each other to hold different ones. Boxes held by several ranks without a
-    declaration are marked for comparison by content, whole, even where their pieces have different
-    writers.
+    Proven: one dtype and shape per key; the boxes of a key cover its shape exactly; no two holders
+    of a box contradict. Boxes held by several ranks without a declaration are marked for comparison
+    by content, whole, even where their pieces have different writers.
 
     Args:
         claims: Of all ranks, in control order.
@@ -68,6 +67,7 @@ def make_plan(
     held = distinct_boxes(joined, num_ranks=len(ranks))
     prove_exact_cover(joined, held, ranks)
     compare = prove_replicas(joined, held, ranks)
+    # Even declared replicas, to find a rank whose memory has gone wrong.
     if compare_all:
         compare = held.num_holders > 1
     row, offset, extent = _written(joined, held)
@@ -102,6 +102,7 @@ def _written(claims: AllClaims, held: HeldBoxes) -> tuple[IntArray, IntArray, In
     pieces = assign_writers(held)
     row = held.row[held.holder_ptr[pieces.box] + pieces.holder]
     offset = claims.offset[row] + pieces.offset
+    # Rows of a file lie in the order of tensors and offsets, whatever order the claims came in.
     order = np.lexsort((*offset.T[::-1], claims.tensor[row], claims.position[row]))
     return row[order], offset[order], pieces.extent[order]
 
@@ -122,6 +123,7 @@ def _shares(
     cuts: list[dict[int, Box]] = [{} for _ in range(num_ranks)]
     position = claims.position[row]
     first = np.searchsorted(position, np.arange(num_ranks))
+    # A row is cut where it is smaller than the claim that it is taken from.
     for i in np.flatnonzero((plan.row_extent != claims.extent[row]).any(axis=1)).tolist():
         ndim = len(plan.shapes[plan.row_tensor[i]])
         box = Box(

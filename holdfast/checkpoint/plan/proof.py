@@ -218,18 +218,16 @@ def prove_replicas(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) -> 
     return compare
 
 
+# Verdicts of `_judge`. Five boxes, each held by ranks 0 and 1:
+#
+#     rank 0 declares            rank 1 declares            verdict
+#     replicas 0, 1 of 0-3       replicas 0, 1 of 0-3       trusted
+#     replicas 0, 1 of 0-3       nothing                    compared
+#     replicas 0 of 0, 2         replicas 1 of 1, 3         compared: neither speaks of the other
+#     replicas 0, 1 of 0-3       replicas 1 of 0-3          refused: 1 says that 0 has another box
+#     nothing                    nothing                    compared
 def _judge(claims: AllClaims, rows: IntArray, ranks: Sequence[int]) -> tuple[str | None, bool]:
-    """A contradiction in words or None; and whether the holders need a comparison.
-
-    Five boxes, each held by ranks 0 and 1:
-
-        rank 0 declares            rank 1 declares            verdict
-        replicas 0, 1 of 0-3       replicas 0, 1 of 0-3       trusted
-        replicas 0, 1 of 0-3       nothing                    compared
-        replicas 0 of 0, 2         replicas 1 of 1, 3         compared: neither speaks of the other
-        replicas 0, 1 of 0-3       replicas 1 of 0-3          refused: 1 says that 0 has another box
-        nothing                    nothing                    compared
-    """
+    """A contradiction in words or None; and whether the holders need a comparison."""
     holders = [ranks[int(p)] for p in claims.position[rows]]
     if len(holders) == 1:
         return None, False

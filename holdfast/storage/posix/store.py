@@ -228,7 +228,7 @@ class PosixStorage:
             _remove_all(trash, fd)
 
     def free_nbytes(self) -> int:
-        """See `Storage.free_nbytes`; asks the nearest parent when the root is not there yet."""
+        """See `Storage.free_nbytes`; of the nearest parent when the root is not there yet."""
         with self._guard("examine", ""):
             place = self._root
             while not place.exists() and place != place.parent:
