@@ -175,14 +175,14 @@ def _await_removers(storage: Storage, directory: str, wait_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def quiet_s(storage: Storage, path: str, *, said: float | None) -> float:
+def quiet_s(storage: Storage, path: str, *, renewed: float | None) -> float:
     """Seconds since a file that is renewed while its owner lives was renewed last.
 
-    By the storage's clock, or by the owner's (`said`: the time in the file), whichever says less. A
+    By the storage's clock, or by the owner's (`renewed`: the time in the file), whichever is less. A
     time that has not come yet says nothing, so that no clock makes the dead look alive for long.
     """
     found = storage.age_s(path)
-    by_owner = time.time() - said if said is not None else found
+    by_owner = time.time() - renewed if renewed is not None else found
     return min(found, by_owner) if by_owner >= 0 else found
 
 
@@ -214,7 +214,7 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return f"somebody unknown ({storage.describe(path)} cannot be understood; remove it)"
     try:
-        expired = quiet_s(storage, path, said=mark.renewed) >= mark.life_s
+        expired = quiet_s(storage, path, renewed=mark.renewed) >= mark.life_s
     except StorageError:
         expired = not storage.exists(path)
     if expired:

@@ -58,8 +58,6 @@ from holdfast.storage import Storage
 _MAX_CANDIDATES = 10_000
 
 
-
-
 @dataclass(slots=True, kw_only=True)
 class PartRequest:
     """One part of the state on this rank, and what is stored for it.

@@ -225,9 +225,7 @@ class Saver:
         record = ErrorRecord.of(error, foreign=StorageError)
         failure = error if isinstance(error, HoldfastError) else record.to_error()
         step, overwrite = proposals.by_rank[0].step, proposals.by_rank[0].overwrite
-        pending = InFlightSave(
-            step=step, ticket=None, save_id=proposals.save_id, failure=failure
-        )
+        pending = InFlightSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
         self._report_later(pending)
         self._plans.clear()
         for buffer in self._buffers:
@@ -291,8 +289,8 @@ class Saver:
                 )
             self._local = local
             due = self._due(request, self._num_saves)
-            found = self._plans.lookup(local, compare_all=due.check_replicas)
-            plan = found if isinstance(found, RankPlan) else None
+            result = self._plans.lookup(local, compare_all=due.check_replicas)
+            plan = result if isinstance(result, RankPlan) else None
             if plan is not None:
                 self._check_room(plan)
         with clock.phase("plan"):
