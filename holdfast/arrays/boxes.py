@@ -6,14 +6,15 @@ Everything here is arithmetic on integers: no tensors, no files. Many boxes at o
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.arrays.types import IntArray
-from holdfast.errors import PlacementError
+from holdfast.errors import PlacementError, PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +181,36 @@ def contiguous_start(inner: Box, outer: Box) -> int | None:
             span = inner.shape[dim] * stride
         stride *= outer.shape[dim]
     return start
+
+
+def split_box(box: Box, *, max_numel: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `max_numel` elements, in row-major order.
+
+    Each is one run of the box's row-major elements and begins where the one before ends. An empty
+    box gives none. Box [0:2, 0:5] with at most 3 elements gives [0, 0:3], [0, 3:5], [1, 0:3] and
+    [1, 3:5].
+    """
+    if max_numel < 1:
+        raise PlanError(f"a box cannot be cut into boxes of at most {max_numel} elements")
+    if box.numel == 0:
+        return
+    dim, inner = box.ndim, 1
+    while dim and inner * box.shape[dim - 1] <= max_numel:
+        dim -= 1
+        inner *= box.shape[dim]
+    if dim == 0:
+        yield box
+        return
+    step = max_numel // inner
+    first, count = box.offset[dim - 1], box.shape[dim - 1]
+    tail_offset, tail_shape = box.offset[dim:], box.shape[dim:]
+    outer = (
+        range(o, o + s) for o, s in zip(box.offset[: dim - 1], box.shape[: dim - 1], strict=True)
+    )
+    ones = (1,) * (dim - 1)
+    for head in itertools.product(*outer):
+        for start in range(0, count, step):
+            yield Box(
+                (*head, first + start, *tail_offset),
+                (*ones, min(step, count - start), *tail_shape),
+            )

@@ -19,12 +19,12 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.leases import DEFAULT_LIFE_S, READING_DIR, quiet_s
+from holdfast.format.leases import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.format.manifest import LayoutInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
 from holdfast.storage import Storage
@@ -72,22 +72,22 @@ class CommitPlan:
     shapes: tuple[tuple[int, ...], ...]
     tensor_layouts: tuple[int, ...]
     writers: tuple[int, ...]
-    row_tensor: npt.NDArray[np.int64]
-    row_file: npt.NDArray[np.int64]
-    row_offset: npt.NDArray[np.int64]
-    row_extent: npt.NDArray[np.int64]
-    row_copy: npt.NDArray[np.int64]
-    check_group: npt.NDArray[np.int64]
-    check_position: npt.NDArray[np.int64]
-    check_tensor: npt.NDArray[np.int64]
+    row_tensor: IntArray
+    row_file: IntArray
+    row_offset: IntArray
+    row_extent: IntArray
+    row_copy: IntArray
+    check_group: IntArray
+    check_position: IntArray
+    check_tensor: IntArray
 
     @property
-    def row_nbytes(self) -> npt.NDArray[np.int64]:
+    def row_nbytes(self) -> IntArray:
         """Payload bytes of each row."""
         if self.num_rows == 0:
             return np.zeros(0, dtype=np.int64)
         itemsize = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
-        numel: npt.NDArray[np.int64] = self.row_extent.prod(axis=1, dtype=np.int64)
+        numel: IntArray = self.row_extent.prod(axis=1, dtype=np.int64)
         return numel * itemsize[self.row_tensor]
 
     @property
@@ -227,7 +227,7 @@ def unseal(data: bytes, kind: type[T], *, where: str) -> T:
         raise CorruptionError(f"{where}: not a {kind.__name__}: {error}") from error
 
 
-def column(values: Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint64]) -> bytes:
+def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
     """Little-endian 64-bit bytes of a column of integers; the sign is the reader's matter."""
     array = np.asarray(values)
     if array.dtype != np.uint64:
@@ -250,7 +250,7 @@ class Heartbeat:
         self._storage = storage
         self._directory = directory
         step, save_id = parse_saving_dir(directory) or (0, "")
-        self._path = f"{READING_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
+        self._path = f"{LEASES_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
         self._stop = threading.Event()
         self._is_resting = False
         self._thread = threading.Thread(target=self._run, name="holdfast-heartbeat", daemon=True)
@@ -283,7 +283,7 @@ class Heartbeat:
             with suppress(StorageError):
                 if self._is_resting and self._storage.exists(f"{self._directory}/{ALIVE_FILE}"):
                     break
-                self._storage.make_dir(READING_DIR, durable=False)
+                self._storage.make_dir(LEASES_DIR, durable=False)
                 now = f"{time.time():.3f}".encode()
                 is_written = True
                 self._storage.replace_file(self._path, now, durable=False)
@@ -306,7 +306,7 @@ def silent_s(storage: Storage, directory: str) -> float:
     for path in paths:
         try:
             data = storage.read(path, nbytes=min(storage.size(path), _HEARTBEAT_NBYTES))
-            least = min(least, quiet_s(storage, path, renewed=_time_in(data)))
+            least = min(least, renewed_ago_s(storage, path, stamp=_time_in(data)))
         except StorageError:
             if storage.exists(path):
                 raise
@@ -317,15 +317,15 @@ def clear_heartbeats(storage: Storage) -> None:
     """Remove the heartbeats of processes that have long been gone."""
     for path, _ in _heartbeats(storage):
         with suppress(StorageError):
-            if storage.age_s(path) > DEFAULT_LIFE_S:
+            if storage.age_s(path) > DEFAULT_LEASE_S:
                 storage.remove_tree(path)
 
 
 def _heartbeats(storage: Storage) -> list[tuple[str, str]]:
     """Path and save id of every heartbeat."""
-    names = storage.list(READING_DIR) if storage.is_dir(READING_DIR) else []
+    names = storage.list(LEASES_DIR) if storage.is_dir(LEASES_DIR) else []
     matches = [(name, _HEARTBEAT.fullmatch(name)) for name in names]
-    return [(f"{READING_DIR}/{name}", match[1]) for name, match in matches if match is not None]
+    return [(f"{LEASES_DIR}/{name}", match[1]) for name, match in matches if match is not None]
 
 
 def _time_in(data: bytes) -> float | None:

@@ -22,7 +22,7 @@ from holdfast import (
     ProcessGroups,
     Stored,
 )
-from holdfast.checkpoint.load.per_rank import find_dropped, taken_of
+from holdfast.checkpoint.load.requests import find_dropped, taken_of
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
 from holdfast.state.match.matcher import Matcher

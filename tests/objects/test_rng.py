@@ -24,7 +24,7 @@ from holdfast import (
     ProcessGroups,
     Stream,
 )
-from holdfast.checkpoint.load.per_rank import check_claims
+from holdfast.checkpoint.load.requests import check_consistency
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
 from holdfast.state.match.matcher import Matcher
@@ -294,9 +294,9 @@ def test_every_rank_takes_what_brute_force_says(
     found = equal_along_tp and (declared_before or (len(stored_tp) > 1 and not old))
     if differs and (declared == ("tp",) or (declared is None and found)):
         with pytest.raises(MismatchError, match="shared by ranks that would have different"):
-            check_claims(after.ranks, claims, warn=False)
+            check_consistency(after.ranks, claims, warn=False)
     else:
-        check_claims(after.ranks, claims, warn=False)
+        check_consistency(after.ranks, claims, warn=False)
     if declared == ("tp",) and (alike or not differs):
         assert not differs
 

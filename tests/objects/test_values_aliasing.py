@@ -22,8 +22,8 @@ from holdfast import (
     Stored,
 )
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import aliasing
-from holdfast.checkpoint.load.aliasing import shared_memory, without_ties
+from holdfast.checkpoint.load import targets
+from holdfast.checkpoint.load.targets import shared_memory, without_ties
 from holdfast.state.match.result import TensorRequest
 
 
@@ -112,7 +112,7 @@ def test_disjoint_views_of_one_base_load(
     tmp_path: Path, alias: Aliased, by_map: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_map:
-        monkeypatch.setattr(aliasing, "_MAX_RUNS", 0)
+        monkeypatch.setattr(targets, "_MAX_RUNS", 0)
     truth = torch.arange(36.0).view(6, 6)
     checkpointer = save_apart(tmp_path, **alias(truth))
     base = torch.zeros(6, 6)
@@ -266,7 +266,7 @@ def test_the_cache_forgets_memory_that_parted(tmp_path: Path) -> None:
     assert loaded["x"]["b"].tolist() == [8.0] * 3
 
 
-def test_a_shelf_met_before_its_tie_is_not_used_again(tmp_path: Path) -> None:
+def test_a_cached_dict_met_before_its_tie_is_not_used_again(tmp_path: Path) -> None:
     """A dict of tensors that was stored under its own keys, behind a new part with its memory."""
     w = torch.randn(3)
     checkpointer = Checkpointer(tmp_path)
@@ -313,13 +313,13 @@ def elements(view: torch.Tensor) -> list[int]:
 @settings(max_examples=400, deadline=None)
 @given(views(), st.booleans())
 def test_overlaps_equal_brute_force(found: list[torch.Tensor], by_map: bool) -> None:
-    kept = aliasing._MAX_RUNS
-    aliasing._MAX_RUNS = 0 if by_map else kept
+    kept = targets._MAX_RUNS
+    targets._MAX_RUNS = 0 if by_map else kept
     try:
         wanted = [TensorRequest(f"t{i}", i, None, (view,)) for i, view in enumerate(found)]
         sentences = shared_memory(wanted)
     finally:
-        aliasing._MAX_RUNS = kept
+        targets._MAX_RUNS = kept
     taken = [elements(view) for view in found]
     alone = {i for i, mine in enumerate(taken) if len(set(mine)) != len(mine)}
     pairs = {(i, j) for i in range(len(found)) for j in range(i) if set(taken[i]) & set(taken[j])}
@@ -349,7 +349,7 @@ def test_ties_are_filled_once() -> None:
 
 def test_many_targets_cost_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is looked at element by element where ranges do not overlap."""
-    monkeypatch.setattr(aliasing, "_exactly", lambda targets: pytest.fail("looked closely"))
+    monkeypatch.setattr(targets, "_common_bytes", lambda tensors: pytest.fail("looked closely"))
     flat = torch.zeros(10_000)
     wanted = [TensorRequest(f"t{i}", i, None, (flat[10 * i : 10 * i + 10],)) for i in range(1000)]
     random.Random(0).shuffle(wanted)

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, union_nbytes
 from holdfast.arrays.types import IntArray
-from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
+from holdfast.checkpoint.load.assign_readers import ReadPlan, plan_reads
 from holdfast.checkpoint.load.requests import ReadRequests, gather_requests
 from holdfast.checkpoint.load.targets import Target
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from holdfast.checkpoint.load.aliasing import shared_memory, without_ties
 from holdfast.checkpoint.load.executor import LoadExecutor
 from holdfast.checkpoint.load.finding import Finder
-from holdfast.checkpoint.load.per_rank import check_claims, find_dropped, taken_of
-from holdfast.checkpoint.load.report import (
-    MAX_NAMED,
-    describe_fallbacks,
-    make_report,
-    raise_mismatch,
-    shorten_list,
-    warn_of_kept,
-)
 from holdfast.checkpoint.load.requests import (
+    MAX_NAMED,
     LoadRequest,
+    PartRequest,
+    check_consistency,
     decode_boxes,
-    encode_boxes,
-    requested_boxes,
+    encode_request,
+    find_dropped,
+    find_unexpected,
+    shorten_list,
 )
+from holdfast.checkpoint.load.targets import shared_memory, without_ties
 from holdfast.checkpoint.options import LoadOptions
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.save.handshake import collector_paused
@@ -45,40 +38,18 @@ from holdfast.errors import (
 )
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
+from holdfast.format.records import Records
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
 from holdfast.state.match.result import MatchResult
-from holdfast.state.match.stored import StoredPart, leaf_paths
-from holdfast.state.parts import Part, TreePart, check_part_name, is_closed, is_last, part_of
+from holdfast.state.match.stored import StoredPart
+from holdfast.state.parts import TreePart, check_part_name, is_closed, is_last, part_of
 from holdfast.storage import Storage
 
 _MAX_CANDIDATES = 10_000
-
-
-@dataclass(slots=True, kw_only=True)
-class PartRequest:
-    """One part of the state on this rank, and what is stored for it.
-
-    Args:
-        name: Its name in the state.
-        source: Where it is stored: its name, or the path of a `FromPart`.
-        scope: See `Matcher.move_to`.
-        part: How to load it.
-        template: Its tree with targets in place of tensors.
-        node: The stored tree.
-        layout: The layout it lives on.
-    """
-
-    name: str
-    source: str
-    scope: str
-    part: Part
-    template: object
-    node: Any
-    layout: Layout
 
 
 class Loader:
@@ -172,7 +143,6 @@ class Loader:
         Args:
             state: What to load into; None for all that is stored.
             step: None for the newest.
-            options: See `LoadOptions`.
             leases: Gets the lease that keeps retention from removing the checkpoint.
             written: Paths of the caller's targets that damaged checkpoints wrote to on this rank;
                 this one's are added if it is damaged.
@@ -184,18 +154,14 @@ class Loader:
         payload = b""
         error: Exception | None = None
         try:
-            # One rank proves the chunk table for all: that takes a second for a million rows.
-            proven = not self._groups.control.is_coordinator
-            snapshot = Snapshot.from_records(
-                self._storage, directory, records=records, proven=proven
-            )
+            snapshot = self._open(directory, records)
             if state is None:
                 state = dict.fromkeys(snapshot.manifest.parts, Stored(all_ranks=True))
             matcher, parts = self._match(snapshot, state, options)
             matched = snapshot, matcher, parts
             raise_mismatch(matcher.result, snapshot)
             _refuse_left_over(written, matcher.result, chosen)
-            payload = _encode_request(snapshot, parts, matcher.result, self._codecs)
+            payload = encode_request(snapshot, parts, matcher.result, self._codecs)
         except Exception as caught:
             error = caught
         payloads = self._groups.control.agree(error, phase="load: match", payload=payload)
@@ -204,7 +170,9 @@ class Loader:
         snapshot, matcher, parts = matched
         with snapshot:
             requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
-            unexpected = self._find_unexpected(snapshot, requests, options)
+            unexpected = find_unexpected(
+                snapshot.manifest.parts, requests, self._codecs, ignore=options.ignore_unexpected
+            )
             dropped = self._check_coordinates(snapshot, requests, options)
             executor, job = self._fill(snapshot, requests, matcher.result, options, written)
             values = self._restore(matcher, parts)
@@ -212,17 +180,21 @@ class Loader:
             return make_report(
                 snapshot,
                 matcher.result,
+                executor,
                 step=chosen,
                 path=self._storage.describe(directory),
                 unexpected=tuple(unexpected),
                 dropped=(*dropped, *matcher.result.dropped),
                 not_requested=_not_requested(snapshot, state, parts),
                 values=values,
-                nbytes_needed=executor.nbytes_needed,
-                nbytes_received=executor.nbytes_received,
                 job=job,
                 seconds=time.perf_counter() - start,
             )
+
+    def _open(self, directory: str, records: Records) -> Snapshot:
+        # One rank proves the chunk table for all: that takes a second for a million rows.
+        is_proven = not self._groups.control.is_coordinator
+        return Snapshot.from_records(self._storage, directory, records=records, proven=is_proven)
 
     def _match(
         self, snapshot: Snapshot, state: Mapping[str, object], options: LoadOptions
@@ -245,6 +217,7 @@ class Loader:
             scope = name if source is not None else ""
             matcher.move_to(layout, scope=scope)
             part = part_of(name, value)
+            # A part may be stored as None: then it is there, and has nothing.
             node = stored.part_or_below(name if source is None else source)
             if node is None and not stored.has_part_or_below(source or name):
                 result = matcher.result
@@ -269,54 +242,19 @@ class Loader:
                     layout=layout,
                 )
             )
+        # The caller's memory, before anything is written to it.
         result = matcher.result
         result.tensors = without_ties(result.tensors)
         result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
         return matcher, parts
-
-    def _find_unexpected(
-        self, snapshot: Snapshot, requests: Sequence[LoadRequest], options: LoadOptions
-    ) -> list[str]:
-        """Stored entries of closed parts that no rank requests; an error unless allowed.
-
-        Ranks may request different parts (modules on their own layouts) and different entries
-        (pipeline stages): an entry is unexpected if none of them requests it. Example, a part with
-        four entries, on three ranks:
-
-            rank    used
-            0       1 1 0 0
-            1       0 0 1 0
-            2       (does not request the part)
-            all     1 1 1 0    the last entry is unexpected
-        """
-        unexpected = []
-        parts = snapshot.manifest.parts
-        branches = {source for request in requests for source in request.used} - parts.keys()
-        for source in (*parts, *sorted(branches)):
-            used = [request.used[source] for request in requests if source in request.used]
-            if not used or any(bits is None for bits in used):
-                continue
-            paths = leaf_paths(StoredPart(parts, {}).part_or_below(source), source, self._codecs)
-            touched = np.zeros(len(paths), dtype=np.uint8)
-            # Equal ones once: on a thousand ranks most are.
-            for bits in {bits for bits in used if bits is not None}:
-                packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
-                touched |= np.unpackbits(packed, count=len(paths))
-            unexpected += [paths[i] for i in np.flatnonzero(touched == 0).tolist()]
-        if unexpected and not options.ignore_unexpected:
-            raise MismatchError(
-                f"the checkpoint holds {len(unexpected)} entries that the state does not ask for: "
-                f"{shorten_list(unexpected)}; pass ignore_unexpected=True to leave them"
-            )
-        return unexpected
 
     def _check_coordinates(
         self, snapshot: Snapshot, requests: Sequence[LoadRequest], options: LoadOptions
     ) -> list[str]:
         """What no rank takes of the values per coordinate; an error where that is not allowed."""
         control = self._groups.control
-        claims = [request.claims for request in requests]
-        check_claims(control.ranks, claims, warn=control.is_coordinator)
+        checks = [request.checks for request in requests]
+        check_consistency(control.ranks, checks, warn=control.is_coordinator)
         taken = [labels for request in requests for labels in request.taken]
         return find_dropped(snapshot.manifest.parts, taken, allow=options.allow_dropped)
 
@@ -375,6 +313,7 @@ class Loader:
         What fails here on one rank fails the load on all, at its end.
         """
         values: dict[str, object] = {}
+        # All trees first: what cannot be built fails before any part has changed.
         trees: list[object] = []
         for each in parts:
             matcher.move_to(each.layout, scope=each.scope)
@@ -444,31 +383,68 @@ def _check_asked(state: object, step: int | None, options: LoadOptions) -> None:
     options.check_step(step)
 
 
-def _encode_request(
-    snapshot: Snapshot, parts: Sequence[PartRequest], result: MatchResult, codecs: Codecs
-) -> bytes:
-    """What this rank requests, as a message: see `LoadRequest`."""
-    used: dict[str, bytes | None] = {}
-    by_source: dict[str, list[np.ndarray]] = {}
-    for each in parts:
-        if is_closed(each.part):
-            paths = leaf_paths(each.node, each.name, codecs)
-            touched = map(result.touched.__contains__, paths)
-            bits = np.fromiter(touched, dtype=np.bool_, count=len(paths))
-            by_source.setdefault(each.source, []).append(bits)
-        else:
-            used[each.source] = None
-    # Several parts may be loaded from one source: an entry is used if one of them uses it.
-    for source, columns in by_source.items():
-        packed = np.packbits(np.logical_or.reduce(columns)).tobytes()
-        used.setdefault(source, zlib.compress(packed, 1))
-    nodes = {each.name: each.node for each in parts}
-    return msgspec.msgpack.encode(
-        LoadRequest(
-            used=used,
-            boxes=encode_boxes(requested_boxes(result.tensors, snapshot.manifest)),
-            host=socket.gethostname(),
-            taken=taken_of(result.per_rank_uses, nodes),
-            claims=result.checks,
-        )
+def make_report(
+    snapshot: Snapshot, result: MatchResult, executor: LoadExecutor, **fields: Any
+) -> LoadReport:
+    """The report of a load; `fields` are those that only the caller knows."""
+    return LoadReport(
+        loaded=tuple(entry.path for entry in result.tensors),
+        missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
+        fresh=tuple(result.fresh),
+        cast=tuple(result.cast),
+        kept=tuple(result.kept),
+        metadata=snapshot.manifest.metadata,
+        nbytes_needed=executor.nbytes_needed,
+        nbytes_read=snapshot.stats.nbytes_read,
+        nbytes_received=executor.nbytes_received,
+        num_opens=snapshot.stats.opens,
+        replaced=tuple(snapshot.stats.fallbacks),
+        **fields,
     )
+
+
+def warn_of_kept(result: MatchResult, rank: int) -> None:
+    """Say once that values of this rank's coordinates are not stored and stay as they are."""
+    if result.kept:
+        logging.getLogger("holdfast").warning(
+            "rank %s: the checkpoint has nothing for this rank's coordinates in %s; what the rank "
+            "has stays",
+            rank,
+            shorten_list(sorted(result.kept)),
+        )
+
+
+def describe_fallbacks(failed: Sequence[FellBack]) -> str:
+    """Which checkpoints were damaged, and how."""
+    return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
+
+
+def raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
+    """Raise MismatchError with everything that does not fit and what to do; nothing if all fits."""
+    sentences = []
+    if result.missing:
+        sentences.append(
+            f"the checkpoint lacks {len(result.missing)} entries that the state asks for: "
+            f"{shorten_list(result.missing)} (allow_missing=[patterns] lets them be)"
+        )
+        if any(path.endswith("]") for path in result.missing):
+            sentences[-1] += (
+                "; a value per rank may have a policy for coordinates that are not stored: "
+                "PerRank(..., missing='keep'), or merge=callable"
+            )
+    if result.mismatched:
+        sentences.append(
+            f"{len(result.mismatched)} entries do not fit: {shorten_list(result.mismatched)}"
+        )
+    if result.unagreed:
+        sentences.append(
+            f"{len(result.unagreed)} entries would start fresh: {shorten_list(result.unagreed)} "
+            f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
+        )
+    if sentences:
+        raise MismatchError(f"step {snapshot.manifest.step}: " + "; ".join(sentences))
+
+
+def _patterns(unagreed: Sequence[str]) -> str:
+    """What `allow_missing` could be for these entries."""
+    return str([f"{each.split(' (')[0]}*" for each in unagreed[:MAX_NAMED]])

@@ -1,9 +1,16 @@
-"""What the ranks of a load request: the message of one rank, and the boxes of all as columns."""
+"""What the ranks of a load request: each rank's message, all boxes as columns, and joint checks.
+
+Every rank checks the same messages in the same way, so all of them raise or none does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,11 +24,60 @@ from holdfast.arrays.box_table import (
 )
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
 from holdfast.arrays.types import BoolArray, IntArray
-from holdfast.checkpoint.load.per_rank import TakenLabels
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, MismatchError
 from holdfast.format.manifest import Manifest
-from holdfast.state.coordinates import ConsistencyCheck
-from holdfast.state.match.result import TensorRequest
+from holdfast.format.reader import Snapshot
+from holdfast.format.values import Codecs, Node
+from holdfast.parallel import Layout
+from holdfast.parallel.ranks import shorten_ranks
+from holdfast.state.coordinates import ConsistencyCheck, matches
+from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
+from holdfast.state.match.stored import StoredPart, leaf_paths
+from holdfast.state.parts import Part, is_closed
+
+MAX_NAMED = 10
+"""How many names a message lists."""
+
+
+class TakenLabels(NamedTuple):
+    """What one rank loads of one stored value per coordinate.
+
+    Args:
+        part: The part it is stored in.
+        number: Which of the part's values per coordinate it is, in stored order.
+        path: Its path in the state.
+        labels: Labels of the coordinates whose values are loaded.
+        may_drop: Whether the values of other coordinates may be left out.
+    """
+
+    part: str
+    number: int
+    path: str
+    labels: tuple[str, ...]
+    may_drop: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class PartRequest:
+    """One part of the state on this rank, and what is stored for it.
+
+    Args:
+        name: Its name in the state.
+        source: Where it is stored: its name, or the path of a `FromPart`.
+        scope: See `Matcher.move_to`.
+        part: How to load it.
+        template: Its tree with targets in place of tensors.
+        node: The stored tree.
+        layout: The layout it lives on.
+    """
+
+    name: str
+    source: str
+    scope: str
+    part: Part
+    template: object
+    node: Any
+    layout: Layout
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -33,14 +89,14 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
         boxes: See `encode_boxes`.
         host: The machine it runs on.
         taken: What it takes of values per coordinate.
-        claims: What has to be equal on several ranks after the load.
+        checks: What has to be equal on several ranks after the load.
     """
 
     used: dict[str, bytes | None]
     boxes: bytes
     host: str
     taken: list[TakenLabels] = []
-    claims: list[ConsistencyCheck] = []
+    checks: list[ConsistencyCheck] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,3 +172,181 @@ def decode_boxes(data: bytes) -> BoxTable:
         return unpack_boxes(msgspec.msgpack.decode(unsqueeze(data), type=PackedBoxes))
     except (ValueError, msgspec.DecodeError) as error:
         raise CorruptionError("the request of another rank arrived damaged") from error
+
+
+def encode_request(
+    snapshot: Snapshot, parts: Sequence[PartRequest], result: MatchResult, codecs: Codecs
+) -> bytes:
+    """What this rank requests, as a message: see `LoadRequest`."""
+    used: dict[str, bytes | None] = {}
+    by_source: dict[str, list[np.ndarray]] = {}
+    for each in parts:
+        if is_closed(each.part):
+            paths = leaf_paths(each.node, each.name, codecs)
+            touched = map(result.touched.__contains__, paths)
+            bits = np.fromiter(touched, dtype=np.bool_, count=len(paths))
+            by_source.setdefault(each.source, []).append(bits)
+        else:
+            used[each.source] = None
+    # Several parts may be loaded from one source: an entry is used if one of them uses it.
+    for source, columns in by_source.items():
+        packed = np.packbits(np.logical_or.reduce(columns)).tobytes()
+        used.setdefault(source, zlib.compress(packed, 1))
+    nodes = {each.name: each.node for each in parts}
+    return msgspec.msgpack.encode(
+        LoadRequest(
+            used=used,
+            boxes=encode_boxes(requested_boxes(result.tensors, snapshot.manifest)),
+            host=socket.gethostname(),
+            taken=taken_of(result.per_rank_uses, nodes),
+            checks=result.checks,
+        )
+    )
+
+
+def find_unexpected(
+    parts: Mapping[str, Node], requests: Sequence[LoadRequest], codecs: Codecs, *, ignore: bool
+) -> list[str]:
+    """Stored entries of closed parts that no rank requests; an error unless allowed.
+
+    Ranks may request different parts (modules on their own layouts) and different entries
+    (pipeline stages): an entry is unexpected if none of them requests it. Example, a part with
+    four entries, on three ranks:
+
+        rank    used
+        0       1 1 0 0
+        1       0 0 1 0
+        2       (does not request the part)
+        all     1 1 1 0    the last entry is unexpected
+    """
+    unexpected = []
+    branches = {source for request in requests for source in request.used} - parts.keys()
+    for source in (*parts, *sorted(branches)):
+        used = [request.used[source] for request in requests if source in request.used]
+        if not used or any(bits is None for bits in used):
+            continue
+        paths = leaf_paths(StoredPart(parts, {}).part_or_below(source), source, codecs)
+        touched = np.zeros(len(paths), dtype=np.uint8)
+        # Equal ones once: on a thousand ranks most are.
+        for bits in {bits for bits in used if bits is not None}:
+            packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
+            touched |= np.unpackbits(packed, count=len(paths))
+        unexpected += [paths[i] for i in np.flatnonzero(touched == 0).tolist()]
+    if unexpected and not ignore:
+        raise MismatchError(
+            f"the checkpoint holds {len(unexpected)} entries that the state does not ask for: "
+            f"{shorten_list(unexpected)}; pass ignore_unexpected=True to leave them"
+        )
+    return unexpected
+
+
+def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[TakenLabels]:
+    """The uses of one rank in a form that other ranks understand.
+
+    Args:
+        uses: What the matcher met.
+        nodes: The stored trees of the parts it requests, by name.
+    """
+    if not uses:
+        return []
+    numbers = {
+        id(node): (part, number)
+        for part, tree in nodes.items()
+        if any(use.path.startswith(part) for use in uses)  # other parts may be large
+        for number, node in enumerate(_per_rank_nodes(tree))
+    }
+    return [TakenLabels(*numbers[id(use.node)], use.path, use.labels, use.may_drop) for use in uses]
+
+
+def find_dropped(
+    parts: Mapping[str, Node], taken: Sequence[TakenLabels], *, allow: Sequence[str]
+) -> list[str]:
+    """Paths of stored coordinates that no rank loads; MismatchError where that is not allowed."""
+    by_node: dict[tuple[str, int], list[TakenLabels]] = {}
+    for each in taken:
+        by_node.setdefault((each.part, each.number), []).append(each)
+    nodes = {part: _per_rank_nodes(parts[part]) for part in {part for part, _ in by_node}}
+    dropped: list[str] = []
+    refused: dict[str, list[str]] = {}
+    for (part, number), uses in by_node.items():
+        claimed = {label for use in uses for label in use.labels}
+        may_drop = all(use.may_drop for use in uses)
+        path = uses[0].path
+        for label in nodes[part][number]["v"]:
+            if label in claimed:
+                continue
+            whole = f"{path}[{label}]"
+            if may_drop or matches(whole, allow):
+                dropped.append(whole)
+            else:
+                refused.setdefault(path, []).append(label)
+    if refused:
+        shown = "; ".join(
+            f"{path}: {len(labels)} ({shorten_list(labels)})" for path, labels in refused.items()
+        )
+        raise MismatchError(
+            f"the checkpoint holds values of coordinates that no rank of this layout takes: "
+            f"{shown}. Make one value of all: PerRank(..., merge=callable); or let them go: "
+            f"PerRank(..., surplus='drop'), or allow_dropped=[patterns] of this load"
+        )
+    return dropped
+
+
+def check_consistency(
+    ranks: Sequence[int], checks: Sequence[Sequence[ConsistencyCheck]], *, warn: bool
+) -> None:
+    """MismatchError where ranks that share a value would have different ones after the load.
+
+    Args:
+        ranks: All ranks of the load.
+        checks: What each of them must have equal with others.
+        warn: Whether this rank logs differences that may be meant.
+    """
+    by_label: dict[tuple[str, str], list[tuple[int, ConsistencyCheck]]] = {}
+    for rank, own in zip(ranks, checks, strict=True):
+        for check in own:
+            by_label.setdefault((check.what, check.label), []).append((rank, check))
+    sentences: dict[bool, list[str]] = {True: [], False: []}
+    for (what, label), held in by_label.items():
+        if len({check.digest for _, check in held}) > 1:
+            shown = shorten_ranks([rank for rank, _ in held])
+            along = held[0][1].along
+            is_certain = any(check.is_certain for _, check in held)
+            sentences[is_certain].append(f"{what} along {along} (ranks {shown}, {label})")
+    if sentences[True]:
+        raise MismatchError(
+            f"{len(sentences[True])} random streams are shared by ranks that would have different "
+            f"ones after this load: {shorten_list(sentences[True])}. The checkpoint has none for "
+            f"some of these ranks, which keep what they have: seed it alike on them before the "
+            f"load, or declare streams that differ: RNG(shared=())"
+        )
+    if sentences[False] and warn:
+        logging.getLogger("holdfast").warning(
+            "%s random streams differ between ranks that may have to draw alike: %s; if they do, "
+            "seed them alike and declare it: RNG(shared=(axis,)); if not, RNG(shared=())",
+            len(sentences[False]),
+            shorten_list(sentences[False]),
+        )
+
+
+def _per_rank_nodes(tree: Any) -> list[dict[str, Any]]:
+    """Every value per coordinate under a node, in stored order, an outer one before its inner."""
+    nodes: list[dict[str, Any]] = []
+    # No recursion: trees of users may be deeper than Python's stack.
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if node.get("$") == "per_rank":
+                nodes.append(node)
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+    return nodes
+
+
+def shorten_list(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(names[:MAX_NAMED])
+    rest = len(names) - MAX_NAMED
+    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -22,7 +22,7 @@ from holdfast import (
     Sharded,
     StorageError,
 )
-from holdfast.checkpoint.load import read_plan, transfers
+from holdfast.checkpoint.load import assign_readers, transfers
 from holdfast.format import byte_ranges
 from tests.checkpoint.common import assert_equal, full, make_state
 from tests.harness import RankContext, run_ranks
@@ -245,7 +245,7 @@ class _FailingReads(PosixStorage):
 
 
 def _one_fails(context: RankContext, root: str) -> list[tuple[str, str, float]]:
-    read_plan._ROUND_NBYTES = 8 * BLOCK
+    assign_readers._ROUND_NBYTES = 8 * BLOCK
     byte_ranges.PIECE_NBYTES = BLOCK
     found = []
     layout = Layout(dp=4)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import read_plan
-from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
+from holdfast.checkpoint.load import assign_readers
+from holdfast.checkpoint.load.assign_readers import ReadPlan, plan_reads
 from holdfast.checkpoint.load.requests import decode_boxes, encode_boxes, gather_requests
 from holdfast.checkpoint.load.transfers import RankTransfers, Transfers
 from holdfast.errors import CorruptionError
@@ -259,7 +259,7 @@ def test_a_rank_reads_its_own_file_where_the_balance_allows() -> None:
 
 def test_rounds_bound_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round transfers about the stated bytes, and readers take turns in it."""
-    monkeypatch.setattr(read_plan, "_ROUND_NBYTES", 256)
+    monkeypatch.setattr(assign_readers, "_ROUND_NBYTES", 256)
     monkeypatch.setattr(byte_ranges, "PIECE_NBYTES", 64)
     whole = Box((0,), (4096,))
     index = index_of([(0, 0, whole, 1)], 1)
