@@ -13,9 +13,9 @@ Counted, of the frames whose code lies in `holdfast/`:
 - *functions*: distinct functions, methods and properties that are entered; a lambda or a
   comprehension belongs to the function that it is written in;
 - *files*: distinct files they lie in;
-- *changes of file*: with the functions in the order in which each is first entered, how many lie
-  in another file than the one before. Repeated calls, one for each tensor say, count once, so that
-  the number does not depend on the size of the state.
+- *changes of file*: with the functions of each thread in the order in which each is first entered,
+  how many lie in another file than the one before. Repeated calls, one for each tensor say, count
+  once, so that the number does not depend on the size of the state, nor on how threads take turns.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Function = tuple[str, str]
 
 
 class Tracer:
-    """Collects every function of the package in the order of first entry, over all threads."""
+    """Collects every function of the package, thread by thread in the order of first entry."""
 
     def __init__(self) -> None:
-        self._functions: dict[Function, None] = {}
+        self._by_thread: dict[int, dict[Function, None]] = {}
         self._names: dict[CodeType, Function | None] = {}
 
     def run(self, call: Callable[[], object]) -> list[Function]:
@@ -62,7 +62,8 @@ class Tracer:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-        return list(self._functions)
+        functions = dict.fromkeys(each for thread in self._by_thread.values() for each in thread)
+        return list(functions)
 
     def _see(self, frame: FrameType, event: str, argument: object) -> None:
         del argument
@@ -73,7 +74,7 @@ class Tracer:
             self._names[code] = _function(code)
         function = self._names[code]
         if function is not None:
-            self._functions.setdefault(function)
+            self._by_thread.setdefault(threading.get_ident(), {}).setdefault(function)
 
 
 def _function(code: CodeType) -> Function | None:
@@ -85,7 +86,7 @@ def _function(code: CodeType) -> Function | None:
 
 
 def num_changes(functions: list[Function]) -> int:
-    """Neighbours, in order of first entry, that lie in different files."""
+    """Neighbours, thread by thread in order of first entry, that lie in different files."""
     files = [file for file, _ in functions]
     return sum(one != other for one, other in pairwise(files))
 

@@ -161,7 +161,7 @@ class WriterProcess:
         *,
         buffer: int,
         memory: SharedMemory,
-        nbytes: int,
+        image: memoryview,
         plan: EncodedPlan | None,
         after: Callable[[SaveOutcome], object] | None = None,
     ) -> Ticket:
@@ -173,7 +173,7 @@ class WriterProcess:
             job: the rank's share.
             buffer: number of the staging buffer that the image lies in.
             memory: of that buffer.
-            nbytes: of the image.
+            image: the first bytes of that memory.
             plan: where this rank commits the save.
             after: called with the outcome, by the thread that receives it.
         """
@@ -183,11 +183,11 @@ class WriterProcess:
         if plan is not None and job.plan_digest not in self._plans:
             self._send(KeepPlan(job.plan_digest, plan.data))
             self._plans = [*self._plans, job.plan_digest][-PLANS_KEPT:]
-        ticket = Ticket(job, commits=plan is not None, nbytes=nbytes, after=after)
+        ticket = Ticket(job, commits=plan is not None, nbytes=image.nbytes, after=after)
         with self._lock:
             self._tickets[job.header.save_id] = ticket
         try:
-            self._send(RunJob(job, buffer, nbytes, ticket.commits))
+            self._send(RunJob(job, buffer, image.nbytes, ticket.commits))
         except StorageError:
             with self._lock:
                 self._tickets.pop(job.header.save_id, None)
@@ -274,7 +274,7 @@ class WriterThread:
         *,
         buffer: int,
         memory: SharedMemory,
-        nbytes: int,
+        image: memoryview,
         plan: EncodedPlan | None,
         after: Callable[[SaveOutcome], object] | None = None,
         gate: JobGate | None = None,
@@ -285,9 +285,8 @@ class WriterThread:
             gate: of a synchronous save: its failure is raised by the ticket and is not published
                 on storage, since the ranks wait for each other.
         """
-        del buffer
-        ticket = Ticket(job, commits=plan is not None, nbytes=nbytes, after=after)
-        image = memory.view(nbytes)
+        del buffer, memory
+        ticket = Ticket(job, commits=plan is not None, nbytes=image.nbytes, after=after)
 
         def progress(nbytes: int) -> None:
             ticket.nbytes_written = nbytes

@@ -252,8 +252,8 @@ def _read_done(
     rank = plan.ranks[position]
     if record.position != position or record.save_id != header.save_id:
         raise CorruptionError(
-            f"{storage.describe(path)}: this is the record of save {record.save_id}, place "
-            f"{record.position}; save {header.save_id}, place {position} (rank {rank}) is wanted"
+            f"{storage.describe(path)}: this is the record of save {record.save_id}, position "
+            f"{record.position}; save {header.save_id}, position {position} (rank {rank}) is needed"
         )
     if record.plan_digest != plan_digest:
         raise PlanError(
@@ -266,10 +266,10 @@ def _read_done(
 def _check_sizes(storage: Storage, directory: str, manifest: Manifest) -> None:
     for info in manifest.files:
         path = f"{directory}/{info.name}"
-        found = storage.size(path)
-        if found != info.nbytes:
+        nbytes = storage.size(path)
+        if nbytes != info.nbytes:
             raise StorageError(
-                f"{storage.describe(path)} has {found} bytes, its writer (rank {info.writer}) "
+                f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
                 f"reported {info.nbytes}"
             )
 

@@ -23,7 +23,6 @@ from holdfast.format.names import step_dir
 from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
 from holdfast.writer.commit import commit_save
-from holdfast.writer.heartbeat import Heartbeat
 from holdfast.writer.records import (
     ALIVE_FILE,
     DONE_DIR,
@@ -32,6 +31,7 @@ from holdfast.writer.records import (
     PLAN_FILE,
     DoneRecord,
     EncodedPlan,
+    Heartbeat,
     SaveHeader,
     column,
     done_file,
@@ -344,7 +344,7 @@ class _Hasher(threading.Thread):
 def publish_failure(
     storage: Storage, job: WriteJob, record: ErrorRecord, *, committer: bool
 ) -> None:
-    """Publish a failure record for the other ranks; a storage that refuses even that is let be.
+    """Publish a failure record for the other ranks; a storage that refuses even that is ignored.
 
     It need not outlive the machine: neither do those who wait for it.
     """

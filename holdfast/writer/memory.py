@@ -68,12 +68,6 @@ class SharedMemory:
             self.num_allocations += 1
         return memoryview(self._map)[:nbytes]
 
-    def view(self, nbytes: int) -> memoryview:
-        """The first `nbytes` bytes of what was reserved."""
-        if self._map is None:
-            raise StorageError("a staging buffer is used that was given back")
-        return memoryview(self._map)[:nbytes]
-
     def lock(self, pages: PageLock) -> None:
         """Page-lock the memory held, for as long as it is; nothing where it is already.
 

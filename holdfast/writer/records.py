@@ -1,30 +1,43 @@
-"""What a save in progress has on storage: the plan of all ranks, done-records, failure records.
+"""What a save in progress has on storage: plan, done-records, failure records, heartbeats.
 
 They are sufficient to finish a save, or to name what is missing of it, without any of the processes
-that began it.
+that began it. The heartbeats prevent that it is taken for abandoned while one of these still works:
+a small file for each rank of a save that lasts, among the leases of readers and not in the save's
+directory, which may not exist yet, and becomes the checkpoint.
 """
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from holdfast.arrays.types import IntArray, WordArray
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.leases import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.format.manifest import LayoutInfo
+from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
+from holdfast.storage import Storage
 
 PLAN_FILE = "plan/plan.msgpack"
 HEADER_FILE = "plan/header.msgpack"
 ALIVE_FILE = "plan/alive"
 FAILED_FILE = "failed.msgpack"
 DONE_DIR = "done"
+HEARTBEAT_S = 2.0
 _DIGEST_NBYTES = 32
+_HEARTBEAT_NBYTES = 64
+_HEARTBEAT = re.compile(r"iter_[0-9]{7,18}\.save-([0-9A-Za-z_]{1,64})-[0-9]{5,}", re.ASCII)
 T = TypeVar("T")
 
 
@@ -220,3 +233,103 @@ def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
     if array.dtype != np.uint64:
         array = array.astype(np.int64)
     return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+class Heartbeat:
+    """A context manager: while it is open, a thread renews this rank's heartbeat on storage.
+
+    Every two seconds; nothing is written in the first two, in which the directory itself is young
+    enough. A storage that cannot be written to is tried again at the next beat.
+
+    Args:
+        directory: of the save.
+        position: of the rank in the plan.
+    """
+
+    def __init__(self, storage: Storage, directory: str, *, position: int) -> None:
+        self._storage = storage
+        self._directory = directory
+        step, save_id = parse_saving_dir(directory) or (0, "")
+        self._path = f"{LEASES_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
+        self._stop = threading.Event()
+        self._is_resting = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop, and remove the heartbeat."""
+        self._stop.set()
+        self._thread.join()
+
+    def rest(self) -> None:
+        """This rank has written its share: from now on it beats only where the committer cannot.
+
+        So a save whose committer is gone is finished without waiting for ranks that wait for it.
+        """
+        self._is_resting = True
+
+    def _run(self) -> None:
+        is_written = False
+        while not self._stop.wait(HEARTBEAT_S):
+            with suppress(StorageError):
+                if self._is_resting and self._storage.exists(f"{self._directory}/{ALIVE_FILE}"):
+                    break
+                self._storage.make_dir(LEASES_DIR, durable=False)
+                now = f"{time.time():.3f}".encode()
+                is_written = True
+                self._storage.replace_file(self._path, now, durable=False)
+        if is_written:
+            with suppress(StorageError):
+                self._storage.remove_tree(self._path)
+
+
+def silent_s(storage: Storage, directory: str) -> float:
+    """Seconds since the last heartbeat of any process of a save.
+
+    That is: since it made or changed the directory, began to commit, or renewed its heartbeat; each
+    by the storage's clock, or the process's own, whichever is less.
+    """
+    parsed = parse_saving_dir(directory)
+    save_id = unclaimed(parsed[1]) if parsed is not None else ""
+    paths = [f"{directory}/{ALIVE_FILE}"] if storage.exists(f"{directory}/{ALIVE_FILE}") else []
+    paths += [path for path, of in _heartbeats(storage) if of == save_id]
+    least = storage.age_s(directory)
+    for path in paths:
+        try:
+            data = storage.read(path, nbytes=min(storage.size(path), _HEARTBEAT_NBYTES))
+            least = min(least, renewed_ago_s(storage, path, stamp=_time_in(data)))
+        except StorageError:
+            if storage.exists(path):
+                raise
+    return least
+
+
+def clear_heartbeats(storage: Storage) -> None:
+    """Remove the heartbeats of processes that have long been gone."""
+    for path, _ in _heartbeats(storage):
+        with suppress(StorageError):
+            if storage.age_s(path) > DEFAULT_LEASE_S:
+                storage.remove_tree(path)
+
+
+def _heartbeats(storage: Storage) -> list[tuple[str, str]]:
+    """Path and save id of every heartbeat."""
+    names = storage.list(LEASES_DIR) if storage.is_dir(LEASES_DIR) else []
+    matches = [(name, _HEARTBEAT.fullmatch(name)) for name in names]
+    return [(f"{LEASES_DIR}/{name}", match[1]) for name, match in matches if match is not None]
+
+
+def _time_in(data: bytes) -> float | None:
+    try:
+        return float(data)
+    except ValueError:
+        return None

@@ -24,7 +24,6 @@ from holdfast.format.names import (
 from holdfast.format.versions import retire, save_id_of
 from holdfast.storage import Storage
 from holdfast.writer.commit import commit_save, discard_save, point_to_newest
-from holdfast.writer.heartbeat import clear_beats, silent_s
 from holdfast.writer.records import (
     DONE_DIR,
     FAILED_FILE,
@@ -32,14 +31,16 @@ from holdfast.writer.records import (
     PLAN_FILE,
     DoneRecord,
     SaveHeader,
+    clear_heartbeats,
     decode_plan,
     done_file,
+    silent_s,
     unseal,
 )
 
 _PAUSE_S = 0.1
 ALIVE_S = 30.0
-"""A save none of whose processes has given a sign for so long is abandoned."""
+"""A save without a heartbeat of any of its processes for so long is abandoned."""
 
 Fate = Literal["finished", "removed", "alive", "read", "kept"]
 
@@ -61,23 +62,23 @@ class Leftover:
 def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False) -> list[Leftover]:
     """Go through everything under the root that is no checkpoint but was made by a save.
 
-    A save with all its done-records is committed now; one of whose processes any gave a sign of
-    life within `alive_s`, by the storage's clock, is left alone; any other is removed, as are
+    A save with all its done-records is committed now; one with a heartbeat of any of its processes
+    within `alive_s`, by the storage's clock, is left alone; any other is removed, as are
     half-removed directories, files that were never given their name, and replaced versions that
     nobody reads any more. A committed checkpoint is not touched, unless a complete save that began
     after it was to replace it; one that an interrupted replacement left without its name gets it
     back. A pointer file that does not name the newest committed step is replaced. Safe to run
     while jobs save, load and remove here, and at any time again.
     """
-    found = []
+    leftovers = []
     for name in storage.list(""):
-        found += _look(storage, name, alive_s=alive_s, dry_run=dry_run)
+        leftovers += _look(storage, name, alive_s=alive_s, dry_run=dry_run)
     if not dry_run:
-        clear_beats(storage)
-    return [*found, *_treat_pointer(storage, dry_run=dry_run)]
+        clear_heartbeats(storage)
+    return [*leftovers, *_treat_pointer(storage, dry_run=dry_run)]
 
 
-def settle(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
+def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
     """Wait while writers that outlived their run finish a save; finish what they left complete.
 
     Returns at once where nothing is being written, and after `timeout_s` at the latest. Removes
@@ -85,18 +86,18 @@ def settle(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        found = [
+        leftovers = [
             each
             for name in storage.list("")
             for each in _look(storage, name, alive_s=alive_s, dry_run=True)
             if not name.startswith(".tmp-")
         ]
-        if not any(each.fate == "alive" for each in found):
+        if not any(each.fate == "alive" for each in leftovers):
             break
         if time.monotonic() > deadline:
             return
         time.sleep(_PAUSE_S)
-    complete = [each.name for each in found if each.fate == "finished"]
+    complete = [each.name for each in leftovers if each.fate == "finished"]
     for name in complete:
         _look(storage, name, alive_s=alive_s, dry_run=False)
     if complete:
@@ -132,8 +133,8 @@ def _treat(
         quiet_s = silent_s(storage, name)
         why = _why_not(storage, name, step)
         if quiet_s < alive_s:
-            sign = f"last sign of life {quiet_s:.0f} s ago"
-            return Leftover(name=name, step=step, fate="alive", why=f"{why or 'complete'}, {sign}")
+            why_alive = f"{why or 'complete'}, last heartbeat {quiet_s:.0f} s ago"
+            return Leftover(name=name, step=step, fate="alive", why=why_alive)
         if why:
             return _remove(storage, name, step, f"abandoned: {why}", dry_run)
         if dry_run:
@@ -179,7 +180,7 @@ def _put_back(storage: Storage, name: str, step: int, *, alive_s: float, dry_run
             if parsed is None or parsed[0] != step:
                 continue
             if (quiet_s := silent_s(storage, other)) < alive_s:
-                why = f"{other} is to replace it, last sign of life {quiet_s:.0f} s ago"
+                why = f"{other} is to replace it, last heartbeat {quiet_s:.0f} s ago"
                 return Leftover(name=name, step=step, fate="alive", why=why)
         if not dry_run:
             storage.rename_dir(name, final)
@@ -238,7 +239,7 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
 
 
 def _why_not(storage: Storage, name: str, step: int) -> str:
-    """What stands against committing a save; empty for nothing."""
+    """Why a save cannot be committed; empty if it can be."""
     try:
         return _why_incomplete(storage, name) or _why_superseded(storage, name, step)
     except CorruptionError as error:

@@ -14,10 +14,10 @@ from holdfast.checkpoint.save import executor as send
 from holdfast.format.leases import LEASES_DIR, read_lease, readers_of
 from holdfast.format.names import parse_saving_dir
 from holdfast.format.verify import verify_snapshot
-from holdfast.writer import heartbeat, job
+from holdfast.writer import job, records
 from holdfast.writer import repair as repairing
-from holdfast.writer.heartbeat import Heartbeat, silent_s
-from holdfast.writer.repair import repair, settle
+from holdfast.writer.records import Heartbeat, silent_s
+from holdfast.writer.repair import repair, wait_for_writers
 from tests.crash.common import leftovers, state_of, versions
 from tests.harness import RankContext, run_ranks
 
@@ -25,8 +25,8 @@ ALIVE_S = 1.5
 
 
 def _slow(context: RankContext, root: str, slow: int, mode: str) -> list[str]:
-    """A save in which one rank is slow for longer than a sign of life lasts."""
-    heartbeat.HEARTBEAT_S = 0.3
+    """A save in which one rank is slow for longer than a heartbeat lasts."""
+    records.HEARTBEAT_S = 0.3
     with ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups:
         storage = _Unshared(root)
         real = send.stage_by_slices if mode == "sync" else job.write_share
@@ -77,14 +77,14 @@ def test_a_save_with_a_slow_rank_is_left_alone(tmp_path: Path, slow: int, mode: 
         stop.set()
         repairer.join()
     assert {fate for fate, _ in said} == {"alive"}, said
-    assert any("last sign of life" in why for _, why in said)
+    assert any("last heartbeat" in why for _, why in said)
     assert versions(tmp_path) == {5: 5}
     assert leftovers(tmp_path) == []
     assert list((tmp_path / LEASES_DIR).iterdir()) == []
 
 
 def _die(context: RankContext, root: str) -> None:
-    heartbeat.HEARTBEAT_S = 0.1
+    records.HEARTBEAT_S = 0.1
     with ProcessGroups.create(Layout(dp=2), timeout_s=20) as groups:
 
         def never(*args: object, **kwargs: object) -> None:
@@ -115,7 +115,7 @@ def test_signs_are_judged_by_the_clock_of_the_storage(
     storage = PosixStorage(tmp_path)
     saving = ".saving-iter_0000001-abc"
     storage.make_dir(f"{saving}/plan")
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(records, "HEARTBEAT_S", 0.05)
     real = time.time
     with monkeypatch.context() as there:
         there.setattr(time, "time", lambda: real() + off_s)
@@ -152,7 +152,7 @@ def test_the_first_look_of_a_run_removes_nothing(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path)
     Checkpointer(tmp_path).save(1, state_of(1))
     storage.make_dir(".saving-iter_0000002-abc/plan")
-    settle(storage, alive_s=0.0, timeout_s=1.0)
+    wait_for_writers(storage, alive_s=0.0, timeout_s=1.0)
     assert storage.exists(".saving-iter_0000002-abc")
 
 

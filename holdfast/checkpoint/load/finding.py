@@ -15,7 +15,7 @@ from holdfast.format.records import Records, read_records
 from holdfast.format.versions import save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
-from holdfast.writer.repair import settle
+from holdfast.writer.repair import wait_for_writers
 
 _NUM_TRIES = 8
 """How often to look for a checkpoint that is replaced or removed meanwhile."""
@@ -178,7 +178,7 @@ class Finder:
             raise StorageError(f"{where} is not a directory: there is no checkpoint to load")
         # Once per run: what a crashed writer left may be a checkpoint to finish.
         if self._settle_s > 0:
-            settle(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
+            wait_for_writers(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
             self._settle_s = 0.0
         steps = list_steps(self._storage)
         if step is None:

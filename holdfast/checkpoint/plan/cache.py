@@ -1,6 +1,6 @@
 """Plans that are used again: those of this run, and the one that an earlier run has kept.
 
-What is kept beside the checkpoints is not a plan but the claims that it was made from. The first
+What is kept next to the checkpoints is not a plan but the claims that it was made from. The first
 save of a later run compares this rank's entry with its own claims and makes the plan again from
 all of them, on each rank and without a collective. The plan is used where all ranks come to the
 same one. Then every rank's claims were proven to be its own, by that rank, and the plan is what

@@ -89,7 +89,7 @@ class SaveExecutor:
                 job,
                 buffer=self._buffers.index(buffer),
                 memory=buffer.memory,
-                nbytes=staging.view.nbytes,
+                image=staging.view,
                 plan=plan.commit,
                 after=after if plan.commit is not None else None,
             )
@@ -113,7 +113,7 @@ class SaveExecutor:
                     self._job(agreed, plan, request, b""),
                     buffer=0,
                     memory=buffer.memory,
-                    nbytes=staging.view.nbytes,
+                    image=staging.view,
                     plan=plan.commit,
                     gate=gate,
                 )

@@ -292,8 +292,8 @@ class Saver:
                 )
             self._local = local
             due = self._due(request, self._num_saves)
-            found = self._plans.lookup(local, compare_all=due.check_replicas)
-            plan = found if isinstance(found, RankPlan) else None
+            result = self._plans.lookup(local, compare_all=due.check_replicas)
+            plan = result if isinstance(result, RankPlan) else None
             if plan is not None:
                 self._check_room(plan)
         with clock.phase("plan"):

@@ -84,7 +84,7 @@ class CudaCopier:
     before; `finish` lets the caller's stream wait for them and then holds the calling thread until
     they are done. Holding the thread is the safe choice: afterwards every stream and the host may
     change or free the sources. Returning at once would spare the host the length of the copies,
-    but only streams that were told to wait would be held from overwriting what is still being
+    but only streams that wait for them would be held from overwriting what is still being
     read. Sources need no `record_stream`: the caller has them until `finish` returns.
 
     Cost: strided sources take a contiguous copy on the device, one after another.
@@ -151,7 +151,7 @@ class CudaPageLock:
         return f"{runtime.cudaGetErrorString(code)} (error {int(code)})"
 
     def unlock(self, address: int) -> None:
-        """See `PageLock.unlock`; a runtime that is shut down already is let be."""
+        """See `PageLock.unlock`; a runtime that is shut down already is ignored."""
         with suppress(RuntimeError):
             self._cuda.cudart().cudaHostUnregister(address)
 
@@ -247,14 +247,14 @@ def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tup
     """All rows in the order of the image, in slices of at least `limit` bytes but for the last."""
     order = np.lexsort((nbytes, starts))
     ends = (starts + nbytes)[order]
-    found, first = [], 0
+    slices, first = [], 0
     begin = int(starts[order[0]]) if len(order) else end
     while first < len(order):
         stop = min(int(np.searchsorted(ends, begin + limit)) + 1, len(order))
         begin = int(ends[stop - 1]) if stop < len(order) else end
-        found.append(ImageSlice(rows=tuple(order[first:stop].tolist()), end=begin))
+        slices.append(ImageSlice(rows=tuple(order[first:stop].tolist()), end=begin))
         first = stop
-    return tuple(found)
+    return tuple(slices)
 
 
 def check_sources(staging: Staging, sources: Sequence[torch.Tensor], names: Sequence[str]) -> None:
