@@ -42,7 +42,10 @@ _UNVERIFIED_GAP_NBYTES = 64 << 10
 
 @dataclass(slots=True, kw_only=True)
 class ReadStats:
-    """What reading has cost so far; `fallbacks` tells every bad copy that another one replaced."""
+    """What reading has cost so far.
+
+    `fallbacks` has a sentence for each damaged copy that another one replaced.
+    """
 
     opens: int = 0
     nbytes_read: int = 0
@@ -55,7 +58,7 @@ class Snapshot:
 
     Data files are opened on first use and kept open, all from the one directory that `identity`
     was found in, so that a checkpoint that is replaced meanwhile is read as it was. Any number of
-    threads may read at once. Without a mark (`mark_reading`) that version may be removed; then a
+    threads may read at once. Without a lease (`mark_reading`) that version may be removed; then a
     read raises StorageError and says so.
     """
 

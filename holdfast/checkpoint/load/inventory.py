@@ -21,17 +21,17 @@ def stored_parts(storage: Storage, step: int) -> dict[str, PartInfo]:
     sizes = {
         info.key: math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in manifest.tensors
     }
-    found = {}
+    parts = {}
     for name, node in manifest.parts.items():
         keys: set[str] = set()
         num_values = _count(node, keys)
-        found[name] = PartInfo(
+        parts[name] = PartInfo(
             kind=kind_in_words(node).removeprefix("a "),
             num_tensors=len(keys),
             nbytes=sum(sizes[key] for key in keys),
             num_values=num_values,
         )
-    return found
+    return parts
 
 
 def _count(node: Any, keys: set[str]) -> int:
