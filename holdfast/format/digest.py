@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
+
+from holdfast.arrays.types import WordArray
 
 Buffer = bytes | bytearray | memoryview
 
@@ -17,7 +18,7 @@ DEFAULT_BLOCK_NBYTES = 1 << 20
 """Bytes per digest of a chunk: hashing is at full speed from about 256 KiB on (docs/format.md)."""
 
 
-def block_digests(buffer: Buffer, block_nbytes: int) -> npt.NDArray[np.uint64]:
+def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:
     """XXH3-64 of each block of `block_nbytes` (the last may be shorter); empty buffer, no blocks.
 
     Reads the buffer once in place, about 30 GB/s a core; the lock of the interpreter is released.

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.arrays.boxes import Box, split_box
+from holdfast.arrays.types import FloatArray, IntArray, WordArray
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES, dtype_named
@@ -38,8 +39,6 @@ POINTS = (0x0487_ED51_10B4_612C, 0x16FC_2A2C_515D_A557)
 """Where the polynomial is evaluated: the first generators of the multiplicative group modulo
 `PRIME` from the first 61 bits of the fractions of pi and of e on."""
 
-_Words = npt.NDArray[np.uint64]
-_Ints = npt.NDArray[np.int64]
 _Units = npt.NDArray[np.unsignedinteger]
 
 _TILE = 4096
@@ -59,7 +58,7 @@ _LOW30, _LOW31, _LOW32 = (np.uint64(2**n - 1) for n in (30, 31, 32))
 _30, _31, _32, _61 = (np.uint64(n) for n in (30, 31, 32, 61))
 
 
-def _digit_powers() -> _Words:
+def _digit_powers() -> WordArray:
     """`table[lane, j, d]` = point ** (d * 256**j), by which any power is a few products."""
     table = np.empty((len(POINTS), _NUM_DIGITS, 1 << _DIGIT_BITS), dtype=np.uint64)
     for lane, point in enumerate(POINTS):
@@ -230,7 +229,7 @@ def _add_tiles(
             sums[lane] += low + (high << 32)
 
 
-def _exponents(shape: Sequence[int], strides: Sequence[int]) -> _Ints:
+def _exponents(shape: Sequence[int], strides: Sequence[int]) -> IntArray:
     """Exponents of the units of a block, flat, from that of its first; int64."""
     exponents = np.zeros(1, dtype=np.int64)
     for size, stride in zip(shape, strides, strict=False):
@@ -239,7 +238,7 @@ def _exponents(shape: Sequence[int], strides: Sequence[int]) -> _Ints:
     return exponents
 
 
-def _powers(exponents: _Ints) -> _Words:
+def _powers(exponents: IntArray) -> WordArray:
     """Both points to these powers, (2, n)."""
     digit = (exponents & (2**_DIGIT_BITS - 1)).astype(np.intp)
     powers = _POWERS[:, 0, digit]
@@ -252,7 +251,7 @@ def _powers(exponents: _Ints) -> _Words:
     return powers
 
 
-def _limbs(powers: _Words) -> npt.NDArray[np.float64]:
+def _limbs(powers: WordArray) -> FloatArray:
     """(2, n) words as (n, 6) limbs of 21 bits, lane by lane, lowest first."""
     mask = np.uint64(2**_LIMB_BITS - 1)
     limbs = [(powers >> np.uint64(_LIMB_BITS * i)) & mask for i in range(_NUM_LIMBS)]
@@ -260,7 +259,7 @@ def _limbs(powers: _Words) -> npt.NDArray[np.float64]:
     return np.ascontiguousarray(table.T, dtype=np.float64)
 
 
-def _join_limbs(dots: _Words) -> _Words:
+def _join_limbs(dots: WordArray) -> WordArray:
     """(n, 6) sums over limbs as (2, n) words modulo `PRIME`."""
     total = np.zeros((len(POINTS), len(dots)), dtype=np.uint64)
     parts = dots.T.reshape(len(POINTS), _NUM_LIMBS, -1)
@@ -271,7 +270,7 @@ def _join_limbs(dots: _Words) -> _Words:
     return _reduce(total)
 
 
-def _multiply(a: _Words, b: _Words) -> _Words:
+def _multiply(a: WordArray, b: WordArray) -> WordArray:
     """Products modulo `PRIME` of words below it, without leaving 64 bits."""
     a_high, a_low, b_high, b_low = a >> _31, a & _LOW31, b >> _31, b & _LOW31
     middle = a_high * b_low + a_low * b_high
@@ -281,7 +280,7 @@ def _multiply(a: _Words, b: _Words) -> _Words:
     return _reduce(total)
 
 
-def _reduce(words: _Words) -> _Words:
+def _reduce(words: WordArray) -> WordArray:
     """Words of any size modulo `PRIME`."""
     words = (words & _P) + (words >> _61)
     return np.where(words >= _P, words - _P, words)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.arrays.types import IntArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import dtype_named
 
@@ -39,7 +39,7 @@ class Image:
     """Where everything goes: `header` first, then each entry at its absolute byte `starts[i]`."""
 
     header: bytes
-    starts: npt.NDArray[np.int64]
+    starts: IntArray
     nbytes: int
 
 

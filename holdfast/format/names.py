@@ -1,4 +1,4 @@
-"""Names on disk: steps, saves under way, records, data files.
+"""Names on disk: steps, saves in progress, records, data files.
 
 A step is committed when its directory has its final name and holds a manifest; nothing else says
 so, least of all the pointer file, which is for people and other tools.
@@ -42,7 +42,7 @@ def parse_step_dir(name: str) -> int | None:
 
 
 def saving_dir(step: int, save_id: str) -> str:
-    """Directory name of a save under way, `.saving-iter_0000120-<save id>`."""
+    """Directory name of a save in progress, `.saving-iter_0000120-<save id>`."""
     name = f"{SAVING_PREFIX}{step_dir(step)}-{save_id}"
     if _SAVING.fullmatch(name) is None:
         raise StorageError(f"save id {save_id!r} must be 1 to 64 of the characters 0-9 A-Z a-z _ .")
@@ -50,7 +50,7 @@ def saving_dir(step: int, save_id: str) -> str:
 
 
 def parse_saving_dir(name: str) -> tuple[int, str] | None:
-    """Step and save id of a save under way, or None when the name is not of that kind."""
+    """Step and save id of a save in progress, or None when the name is not of that kind."""
     match = _SAVING.fullmatch(name)
     if match is None:
         return None
@@ -59,7 +59,7 @@ def parse_saving_dir(name: str) -> tuple[int, str] | None:
 
 
 def claimed_dir(name: str, token: str) -> str:
-    """Another directory name of the same save, which its own processes do not look for."""
+    """The directory name under which a repair finishes a save; its own processes do not know it."""
     step, save_id = parse_saving_dir(name) or (-1, "")
     return saving_dir(step, f"{unclaimed(save_id)}.{token}")
 
@@ -70,7 +70,7 @@ def unclaimed(save_id: str) -> str:
 
 
 def parse_aside_dir(name: str) -> int | None:
-    """The step of a checkpoint that is out of the way for an instant, or None."""
+    """The step of a checkpoint that has a `.old-…` name for an instant, or None."""
     match = _ASIDE.fullmatch(name)
     return None if match is None else parse_step_dir(match[1])
 

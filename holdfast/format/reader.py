@@ -58,8 +58,8 @@ class Snapshot:
 
     Data files are opened on first use and kept open, all from the one directory that `identity`
     was found in, so that a checkpoint that is replaced meanwhile is read as it was. Any number of
-    threads may read at once. Without a lease (`mark_reading`) that version may be removed; then a
-    read raises StorageError and says so.
+    threads may read at once. Without a lease (`read_lease`) that version may be removed; then
+    a read raises StorageError and says so.
     """
 
     def __init__(

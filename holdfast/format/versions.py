@@ -1,10 +1,11 @@
-"""Versions of one step: a step may be saved again while somebody reads the version before.
+"""Versions of one step: a step may be saved again while another process reads the version before.
 
-A version is known by the bytes of its manifest. A reader holds on to the directory that it opened
-and every rank of it proves that it has opened the same version; whoever replaces a version gives
-the final name to the new one first, looks for marks of readers then, and keeps what is still read
-under a name of its own (`.replaced-…`). A reader puts its mark down before it opens anything. So
-either its mark is seen, and what it reads is kept, or it came later, and opened the new version.
+A version is identified by the bytes of its manifest. A reader pins the directory that it opened,
+and every rank of it proves that it has opened the same version. A save that replaces a version
+gives the final name to the new one first, looks for leases of readers then, and keeps what is
+still read under a name of its own (`.replaced-…`). A reader takes its lease before it opens
+anything. So either its lease is seen, and what it reads is kept, or it came later, and opened the
+new version.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NUM_LOOKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a version from any other: length and end of its manifest, that is, its digest."""
+    """Identifies a version: length and end of its manifest, that is, its digest."""
 
     nbytes: int
     tail: bytes
@@ -59,10 +60,12 @@ class Identity:
 def pin_version(
     storage: Storage, directory: str, identity: Identity
 ) -> Iterator[tuple[Storage, str]]:
-    """Hold on to one version of a checkpoint, be it replaced meanwhile: a storage, and where in it.
+    """Pin one version of a checkpoint, be it replaced or not: a storage, and where in it.
 
-    Looked for at its final name and among versions that are kept for their readers. Raises
-    StorageError when it is nowhere: it has been replaced or removed.
+    Looked for at its final name and among versions that are kept for their readers.
+
+    Raises:
+        StorageError: It is nowhere: it has been replaced or removed.
     """
     for _ in range(_NUM_LOOKS):
         for place in (directory, *_asides(storage, directory)):
@@ -81,7 +84,7 @@ def pin_version(
 
 
 def _asides(storage: Storage, directory: str) -> Iterator[str]:
-    """Where versions of a step may be that have lost their final name."""
+    """Where versions of a step may be that no longer have their final name."""
     step = parse_step_dir(directory)
     if step is None:
         return
@@ -105,15 +108,20 @@ def save_id_of(storage: Storage, directory: str) -> str | None:
 
 
 def retire(storage: Storage, directory: str, step: int) -> str:
-    """Do away with a version that has lost its final name: remove it, or keep it for its readers.
+    """Remove a version that no longer has its final name, or keep it for its readers.
 
-    What has its name now must be durable. Returns who reads it, in words; empty when it was
-    removed. Safe to do again at any time.
-    Raises StorageError when it can be neither removed nor kept.
+    What has its name now must be durable. Safe to repeat at any time.
+
+    Returns:
+        Who reads it, in words; empty when it was removed.
+
+    Raises:
+        StorageError: It can be neither removed nor kept.
     """
     readers = readers_of(storage, step_dir(step), save_id=save_id_of(storage, directory))
     if not readers:
-        storage.remove_tree(directory, durable=False)  # what comes back of it is removed again
+        # Not durable: what a crash brings back is removed again by the next repair.
+        storage.remove_tree(directory, durable=False)
         return ""
     if parse_replaced_dir(directory) is None:
         storage.rename_dir(directory, replaced_dir(step, secrets.token_hex(6)), durable=False)
@@ -121,7 +129,7 @@ def retire(storage: Storage, directory: str, step: int) -> str:
 
 
 def retire_replaced(storage: Storage) -> None:
-    """Remove the versions that were kept for readers who have gone; leaves what cannot be."""
+    """Remove the versions whose readers are done; leaves those that cannot be removed."""
     for name in storage.list(""):
         step = parse_replaced_dir(name)
         if step is not None:

@@ -28,12 +28,12 @@ class Candidate:
 
 
 class Policy:
-    """Says which of some checkpoints to keep; `a | b` keeps what either keeps."""
+    """Chooses which of several checkpoints to keep; `a | b` keeps what either keeps."""
 
     __slots__ = ()
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """Step -> why it stays, of those that stay. `candidates`: by step, ascending."""
+        """Step -> why it stays, for those that stay; `candidates` come by step, ascending."""
         raise NotImplementedError
 
     def __or__(self, other: Policy) -> AnyOf:
@@ -153,7 +153,7 @@ class KeepTagged(Policy):
     names: tuple[str, ...] = ()
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """By the tags beside the checkpoints."""
+        """By the tags in the directory of the checkpoints."""
         kept = {}
         for candidate in candidates:
             tags = [tag for tag in candidate.tags if self._matches(tag)]
@@ -170,12 +170,7 @@ def number_at(parts: Mapping[str, Node], path: str) -> float | None:
 
     Values that differ by rank and numbers kept as tensors have no one number here.
     """
-    for name, node in parts.items():
-        if path == name or path.startswith(f"{name}."):
-            value = _number(node, path[len(name) + 1 :])
-            if value is not None:
-                return value
-    return None
+    return _number(dict(parts), path) if path else None
 
 
 def _number(node: Node, path: str) -> float | None:

@@ -1,9 +1,9 @@
 """Removing old checkpoints by a policy, without ever risking the one a run would restart from.
 
 Whatever fails, this stays: the newest checkpoint that proves sound and everything newer (saves
-under way, damaged or uncommitted steps), every checkpoint that somebody reads, that cannot be
+in progress, damaged or uncommitted steps), every checkpoint that is being read, that cannot be
 judged, or that has changed since the plan was made; and nothing is followed or removed through a
-link. A checkpoint goes by a rename first, so that it is either whole or gone.
+link. A checkpoint is renamed before it is removed, so that it is either whole or gone.
 """
 
 from __future__ import annotations
@@ -15,17 +15,10 @@ from datetime import UTC, datetime
 
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
-from holdfast.format.leases import mark_reading, mark_removing
-from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from holdfast.format.names import (
-    LATEST,
-    MANIFEST,
-    latest_step,
-    list_steps,
-    parse_step_dir,
-    step_dir,
-)
+from holdfast.format.leases import announce_removal, read_lease
+from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
+from holdfast.format.records import read_manifest
 from holdfast.retention.policies import (
     AnyOf,
     Candidate,
@@ -52,9 +45,9 @@ __all__ = [
     "RetentionPlan",
     "RetentionResult",
     "apply_retention",
-    "mark_reading",
     "plan_retention",
     "prove_sound",
+    "read_lease",
 ]
 
 Prove = Callable[[Storage, str], str | None]
@@ -63,42 +56,43 @@ Prove = Callable[[Storage, str], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """One checkpoint to remove; `stamp` is the digest of its manifest, `tags` those it had then."""
+    """One checkpoint to remove, as it was when the plan was made."""
 
     step: int
     directory: str
     stamp: str
+    """Digest of its manifest."""
     stored_nbytes: int
     tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPlan:
-    """What stays and goes: `keep` step -> why; `remove`, oldest first; `spared` name -> why.
-
-    `spared` are directories no policy is asked about: damaged, uncommitted, unreadable, links.
-    `newest` is the newest sound step, which stays in any case, and `newest_stamp` the digest of its
-    manifest; None when there is none, and then nothing is removed.
-    """
+    """What a policy keeps and what it removes."""
 
     keep: Mapping[int, str]
+    """Step -> why it stays."""
     remove: tuple[Removal, ...]
+    """Oldest first."""
     spared: Mapping[str, str]
+    """Directory -> why no policy was asked about it: damaged, uncommitted, unreadable, a link."""
     newest: int | None
+    """The newest sound step, which stays in any case; without one, nothing is removed."""
     newest_stamp: str
+    """Digest of the newest sound step's manifest."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RetentionResult:
-    """What became of a plan: steps `removed`; step -> why, of those `spared` and `failed`.
-
-    `pointer_problem`: why the pointer file may name a step that is gone; None when it does not.
-    """
+    """The outcome of a plan."""
 
     removed: list[int] = field(default_factory=list)
     spared: dict[int, str] = field(default_factory=dict)
+    """Step -> why it was not removed, though planned."""
     failed: dict[int, str] = field(default_factory=dict)
+    """Step -> why its removal failed."""
     pointer_problem: str | None = None
+    """Why the pointer file may name a step that is gone; None when it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +132,17 @@ def plan_retention(
 ) -> RetentionPlan:
     """Decide what stays and what goes; touches nothing.
 
-    `prove` is asked from the newest step down until one is sound; policies choose among that one
-    and the older ones. Raises CorruptionError for a tag that cannot be read, StorageError when the
-    directory cannot be listed. Cost: every manifest once, the index of the newest step or steps.
+    Args:
+        storage: The directory of checkpoints.
+        policy: Chooses among the newest sound step and the older ones.
+        now: The time that ages are counted from; by default this machine's.
+        prove: Called from the newest step down until one is sound.
+
+    Raises:
+        CorruptionError: A tag cannot be read: what it protects is unknown.
+        StorageError: The directory cannot be listed.
+
+    Cost: every manifest once, the index of the newest step or steps.
     """
     if not storage.is_dir(""):
         return RetentionPlan(keep={}, remove=(), spared={}, newest=None, newest_stamp="")
@@ -188,12 +190,18 @@ def apply_retention(
     *,
     on_step: Callable[[Removal], None] | None = None,
 ) -> RetentionResult:
-    """Remove what a plan says, oldest first; look again at each before it goes.
+    """Remove what a plan says, oldest first, checking each again before it is removed.
 
-    A checkpoint that is being read, was saved anew or tagged since, or has become a link is spared;
-    so is every one when the newest sound checkpoint is no longer as it was. One that cannot be
-    removed does not stop the others. `on_step` is called before each. Raises nothing itself: see
-    `failed`. Cost per removal: two small files, one rename, the deletions.
+    A checkpoint that is being read, was saved again or tagged since, or has become a link is
+    spared; so is every one when the newest sound checkpoint is no longer as it was. One that cannot
+    be removed does not stop the others; nothing is raised: see `failed`.
+
+    Args:
+        storage: The directory of checkpoints.
+        plan: From `plan_retention`.
+        on_step: Called before each removal.
+
+    Cost: per removal two small files, one rename, the deletions.
     """
     result = RetentionResult()
     for removal in plan.remove:
@@ -218,7 +226,7 @@ def apply_retention(
 
 
 def _not_committed(storage: Storage, committed: set[int]) -> dict[str, str]:
-    """Names of steps that are no checkpoints: never touched, but said."""
+    """Names of steps that are no checkpoints, and why: never touched, but reported."""
     spared = {}
     for name in storage.list(""):
         step = parse_step_dir(name)
@@ -247,48 +255,44 @@ def _newest_sound(
     return None
 
 
-def _read_manifest(storage: Storage, directory: str) -> tuple[str, Manifest]:
-    """Digest of the manifest's file, and the manifest."""
-    path = f"{directory}/{MANIFEST}"
-    if storage.size(path) > MAX_MANIFEST_NBYTES:
-        raise CorruptionError(f"{storage.describe(path)}: larger than any manifest may be")
-    data = storage.read(path)
-    return digest128(data), decode_manifest(data, place=storage.describe(path))
+def _stamp(storage: Storage, directory: str) -> str:
+    return digest128(read_manifest(storage, directory)[0])
 
 
 def _read_step(storage: Storage, step: int, tags: Mapping[int, tuple[str, ...]]) -> _Committed:
-    stamp, manifest = _read_manifest(storage, step_dir(step))
+    data, manifest = read_manifest(storage, step_dir(step))
     if manifest.step != step:
         raise CorruptionError(f"its manifest is of step {manifest.step}")
     candidate = Candidate(
         step=step, created=manifest.created, parts=manifest.parts, tags=tags.get(step, ())
     )
-    nbytes = manifest.totals.stored_nbytes
-    return _Committed(stamp=stamp, candidate=candidate, stored_nbytes=nbytes)
+    return _Committed(
+        stamp=digest128(data), candidate=candidate, stored_nbytes=manifest.totals.stored_nbytes
+    )
 
 
 def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | None:
-    """Remove one checkpoint, or say what stands against it."""
+    """Remove one checkpoint, or say why it must not be removed."""
     directory = removal.directory
     if plan.newest is None or removal.step >= plan.newest:
         return "not older than the newest sound checkpoint"
-    with mark_removing(storage, directory) as readers:
+    with announce_removal(storage, directory) as readers:
         if readers:
             return f"being read by {', '.join(readers)}"
         if not storage.exists(directory):
-            return "gone already: somebody else removed it"
+            return "gone already: another process removed it"
         if not storage.is_dir(directory):
             return "a link or a file: not followed"
-        if _read_manifest(storage, directory)[0] != removal.stamp:
-            return "saved anew since the plan was made"
+        if _stamp(storage, directory) != removal.stamp:
+            return "saved again since the plan was made"
         tags = set(_tags_of_steps(storage).get(removal.step, ())) - set(removal.tags)
         if tags:
             return f"tagged {', '.join(sorted(tags))} since the plan was made"
-        if _read_manifest(storage, step_dir(plan.newest))[0] != plan.newest_stamp:
+        if _stamp(storage, step_dir(plan.newest)) != plan.newest_stamp:
             return f"step {plan.newest}, which would be restarted from, has changed meanwhile"
-        # Judged once more when it has lost its name: what goes is that, and no version saved since.
+        # Checked once more when it has lost its name: a version saved since must not be removed.
         storage.remove_tree(
-            directory, only_if=lambda aside: _read_manifest(storage, aside)[0] == removal.stamp
+            directory, only_if=lambda aside: _stamp(storage, aside) == removal.stamp
         )
         if storage.exists(directory):
             return "saved again since the plan was made"
@@ -296,7 +300,8 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
 
 
 def _repoint(storage: Storage, gone: set[int]) -> None:
-    """The pointer file must not name a step that has gone; another pointer is left alone."""
+    """Let the pointer file not name a step that is gone; any other content is left alone."""
+    # Repeated, as the step that it is pointed to may be removed by another process meanwhile.
     while True:
         if not storage.exists(LATEST):
             return

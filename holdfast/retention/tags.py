@@ -1,11 +1,11 @@
-"""Tags: names for steps, kept as small files `tags/<name>` beside the checkpoints."""
+"""Tags: names for steps, kept as small files `tags/<name>` next to the checkpoints."""
 
 from __future__ import annotations
 
 import re
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.format.leases import mark_reading
+from holdfast.format.leases import read_lease
 from holdfast.format.names import list_steps, step_dir
 from holdfast.storage import Storage
 
@@ -19,11 +19,13 @@ def set_tag(storage: Storage, name: str, *, step: int) -> None:
     """Give a committed step a name; a tag of that name moves.
 
     Durable when it returns; a reader sees the old or the new step, and a retention at the same
-    time either sees the tag or has removed the step before. Raises ConfigError for a name that no
-    tag can have, or a step that is not committed.
+    time either sees the tag or has removed the step before.
+
+    Raises:
+        ConfigError: No tag can have that name, or the step is not committed.
     """
     path = _path(name)
-    with mark_reading(storage, step_dir(step)):
+    with read_lease(storage, step_dir(step)):
         steps = list_steps(storage)
         if step not in steps:
             known = ", ".join(map(str, steps[-8:])) or "none"
@@ -47,8 +49,9 @@ def remove_tag(storage: Storage, name: str) -> None:
 def list_tags(storage: Storage) -> dict[str, int]:
     """Every tag and its step, by name; a step may have several names, or be gone.
 
-    Raises CorruptionError for a tag whose file cannot be understood: what it protects is unknown;
-    StorageError when `tags` is a link or a file.
+    Raises:
+        CorruptionError: The file of a tag cannot be read: what it protects is unknown.
+        StorageError: `tags` is a link or a file.
     """
     if not storage.exists(TAGS_DIR):
         return {}
@@ -61,7 +64,8 @@ def list_tags(storage: Storage) -> dict[str, int]:
         match = _STEP.fullmatch(data)
         if match is None:
             raise CorruptionError(
-                f"{storage.describe(path)}: {data[:40]!r} is no step; set the tag anew or remove it"
+                f"{storage.describe(path)}: {data[:40]!r} is no step; set the tag again or "
+                f"remove it"
             )
         tags[name] = int(match[1])
     return tags

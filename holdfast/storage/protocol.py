@@ -1,10 +1,4 @@
-"""The storage protocol: what a place for checkpoints must be able to do.
-
-Paths are relative strings with "/" between names; "" is the root. A path that could leave the
-root (absolute, "..", ".", empty name, NUL) is refused with StorageError before anything happens,
-and symbolic links below the root are never followed. Every failure is a StorageError that says
-what, where, why and what to do.
-"""
+"""The storage protocol: what a place for checkpoints must be able to do, see `Storage`."""
 
 from __future__ import annotations
 
@@ -48,7 +42,35 @@ class Sink(Protocol):
 
 
 class Storage(Protocol):
-    """A directory tree of files. See the module text for paths, links and errors."""
+    """A directory tree of files, seen alike by all processes of a job.
+
+    Paths are relative strings with "/" between names; "" is the root. A path that could leave the
+    root (absolute, "..", ".", empty name, NUL) is refused before anything happens, and symbolic
+    links below the root are never followed. Every failure is a StorageError that says what, where,
+    why and what to do.
+
+    What a store must promise, and what depends on it:
+
+    1. *Atomic rename.* `rename_dir` gives a directory its new name at once or not at all, and
+       fails where the name is taken. A checkpoint is committed by this step alone.
+    2. *Atomic replacement.* `write_file` and `replace_file` show the old or the new content, never
+       a part. The pointer file, tags, records and leases depend on it.
+    3. *Durable after sync.* What `Sink.sync` was called for, and every name after `sync_dir` or
+       after an operation with `durable=True`, is still there when the machine has stopped, and
+       becomes durable in the order of these calls. A committed checkpoint depends on it.
+    4. *Read after write, across processes.* A process that lists a directory or opens a file after
+       another one has closed, renamed or removed something there sees it, if it has itself written
+       to that directory before (which makes a network file system's client look again). The
+       committer's wait for the ranks' records and the leases of readers depend on it.
+    5. *Exclusive creation.* `create` fails where the name is taken. Two writers never share a file.
+    6. *Open files live on.* A pinned or open file gives the bytes it had when it was opened, or an
+       error, whatever is renamed over it. A load during an overwrite depends on it.
+    7. *One clock.* `age_s` compares times of one clock, good to some seconds, for all processes.
+       Leases, heartbeats and repair depend on it; without it, what is alive could look dead.
+
+    `exchange_dir` may be two renames, and `sync_dir` may do nothing where directories cannot be
+    synced: promise 3 then is the file system's own.
+    """
 
     def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         """`nbytes` bytes from `start` (None: to the end); a shorter file is an error."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import Partial, combine
@@ -19,11 +19,11 @@ from holdfast.format.values import Node, merge_nodes
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader
 
 
-def _ints(data: bytes) -> npt.NDArray[np.int64]:
+def _ints(data: bytes) -> IntArray:
     return np.frombuffer(data, dtype=np.int64)
 
 
-def _words(data: bytes) -> npt.NDArray[np.uint64]:
+def _words(data: bytes) -> WordArray:
     return np.frombuffer(data, dtype=np.uint64)
 
 
@@ -33,7 +33,7 @@ def build_index(plan: CommitPlan, records: list[DoneRecord]) -> ChunkIndex:
     planned = plan.row_nbytes
     starts = np.zeros(plan.num_rows, dtype=np.int64)
     counts = np.zeros(plan.num_rows, dtype=np.int64)
-    digests: list[npt.NDArray[np.uint64]] = []
+    digests: list[WordArray] = []
     for number, position in enumerate(plan.writers):
         record = records[position]
         rows = np.flatnonzero(plan.row_file == number)
@@ -68,9 +68,9 @@ def build_index(plan: CommitPlan, records: list[DoneRecord]) -> ChunkIndex:
 
 def _first_difference(
     plan: CommitPlan,
-    rows: npt.NDArray[np.int64],
-    planned: npt.NDArray[np.int64],
-    written: npt.NDArray[np.int64],
+    rows: IntArray,
+    planned: IntArray,
+    written: IntArray,
     where: str,
 ) -> str:
     if len(planned) != len(written):
@@ -116,9 +116,7 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
     )
 
 
-def _describe_drift(
-    plan: CommitPlan, reported: npt.NDArray[np.uint64], rows: npt.NDArray[np.int64]
-) -> str:
+def _describe_drift(plan: CommitPlan, reported: WordArray, rows: IntArray) -> str:
     by_content: dict[int, list[int]] = defaultdict(list)
     for row in rows.tolist():
         by_content[int(reported[row])].append(plan.ranks[int(plan.check_position[row])])

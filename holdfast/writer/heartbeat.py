@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from holdfast.errors import StorageError
-from holdfast.format.leases import DEFAULT_LIFE_S, READING_DIR, quiet_s
+from holdfast.format.leases import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
 from holdfast.storage import Storage
 from holdfast.writer.records import ALIVE_FILE
@@ -35,7 +35,7 @@ class Heartbeat:
         self._storage = storage
         self._directory = directory
         step, save_id = parse_saving_dir(directory) or (0, "")
-        self._path = f"{READING_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
+        self._path = f"{LEASES_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
         self._stop = threading.Event()
         self._resting = False
         self._thread = threading.Thread(target=self._run, name="holdfast-heartbeat", daemon=True)
@@ -68,7 +68,7 @@ class Heartbeat:
             with suppress(StorageError):
                 if self._resting and self._storage.exists(f"{self._directory}/{ALIVE_FILE}"):
                     break
-                self._storage.make_dir(READING_DIR, durable=False)
+                self._storage.make_dir(LEASES_DIR, durable=False)
                 word = f"{time.time():.3f}".encode()
                 has_beaten = True
                 self._storage.replace_file(self._path, word, durable=False)
@@ -91,7 +91,7 @@ def silent_s(storage: Storage, directory: str) -> float:
     for path in signs:
         try:
             data = storage.read(path, nbytes=min(storage.size(path), _NAMED_NBYTES))
-            found = min(found, quiet_s(storage, path, said=_time_in(data)))
+            found = min(found, renewed_ago_s(storage, path, stamp=_time_in(data)))
         except StorageError:
             if storage.exists(path):
                 raise
@@ -102,19 +102,19 @@ def clear_beats(storage: Storage) -> None:
     """Remove the signs of processes that have long been gone."""
     for path, _ in _beats(storage):
         with suppress(StorageError):
-            if storage.age_s(path) > DEFAULT_LIFE_S:
+            if storage.age_s(path) > DEFAULT_LEASE_S:
                 storage.remove_tree(path)
 
 
 def _beats(storage: Storage) -> list[tuple[str, str]]:
     """Path and save id of every heartbeat."""
-    if not storage.is_dir(READING_DIR):
+    if not storage.is_dir(LEASES_DIR):
         return []
     found = []
-    for name in storage.list(READING_DIR):
+    for name in storage.list(LEASES_DIR):
         match = _BEAT.fullmatch(name)
         if match is not None:
-            found.append((f"{READING_DIR}/{name}", match[1]))
+            found.append((f"{LEASES_DIR}/{name}", match[1]))
     return found
 
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.arrays.boxes import Box
+from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.fingerprint import fingerprint_box
@@ -310,9 +310,9 @@ class _Hasher(threading.Thread):
         self._job = job
         self._image = image
         self._gate = gate
-        self.pointers: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
-        self.digests: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
-        self.lanes: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+        self.pointers: IntArray = np.zeros(1, dtype=np.int64)
+        self.digests: WordArray = np.zeros(0, dtype=np.uint64)
+        self.lanes: WordArray = np.zeros(0, dtype=np.uint64)
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -320,7 +320,7 @@ class _Hasher(threading.Thread):
         try:
             starts = np.frombuffer(self._job.starts, dtype=np.int64)
             ends = starts + np.frombuffer(self._job.row_nbytes, dtype=np.int64)
-            digests: list[npt.NDArray[np.uint64]] = [self.digests] * len(starts)
+            digests: list[WordArray] = [self.digests] * len(starts)
             lanes = [(0, 0)] * len(self._job.row_boxes)
             for row in np.lexsort((ends, starts)).tolist():
                 start, end = int(starts[row]), int(ends[row])

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
@@ -59,22 +59,22 @@ class CommitPlan:
     shapes: tuple[tuple[int, ...], ...]
     tensor_layouts: tuple[int, ...]
     writers: tuple[int, ...]
-    row_tensor: npt.NDArray[np.int64]
-    row_file: npt.NDArray[np.int64]
-    row_offset: npt.NDArray[np.int64]
-    row_extent: npt.NDArray[np.int64]
-    row_copy: npt.NDArray[np.int64]
-    check_group: npt.NDArray[np.int64]
-    check_position: npt.NDArray[np.int64]
-    check_tensor: npt.NDArray[np.int64]
+    row_tensor: IntArray
+    row_file: IntArray
+    row_offset: IntArray
+    row_extent: IntArray
+    row_copy: IntArray
+    check_group: IntArray
+    check_position: IntArray
+    check_tensor: IntArray
 
     @property
-    def row_nbytes(self) -> npt.NDArray[np.int64]:
+    def row_nbytes(self) -> IntArray:
         """Payload bytes of each row."""
         if self.num_rows == 0:
             return np.zeros(0, dtype=np.int64)
         itemsize = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
-        numel: npt.NDArray[np.int64] = self.row_extent.prod(axis=1, dtype=np.int64)
+        numel: IntArray = self.row_extent.prod(axis=1, dtype=np.int64)
         return numel * itemsize[self.row_tensor]
 
     @property
@@ -203,7 +203,7 @@ def unseal(data: bytes, kind: type[T], *, where: str) -> T:
         raise CorruptionError(f"{where}: not a {kind.__name__}: {error}") from error
 
 
-def column(values: Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint64]) -> bytes:
+def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
     """Little-endian 64-bit bytes of a column of integers; the sign is the reader's matter."""
     array = np.asarray(values)
     if array.dtype != np.uint64:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.posix import syscalls as linux
+from holdfast.storage.posix import syscalls
 
 Act = Callable[[], None]
 _CALLS = (
@@ -43,8 +43,8 @@ class Boundaries:
         for name in _CALLS:
             monkey.setattr(os, name, self._wrap(name, getattr(os, name)))
         for name in _LINUX:
-            if hasattr(linux, name):
-                monkey.setattr(linux, name, self._wrap(name, getattr(linux, name)))
+            if hasattr(syscalls, name):
+                monkey.setattr(syscalls, name, self._wrap(name, getattr(syscalls, name)))
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

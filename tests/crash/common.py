@@ -8,7 +8,7 @@ import torch
 
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
 from holdfast.checkpoint.plan.cache import PLANS_DIR
-from holdfast.format.leases import READING_DIR
+from holdfast.format.leases import LEASES_DIR
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.verify import verify_snapshot
 from holdfast.writer.repair import repair
@@ -63,7 +63,7 @@ def leftovers(root: Path) -> list[str]:
     return sorted(
         n
         for n in names
-        if n not in (LATEST, READING_DIR, PLANS_DIR, "lost+found") and not n.startswith("iter_")
+        if n not in (LATEST, LEASES_DIR, PLANS_DIR, "lost+found") and not n.startswith("iter_")
     )
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.leases import READING_DIR
-from holdfast.storage.posix import syscalls as linux
+from holdfast.format.leases import LEASES_DIR
+from holdfast.storage.posix import syscalls
 
 _SECTOR = 512
 
@@ -73,7 +73,7 @@ class Recorder:
             ):  # fmt: skip
                 monkey.setattr(os, name, self._watch(name, getattr(os, name)))
             for name in ("allocate", "rename_noreplace", "rename_exchange"):
-                monkey.setattr(linux, name, self._watch(name, getattr(linux, name)))
+                monkey.setattr(syscalls, name, self._watch(name, getattr(syscalls, name)))
             yield
 
     def expect(self, expectation: object) -> None:
@@ -276,7 +276,7 @@ def write_tree(place: Path, tree: Tree) -> None:
     """Make a tree real, without marks: who gave them has gone with the machine."""
     place.mkdir()
     for name, content in tree.items():
-        if name == READING_DIR:
+        if name == LEASES_DIR:
             continue
         if isinstance(content, dict):
             write_tree(place / name, content)

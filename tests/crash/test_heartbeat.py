@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups
 from holdfast.checkpoint.save import executor as send
-from holdfast.format.leases import READING_DIR, mark_reading, readers_of
+from holdfast.format.leases import LEASES_DIR, read_lease, readers_of
 from holdfast.format.names import parse_saving_dir
 from holdfast.format.verify import verify_snapshot
 from holdfast.writer import heartbeat, job
@@ -80,7 +80,7 @@ def test_a_save_with_a_slow_rank_is_left_alone(tmp_path: Path, slow: int, mode: 
     assert any("last sign of life" in why for _, why in said)
     assert versions(tmp_path) == {5: 5}
     assert leftovers(tmp_path) == []
-    assert list((tmp_path / READING_DIR).iterdir()) == []
+    assert list((tmp_path / LEASES_DIR).iterdir()) == []
 
 
 def _die(context: RankContext, root: str) -> None:
@@ -119,16 +119,16 @@ def test_signs_are_judged_by_the_clock_of_the_storage(
     real = time.time
     with monkeypatch.context() as there:
         there.setattr(time, "time", lambda: real() + off_s)
-        with Heartbeat(storage, saving, position=3), mark_reading(storage, "iter_0000001"):
+        with Heartbeat(storage, saving, position=3), read_lease(storage, "iter_0000001"):
             time.sleep(0.5)
-            (beat,) = (tmp_path / READING_DIR).glob("*.save-*")
+            (beat,) = (tmp_path / LEASES_DIR).glob("*.save-*")
             os.utime(tmp_path / saving, (1, 1))
             there.setattr(time, "time", real)
             assert silent_s(storage, saving) < 10
             assert [f.fate for f in repair(storage, alive_s=10)] == ["alive"]
             assert len(readers_of(storage, "iter_0000001")) == 1
             data = beat.read_bytes()
-    assert list((tmp_path / READING_DIR).iterdir()) == []
+    assert list((tmp_path / LEASES_DIR).iterdir()) == []
     # The same sign, left by one who died a minute ago: no clock helps it.
     beat.write_bytes(data)
     minute = real() - 60

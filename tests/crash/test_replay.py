@@ -16,13 +16,13 @@ import torch
 
 from holdfast import Checkpointer, KeepLast, PosixStorage
 from holdfast.errors import HoldfastError
-from holdfast.format.leases import READING_DIR, mark_reading
+from holdfast.format.leases import LEASES_DIR, read_lease
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import TAGS_DIR, list_tags, remove_tag, set_tag
-from holdfast.storage.posix import syscalls as linux
+from holdfast.storage.posix import syscalls
 from holdfast.writer.repair import repair
 from tests.crash.common import leftovers
 from tests.crash.replay import Frozen, Op, Recorder, after_loss, losses, pending, write_tree
@@ -107,7 +107,7 @@ def saves(scenario: Scenario) -> None:
     scenario.save(1, 12)
     scenario.save(2, 21, mode="async")
     scenario.tag("best", 2)
-    with mark_reading(scenario.storage, step_dir(2)):
+    with read_lease(scenario.storage, step_dir(2)):
         scenario.save(2, 22, mode="async")
     scenario.untag("best")
     scenario.keep_last(1)
@@ -203,7 +203,7 @@ def pointer_problem(tree: dict[str, object], expect: Expect) -> str:
 def _brief(tree: object) -> object:
     if isinstance(tree, dict):
         return {
-            name: _brief(content) for name, content in tree.items() if name not in (READING_DIR,)
+            name: _brief(content) for name, content in tree.items() if name not in (LEASES_DIR,)
         }
     assert isinstance(tree, bytes)
     return hashlib.blake2b(tree, digest_size=16).digest()
@@ -226,7 +226,7 @@ def _version(storage: PosixStorage, step: int) -> int:
 def record(base: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Op]:
     """The trace of a scenario."""
     if "no exchange" in name:
-        monkeypatch.setattr(linux, "rename_exchange", lambda *args, **kwargs: False)
+        monkeypatch.setattr(syscalls, "rename_exchange", lambda *args, **kwargs: False)
     scenario = Scenario(base)
     with scenario.recorder.recording():
         SCENARIOS[name](scenario)

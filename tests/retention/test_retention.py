@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptionError, StorageError
-from holdfast.format.leases import mark_reading
+from holdfast.format.leases import read_lease
 from holdfast.format.names import step_dir
 from holdfast.retention.removal import (
     KeepBest,
@@ -225,7 +225,7 @@ def test_a_step_that_became_a_link_after_the_plan_is_spared(tmp_path: Path) -> N
 def test_a_checkpoint_being_read_stays(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2, 3])
     plan = plan_retention(storage, KeepLast(1))
-    with mark_reading(PosixStorage(tmp_path), "iter_0000001") as reading:
+    with read_lease(PosixStorage(tmp_path), "iter_0000001") as reading:
         assert reading.problem is None
         result = apply_retention(storage, plan)
         assert result.removed == [2]
@@ -245,8 +245,8 @@ def test_what_changed_since_the_plan_stays(tmp_path: Path) -> None:
     result = apply_retention(storage, plan)
     assert result.removed == [4]  # it had its tag when the plan was made
     assert result.spared == {
-        1: "saved anew since the plan was made",
-        2: "gone already: somebody else removed it",
+        1: "saved again since the plan was made",
+        2: "gone already: another process removed it",
         3: "tagged dear since the plan was made",
     }
 
@@ -285,7 +285,7 @@ def test_a_tag_that_cannot_be_read_stops_everything(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2])
     set_tag(storage, "keep", step=1)
     (tmp_path / "tags/keep").write_bytes(b"one\n")
-    with pytest.raises(CorruptionError, match="set the tag anew"):
+    with pytest.raises(CorruptionError, match="set the tag again"):
         plan_retention(storage, KeepLast(1))
     shutil.rmtree(tmp_path / "tags")
     (tmp_path / "tags").symlink_to(tmp_path)

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.checkpoint.save.handshake import refuse_disagreement
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.format.leases import mark_reading
+from holdfast.format.leases import read_lease
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.records import Records, read_records
 from holdfast.format.versions import save_id_of
@@ -163,7 +163,7 @@ class Finder:
             with ExitStack() as stack:
                 try:
                     # The lease first, so that what is read cannot be removed.
-                    lease = stack.enter_context(mark_reading(self._storage, directory))
+                    lease = stack.enter_context(read_lease(self._storage, directory))
                     records = read_records(self._storage, directory)
                 except StorageError:
                     # Still there: then it is unreadable, and was not removed.
@@ -171,7 +171,7 @@ class Finder:
                         raise
                     continue
                 save_id = records.decoded.save_id if records.decoded is not None else ""
-                lease.of_version(save_id)
+                lease.set_version(save_id)
                 leases.push(stack.pop_all())
                 return chosen, save_id, records
         raise StorageError(f"{self._storage.describe('')}: no checkpoint there stays long enough")

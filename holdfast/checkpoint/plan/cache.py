@@ -21,7 +21,7 @@ from holdfast.arrays.box_table import BoxTable, pad_shapes
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.packed_ints import MAX_NBYTES, pack_ints, squeeze, unpack_ints, unsqueeze
 from holdfast.arrays.tiling import check_tilings
-from holdfast.arrays.types import IntArray as Ints
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.plan.claims import UNDECLARED, RankClaims, decode_names
 from holdfast.checkpoint.plan.make_plan import RankShare
 from holdfast.errors import HoldfastError
@@ -52,8 +52,8 @@ class PlanRecord:
 
     signatures: tuple[str, ...]
     compare_all: bool
-    check_offset: Ints
-    check_extent: Ints
+    check_offset: IntArray
+    check_extent: IntArray
 
     @classmethod
     def make(
@@ -251,7 +251,7 @@ class _Proof:
         _need((plan.row_copy == 0).all())
         _need((np.diff(plan.row_file) >= 0).all())
 
-    def _same_tensors(self) -> Ints:
+    def _same_tensors(self) -> IntArray:
         """For each tensor of this rank its number in the plan, where it is the same tensor."""
         plan, names = self._plan, decode_names(self._table.names)
         numbers = {key: number for number, key in enumerate(plan.keys)}
@@ -268,7 +268,7 @@ class _Proof:
     def _tiles(self) -> None:
         _need(not check_tilings(self._rows, self._plan.shapes))
 
-    def _checks(self, own: BoxTable) -> tuple[Ints, set[tuple[int, int]]]:
+    def _checks(self, own: BoxTable) -> tuple[IntArray, set[tuple[int, int]]]:
         """This rank's rows to vouch for; and (row, position) of all that vouch with it.
 
         All members of a group must vouch for one and the same box.
@@ -305,7 +305,7 @@ class _Proof:
         held += [self._pieces(own, row, writers) for row in np.flatnonzero(exact < 0).tolist()]
         self._judge(np.concatenate(held), vouched)
 
-    def _pieces(self, own: BoxTable, row: int, writers: Ints) -> Ints:
+    def _pieces(self, own: BoxTable, row: int, writers: IntArray) -> IntArray:
         """(row, writer) of the plan's rows that share an element with a box: they must fill it."""
         rows, low, high = self._rows, own.offset[row], own.stop[row]
         shared = rows.tensor == own.tensor[row]
@@ -315,7 +315,7 @@ class _Proof:
         _need(parts.numel().sum() == own.extent[row].prod())
         return np.array([(row, w) for w in np.unique(writers[shared]).tolist()], dtype=np.int64)
 
-    def _judge(self, held: Ints, vouched: set[tuple[int, int]]) -> None:
+    def _judge(self, held: IntArray, vouched: set[tuple[int, int]]) -> None:
         """Each writer of each of this rank's boxes: itself, a declared replica, or compared."""
         holder, table = self._holder, self._table
         others = held[held[:, 1] != holder.position]
@@ -333,7 +333,7 @@ class _Proof:
         for row, writer in others[~trusted].tolist():
             _need((row, writer) in vouched)
 
-    def _own_rows(self, own: BoxTable) -> tuple[int, Ints, dict[int, Box]]:
+    def _own_rows(self, own: BoxTable) -> tuple[int, IntArray, dict[int, Box]]:
         """The rows that this rank writes, found in its own table: whole boxes, or parts of them."""
         plan = self._plan
         if self._holder.position not in plan.writers:
@@ -353,10 +353,10 @@ class _Proof:
         return file, rows, cuts
 
 
-def _all_used(values: Ints, count: int) -> None:
+def _all_used(values: IntArray, count: int) -> None:
     """The numbers 0 to `count` - 1, each of them at least once."""
     _need(np.array_equal(np.unique(values), np.arange(count)))
 
 
-def _within(values: Ints, count: int) -> None:
+def _within(values: IntArray, count: int) -> None:
     _need(not len(values) or 0 <= int(values.min()) <= int(values.max()) < count)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsqueeze
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.plan.cache import (
     Holder,
     PlanRecord,
@@ -76,7 +76,7 @@ class RankPlan:
     checks: tuple[int, ...]
     names: tuple[str, ...]
     image: Image
-    row_nbytes: npt.NDArray[np.int64]
+    row_nbytes: IntArray
     row_boxes: tuple[RowBox, ...]
     total_nbytes: int
     num_tensors: int

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.errors import PlanError
 from holdfast.format.image import Image
@@ -176,8 +176,8 @@ class Staging:
     image: Image
     view: memoryview
     destinations: tuple[torch.Tensor, ...]
-    starts: npt.NDArray[np.int64]
-    row_nbytes: npt.NDArray[np.int64]
+    starts: IntArray
+    row_nbytes: IntArray
     slices: tuple[ImageSlice, ...]
     whole: ImageSlice
 
@@ -243,9 +243,7 @@ def prepare_staging(
     )
 
 
-def _cut_slices(
-    starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], end: int, limit: int
-) -> tuple[ImageSlice, ...]:
+def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tuple[ImageSlice, ...]:
     """All rows in the order of the image, in slices of at least `limit` bytes but for the last."""
     order = np.lexsort((nbytes, starts))
     ends = (starts + nbytes)[order]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.arrays.boxes import split_box
-from holdfast.cli.support.elements import Values, decode_elements, read_box
+from holdfast.arrays.types import AnyArray, FloatArray
+from holdfast.cli.support.elements import decode_elements, read_box
 from holdfast.errors import HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot
@@ -22,8 +22,6 @@ _WHOLE_TAGS = (
     "set", "frozenset", "tensor", "array", "transient",
 )  # fmt: skip
 _PAIR_TAGS = ("dict", "odict", "counter", "defaultdict")
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +196,7 @@ class _DifferenceSums:
                 self.squares += float((finite**2).sum())
             self.num_differing += len(a) - self._num_close(a, b, distance)
 
-    def _num_close(self, a: Values, b: Values, distance: Floats) -> int:
+    def _num_close(self, a: AnyArray, b: AnyArray, distance: FloatArray) -> int:
         if self._tolerance.is_exact:
             return 0
         size = np.abs(b.astype(np.complex128 if b.dtype.kind == "c" else np.float64))
@@ -208,7 +206,7 @@ class _DifferenceSums:
         return int(close.sum())
 
 
-def _distance(a: Values, b: Values) -> Floats:
+def _distance(a: AnyArray, b: AnyArray) -> FloatArray:
     """|b - a| of each element; exact for integers before it is rounded to float64."""
     if a.dtype.kind in "iu":
         # max - min always fits the unsigned type of the same width, even where b - a overflows.
@@ -216,6 +214,6 @@ def _distance(a: Values, b: Values) -> Floats:
         high, low = (m.astype(wide).view(np.uint64) for m in (np.maximum(a, b), np.minimum(a, b)))
         return (high - low).astype(np.float64)
     if a.dtype.kind == "c":
-        magnitude: Floats = np.abs(b.astype(np.complex128) - a.astype(np.complex128))
+        magnitude: FloatArray = np.abs(b.astype(np.complex128) - a.astype(np.complex128))
         return magnitude
     return np.abs(b.astype(np.float64) - a.astype(np.float64))

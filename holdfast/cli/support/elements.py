@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.arrays.boxes import Box, split_box
+from holdfast.arrays.types import AnyArray
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot
-
-Values = npt.NDArray[np.generic]
 
 PIECE_NBYTES = 8 << 20
 """Bytes of a tensor that are in memory at once."""
@@ -32,7 +31,7 @@ def read_box(snapshot: Snapshot, key: str, box: Box) -> bytearray:
     return data
 
 
-def decode_elements(data: bytes | bytearray, dtype: str) -> Values:
+def decode_elements(data: bytes | bytearray, dtype: str) -> AnyArray:
     """The elements in bytes of a dtype, as a flat array of a type that numpy has; exact."""
     native = DTYPES[dtype].numpy
     if native is not None:

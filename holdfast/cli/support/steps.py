@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.cli.support.messages import counted
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.leases import Reading, mark_reading
+from holdfast.format.leases import Lease, read_lease
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import save_id_of
@@ -161,17 +161,17 @@ def open_checkpoint(path: Path, *, step: int | None = None) -> Iterator[OpenChec
         CorruptionError: manifest or index are damaged.
     """
     with (
-        lease_checkpoint(path, step=step) as (checkpoint, reading),
+        lease_checkpoint(path, step=step) as (checkpoint, lease),
         Snapshot.open(checkpoint.storage, checkpoint.directory) as snapshot,
     ):
-        reading.of_version(snapshot.manifest.save_id)
+        lease.set_version(snapshot.manifest.save_id)
         yield OpenCheckpoint(snapshot=snapshot, label=checkpoint.label)
 
 
 @contextmanager
 def lease_checkpoint(
     path: Path, *, step: int | None = None
-) -> Iterator[tuple[StoredCheckpoint, Reading]]:
+) -> Iterator[tuple[StoredCheckpoint, Lease]]:
     """The checkpoint meant by a path; until this is closed, no process removes it.
 
     Retention may remove the newest step just before the lease is written. There is a newer one
@@ -185,16 +185,14 @@ def lease_checkpoint(
         checkpoint = _from_above(path, find_checkpoint(path, step=step))
         with ExitStack() as stack:
             try:
-                reading = stack.enter_context(
-                    mark_reading(checkpoint.storage, checkpoint.directory)
-                )
+                lease = stack.enter_context(read_lease(checkpoint.storage, checkpoint.directory))
             except StorageError:
                 if not left:
                     raise
                 continue
             if left and save_id_of(checkpoint.storage, checkpoint.directory) is None:
                 continue
-            yield checkpoint, reading
+            yield checkpoint, lease
             return
 
 

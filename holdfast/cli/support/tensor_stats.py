@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.cli.support.elements import Values, decode_elements, read_elements
+from holdfast.arrays.types import AnyArray
+from holdfast.cli.support.elements import decode_elements, read_elements
 from holdfast.format.reader import Snapshot
 
 HEAD_NUMEL = 8
@@ -52,7 +53,7 @@ class _Sums:
         self._is_complex = False
         self._head: list[str] = []
 
-    def add(self, values: Values) -> None:
+    def add(self, values: AnyArray) -> None:
         """Add the elements of a piece."""
         if len(self._head) < HEAD_NUMEL:
             self._head += [str(v) for v in values[: HEAD_NUMEL - len(self._head)].tolist()]
@@ -69,7 +70,7 @@ class _Sums:
         if finite.size:
             self._add_finite(finite)
 
-    def _add_finite(self, finite: Values) -> None:
+    def _add_finite(self, finite: AnyArray) -> None:
         self._is_complex = self._is_complex or finite.dtype.kind == "c"
         size = np.abs(finite.astype(np.complex128)) if finite.dtype.kind == "c" else finite
         low, high = size.min().item(), size.max().item()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from holdfast.arrays.types import ByteArray, IntArray
 from holdfast.errors import ConfigError, MismatchError
 
 VOCAB_SIZE = 256
@@ -29,7 +29,7 @@ SEPARATOR = b"\0"
 class Corpus:
     """All text of a run, in memory, one byte per token."""
 
-    tokens: npt.NDArray[np.uint8]
+    tokens: ByteArray
     """The files' bytes in order, each followed by a separator."""
     num_files: int
     """Files read."""
@@ -107,9 +107,9 @@ class BatchSampler:
                 f"{corpus.source} has {corpus.nbytes} bytes, fewer than one row of "
                 f"--seq-len {seq_len} and its next byte: give more text or a smaller --seq-len"
             )
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+        self._order: tuple[int, IntArray] | None = None
 
-    def rows(self, *, index: int = 0, num_shares: int = 1) -> npt.NDArray[np.int64]:
+    def rows(self, *, index: int = 0, num_shares: int = 1) -> IntArray:
         """This share's rows of the batch at the current position.
 
         Args:
@@ -183,7 +183,7 @@ class BatchSampler:
         return int(self._order[1][position])
 
 
-def epoch_order(num_windows: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def epoch_order(num_windows: int, *, seed: int, epoch: int) -> IntArray:
     """The order of the windows in one epoch: a permutation of range(num_windows).
 
     Sorted by a hash (the finaliser of SplitMix64, Steele et al. 2014) instead of drawn from NumPy's

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import StorageError
-from holdfast.storage.posix import syscalls as linux
+from holdfast.storage.posix import syscalls
 from holdfast.storage.posix.os_errors import storage_error
 
 _DIRECT_ALIGN = 4096
@@ -97,7 +97,7 @@ class PosixSink:
 
     def reserve(self) -> None:
         """Give the file its size, and its blocks where that is possible, so ENOSPC shows early."""
-        if self._nbytes and not linux.allocate(self._fd, self._nbytes):
+        if self._nbytes and not syscalls.allocate(self._fd, self._nbytes):
             os.ftruncate(self._fd, self._nbytes)
 
     def write_at(self, offset: int, buffer: memoryview) -> None:

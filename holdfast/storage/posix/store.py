@@ -1,7 +1,7 @@
 """Storage in a directory of a POSIX file system.
 
 Every path is walked name by name from an open directory, without following links, so that no
-file outside the root can be reached, not even by somebody who swaps names meanwhile.
+file outside the root can be reached, not even when another process swaps names meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import StorageError
-from holdfast.storage.posix import syscalls as linux
+from holdfast.storage.posix import syscalls
 from holdfast.storage.posix.files import PosixSink, PosixSource, read_full, write_full
 from holdfast.storage.posix.os_errors import storage_error
 from holdfast.storage.protocol import Observer, Sink, Source, split_path
@@ -30,14 +30,14 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 _CLOCK_S = 10.0
-"""How long one look at the storage's clock serves."""
+"""How long a reading of the storage's clock is used."""
 _NUM_SWEEPS = 20
 
 
 class PosixStorage:
     """The storage protocol over the directory `root` (itself may be a link; it must exist to read).
 
-    `observer` is told every operation before it happens. Holds no open file between calls.
+    `observer` is called before every operation. Holds no open file between calls.
     """
 
     def __init__(self, root: str | Path, *, observer: Observer | None = None) -> None:
@@ -102,7 +102,7 @@ class PosixStorage:
             return self._mode(path) is not None
 
     def age_s(self, path: str) -> float:
-        """See `Storage.age_s`; the clock is read off a file made for that, every ten seconds."""
+        """See `Storage.age_s`; the clock is read from a new file's time, every ten seconds."""
         with self._guard("examine", path):
             changed = self._lstat(path).st_mtime
         return max(self._now() - changed, 0.0)
@@ -151,12 +151,13 @@ class PosixStorage:
         self._observe("make_dir", path, 0, 0)
         names = split_path(path)
         with self._guard("make the directory", path):
-            self._make_root(durable=durable, asked=not names)
+            self._make_root(durable=durable, by_itself=not names)
             for depth in range(len(names)):
                 with self._dir(names[:depth]) as fd:
                     with suppress(FileExistsError):
                         os.mkdir(names[depth], dir_fd=fd)
-                    if durable:  # one that is there may have been made by who died before the sync
+                    # Also of one that is there: its maker may have died before the sync.
+                    if durable:
                         _sync_dir_fd(fd)
             with self._dir(names):
                 return
@@ -175,7 +176,7 @@ class PosixStorage:
             self._parent(src) as (src_fd, old),
             self._parent(dst) as (dst_fd, new),
         ):
-            if not linux.rename_noreplace(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd):
+            if not syscalls.rename_noreplace(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd):
                 if self._mode(dst) is not None:
                     raise FileExistsError(errno.EEXIST, "destination exists")
                 os.rename(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd)
@@ -190,10 +191,10 @@ class PosixStorage:
             self._parent(first) as (first_fd, one),
             self._parent(second) as (second_fd, two),
         ):
-            if not linux.rename_exchange(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd):
+            if not syscalls.rename_exchange(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd):
                 aside = f".old-{two[:200]}-{secrets.token_hex(4)}"
                 os.stat(one, dir_fd=first_fd, follow_symlinks=False)
-                # Synced one by one: of later renames without earlier ones nobody could make sense.
+                # Synced one by one: a repair could not make sense of later renames without earlier.
                 os.rename(two, aside, src_dir_fd=second_fd, dst_dir_fd=second_fd)
                 _sync_dir_fd(second_fd)
                 os.rename(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd)
@@ -214,14 +215,15 @@ class PosixStorage:
                 aside = f".old-{name[:200]}-{secrets.token_hex(4)}"
                 os.rename(name, aside, src_dir_fd=fd, dst_dir_fd=fd)
                 place = "/".join((*split_path(path)[:-1], aside))
-                if not _judge(only_if, place, fd=fd, aside=aside, name=name):
+                if not _is_confirmed(only_if, place, fd=fd, aside=aside, name=name):
                     return
                 name = aside
             trash = name
             if not name.startswith(".trash-"):
                 trash = f".trash-{name[:200]}-{secrets.token_hex(4)}"
                 os.rename(name, trash, src_dir_fd=fd, dst_dir_fd=fd)
-            if durable:  # also of what has that name already: who gave it may not have come so far
+            # Also of what has that name already: the process that renamed it may have died here.
+            if durable:
                 _sync_dir_fd(fd)
             _remove_all(trash, fd)
 
@@ -239,7 +241,7 @@ class PosixStorage:
         return str(self._root / path) if path else str(self._root)
 
     def is_shareable(self) -> bool:
-        """True unless it is watched or of a derived class, whose ways another process lacks."""
+        """True unless it is observed, pinned or of a derived class: another process lacks these."""
         return type(self) is PosixStorage and self._observer is None and self._pinned is None
 
     def local_path(self, path: str) -> Path | None:
@@ -287,11 +289,11 @@ class PosixStorage:
         with self._dir(names[:-1]) as fd:
             yield fd, names[-1]
 
-    def _make_root(self, *, durable: bool, asked: bool) -> None:
+    def _make_root(self, *, durable: bool, by_itself: bool) -> None:
         """Make the root and what is above it, durably where they are new.
 
-        Where it was asked for by itself, its name is synced once even so: who made it may have died
-        before that.
+        With `by_itself` its name is synced once even if it is there: its maker may have died before
+        that.
         """
         new: list[Path] = []
         place = self._root
@@ -299,12 +301,13 @@ class PosixStorage:
             new.append(place)
             place = place.parent
         self._root.mkdir(parents=True, exist_ok=True)
-        if asked and not self._is_named and not new:
+        if by_itself and not self._is_named and not new:
             new.append(self._root.resolve())
         if not durable or not new:
             return
         for place in new:
-            with suppress(PermissionError):  # of a directory that may be passed through only
+            # A directory that may be passed through, but not opened, cannot be synced.
+            with suppress(PermissionError):
                 fd = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     _sync_dir_fd(fd)
@@ -349,7 +352,7 @@ class PosixStorage:
             return None
 
     def _open_regular(self, path: str) -> int:
-        # O_NONBLOCK, so that a pipe laid in our way does not hang the open.
+        # _READ_FLAGS has O_NONBLOCK: a pipe of that name must not block the open.
         with self._parent(path) as (parent, name):
             fd = os.open(name, _READ_FLAGS, dir_fd=parent)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -403,7 +406,7 @@ class PosixStorage:
             sink.close()
 
     def _reserve(self, sink: PosixSink, path: str, nbytes: int) -> None:
-        """What a full disk gave before it was full is given back at once."""
+        """Reserve the file's blocks; if the disk is full, free what it gave before it was."""
         try:
             with self._guard(f"reserve {nbytes} bytes for", path):
                 sink.reserve()
@@ -421,17 +424,19 @@ class _Pinned:
     fd: int
 
 
-def _judge(only_if: Callable[[str], bool], place: str, *, fd: int, aside: str, name: str) -> bool:
-    """Whether what is at `place` is to go; it gets its name back, if that is free, where not."""
-    goes = False
+def _is_confirmed(
+    only_if: Callable[[str], bool], place: str, *, fd: int, aside: str, name: str
+) -> bool:
+    """Whether to remove what is at `place`; if not, it gets its name back where that is free."""
+    is_confirmed = False
     try:
-        goes = only_if(place)
+        is_confirmed = only_if(place)
     finally:
-        if not goes:
+        if not is_confirmed:
             with suppress(FileExistsError, NotADirectoryError):
-                if not linux.rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
+                if not syscalls.rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
                     os.rename(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
-    return goes
+    return is_confirmed
 
 
 def _remove_all(name: str, parent: int) -> None:

@@ -16,7 +16,7 @@ from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Replicat
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint.load import executor
 from holdfast.errors import CorruptionError
-from holdfast.format.leases import mark_reading
+from holdfast.format.leases import read_lease
 from holdfast.format.names import parse_replaced_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
@@ -163,7 +163,7 @@ def test_an_open_snapshot_and_a_verification_are_of_one_version(tmp_path: Path) 
     storage = PosixStorage(tmp_path)
     out = bytearray(7 * 4)
     with (
-        mark_reading(storage, "iter_0000001"),
+        read_lease(storage, "iter_0000001"),
         Snapshot.open(storage, "iter_0000001") as snapshot,
     ):
         save(tmp_path, 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.leases import mark_reading
+from holdfast.format.leases import read_lease
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
 from tests.retention.common import damage, fill, put, steps_of
@@ -106,7 +106,7 @@ def test_prune_by_metric_time_and_tag(holdfast: Holdfast, tmp_path: Path) -> Non
 
 def test_what_is_read_or_damaged_is_left_and_said(holdfast: Holdfast, root: Path) -> None:
     damage(root, 40, "index")
-    with mark_reading(PosixStorage(root), "iter_0000010"):
+    with read_lease(PosixStorage(root), "iter_0000010"):
         result = holdfast("prune", root, "--keep-last", "1", "--yes")
     assert result.code == 0
     assert "left alone" in result.out

@@ -1,4 +1,4 @@
-"""Marks of readers and removers, and tags: also between processes, and when owners die."""
+"""Leases of readers and removers, and tags: also between processes, and when owners die."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.leases import READING_DIR, mark_reading, mark_removing, readers_of
+from holdfast.format.leases import LEASES_DIR, announce_removal, read_lease, readers_of
 from holdfast.retention.removal import KeepLast, apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import PosixStorage
@@ -23,9 +23,9 @@ ONE = "iter_0000001"
 
 READER = """
 import sys, time
-from holdfast.format.leases import mark_reading
+from holdfast.format.leases import read_lease
 from holdfast.storage import PosixStorage
-with mark_reading(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv[2])):
+with read_lease(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv[2])):
     print("reading", flush=True)
     time.sleep(60)
 """
@@ -53,7 +53,7 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
         deadline = time.monotonic() + 20
         while readers_of(storage, ONE) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert storage.list(READING_DIR) == []
+        assert storage.list(LEASES_DIR) == []
         assert apply_retention(storage, plan_retention(storage, KeepLast(1))).removed == [1]
     finally:
         reader.kill()
@@ -62,8 +62,8 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
 
 def test_many_may_read_and_a_mark_is_of_one_checkpoint(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2])
-    with mark_reading(storage, ONE):
-        with mark_reading(storage, ONE):
+    with read_lease(storage, ONE):
+        with read_lease(storage, ONE):
             assert len(readers_of(storage, ONE)) == 2
             assert readers_of(storage, "iter_0000002") == []
             assert readers_of(storage, "iter_00000010") == []
@@ -75,18 +75,18 @@ def test_many_may_read_and_a_mark_is_of_one_checkpoint(tmp_path: Path) -> None:
 def test_a_reader_waits_for_a_remover_that_gives_up(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1])
     entered = threading.Event()
-    with mark_removing(storage, ONE) as readers:
+    with announce_removal(storage, ONE) as readers:
         assert readers == []
 
         def read() -> None:
-            with mark_reading(storage, ONE):
+            with read_lease(storage, ONE):
                 entered.set()
 
         reader = threading.Thread(target=read)
         reader.start()
         assert not entered.wait(0.5)
         # The reader's mark is there already: whoever comes to remove now gives up.
-        with mark_removing(storage, ONE) as others:
+        with announce_removal(storage, ONE) as others:
             assert len(others) == 1
     assert entered.wait(10)
     reader.join()
@@ -94,24 +94,24 @@ def test_a_reader_waits_for_a_remover_that_gives_up(tmp_path: Path) -> None:
 
 def test_a_reader_is_told_that_its_checkpoint_has_gone(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1])
-    with mark_removing(storage, ONE):
+    with announce_removal(storage, ONE):
         storage.remove_tree(ONE)
         said = r"just been removed by process \d+.*another step"
-        with pytest.raises(StorageError, match=said), mark_reading(storage, ONE):
+        with pytest.raises(StorageError, match=said), read_lease(storage, ONE):
             pass
-    assert storage.list(READING_DIR) == []
+    assert storage.list(LEASES_DIR) == []
 
 
 def test_a_reader_does_not_wait_for_ever(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1])
     said = "about to be removed"
     with (
-        mark_removing(storage, ONE),
+        announce_removal(storage, ONE),
         pytest.raises(StorageError, match=said),
-        mark_reading(storage, ONE, wait_s=0.2),
+        read_lease(storage, ONE, wait_s=0.2),
     ):
         pass
-    with mark_removing(storage, ONE, life_s=0.0), mark_reading(storage, ONE, wait_s=0.0):
+    with announce_removal(storage, ONE, life_s=0.0), read_lease(storage, ONE, wait_s=0.0):
         pass  # an expired mark counts for nothing
 
 
@@ -133,7 +133,7 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
 
     def read() -> None:
         while time.monotonic() < stop:
-            with mark_reading(storage, ONE):
+            with read_lease(storage, ONE):
                 enter("read", 1)
                 time.sleep(0.002)
                 enter("read", -1)
@@ -141,7 +141,7 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
 
     def remove() -> None:
         while time.monotonic() < stop:
-            with mark_removing(storage, ONE) as readers:
+            with announce_removal(storage, ONE) as readers:
                 if not readers:
                     enter("remove", 1)
                     time.sleep(0.002)
@@ -164,19 +164,19 @@ def test_a_place_that_cannot_be_written_to_is_read_without_a_mark(tmp_path: Path
 
     fill(tmp_path, [1])
     storage = PosixStorage(tmp_path, observer=refuse)
-    with mark_reading(storage, ONE) as reading:
+    with read_lease(storage, ONE) as reading:
         assert reading.problem == "read-only"
     for directory in ("", "iter_1", f"x/{ONE}", ".."):
-        with mark_reading(storage, directory) as reading:
+        with read_lease(storage, directory) as reading:
             assert "not the name of a step" in str(reading.problem)
 
 
 def test_a_mark_that_cannot_be_understood_protects(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2])
-    storage.make_dir(READING_DIR)
-    name = f"{READING_DIR}/{ONE}.read-{'0' * 16}"
+    storage.make_dir(LEASES_DIR)
+    name = f"{LEASES_DIR}/{ONE}.read-{'0' * 16}"
     storage.write_file(name, b"\xff")
-    storage.write_file(f"{READING_DIR}/README", b"")
+    storage.write_file(f"{LEASES_DIR}/README", b"")
     result = apply_retention(storage, plan_retention(storage, KeepLast(1)))
     assert name in result.spared[1]
 
@@ -222,7 +222,7 @@ def test_a_tag_is_set_before_or_after_a_removal_never_amid_it(tmp_path: Path) ->
         set_tag(storage, "dear", step=1)
         done.set()
 
-    with mark_removing(storage, ONE):
+    with announce_removal(storage, ONE):
         tagger = threading.Thread(target=tag)
         tagger.start()
         assert not done.wait(0.3)
@@ -230,7 +230,7 @@ def test_a_tag_is_set_before_or_after_a_removal_never_amid_it(tmp_path: Path) ->
     assert done.wait(10)
     tagger.join()
     assert list_tags(storage) == {"dear": 1}
-    with mark_removing(storage, ONE):
+    with announce_removal(storage, ONE):
         storage.remove_tree(ONE)
         with pytest.raises(StorageError, match="just been removed"):
             set_tag(storage, "late", step=1)
