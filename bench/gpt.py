@@ -75,9 +75,9 @@ def _save_and_load(
                 rivals.ASYNC_CACHED: partial(theirs.save_async, cached=True),
             }
             arms = {n: _swept(a, scratch, context.rank) for n, a in arms.items()}
-            before = checkpointer.num_allocations, probes.num_descriptors()
+            before = checkpointer.stats.num_allocations, probes.num_descriptors()
             saves = interleave(arms, repeats=repeats, settle=_barrier)
-            after = checkpointer.num_allocations, probes.num_descriptors()
+            after = checkpointer.stats.num_allocations, probes.num_descriptors()
             counted["allocations"], counted["descriptors"] = (
                 float(b - a) for a, b in zip(before, after, strict=True)
             )
@@ -93,15 +93,14 @@ def _first_save(checkpointer: Checkpointer, state: dict[str, object]) -> Measure
     probes.forget_peak()
     before = probes.resident_nbytes()
     pending = checkpointer.save_async(1, state)
-    first_stall = pending.seconds["stall"]
     report = pending.result()
     peak = probes.resident_nbytes("VmHWM") - before
-    writer = checkpointer.writer_pid
+    writer = checkpointer.stats.writer_pid
     private = probes.resident_nbytes("RssAnon", writer) if writer is not None else 0
     return {
         "assigned": float(report.nbytes),
         "unique": float(report.total_nbytes),
-        "first stall": first_stall,
+        "first stall": report.seconds["stall"],
         "peak": float(peak),
         "writer private": float(private),
     }

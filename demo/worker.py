@@ -17,7 +17,7 @@ from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import HoldfastError
 from holdfast.reference.train.config import TrainConfig
 from holdfast.reference.train.launch import open_groups, open_inputs
-from holdfast.reference.train.launch_environment import Place
+from holdfast.reference.train.launch_environment import LaunchEnvironment
 from holdfast.reference.train.loop import Trainer
 
 
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
 def work(config: TrainConfig, *, save_loaded: Path | None) -> None:
     """Resume, keep a copy of the loaded state as this layout sees it, and train on."""
     torch.use_deterministic_algorithms(config.deterministic)
-    layout = config.check(world_size=Place.from_environment().world_size)
+    layout = config.check(world_size=LaunchEnvironment.from_environment().world_size)
     device = torch.device("cpu")
     with (
         open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,

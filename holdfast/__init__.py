@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpointer, LoadReport, PartInfo, PendingSave, SaveReport
+    from holdfast.checkpoint import (
+        Checkpointer,
+        CheckpointerStats,
+        CheckpointInfo,
+        LoadReport,
+        PartInfo,
+        PendingSave,
+        SaveReport,
+    )
     from holdfast.errors import (
         ConfigError,
         CorruptionError,
@@ -29,6 +37,15 @@ if TYPE_CHECKING:
     from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
     from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
     from holdfast.retention.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
+    from holdfast.save_when.policies import (
+        AtDeadline,
+        AtStep,
+        EveryMinutes,
+        EverySteps,
+        OnFile,
+        OnSignal,
+        SavePolicy,
+    )
     from holdfast.state import (
         RNG,
         FlatShard,
@@ -52,14 +69,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RNG",
+    "AtDeadline",
+    "AtStep",
     "ChainedOptimizer",
+    "CheckpointInfo",
     "Checkpointer",
+    "CheckpointerStats",
     "Codec",
     "Codecs",
     "ConfigError",
     "Control",
     "CorruptionError",
     "DeadlineError",
+    "EveryMinutes",
+    "EverySteps",
     "FaultError",
     "FlatShard",
     "FromPart",
@@ -76,7 +99,9 @@ __all__ = [
     "LossScaler",
     "MismatchError",
     "ModuleState",
+    "OnFile",
     "OnLayout",
+    "OnSignal",
     "OptimizerState",
     "Padded",
     "PartInfo",
@@ -88,6 +113,7 @@ __all__ = [
     "PosixStorage",
     "ProcessGroups",
     "Replicated",
+    "SavePolicy",
     "SaveReport",
     "Sharded",
     "ShardedOptimizer",
@@ -104,7 +130,15 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "holdfast.checkpoint": ("Checkpointer", "LoadReport", "PartInfo", "PendingSave", "SaveReport"),
+    "holdfast.checkpoint": (
+        "CheckpointInfo",
+        "Checkpointer",
+        "CheckpointerStats",
+        "LoadReport",
+        "PartInfo",
+        "PendingSave",
+        "SaveReport",
+    ),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultError"),
     "holdfast.retention.policies": (
         "KeepBest",
@@ -112,6 +146,15 @@ _ROOMS = {
         "KeepLast",
         "KeepTagged",
         "KeepWithin",
+    ),
+    "holdfast.save_when.policies": (
+        "AtDeadline",
+        "AtStep",
+        "EveryMinutes",
+        "EverySteps",
+        "OnFile",
+        "OnSignal",
+        "SavePolicy",
     ),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.optim": ("ChainedOptimizer", "LossScaler", "ShardedOptimizer"),

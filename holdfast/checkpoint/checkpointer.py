@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -11,45 +11,58 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.checkpoint.load.inventory import stored_parts
-from holdfast.checkpoint.load.loader import Loader, LoadOptions
-from holdfast.checkpoint.reports import LoadReport, PartInfo, SaveReport
-from holdfast.checkpoint.save.executor import SaverOptions
+from holdfast.checkpoint.load.inventory import inspect_checkpoint
+from holdfast.checkpoint.load.loader import Loader
+from holdfast.checkpoint.options import LoadOptions, SaverOptions, WhenBusy, as_patterns
+from holdfast.checkpoint.reports import CheckpointerStats, CheckpointInfo, LoadReport, SaveReport
 from holdfast.checkpoint.save.handshake import SaveRequest
 from holdfast.checkpoint.save.pending import PendingSave
-from holdfast.checkpoint.save.saver import Saver, WhenBusy
+from holdfast.checkpoint.save.saver import Saver
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
+from holdfast.format.metadata import encode_metadata
 from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
 from holdfast.parallel.control.guard import Guard, guarded
 from holdfast.retention.policies import Policy
+from holdfast.save_when.policies import SavePolicy
+from holdfast.save_when.schedule import SaveSchedule
 from holdfast.storage import PosixStorage, Storage
 
 
 class Checkpointer:
     """Saves and loads the whole training state under one directory.
 
-    `root`: a directory (made by the first save) or a `Storage`. `groups`: the communicators of the
-    layout that the state lives on; every call that saves or loads is collective over its ranks.
-    Without `groups`, the ones made current by `groups.as_default()` are used; a process on its own
-    needs none. `codecs`: types beyond the built-in ones that values may have.
+    A context manager: leaving it waits for saves in flight and raises what failed.
 
-    `staging_buffers`: how many, each as large as this rank's share of a save, allocated once and
-    reused. With one, a save waits for the one before; with two, it is staged while the one
-    before is written. `deadline_s`: for a save, from staged to committed. `settle_s`: how long the
-    first look for a checkpoint waits for writers that outlived an earlier run. `retention`: which
-    checkpoints to keep, applied after each commit by the coordinator (`KeepLast(3) |
-    KeepEvery(1000)`); the newest sound one and one being read always stay. `fingerprints`: store a
-    digest of each logical tensor that does not depend on its sharding, so that `holdfast diff`
-    compares checkpoints of any layouts without reading them (about 1.5 GB/s a core, in the writer).
-    `check_replicas_every`: every so many saves, compare what several ranks hold as
-    `save(check_replicas=True)` does (0: never). `block_nbytes`: bytes per digest.
+    Args:
+        root: a directory (made by the first save) or a `Storage`.
+        groups: the communicators of the layout that the state lives on; every call that saves or
+            loads is collective over its ranks. Default: the ones made current by
+            `groups.as_default()`; a process on its own needs none.
+        codecs: types beyond the built-in ones that values may have.
+        staging_buffers: 1 or 2, each as large as this rank's share of a save, allocated once and
+            reused. With 1, a save waits for the one before; with 2, it is staged while the one
+            before is written.
+        deadline_s: seconds for a save, from staged to committed.
+        settle_s: seconds that the first look for a checkpoint waits for writers that outlived an
+            earlier run.
+        retention: which checkpoints to keep, applied after each commit by the coordinator
+            (`KeepLast(3) | KeepEvery(1000)`); the newest sound one and one being read always stay.
+            None keeps all.
+        save_when: when `maybe_save` saves (`EverySteps(1000) | OnSignal()`). Handlers of signals
+            are in force until `close`.
+        fingerprints: store a digest of each logical tensor that does not depend on its sharding,
+            so that `holdfast diff` compares checkpoints of any layouts without reading them (about
+            1.5 GB/s a core, in the writer).
+        check_replicas_every: every so many saves, compare what several ranks hold as
+            `save(check_replicas=True)` does; 0 for never.
+        block_nbytes: bytes per digest.
 
-    A context manager: leaving it waits for what is under way and raises what failed.
-
-    Raises GroupError when several processes run and no groups are given.
+    Raises:
+        ConfigError: an argument out of range.
+        GroupError: several processes run and no groups are given.
     """
 
     def __init__(
@@ -62,27 +75,11 @@ class Checkpointer:
         deadline_s: float = 600.0,
         settle_s: float = 60.0,
         retention: Policy | None = None,
+        save_when: SavePolicy | None = None,
         fingerprints: bool = False,
         check_replicas_every: int = 0,
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
     ) -> None:
-        if staging_buffers not in (1, 2):
-            raise ConfigError(f"staging_buffers={staging_buffers} is not 1 or 2")
-        if not deadline_s > 0:
-            raise ConfigError(f"deadline_s={deadline_s} must be more than 0 seconds")
-        if isinstance(check_replicas_every, bool) or check_replicas_every < 0:
-            raise ConfigError(
-                f"check_replicas_every={check_replicas_every} is not a number of saves; 0 for never"
-            )
-        if block_nbytes < 4096:
-            raise ConfigError(
-                f"block_nbytes={block_nbytes} is below 4096: digests would outweigh data"
-            )
-        self._storage: Storage = (
-            PosixStorage(Path(root)) if isinstance(root, str | os.PathLike) else root
-        )
-        self._groups = groups if groups is not None else _groups_in_force()
-        codecs = codecs if codecs is not None else Codecs()
         options = SaverOptions(
             block_nbytes=block_nbytes,
             staging_buffers=staging_buffers,
@@ -91,15 +88,25 @@ class Checkpointer:
             fingerprints=fingerprints,
             check_replicas_every=check_replicas_every,
         )
+        self._storage: Storage = (
+            PosixStorage(Path(root)) if isinstance(root, str | os.PathLike) else root
+        )
+        self._groups = groups if groups is not None else _default_groups()
+        codecs = codecs if codecs is not None else Codecs()
         self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
         self._loader = Loader(self._storage, self._groups, codecs=codecs, settle_s=settle_s)
+        control = self._groups.control
         self.guards: Mapping[str, Guard[Any]] = {
             "save": self._saver.save_guard,
             "save_async": self._saver.async_guard,
             "prepare": self._saver.prepare_guard,
-            "load": Guard(self._groups.control, "load", retry_if=self._loader.was_replaced),
-            "load_all": Guard(self._groups.control, "load", retry_if=self._loader.was_replaced),
+            "load": Guard(control, "load", retry_if=self._loader.was_replaced),
+            "load_all": Guard(control, "load", retry_if=self._loader.was_replaced),
         }
+        self._nbytes_loaded = 0
+        self._preempted = ""
+        # Last: what it starts (handlers of signals) is given back by `close`.
+        self._schedule = SaveSchedule(save_when, control=control) if save_when is not None else None
 
     @property
     def storage(self) -> Storage:
@@ -112,19 +119,35 @@ class Checkpointer:
         return self._groups
 
     @property
-    def writer_pid(self) -> int | None:
-        """Process id of this rank's writer; None before the first asynchronous save."""
-        return self._saver.writer_pid
+    def stats(self) -> CheckpointerStats:
+        """Counters of this rank so far: a snapshot that does not change. No collectives."""
+        counts, guards = self._saver.counts, self.guards
+        return CheckpointerStats(
+            num_saves=guards["save"].num_done + counts["committed"],
+            num_failed_saves=(
+                guards["save"].num_failed + guards["save_async"].num_failed + counts["failed"]
+            ),
+            num_skipped_saves=counts["skipped"],
+            num_saves_in_flight=self._saver.num_in_flight,
+            num_loads=guards["load"].num_done + guards["load_all"].num_done,
+            num_failed_loads=guards["load"].num_failed + guards["load_all"].num_failed,
+            num_plans=counts["planned"],
+            num_plan_reuses=counts["reused"],
+            num_allocations=self._saver.num_allocations,
+            nbytes_saved=counts["nbytes"],
+            nbytes_loaded=self._nbytes_loaded,
+            writer_pid=self._saver.writer_pid,
+        )
 
     @property
-    def num_allocations(self) -> int:
-        """How often staging memory had to be allocated."""
-        return self._saver.num_allocations
+    def preempted(self) -> str:
+        """Why the run is to stop, the same on all ranks; empty while it is not.
 
-    @property
-    def num_plans(self) -> int:
-        """How often a save had to be planned anew."""
-        return self._saver.num_plans
+        Set by `maybe_save` and `should_save` where a policy of `save_when` stops the run
+        (`OnSignal`, `AtDeadline`). The state of that step is saved or in flight: leave the loop and
+        `close`.
+        """
+        return self._preempted
 
     @guarded
     def save(
@@ -134,26 +157,44 @@ class Checkpointer:
         *,
         overwrite: bool = False,
         check_replicas: bool = False,
+        metadata: Mapping[str, object] | None = None,
     ) -> SaveReport:
         """Save the state as checkpoint `step`; returns when it is committed and durable.
 
-        `state`: part name -> module, `OptimizerState`, `RNG`, object with `state_dict`, or plain
-        tree of tensors and values. It is not changed. The boxes that the ranks hold must make whole
-        tensors, and values that several ranks supply must be equal; otherwise every rank raises
-        PlanError and nothing is committed. `overwrite`: replace an existing checkpoint of the step,
-        which survives until the new one is durable. `check_replicas`: compare the bytes of every
-        box that several ranks hold, also where a placement declares them equal; PlanError names
-        key, ranks and, by majority, the odd ones out. Costs one hash of all local bytes.
+        Args:
+            step: its number, in [0, 10**18).
+            state: part name -> module, `OptimizerState`, `RNG`, object with `state_dict`, or plain
+                tree of tensors and values. It is not changed. The shards that the ranks hold must
+                cover each tensor exactly, and values that several ranks supply must be equal.
+            overwrite: replace an existing checkpoint of the step, which survives until the new one
+                is durable.
+            check_replicas: compare the bytes of every box that several ranks hold, also where a
+                placement declares them equal; the error names key, ranks and, by majority, the odd
+                ones out. Costs one hash of all local bytes.
+            metadata: a JSON object of your own (a commit hash, a loss), at most 64 KiB, the same on
+                all ranks. `LoadReport.metadata`, `inspect` and `holdfast ls` and `show` have it.
 
-        Errors are raised on all ranks: GroupError, PlacementError, PlanError, StorageError,
-        DeadlineError. The previous checkpoint is untouched by any of them.
+        Raises:
+            PlanError, PlacementError: the state is not one that can be stored whole, or ranks call
+                with different arguments.
+            ConfigError: an argument is wrong on some rank.
+            StorageError, DeadlineError, GroupError: as their messages say.
+
+            All on all ranks; nothing is committed, and the previous checkpoint is untouched.
+
         Cost: three small collectives (three more when the structure changed), one copy of the
         assigned bytes, one write and hash of them.
         """
-        ask = SaveRequest(
-            kind="save", step=step, overwrite=overwrite, check_replicas=check_replicas
+        request = SaveRequest(
+            kind="save",
+            step=step,
+            overwrite=overwrite,
+            check_replicas=check_replicas,
+            metadata=encode_metadata(metadata),
         )
-        return self._saver.save(ask, state)
+        report = self._saver.save(request, state)
+        self._note_saved(step)
+        return report
 
     @guarded
     def save_async(
@@ -163,31 +204,109 @@ class Checkpointer:
         *,
         overwrite: bool = False,
         check_replicas: bool = False,
+        metadata: Mapping[str, object] | None = None,
         when_busy: WhenBusy = "wait",
     ) -> PendingSave:
-        """Save the state as it is now; returns as soon as it is copied, writing goes on beside.
+        """Save the state as it is now; returns once it is copied, and is written in the background.
 
         The copy goes to staging memory; a writer process of this rank (torch-free, in a session of
         its own, so that it outlives this process) brings it to storage, and the coordinator's
-        commits. Training may change everything at once. `when_busy`: what to do while no staging
-        memory is free on some rank: "wait" for it, or "skip" this save on all ranks.
+        commits. Training may change everything at once.
 
-        What is wrong with the state or the structure is raised here on all ranks, as by `save`. A
-        failure after that is raised by `PendingSave.result()`. One that some rank has not raised
-        yet is raised on all ranks by the next save, and on that rank by `close()` at the latest.
+        Args:
+            step, state, overwrite, check_replicas, metadata: as of `save`.
+            when_busy: what to do while no staging buffer is free on some rank: "wait" for one, or
+                "skip" this save on all ranks.
+
+        Raises:
+            HoldfastError: on all ranks, as of `save`, what is wrong with the state or the
+                structure. A failure after that is raised by `PendingSave.result()`. One that some
+                rank has not raised yet is raised on all ranks by the next save, and on that rank by
+                `close()` at the latest.
+
         Cost in steady state: one small collective, one `torch._foreach_copy_` of the assigned
         bytes, no allocation; plus one hash of tensors whose replication nothing declares.
         """
-        ask = SaveRequest(
-            kind="save_async", step=step, overwrite=overwrite, check_replicas=check_replicas
+        request = SaveRequest(
+            kind="save_async",
+            step=step,
+            overwrite=overwrite,
+            check_replicas=check_replicas,
+            metadata=encode_metadata(metadata),
         )
-        return self._saver.save_async(ask, state, when_busy=when_busy)
+        pending = self._saver.save_async(request, state, when_busy=when_busy)
+        if not pending.skipped:
+            self._note_saved(step)
+        return pending
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        overwrite: bool = False,
+        metadata: Mapping[str, object] | None = None,
+        when_busy: WhenBusy = "wait",
+    ) -> PendingSave | None:
+        """Save in the background if a policy of `save_when` says so; call it after every step.
+
+        `preempted` says afterwards whether the run is to stop.
+
+        Args:
+            step, state, overwrite, metadata, when_busy: as of `save_async`.
+
+        Returns:
+            The save; None where no policy asks for one, or the step was saved or loaded already.
+
+        Raises:
+            ConfigError: the checkpointer was made without `save_when`.
+            HoldfastError: on all ranks, as of `should_save` and `save_async`.
+
+        Cost: that of `should_save`, and of `save_async` where it saves.
+        """
+        if not self.should_save(step):
+            return None
+        if self._preempted:
+            when_busy = "wait"  # the last save of the run is never skipped
+        return self.save_async(
+            step, state, overwrite=overwrite, metadata=metadata, when_busy=when_busy
+        )
+
+    def should_save(self, step: int) -> bool:
+        """Whether a policy of `save_when` says to save now, the same on all ranks.
+
+        The decision of `maybe_save`, for a loop that saves by itself. Call it after every step.
+
+        Raises:
+            ConfigError: the checkpointer was made without `save_when`.
+            PlanError: ranks are at different steps, or have different policies.
+            HoldfastError: what a policy raised on any rank, on all of them.
+
+        Cost: nothing where only the step decides (`EverySteps`, `AtStep`). With a policy of clocks,
+        files or signals, one collective of some 50 bytes a rank at the steps that its `check_every`
+        divides. One at the first call.
+        """
+        if self._schedule is None:
+            raise ConfigError(
+                "maybe_save needs to know when: Checkpointer(..., save_when=EverySteps(1000))"
+            )
+        decision = self._schedule.decide(step)
+        if decision.stop:
+            self._preempted = decision.reason
+        return decision.save
+
+    def _note_saved(self, step: int) -> None:
+        if self._schedule is not None:
+            self._schedule.saved(step)
 
     @guarded
     def prepare(self, state: Mapping[str, object]) -> None:
         """Do what the first save does once: plan, allocate and touch memory, start the writer.
 
         Collective; nothing is written. The next save is then as fast as any other.
+
+        Raises:
+            HoldfastError: on all ranks, as of `save`.
         """
         self._saver.prepare(state)
 
@@ -203,38 +322,40 @@ class Checkpointer:
         cast: bool = False,
         verify: bool = True,
         exchange: bool = True,
-        fallback: bool | int = False,
+        max_fallbacks: int | None = 0,
     ) -> LoadReport:
-        """Load checkpoint `step` (the newest committed one by default) into the state.
+        """Load a checkpoint into the state, under any layout.
 
-        The whole request is matched with the checkpoint before any target is touched: missing and
-        unexpected entries, shapes, dtypes and kinds; a difference raises MismatchError on all ranks
-        unless allowed (`ignore_unexpected`; `allow_missing`: `fnmatch` patterns of full paths;
-        `allow_dropped`: patterns of values per rank whose coordinates no rank of this layout has;
-        `cast`: convert dtypes). Parts that the state leaves out are not loaded and are named in the
-        report. The layout may be any other than the one saved under.
-
-        Tensors are read in place. With `exchange`, bytes that several ranks ask for are read from
-        storage once: dealt out to those ranks by digest blocks and in equal shares, each rank's own
-        file first, and sent on over the control communicator. Without it each rank reads the byte
-        ranges of its own boxes and nothing is sent, which is quicker where the storage gives every
-        rank its bytes faster than the network does (a page cache, a local disk with all the files).
-        `verify` checks the digest of every block read. On damage every rank raises CorruptionError,
-        which says which targets were written to before it was met; values (hyperparameters,
+        The whole request is matched with the checkpoint before any target is touched. Parts that
+        the state leaves out are not loaded. Tensors are read in place; values (hyperparameters,
         schedulers, RNG) are restored only after every tensor on every rank was good.
 
-        `fallback`: where the newest checkpoint is damaged or incomplete (CorruptionError,
-        StorageError), go on to the next older one; True for as many as there are, a number for at
-        most so many. All ranks take the same one; a warning (logger `holdfast`) and
-        `LoadReport.fell_back` say what was given up and why. What the damaged one had written to
-        targets is overwritten by the good one; one that would leave such a target is not taken.
-        MismatchError is never a reason to fall back. If none is good the error lists them all.
+        Args:
+            state: as of `save`; what it holds is overwritten.
+            step: which checkpoint; default the newest committed one.
+            ignore_unexpected: leave stored entries that no rank asks for.
+            allow_missing: `fnmatch` patterns of full paths that may be absent.
+            allow_dropped: patterns of per-rank values whose coordinates no rank of this layout has.
+            cast: convert dtypes.
+            verify: check the digest of every block read.
+            exchange: read bytes that several ranks ask for once, in equal shares, and send them
+                over the control communicator. Without it each rank reads its own byte ranges, which
+                is faster where storage is faster than the network (a page cache, a local disk).
+            max_fallbacks: how many older checkpoints may be tried where the newest is damaged or
+                incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
+                most n older ones; None, any number. All ranks take the same one, which overwrites
+                what the damaged one wrote; `LoadReport.fell_back` says what was given up and why.
 
-        Raises ConfigError for `fallback` together with `step`, or a negative one.
+        Raises:
+            MismatchError: state and checkpoint differ in what is not allowed.
+            CorruptionError: damage; the message lists the targets that were written to before.
+            StorageError: there is no such checkpoint, or it cannot be read.
+            ConfigError: an argument is wrong. All of these on all ranks.
+
         Cost: seven small collectives, of which one carries the requests of all ranks (some bytes a
         box) and one is a broadcast of manifest and index; with boxes that several ranks ask for,
         one more and one message between each two of them for every 64 MiB that they share, and as
-        much memory. `fallback`: two more collectives.
+        much memory. `max_fallbacks` other than 0: two more collectives.
         """
         if state is None:
             raise ConfigError(
@@ -242,14 +363,14 @@ class Checkpointer:
             )
         options = LoadOptions(
             ignore_unexpected=ignore_unexpected,
-            allow_missing=_patterns(allow_missing, "allow_missing"),
-            allow_dropped=_patterns(allow_dropped, "allow_dropped"),
+            allow_missing=as_patterns(allow_missing, "allow_missing"),
+            allow_dropped=as_patterns(allow_dropped, "allow_dropped"),
             cast=cast,
             verify=verify,
             exchange=exchange,
-            max_fallbacks=_max_fallbacks(fallback, step),
+            max_fallbacks=max_fallbacks,
         )
-        return self._loader.load(state, step=step, options=options)
+        return self._load(state, step, options)
 
     @guarded
     def load_all(
@@ -258,9 +379,9 @@ class Checkpointer:
         step: int | None = None,
         verify: bool = True,
         exchange: bool = True,
-        fallback: bool | int = False,
+        max_fallbacks: int | None = 0,
     ) -> LoadReport:
-        """Load everything that checkpoint `step` (the newest by default) holds, without templates.
+        """Load everything that a checkpoint holds, without templates.
 
         `LoadReport.values` has each part as the tree that was saved: modules and optimizers as
         dicts by name, values with their types (registered ones need the same `codecs`), tensors
@@ -269,38 +390,52 @@ class Checkpointer:
 
         Collective, under any layout and in a process on its own; meant for looking into checkpoints
         and converting them. Arguments and errors as of `load`.
+
         Cost: each rank reads or receives all tensors, and holds them.
         """
-        options = LoadOptions(
-            verify=verify, exchange=exchange, max_fallbacks=_max_fallbacks(fallback, step)
-        )
-        return self._loader.load(None, step=step, options=options)
+        options = LoadOptions(verify=verify, exchange=exchange, max_fallbacks=max_fallbacks)
+        return self._load(None, step, options)
 
-    def parts(self, step: int | None = None) -> dict[str, PartInfo]:
-        """The parts of checkpoint `step` (the newest committed one by default), by name.
+    def _load(
+        self, state: Mapping[str, object] | None, step: int | None, options: LoadOptions
+    ) -> LoadReport:
+        report = self._loader.load(state, step=step, options=options)
+        self._nbytes_loaded += report.nbytes_read
+        self._note_saved(report.step)
+        return report
 
-        Reads the manifest; no collectives. Raises StorageError where there is no such checkpoint,
-        CorruptionError where its manifest is damaged.
+    def inspect(self, step: int | None = None) -> CheckpointInfo:
+        """What checkpoint `step` (the newest committed one by default) says about itself.
+
+        Raises:
+            StorageError: there is no such checkpoint.
+            CorruptionError: its manifest is damaged.
+
+        Cost: one read of the manifest; no collectives.
         """
         chosen = step if step is not None else self.latest()
         if chosen is None:
             raise StorageError(f"{self._storage.describe('')} holds no committed checkpoint")
-        return stored_parts(self._storage, chosen)
+        return inspect_checkpoint(self._storage, chosen)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending. Looks at storage; no collectives."""
+        """Committed steps, ascending. Cost: one listing of the directory; no collectives."""
         return list_steps(self._storage) if self._storage.is_dir("") else []
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Looks at storage; no collectives."""
+        """The newest committed step, or None. Cost: as of `steps`."""
         return max(self.steps(), default=None)
 
     def close(self) -> None:
-        """Wait for saves under way, stop the writer, give the memory back.
+        """Wait for saves in flight, stop the writer, give memory and signal handlers back.
 
-        Raises what a save failed with and nobody has been told. No collectives; the groups are the
-        caller's.
+        No collectives; the groups are the caller's.
+
+        Raises:
+            HoldfastError: what a save failed with, if this rank has not raised it.
         """
+        if self._schedule is not None:
+            self._schedule.close()
         self._saver.close()
 
     def __enter__(self) -> Checkpointer:
@@ -321,26 +456,7 @@ class Checkpointer:
                 self.close()
 
 
-def _max_fallbacks(fallback: bool | int, step: int | None) -> int | None:
-    """How many older checkpoints may be tried; ConfigError for what is none or not possible."""
-    if not isinstance(fallback, int) or fallback < 0:
-        raise ConfigError(f"fallback={fallback} is not a number of older checkpoints to try")
-    if fallback and step is not None:
-        raise ConfigError(
-            f"fallback={fallback} with step={step}: a step asked for by number is loaded or not"
-        )
-    return None if fallback is True else int(fallback)
-
-
-def _patterns(given: object, name: str) -> tuple[str, ...]:
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
-        raise ConfigError(f"{name}={given!r} must be patterns of paths")
-    return tuple(given)
-
-
-def _groups_in_force() -> ProcessGroups:
+def _default_groups() -> ProcessGroups:
     """The default groups of the context, or those of a lone process; never a guess."""
     with suppress(GroupError):
         return current_groups()

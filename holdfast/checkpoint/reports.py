@@ -1,51 +1,60 @@
-"""What a save or a load did, for people and for programs."""
+"""What saves and loads did, for people and for programs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+_BEFORE_STEP = re.compile(r"^\S*iter_\d+(/|: )")
+"""The path of the checkpoint at the beginning of an error: a line that names the step has it."""
+_MAX_SUMMARY = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """One finished save, as one rank saw it.
-
-    `nbytes`: staged and written by this rank. `total_nbytes`: all tensors of the checkpoint once.
-    `seconds`: by phase (`wait`, `flatten`, `plan`, `lay out`, `stage`, `compare`, `write`,
-    `commit`; `total` of a synchronous save, `stall` of an asynchronous one).
-    `planned`: whether the structure had to be planned anew. `skipped`: nothing was saved, because
-    an earlier save was under way.
-    """
+    """One finished save, as one rank saw it."""
 
     step: int
+    """The step of the checkpoint."""
     path: str
+    """Where the checkpoint is."""
     nbytes: int
+    """Staged and written by this rank."""
     total_nbytes: int
+    """Of all tensors of the checkpoint, each once."""
     num_tensors: int
+    """Tensors of the checkpoint."""
     planned: bool
+    """Whether the structure had to be planned for this save."""
     seconds: Mapping[str, float]
+    """By phase (`wait`, `flatten`, `plan`, `lay out`, `stage`, `compare`, `write`, `commit`;
+    `total` of a synchronous save, `stall` of an asynchronous one)."""
     skipped: bool = False
+    """Whether nothing was saved, because an earlier save was in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReading:
-    """What all ranks of a load read together; the same on each of them.
-
-    `nbytes_unique`: of the elements that at least one rank asked for, each once. `nbytes_needed`:
-    the sum over the ranks of what each asked for. `nbytes_read`: from storage, digests' blocks
-    included. `nbytes_received`: by ranks from other ranks. `max_nbytes_read`: by any one rank.
-    """
+    """What all ranks of a load read together; the same on each of them."""
 
     nbytes_unique: int = 0
+    """Of the elements that at least one rank requested, each once."""
     nbytes_needed: int = 0
+    """Sum over the ranks of what each requested."""
     nbytes_read: int = 0
+    """From storage, including the rest of digest blocks."""
     nbytes_received: int = 0
+    """By ranks from other ranks."""
     num_opens: int = 0
+    """Of data files."""
     max_nbytes_read: int = 0
+    """By any one rank."""
 
     @property
     def amplification(self) -> float:
-        """Bytes read from storage for each byte that some rank asked for; 1.0 is the best."""
+        """Bytes read from storage for each byte that some rank requested; 1.0 is the best."""
         return self.nbytes_read / self.nbytes_unique if self.nbytes_unique else 1.0
 
 
@@ -54,48 +63,66 @@ class FellBack:
     """A newer checkpoint that could not be loaded, and why."""
 
     step: int
+    """Its step."""
     why: str
+    """The whole error."""
+
+    @property
+    def summary(self) -> str:
+        """The step and what is wrong with it, for one line of a log."""
+        clause = self.why.partition("\n")[0].partition("; ")[0].partition(". ")[0]
+        where = _BEFORE_STEP.sub("", clause).partition(": damaged")[0]
+        return f"step {self.step} is damaged ({where[:_MAX_SUMMARY]})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One finished load, as one rank saw it.
-
-    Paths are full: part name first. `loaded`: tensors filled. `missing`: asked for, absent, allowed
-    (their targets keep what they had). `fresh`: what the checkpoint knows nothing of and what
-    therefore starts fresh, allowed (a parameter that is new to its optimizer, a new
-    hyperparameter). `unexpected`: stored, asked for by no rank, allowed.
-    `cast`: converted from another dtype. `kept`: per-rank values that stay local by their policy.
-    `dropped`: stored per-rank values that no rank took, by consent; the same on all ranks, but for
-    streams of a device that this rank does not have.
-    `not_requested`: stored parts that the request left out. `values`: part name -> loaded tree, for
-    parts that are plain trees. `nbytes_needed`, `nbytes_read`, `nbytes_received`: of tensor data,
-    on this rank: asked for, read from storage, got from other ranks. More is read than needed where
-    a digest covers more than the slice, or for other ranks. `num_opens`: of data files, on this
-    rank. `job`: the same for all ranks together. `replaced`: each copy that was damaged or missing
-    and that another copy of the same box replaced, on this rank, in words. `fell_back`: newer
-    checkpoints that were given up for this one, newest first.
-    """
+    """One finished load, as one rank saw it. Paths are full: part name first."""
 
     step: int
+    """The step that was loaded."""
     path: str
+    """Where the checkpoint is."""
     loaded: tuple[str, ...] = ()
+    """Tensors that were filled."""
     missing: tuple[str, ...] = ()
+    """Requested, absent, and allowed: their targets keep what they had."""
     fresh: tuple[str, ...] = ()
+    """What the saved run did not have and what therefore starts fresh, as allowed: a parameter
+    that is new to its optimizer, a new hyperparameter."""
     unexpected: tuple[str, ...] = ()
+    """Stored, requested by no rank, and allowed."""
     cast: tuple[str, ...] = ()
+    """Converted from another dtype."""
     kept: tuple[str, ...] = ()
+    """Per-rank values that stay local by their policy."""
     dropped: tuple[str, ...] = ()
+    """Stored per-rank values that no rank took, as allowed; the same on all ranks, but for random
+    streams of a device that this rank does not have."""
     not_requested: tuple[str, ...] = ()
+    """Stored parts that the state left out."""
     values: Mapping[str, object] = field(default_factory=dict)
+    """Part name -> loaded tree, for parts that are plain trees."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What was given as `metadata=` to the save; empty for none."""
     nbytes_needed: int = 0
+    """Of tensor data, requested on this rank."""
     nbytes_read: int = 0
+    """Of tensor data, read from storage by this rank: more than needed where a digest covers more
+    than the slice, or for other ranks."""
     nbytes_received: int = 0
+    """Of tensor data, received from other ranks."""
     num_opens: int = 0
+    """Of data files, by this rank."""
     job: JobReading = field(default_factory=JobReading)
+    """The same for all ranks together."""
     replaced: tuple[str, ...] = ()
+    """Each copy that was damaged or missing and that another copy of the same box replaced, on
+    this rank, in words."""
     fell_back: tuple[FellBack, ...] = ()
+    """Newer checkpoints that were given up for this one, newest first."""
     seconds: float = 0.0
+    """Wall time."""
 
     def summary(self) -> str:
         """One line for a log."""
@@ -121,14 +148,61 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartInfo:
-    """One part of a checkpoint, as its manifest has it.
-
-    `kind`: what the part's tree is ("mapping", "tensor", "value per dp,tp", …). `num_tensors`,
-    `nbytes`: of the tensors that it refers to, each once; those it shares with another part count
-    in both. `num_values`: leaves of the tree that are no tensors.
-    """
+    """One part of a checkpoint, as its manifest has it."""
 
     kind: str
+    """What the part's tree is ("mapping", "tensor", "value per dp,tp", …)."""
     num_tensors: int
+    """Tensors that it refers to, each once; those it shares with another part count in both."""
     nbytes: int
+    """Of these tensors."""
     num_values: int
+    """Leaves of the tree that are no tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """What a checkpoint says about itself; see `Checkpointer.inspect`."""
+
+    step: int
+    """Its step."""
+    created: str
+    """When the save began, ISO 8601 UTC."""
+    total_nbytes: int
+    """Of all tensors, each once."""
+    num_tensors: int
+    """Tensors."""
+    parts: Mapping[str, PartInfo]
+    """Its parts by name."""
+    metadata: Mapping[str, Any]
+    """What was given as `metadata=` to the save; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointerStats:
+    """Counters of one `Checkpointer` on this rank, since it was made."""
+
+    num_saves: int
+    """Committed checkpoints."""
+    num_failed_saves: int
+    """Saves that raised, or failed after `save_async` had returned."""
+    num_skipped_saves: int
+    """Saves skipped by `when_busy="skip"`."""
+    num_saves_in_flight: int
+    """Asynchronous saves that are not done."""
+    num_loads: int
+    """Finished loads."""
+    num_failed_loads: int
+    """Loads that raised."""
+    num_plans: int
+    """How often the structure was planned."""
+    num_plan_reuses: int
+    """Saves under a plan that was there."""
+    num_allocations: int
+    """How often staging memory was allocated."""
+    nbytes_saved: int
+    """Tensor bytes that this rank wrote for committed checkpoints."""
+    nbytes_loaded: int
+    """Tensor bytes that this rank read from storage for finished loads."""
+    writer_pid: int | None
+    """Process id of this rank's writer; None before the first asynchronous save."""

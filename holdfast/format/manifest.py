@@ -22,7 +22,9 @@ from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import MAX_HEADER_NBYTES, MAX_NDIM
 from holdfast.format.implied_keys import fill_implied_keys, without_implied_keys
+from holdfast.format.metadata import METADATA_PART, decode_metadata
 from holdfast.format.names import is_data_file
+from holdfast.format.values import encode_tree
 
 FORMAT = "holdfast"
 VERSION = 2
@@ -98,8 +100,8 @@ class Totals(_Record, frozen=True, kw_only=True):
     stored_nbytes: int
 
 
-class Manifest(_Record, frozen=True, kw_only=True):
-    """Everything a checkpoint says about itself, but for the chunk table."""
+class _ManifestV1(_Record, frozen=True, kw_only=True):
+    """The members of a manifest as version 1 writes them."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -118,6 +120,15 @@ class Manifest(_Record, frozen=True, kw_only=True):
     totals: Totals
 
 
+class Manifest(_ManifestV1, frozen=True, kw_only=True):
+    """Everything a checkpoint says about itself, but for the chunk table.
+
+    `metadata`: the user's own JSON object, which is stored among the `parts`; empty for none.
+    """
+
+    metadata: dict[str, Any] = {}
+
+
 class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A `TensorInfo` as version 2 writes it: what is 0 or null at the end is left out."""
 
@@ -128,7 +139,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     fingerprint: str | None = None
 
 
-class _ManifestV2(Manifest, frozen=True, kw_only=True):
+class _ManifestV2(_ManifestV1, frozen=True, kw_only=True):
     """A manifest as version 2 writes it."""
 
     tensors: list[_Row]  # type: ignore[assignment]
@@ -150,8 +161,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if problem is not None:
         raise PlanError(f"manifest of step {manifest.step}: {problem}")
     try:
-        table = manifest if manifest.version == 1 else _table_v2(manifest)
-        body = msgspec.json.encode(table).removesuffix(b"}")
+        body = msgspec.json.encode(_table(manifest)).removesuffix(b"}")
     except (UnicodeEncodeError, RecursionError, TypeError, OverflowError) as error:
         raise PlanError(f"manifest of step {manifest.step} cannot be written: {error}") from error
     data = body + b',"digest":"' + digest128(body).encode() + b'"}\n'
@@ -188,7 +198,7 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
         raise CorruptionError(f"{place}: it states no format and version")
     try:
         manifest = _decode(text, peek.version)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (CorruptionError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptionError(
             f"{place}: not a manifest of version {peek.version}: {error}"
         ) from None
@@ -198,36 +208,44 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
     return manifest
 
 
-def _table_v2(manifest: Manifest) -> dict[str, Any]:
-    table = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
-    rows: list[list[Any]] = []
-    for tensor in manifest.tensors:
-        row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
-        if tensor.fingerprint is not None:
-            row += [tensor.layout, tensor.fingerprint]
-        elif tensor.layout:
-            row.append(tensor.layout)
-        rows.append(row)
-    return table | {"tensors": rows, "parts": without_implied_keys(manifest.parts)}
+def _table(manifest: Manifest) -> dict[str, Any]:
+    """The members as they are written, in their order."""
+    table = {name: getattr(manifest, name) for name in _ManifestV1.__struct_fields__}
+    if manifest.version > 1:
+        table["tensors"] = [_row(tensor) for tensor in manifest.tensors]
+        table["parts"] = without_implied_keys(manifest.parts)
+    if manifest.metadata:
+        table["parts"] = table["parts"] | {METADATA_PART: encode_tree(manifest.metadata)}
+    return table
+
+
+def _row(tensor: TensorInfo) -> list[Any]:
+    row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
+    if tensor.fingerprint is not None:
+        return [*row, tensor.layout, tensor.fingerprint]
+    return [*row, tensor.layout] if tensor.layout else row
 
 
 def _decode(text: bytes, version: int) -> Manifest:
-    if version == 1:
-        return msgspec.json.decode(text, type=Manifest)
-    found = msgspec.json.decode(text, type=_ManifestV2)
-    fill_implied_keys(found.parts, limit=MAX_MANIFEST_NBYTES)
-    table = {name: getattr(found, name) for name in found.__struct_fields__}
-    tensors = [
-        TensorInfo(
-            key=row.key,
-            dtype=row.dtype,
-            shape=row.shape,
-            layout=row.layout,
-            fingerprint=row.fingerprint,
-        )
-        for row in found.tensors
-    ]
-    return Manifest(**table | {"tensors": tensors})
+    kind = _ManifestV1 if version == 1 else _ManifestV2
+    found = msgspec.json.decode(text, type=kind)
+    table = {name: getattr(found, name) for name in _ManifestV1.__struct_fields__}
+    node = found.parts.pop(METADATA_PART, None)
+    if node is not None:
+        table["metadata"] = decode_metadata(node)
+    if isinstance(found, _ManifestV2):
+        fill_implied_keys(found.parts, limit=MAX_MANIFEST_NBYTES)
+        table["tensors"] = [
+            TensorInfo(
+                key=row.key,
+                dtype=row.dtype,
+                shape=row.shape,
+                layout=row.layout,
+                fingerprint=row.fingerprint,
+            )
+            for row in found.tensors
+        ]
+    return Manifest(**table)
 
 
 def _unseal(data: bytes) -> _Sealed:

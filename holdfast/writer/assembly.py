@@ -14,6 +14,7 @@ from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
+from holdfast.format.metadata import decode_metadata
 from holdfast.format.names import data_file
 from holdfast.format.values import Node, merge_nodes
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader
@@ -183,6 +184,7 @@ def build_manifest(
             )
         ],
         parts=parts,
+        metadata=decode_metadata(msgspec.json.decode(header.metadata)) if header.metadata else {},
         files=[
             FileInfo(
                 name=data_file(number),

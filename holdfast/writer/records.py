@@ -146,14 +146,19 @@ def decode_plan(data: bytes, *, where: str) -> CommitPlan:
         for name in _COLUMNS:
             column = np.frombuffer(wire.columns[name], dtype=np.int64)
             width = wire.widths.get(name)
-            values[name] = column if width is None else column.reshape(-1, width)
+            # Not -1: where no tensor has a dim, the width is 0 and says nothing of the rows.
+            num_rows = len(values.get("row_tensor", ()))
+            values[name] = column if width is None else column.reshape(num_rows, width)
         return CommitPlan(**values)
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{where}: not a save plan: {error}") from error
 
 
 class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs between two saves under one plan."""
+    """What differs between two saves under one plan.
+
+    `metadata`: the JSON of `format.metadata.encode_metadata`.
+    """
 
     step: int
     save_id: str
@@ -161,6 +166,7 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     holdfast: str
     torch: str
     overwrite: bool
+    metadata: bytes = b""
 
 
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -183,13 +183,13 @@ def every_change(context: RankContext, root: str) -> dict[str, list[bool]]:
             def save(state: dict[str, object], truth: Truth) -> bool:
                 nonlocal step
                 step += 1
-                began, before = time.monotonic(), checkpointer.num_plans
+                began, before = time.monotonic(), checkpointer.stats.num_plans
                 if step % 2:
                     planned = checkpointer.save(step, {"m": Union(state)}).planned
                 else:
                     planned = checkpointer.save_async(step, {"m": Union(state)}).result(20).planned
                 assert time.monotonic() - began < 30
-                assert checkpointer.num_plans - before == planned
+                assert checkpointer.stats.num_plans - before == planned
                 control.barrier(phase="test: saved")
                 if rank == step % 4:
                     check(root, step, truth)
@@ -286,7 +286,7 @@ def in_flight(context: RankContext, root: str) -> list[object]:
         checkpointer.save_async(0, state(0, width=3)).result(30)
         groups.control.barrier(phase="test: first")
         if rank == 1:
-            os.kill(checkpointer.writer_pid or 0, signal.SIGSTOP)
+            os.kill(checkpointer.stats.writer_pid or 0, signal.SIGSTOP)
         groups.control.barrier(phase="test: stopped")
         try:
             first = state(1, width=3)
@@ -300,7 +300,7 @@ def in_flight(context: RankContext, root: str) -> list[object]:
             groups.control.barrier(phase="test: looked")
         finally:
             if rank == 1:
-                os.kill(checkpointer.writer_pid or 0, signal.SIGCONT)
+                os.kill(checkpointer.stats.writer_pid or 0, signal.SIGCONT)
         reports = [one.result(30), two.result(30)]
         seen += [reports[0].planned, reports[1].planned, checkpointer.latest()]
     return seen

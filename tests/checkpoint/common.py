@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from holdfast import Layout, PerRank, Sharded, Union
+from holdfast import Layout, PendingSave, PerRank, Sharded, Union
 
 NUM_LAYERS = 4
 
@@ -94,3 +95,10 @@ def files_of(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def wait(pending: PendingSave, timeout: float = 60.0) -> None:
+    """Until it is done, without raising what it failed with."""
+    done = threading.Event()
+    pending.add_done_callback(lambda _: done.set())
+    assert done.wait(timeout), pending

@@ -21,7 +21,7 @@ from holdfast.storage import PosixStorage
 from holdfast.writer import job
 from holdfast.writer.memory import SharedMemory
 from holdfast.writer.records import DoneRecord
-from tests.checkpoint.common import assert_equal, full, make_state
+from tests.checkpoint.common import assert_equal, full, make_state, wait
 from tests.harness import RankContext, run_ranks
 
 LAYOUT = Layout(dp=2)
@@ -108,7 +108,7 @@ class Bench:
             "async, planned": lambda: checkpointer.save_async(step, made),
             "prepare": lambda: checkpointer.prepare(made),
             "load": lambda: checkpointer.load(made),
-            "load, fallback": lambda: checkpointer.load(made, fallback=True),
+            "load, fallback": lambda: checkpointer.load(made, max_fallbacks=None),
         }[name]
 
     def _blank(self) -> dict[str, object]:
@@ -290,10 +290,10 @@ def wrong_calls() -> list[Wrong]:
         ("load", (state,), {"exchange": False}, "disagree on exchange"),
         ("load", (state,), {"verify": False}, "disagree on verify"),
         ("load", (state,), {"cast": 1}, "cast=1"),
-        ("load", (state,), {"fallback": -1}, "fallback=-1"),
-        ("load", (state,), {"fallback": "x"}, "fallback=x"),
-        ("load", (state,), {"fallback": True}, "disagree on fallback"),
-        ("load", (state,), {"fallback": 2}, "disagree on fallback"),
+        ("load", (state,), {"max_fallbacks": -1}, "max_fallbacks=-1"),
+        ("load", (state,), {"max_fallbacks": "x"}, "max_fallbacks=x"),
+        ("load", (state,), {"max_fallbacks": None}, "disagree on max_fallbacks"),
+        ("load", (state,), {"max_fallbacks": 2}, "disagree on max_fallbacks"),
         ("load", (state,), {"step": 10**30}, "10**18"),
         ("load", (state,), {"step": -1}, "10**18"),
         ("load", (state,), {"allow_missing": [3]}, "allow_missing"),
@@ -386,7 +386,7 @@ def hear(context: RankContext, root: str) -> None:
                 step = 10 * number + 5 * closing
                 checkpointer = Checkpointer(root, groups=groups)
                 pending = checkpointer.save_async(step, good | own)
-                pending.wait(60)
+                wait(pending)
                 mine = context.rank in callers
                 if mine:
                     with pytest.raises(PlanError, match=r"v\.rank"):
@@ -416,8 +416,8 @@ def test_all_failures_of_two_arenas_are_raised_together(tmp_path: Path) -> None:
     state = {"t": {"x": torch.ones(4)}}
     first, second = checkpointer.save_async(1, state), checkpointer.save_async(2, state)
     for pending in (first, second):
-        pending.wait(60)
-        pending.failure = StorageError(f"no step {pending.step}")
+        wait(pending)
+        pending._save.failure = StorageError(f"no step {pending.step}")
     with pytest.raises(StorageError, match=r"2 earlier saves failed: no step 1; no step 2"):
         checkpointer.save(3, state)
     checkpointer.save(3, state)
@@ -434,15 +434,13 @@ def hold_different_plans(context: RankContext, root: str) -> list[bool]:
             if context.rank == 1:
                 # A plan that fits this rank and is not the one that the others hold.
                 object.__setattr__(plans[False], "token", "f" * 32)
-            report = save(step, state)
-            planned.append(report.planned)
-            assert not isinstance(report, holdfast.PendingSave) or report.result(60)
+            planned.append(_finished(save(step, state)).planned)
             planned.append(checkpointer.save(step + 1, state).planned)
             plans = checkpointer._saver._plans
         blank = make_state(LAYOUT, context.rank, blank=True)
         checkpointer.load(blank)
         assert_equal(blank, LAYOUT, context.rank)
-        assert checkpointer.num_plans == 3
+        assert checkpointer.stats.num_plans == 3
     return planned
 
 
@@ -536,17 +534,14 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
             torch.rand(step)
             torch_state = torch.get_rng_state()
             save = checkpointer.save if step % 2 else checkpointer.save_async
-            report = save(step, state)
-            assert not report.planned
-            if not isinstance(report, holdfast.SaveReport):
-                report.result(60)
+            assert not _finished(save(step, state)).planned
             found = checkpointer.load({"loader": Stored(), "rng": Stored()}, step=step).values
             loader: Any = found["loader"]
             assert loader["n"] == clones.count
             assert torch.equal(loader["t1"], torch.full((1, 2), float(clones.count)))
             assert torch.equal(torch_state, torch.get_rng_state())
         assert calls == once
-        assert (checkpointer.num_plans, checkpointer.num_allocations) == (1, 1)
+        assert (checkpointer.stats.num_plans, checkpointer.stats.num_allocations) == (1, 1)
         clones.tensors["t5"] = clones.tensors["t5"].double()
         assert checkpointer.save(9, state).planned
         assert calls["claims_of"] == 2

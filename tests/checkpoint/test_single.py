@@ -406,4 +406,4 @@ def test_one_plan_serves_equal_structures_and_any_change_is_seen(tmp_path: Path)
             equal = got == value if not isinstance(value, torch.Tensor) else torch.equal(got, value)
             assert equal, (step, name)
     assert seen == [True, False, True, False, True, True, True, False]
-    assert checkpointer.num_plans == 5
+    assert checkpointer.stats.num_plans == 5

@@ -29,7 +29,7 @@ def _doomed(context: RankContext, root: str, delay_s: float, kills_writer: bool)
         groups.control.barrier(phase="ready")
 
         def die() -> None:
-            writer = checkpointer.writer_pid
+            writer = checkpointer.stats.writer_pid
             if kills_writer and writer is not None:
                 os.kill(writer, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -465,7 +465,7 @@ def test_everything_of_a_checkpoint_by_name(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     checkpointer = Checkpointer(tmp_path, codecs=CODECS)
     with pytest.raises(StorageError, match="no committed checkpoint"):
-        checkpointer.parts()
+        checkpointer.inspect()
     state = {
         "model": model,
         "same": {"w": model.weight.detach(), "n": (1, 2)},
@@ -474,12 +474,12 @@ def test_everything_of_a_checkpoint_by_name(tmp_path: Path) -> None:
     }
     checkpointer.save(3, state)
     checkpointer.save(4, {"other": 1})
-    parts = checkpointer.parts(3)
+    parts = checkpointer.inspect(3).parts
     assert list(parts) == list(state)
     assert (parts["model"].num_tensors, parts["model"].nbytes) == (2, 9 * 4)
     assert (parts["same"].num_tensors, parts["same"].num_values) == (1, 2)
     assert parts["own"].kind == "value per dp,tp"
-    assert list(checkpointer.parts()) == ["other"]
+    assert list(checkpointer.inspect().parts) == ["other"]
     report = checkpointer.load_all(step=3)
     assert list(report.values) == list(state)
     loaded: Any = report.values
@@ -491,7 +491,7 @@ def test_everything_of_a_checkpoint_by_name(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="Phase"):
         Checkpointer(tmp_path).load_all(step=3)
     with pytest.raises(StorageError):
-        checkpointer.parts(9)
+        checkpointer.inspect(9)
 
 
 # Generated
@@ -600,9 +600,9 @@ def test_a_failing_codec_is_named_with_its_path_and_is_no_damage(
     with_codec().save(2, state)
     broken = with_codec(decode=failing)
     for load in (
-        lambda: broken.load(state, fallback=True),
-        lambda: broken.load({"x": Stored()}, fallback=True),
-        lambda: broken.load_all(fallback=True),
+        lambda: broken.load(state, max_fallbacks=None),
+        lambda: broken.load({"x": Stored()}, max_fallbacks=None),
+        lambda: broken.load_all(max_fallbacks=None),
     ):
         with pytest.raises(MismatchError, match=r"x\.a\.0: the codec 'wound' cannot decode"):
             load()

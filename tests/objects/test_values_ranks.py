@@ -122,7 +122,7 @@ def test_ranks_are_united_only_where_they_say_so(tmp_path: Path) -> None:
     # A lone process sees everything: nothing of a union reaches the manifest as such.
     alone = Checkpointer(tmp_path)
     assert list(alone.load_all(step=2).values["x"]) == ["both", "only 0", "only 1"]
-    assert [*alone.parts(2)] == ["x", "y", "z", "part 0", "order", "part 1"]
+    assert [*alone.inspect(2).parts] == ["x", "y", "z", "part 0", "order", "part 1"]
     assert '"union"' not in (tmp_path / "iter_0000002" / "manifest.json").read_text()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.checkpoint.reports import PartInfo
+from holdfast.checkpoint.reports import CheckpointInfo, PartInfo
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import step_dir
 from holdfast.format.records import read_manifest
@@ -15,8 +15,8 @@ from holdfast.storage import Storage
 _TENSORS = ("tensor", "array")
 
 
-def stored_parts(storage: Storage, step: int) -> dict[str, PartInfo]:
-    """Part name -> what it holds. One read; linear in the manifest. Raises as `read_manifest`."""
+def inspect_checkpoint(storage: Storage, step: int) -> CheckpointInfo:
+    """What a checkpoint holds. One read; linear in the manifest. Raises as `read_manifest`."""
     _, manifest = read_manifest(storage, step_dir(step))
     sizes = {
         info.key: math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in manifest.tensors
@@ -31,7 +31,14 @@ def stored_parts(storage: Storage, step: int) -> dict[str, PartInfo]:
             nbytes=sum(sizes[key] for key in keys),
             num_values=num_values,
         )
-    return parts
+    return CheckpointInfo(
+        step=manifest.step,
+        created=manifest.created,
+        total_nbytes=manifest.totals.nbytes,
+        num_tensors=manifest.totals.num_tensors,
+        parts=parts,
+        metadata=manifest.metadata,
+    )
 
 
 def _count(node: Any, keys: set[str]) -> int:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from holdfast.checkpoint.load.requests import (
     shorten_list,
 )
 from holdfast.checkpoint.load.targets import shared_memory, without_ties
+from holdfast.checkpoint.options import LoadOptions
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport
 from holdfast.checkpoint.save.handshake import collector_paused
 from holdfast.errors import (
@@ -51,20 +52,6 @@ from holdfast.storage import Storage
 _MAX_CANDIDATES = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How strict a load is; see `Checkpointer.load`."""
-
-    ignore_unexpected: bool = False
-    allow_missing: tuple[str, ...] = ()
-    allow_dropped: tuple[str, ...] = ()
-    cast: bool = False
-    verify: bool = True
-    exchange: bool = True
-    max_fallbacks: int | None = 0
-    """How many older checkpoints may be tried; None for all there are."""
-
-
 class Loader:
     """Loads under one set of groups."""
 
@@ -80,7 +67,7 @@ class Loader:
         self, state: Mapping[str, object] | None, *, step: int | None, options: LoadOptions
     ) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
-        _check_asked(state, step, options)
+        _check_arguments(state, step, options)
         self._finder.forget()
         # A load makes many objects that stay: each pass of the garbage collector would visit them.
         with collector_paused():
@@ -140,7 +127,9 @@ class Loader:
                 raise MismatchError(f"{error} ({describe_fallbacks(failed)})") from error
             if failed and self._groups.control.is_coordinator:
                 logging.getLogger("holdfast").warning(
-                    "loaded step %s instead of a newer one: %s", step, describe_fallbacks(failed)
+                    "loaded step %s instead of a newer one: %s",
+                    step,
+                    "; ".join(each.summary for each in failed),
                 )
             return replace(report, fell_back=tuple(failed))
         kind = type(first) if first is not None else StorageError
@@ -390,26 +379,15 @@ def _settings(step: int | None, options: LoadOptions) -> dict[str, object]:
         "step": step,
         "verify": options.verify,
         "exchange": options.exchange,
-        "fallback": True if options.max_fallbacks is None else options.max_fallbacks,
+        "max_fallbacks": options.max_fallbacks,
     }
 
 
-def _check_asked(state: object, step: object, options: LoadOptions) -> None:
-    """ConfigError for an argument of a wrong type."""
+def _check_arguments(state: object, step: int | None, options: LoadOptions) -> None:
+    """ConfigError for a state or a step of a wrong type."""
     if state is not None and not isinstance(state, Mapping):
         raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise ConfigError(f"step must be an int or None, got {step!r}")
-    if step is not None and not 0 <= step < 10**18:
-        raise ConfigError(f"step {step}: there is no such step; it must be in [0, 10**18)")
-    for name in ("ignore_unexpected", "cast", "verify", "exchange"):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r} must be True or False")
-    for name in ("allow_missing", "allow_dropped"):
-        patterns = getattr(options, name)
-        if any(not isinstance(pattern, str) for pattern in patterns):
-            raise ConfigError(f"{name}={patterns!r} must be patterns of paths")
+    options.check_step(step)
 
 
 def make_report(
@@ -422,6 +400,7 @@ def make_report(
         fresh=tuple(result.fresh),
         cast=tuple(result.cast),
         kept=tuple(result.kept),
+        metadata=snapshot.manifest.metadata,
         nbytes_needed=executor.nbytes_needed,
         nbytes_read=snapshot.stats.nbytes_read,
         nbytes_received=executor.nbytes_received,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast.checkpoint.options import SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.checkpoint.save.handshake import AgreedSave, Clock, SaveRequest
 from holdfast.checkpoint.save.local_state import LocalState
@@ -31,7 +31,6 @@ from holdfast.checkpoint.save.staging import (
 from holdfast.errors import StorageError
 from holdfast.format.names import data_file
 from holdfast.parallel import ProcessGroups
-from holdfast.retention.policies import Policy
 from holdfast.storage import Storage
 from holdfast.version import __version__
 from holdfast.writer.client import Ticket, Writer, WriterThread
@@ -42,18 +41,6 @@ from holdfast.writer.records import SaveHeader, column
 _NUM_DESCRIPTORS = 8
 _DISK_SLACK_NBYTES = 4 << 20
 _UNLIMITED_NBYTES = 1 << 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaverOptions:
-    """How a `Checkpointer` saves; see there."""
-
-    block_nbytes: int
-    staging_buffers: int
-    deadline_s: float
-    retention: Policy | None
-    fingerprints: bool
-    check_replicas_every: int
 
 
 class SaveExecutor:
@@ -176,6 +163,7 @@ class SaveExecutor:
                 holdfast=__version__,
                 torch=str(torch.__version__),
                 overwrite=request.overwrite,
+                metadata=request.metadata,
             ),
             plan_digest="",
             block_nbytes=self._options.block_nbytes,

@@ -31,12 +31,14 @@ class SaveRequest:
         step: of the checkpoint.
         overwrite: whether it may replace a checkpoint of that step.
         check_replicas: whether declared replicas are compared, too.
+        metadata: the user's, as `format.metadata.encode_metadata` has it.
     """
 
     kind: Literal["save", "save_async", "prepare"]
     step: int
     overwrite: bool
     check_replicas: bool
+    metadata: bytes = b""
 
     def check(self) -> None:
         """ConfigError for an argument of a wrong type or out of range."""
@@ -63,6 +65,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
         failed: id and shortened error of each earlier save that failed and was not raised on this
             rank.
         running: ids of the saves in flight on it.
+        metadata: digest of the user's metadata, empty for none.
     """
 
     kind: str
@@ -77,6 +80,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
     busy: bool
     failed: tuple[tuple[str, ErrorRecord], ...]
     running: tuple[str, ...]
+    metadata: str = ""
 
 
 class Proposals:
@@ -123,7 +127,7 @@ class Proposals:
         """What has to be the same on all ranks, by name, one value for each rank."""
         values: dict[str, list[object]] = {
             what: [getattr(proposal, what) for proposal in self.by_rank]
-            for what in ("kind", "step", "overwrite", "check_replicas")
+            for what in ("kind", "step", "overwrite", "check_replicas", "metadata")
         }
         if len({proposal.num_saves for proposal in self.by_rank}) == 1:
             # Else some rank missed a save that failed, and catches up here.

@@ -1,35 +1,127 @@
-"""A save under way, as the training loop sees it."""
+"""An asynchronous save after it is staged: what the caller sees of it, and what the saver keeps."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
 
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.errors import DeadlineError, HoldfastError
+from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket
 
+_MAX_MESSAGE_LENGTH = 200
 
-@dataclass(slots=True, kw_only=True)
+
 class PendingSave:
     """A save whose bytes are staged; training may go on and change everything.
 
-    `step`: of the checkpoint. `skipped`: nothing was saved, because an earlier save was under way
-    and `when_busy="skip"`. Looking at it, waiting for it and `result` are local: no collectives.
-    `was_raised`: its failure has been raised on this rank, which the next save need not do again.
+    Made by `Checkpointer.save_async` and `maybe_save`. Everything here is local to this rank: no
+    collectives.
     """
+
+    def __init__(self, save: InFlightSave) -> None:
+        self._save = save
+        # Thread that runs a callback -> whether `result` has raised the failure in it.
+        self._callbacks: dict[int, bool] = {}
+
+    def __repr__(self) -> str:
+        """Step and state."""
+        return f"<PendingSave of step {self.step}: {self.phase}>"
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self._save.step
+
+    @property
+    def phase(self) -> str:
+        """`writing`, `committing`, `committed`, `failed` or `skipped`."""
+        return self._save.phase
+
+    @property
+    def progress(self) -> float:
+        """Fraction of this rank's bytes that storage has, 0 to 1."""
+        return self._save.progress
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was saved, because of `when_busy="skip"` and an earlier save."""
+        return self._save.skipped
+
+    def done(self) -> bool:
+        """Whether it is committed, failed or skipped."""
+        return self._save.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is committed and durable, as storage says.
+
+        A failure raised here is not raised again on this rank by `close` or, once every rank has
+        raised it, by the next save.
+
+        Args:
+            timeout: seconds to wait; None waits until the save's own deadline.
+
+        Raises:
+            DeadlineError: it is not done within `timeout`; the save itself goes on.
+            HoldfastError: what the save failed with, the same on every rank.
+        """
+        try:
+            return self._save.result(timeout)
+        except HoldfastError:
+            thread = threading.get_ident()
+            if thread in self._callbacks:
+                self._callbacks[thread] = True
+            elif self._save.done():
+                self._save.was_raised = True
+            raise
+
+    def add_done_callback(self, callback: Callable[[PendingSave], object]) -> None:
+        """Call `callback(self)` once, when the save is committed, failed or skipped.
+
+        It is called by the thread that receives the outcome from the writer, or at once by the
+        calling thread if the save is done; several are called in the order they were added. It
+        must be short, and must not save, load or communicate. An exception that leaves it is
+        logged (logger `holdfast`); a save's failure that leaves it through `result` still counts
+        as not raised, and so comes with the next save or `close`.
+        """
+        self._save.when_done(partial(self._run_callback, callback))
+
+    def _run_callback(self, callback: Callable[[PendingSave], object]) -> None:
+        thread = threading.get_ident()
+        self._callbacks[thread] = False
+        try:
+            callback(self)
+            # Only now: `close` must not take for raised what is about to end in a log.
+            self._save.was_raised |= self._callbacks.get(thread, False)
+        except Exception:
+            logging.getLogger("holdfast").exception("a callback of %r failed", self)
+        finally:
+            self._callbacks.pop(thread, None)
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlightSave:
+    """What the saver keeps of an asynchronous save until every rank knows its outcome."""
 
     step: int
     ticket: Ticket | None
+    """The writer's job; None for a save that was skipped or failed before there was one."""
     save_id: str = ""
     planned: bool = False
     total_nbytes: int = 0
     num_tensors: int = 0
     skipped: bool = False
     failure: HoldfastError | None = None
+    """Why it failed where the writer does not know of it."""
     was_raised: bool = False
+    """Whether its failure was raised on this rank, which the next save need not do again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     storage: Storage | None = None
 
@@ -47,7 +139,7 @@ class PendingSave:
 
     @property
     def progress(self) -> float:
-        """Part of this rank's bytes handed to storage, 0 to 1."""
+        """Fraction of this rank's bytes that storage has."""
         if self.ticket is None or self.ticket.nbytes == 0 or self.ticket.written.is_set():
             return 1.0
         return self.ticket.nbytes_written / self.ticket.nbytes
@@ -69,13 +161,15 @@ class PendingSave:
             return None
         return outcome.error.to_error()
 
-    def result(self, timeout_s: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is committed and durable, as storage says.
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call it once; see `PendingSave.add_done_callback`."""
+        if self.ticket is None:
+            callback()
+        else:
+            self.ticket.when_finished(callback)
 
-        Raises what the save failed with, on every rank alike; DeadlineError if it is not done
-        within `timeout_s` (the save itself goes on). A failure raised here is not raised again on
-        this rank by `close` or, once every rank has raised it, by the next save.
-        """
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """See `PendingSave.result`."""
         began = time.monotonic()
         if not self.wait(timeout_s):
             raise DeadlineError(
@@ -84,7 +178,6 @@ class PendingSave:
             )
         error = self.error()
         if error is not None:
-            self.was_raised = True
             raise error
         outcome = self.ticket.outcome if self.ticket is not None else None
         if outcome is None:
@@ -105,3 +198,24 @@ class PendingSave:
                 **self.seconds, "write": outcome.write_s, "commit": outcome.commit_s
             },
         )  # fmt: skip
+
+
+def raise_failures(
+    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
+) -> None:
+    """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
+    for pending, _ in own:
+        pending.was_raised = True
+    if len(own) == 1 and not others:
+        raise own[0][1]
+    records = [*(ErrorRecord.of(error) for _, error in own), *others]
+    if records:
+        num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
+        message = f"{num} failed: {'; '.join(record.message for record in records)}"
+        raise msgspec.structs.replace(records[0], message=message).to_error()
+
+
+def shortened(error: HoldfastError) -> ErrorRecord:
+    """What a proposal carries of it."""
+    record = ErrorRecord.of(error)
+    return msgspec.structs.replace(record, message=record.message[:_MAX_MESSAGE_LENGTH])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import msgspec
 
+from holdfast.checkpoint.options import SaverOptions, WhenBusy
 from holdfast.checkpoint.plan.cache import keep_plan, plan_name
 from holdfast.checkpoint.plan.rank_plan import RankPlan, plan_again, plan_together
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.checkpoint.save.executor import SaveExecutor, SaverOptions, check_budget
+from holdfast.checkpoint.save.executor import SaveExecutor, check_budget
 from holdfast.checkpoint.save.handshake import (
     BEGIN,
     BUDGET,
@@ -27,9 +29,15 @@ from holdfast.checkpoint.save.handshake import (
     is_staging,
 )
 from holdfast.checkpoint.save.local_state import LocalState, choices, flatten_local_state
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.pending import (
+    InFlightSave,
+    PendingSave,
+    raise_failures,
+    shortened,
+)
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
+from holdfast.format.digest import digest128
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -41,9 +49,6 @@ from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.commit import discard_save
 from holdfast.writer.job import SaveOutcome, publish_failure
 from holdfast.writer.repair import repair
-
-WhenBusy = Literal["wait", "skip"]
-_MAX_MESSAGE_LENGTH = 200
 
 
 class Saver:
@@ -63,12 +68,15 @@ class Saver:
         self._kept: dict[bool, str] = {}
         self._num_saves = 0
         self._writer: Writer | None = None
-        self._unreported: list[PendingSave] = []
+        self._unreported: list[InFlightSave] = []
         self._is_repaired = False
         self._cache = LeafCache()
         self._local: LocalState | None = None
-        self._submitted: PendingSave | None = None
-        self.num_plans = 0
+        self._submitted: InFlightSave | None = None
+        self.counts: Counter[str] = Counter()
+        """Of this rank: `planned`, `reused`, and by outcome `committed`, `failed`, `skipped`;
+        `nbytes` written."""
+        self._counting = threading.Lock()
         control = groups.control
         self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
         self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
@@ -80,6 +88,11 @@ class Saver:
     def writer_pid(self) -> int | None:
         """Process id of the writer, or None where there is none."""
         return self._writer.pid if self._writer is not None else None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Asynchronous saves that are not done."""
+        return sum(not pending.done() for pending in self._unreported)
 
     @property
     def num_allocations(self) -> int:
@@ -98,7 +111,7 @@ class Saver:
         self._unreported.clear()
         for buffer in self._buffers:
             buffer.reset()
-        _raise_all(failures)
+        raise_failures(failures)
 
     def save(self, request: SaveRequest, state: Mapping[str, object]) -> SaveReport:
         """One synchronous save; see `Checkpointer.save`.
@@ -112,10 +125,13 @@ class Saver:
             self._executor.write(agreed, request, clock)
             with clock.phase("retain"):
                 self._after_commit(plan)
+        nbytes = plan.image.nbytes - len(plan.image.header)
+        with self._counting:
+            self.counts["nbytes"] += nbytes
         return SaveReport(
             step=request.step,
             path=self._storage.describe(step_dir(request.step)),
-            nbytes=plan.image.nbytes - len(plan.image.header),
+            nbytes=nbytes,
             total_nbytes=plan.total_nbytes,
             num_tensors=plan.num_tensors,
             planned=agreed.planned,
@@ -157,9 +173,10 @@ class Saver:
             agreed = self._agree(request, state, when_busy, clock, in_flight=len(self._buffers) - 1)
             plan = agreed.plan
             if plan is None:
-                return PendingSave(step=request.step, ticket=None, skipped=True)
+                self.counts["skipped"] += 1
+                return PendingSave(InFlightSave(step=request.step, ticket=None, skipped=True))
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
-            pending = self._submitted = buffer.pending = PendingSave(
+            pending = self._submitted = buffer.pending = InFlightSave(
                 step=request.step,
                 ticket=None,
                 save_id=agreed.save_id,
@@ -173,8 +190,19 @@ class Saver:
                 writer, buffer, agreed, request, clock, after=after
             )
         pending.seconds = dict(clock.seconds)
+        self._report_later(pending)
+        return PendingSave(pending)
+
+    def _report_later(self, pending: InFlightSave) -> None:
+        """Keep it until every rank knows its outcome, which is counted when this rank does."""
         self._unreported.append(pending)
-        return pending
+        pending.when_done(partial(self._count_outcome, pending))
+
+    def _count_outcome(self, pending: InFlightSave) -> None:
+        outcome = pending.ticket.outcome if pending.ticket is not None else None
+        with self._counting:
+            self.counts["committed" if pending.phase == "committed" else "failed"] += 1
+            self.counts["nbytes"] += outcome.nbytes if outcome is not None else 0
 
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save failed here after its last collective.
@@ -185,21 +213,21 @@ class Saver:
         pending = self._submitted
         if pending is not None and pending.ticket is not None:
             if pending not in self._unreported:
-                self._unreported.append(pending)
+                self._report_later(pending)
             if not isinstance(error, Exception):
                 raise error
             # All that can be missing is how long it took; the other ranks go on, too.
             logging.getLogger("holdfast").warning(
                 "the save of step %s was submitted, then: %r", pending.step, error
             )
-            return pending
+            return PendingSave(pending)
         proposals = Proposals(self.async_guard.answers[BEGIN])
         record = ErrorRecord.of(error, foreign=StorageError)
         failure = error if isinstance(error, HoldfastError) else record.to_error()
         step, overwrite = proposals.by_rank[0].step, proposals.by_rank[0].overwrite
-        pending = PendingSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
+        pending = InFlightSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
         self._plans = {}
-        self._unreported.append(pending)
+        self._report_later(pending)
         for buffer in self._buffers:
             if buffer.is_free():
                 buffer.reset()
@@ -215,7 +243,7 @@ class Saver:
         if not isinstance(error, Exception):
             pending.was_raised = True
             raise error
-        return pending
+        return PendingSave(pending)
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Plan, lay out and touch the memory, start the writer: the first save is then like any.
@@ -272,6 +300,7 @@ class Saver:
                 plan = self._make_plan(local, proposals, self._due(request, proposals.num_saves))
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
+            self.counts["reused"] += proposals.is_unchanged
         return AgreedSave(
             local=local,
             plan=plan,
@@ -319,7 +348,7 @@ class Saver:
             block_nbytes=self._options.block_nbytes,
             compare_all=request.check_replicas,
         )
-        self.num_plans += 1
+        self.counts["planned"] += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
         self._plans[request.check_replicas] = plan
@@ -373,9 +402,10 @@ class Saver:
             compares=due.check_replicas,
             num_saves=self._num_saves,
             nonce=secrets.token_hex(6),
+            metadata=digest128(request.metadata)[:16] if request.metadata else "",
             busy=len(running) > in_flight,
             failed=tuple(
-                (pending.save_id, _shortened(error)) for pending, error in self._not_raised()
+                (pending.save_id, shortened(error)) for pending, error in self._not_raised()
             ),
             running=tuple(pending.save_id for pending in running),
         )
@@ -386,7 +416,7 @@ class Saver:
         proposals.refuse_disagreement(control.ranks)
         return proposals
 
-    def _not_raised(self) -> list[tuple[PendingSave, HoldfastError]]:
+    def _not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
         """The saves that failed, as far as known, without their failure being raised here."""
         failed = [(pending, pending.error()) for pending in self._unreported]
         return [(p, error) for p, error in failed if error is not None and not p.was_raised]
@@ -407,7 +437,7 @@ class Saver:
                     discard_save(self._storage, pending.ticket.job.directory)
         known = {pending.save_id for pending, _ in own}
         others = [record for save_id, record in failed.items() if save_id not in known]
-        _raise_all(own, others)
+        raise_failures(own, others)
 
     def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
         if outcome.error is not None:
@@ -460,23 +490,3 @@ class Saver:
         if self._writer is None or self._writer.dead:
             self._writer = start_writer(self._storage)
         return self._writer
-
-
-def _raise_all(
-    own: list[tuple[PendingSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
-) -> None:
-    """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
-    for pending, _ in own:
-        pending.was_raised = True
-    if len(own) == 1 and not others:
-        raise own[0][1]
-    records = [*(ErrorRecord.of(error) for _, error in own), *others]
-    if records:
-        num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
-        message = f"{num} failed: {'; '.join(record.message for record in records)}"
-        raise msgspec.structs.replace(records[0], message=message).to_error()
-
-
-def _shortened(error: HoldfastError) -> ErrorRecord:
-    record = ErrorRecord.of(error)
-    return msgspec.structs.replace(record, message=record.message[:_MAX_MESSAGE_LENGTH])

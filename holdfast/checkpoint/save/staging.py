@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from holdfast.arrays.types import IntArray
-from holdfast.checkpoint.save.pending import PendingSave
+from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.errors import PlanError
 from holdfast.format.image import Image
 from holdfast.writer.memory import SharedMemory
@@ -194,7 +194,7 @@ class StagingBuffer:
     memory: SharedMemory = field(default_factory=SharedMemory)
     plan_digest: str = ""
     staging: Staging | None = None
-    pending: PendingSave | None = None
+    pending: InFlightSave | None = None
 
     def is_free(self) -> bool:
         """Whether no save in flight uses it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import (
@@ -13,6 +13,7 @@ from holdfast.cli.support.messages import (
     counted,
     in_bytes,
     layout_in_words,
+    metadata_in_words,
     when,
 )
 from holdfast.cli.support.steps import find_runs, open_root
@@ -52,6 +53,7 @@ class Step:
     stored_nbytes: int = 0
     num_files: int = 0
     layouts: tuple[str, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
     damage: str | None = None
 
 
@@ -124,6 +126,7 @@ def _summary(manifest: Manifest) -> Step:
         stored_nbytes=manifest.totals.stored_nbytes,
         num_files=len(manifest.files),
         layouts=tuple(layout_in_words(layout) for layout in manifest.layouts),
+        metadata=manifest.metadata,
     )
 
 
@@ -175,12 +178,12 @@ def _print_runs(root: Path, runs: list[Run]) -> None:
 def _print(root: Path, steps: list[Step], leftovers: list[Leftover], pointer: int | None) -> None:
     console = make_console()
     if steps:
-        table = make_table(
-            [
-                ("step", "right"), ("", "green"), ("created (UTC)", ""), ("tensors", "right"),
-                ("size", "right"), ("files", "right"), ("layout", ""),
-            ]
-        )  # fmt: skip
+        columns = [
+            ("step", "right"), ("", "green"), ("created (UTC)", ""), ("tensors", "right"),
+            ("size", "right"), ("files", "right"), ("layout", ""),
+        ]  # fmt: skip
+        has_metadata = any(step.metadata for step in steps)
+        table = make_table([*columns, ("metadata", "")] if has_metadata else columns)
         for step in steps:
             mark = "latest" if step is steps[-1] else ""
             if step.damage is not None:
@@ -190,6 +193,7 @@ def _print(root: Path, steps: list[Step], leftovers: list[Leftover], pointer: in
             table.add_row(
                 f"{step.step}", mark, when(step.created), f"{step.num_tensors:,}",
                 in_bytes(step.stored_nbytes), f"{step.num_files}", "; ".join(step.layouts),
+                *([metadata_in_words(step.metadata)] if has_metadata else []),
             )  # fmt: skip
         console.print(table)
     else:

@@ -19,6 +19,7 @@ from holdfast.cli.support.messages import (
     in_bytes,
     in_ranges,
     layout_in_words,
+    metadata_in_words,
     print_error,
     shape_in_words,
     when,
@@ -158,6 +159,7 @@ def _as_json(
             "num_files": len(manifest.files),
             "num_rows": manifest.index.num_rows,
         },
+        "metadata": manifest.metadata,
         "parts": list(manifest.parts),
         "tensors": [
             asdict(row) | ({"stats": _stats_json(stats[row.key])} if row.key in stats else {})
@@ -227,6 +229,8 @@ def _print_summary(console: Console, label: str, manifest: Manifest) -> None:
         ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {clean(x.order)}")
         for x in manifest.layouts
     ]
+    if manifest.metadata:
+        lines.append(("metadata", metadata_in_words(manifest.metadata)))
     for name, text in lines:
         console.print(Text(f"{name:<11}", style="dim") + Text(clean(text)), soft_wrap=True)
 

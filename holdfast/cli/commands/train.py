@@ -11,9 +11,9 @@ from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import ConfigError, HoldfastError, LayoutError
 from holdfast.reference.train.config import TrainConfig, read_toml
 from holdfast.reference.train.data import check_paths
-from holdfast.reference.train.launch_environment import Place, record_failure
+from holdfast.reference.train.launch_environment import LaunchEnvironment, record_failure
 from holdfast.reference.train.presets import PRESETS
-from holdfast.reference.train.resume import decide
+from holdfast.reference.train.resume import step_to_load
 
 _ABOUT = (
     "Train the reference model: holdfast train [dense | moe | hybrid | CONFIG.toml] [--flags]. "
@@ -31,22 +31,22 @@ def run_command(words: Sequence[str]) -> int:
     Raises:
         HoldfastError: to be printed as one line by the caller.
     """
-    place = Place.from_environment()
+    environment = LaunchEnvironment.from_environment()
     try:
         config = parse(words)
-        if place.is_launched:
-            _check_foreign(config, place=place)
-            return _work(config, place=place)
+        if environment.is_launched:
+            _check_foreign(config, environment=environment)
+            return _work(config, environment=environment)
         config.check(world_size=config.nproc)
         check_paths(config.data.data)
-        decide(config.checkpoint)
+        step_to_load(config.checkpoint)
         if config.nproc == 1:
-            return _work(config, place=place)
+            return _work(config, environment=environment)
     except HoldfastError as error:
-        if place.is_ours:
+        if environment.is_ours:
             record_failure(error)
             return EXIT_MISTAKE
-        if place.local_rank != 0 and isinstance(error, (ConfigError, LayoutError)):
+        if environment.local_rank != 0 and isinstance(error, (ConfigError, LayoutError)):
             # The same on every process; the first one of the machine prints it.
             return EXIT_MISTAKE
         raise
@@ -64,18 +64,18 @@ def _launch(config: TrainConfig, words: Sequence[str]) -> int:
     return failure.exit_code
 
 
-def _work(config: TrainConfig, *, place: Place) -> int:
-    config.check(world_size=place.world_size)
+def _work(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
+    config.check(world_size=environment.world_size)
     from holdfast.reference.train.launch import run_worker
 
-    return run_worker(config, place=place)
+    return run_worker(config, environment=environment)
 
 
-def _check_foreign(config: TrainConfig, *, place: Place) -> None:
-    if config.nproc > 1 and not place.is_ours:
+def _check_foreign(config: TrainConfig, *, environment: LaunchEnvironment) -> None:
+    if config.nproc > 1 and not environment.is_ours:
         raise ConfigError(
             f"--nproc {config.nproc} inside of another launcher, which has started "
-            f"{place.world_size} processes already: leave --nproc out"
+            f"{environment.world_size} processes already: leave --nproc out"
         )
 
 

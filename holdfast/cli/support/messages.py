@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.format.manifest import LayoutInfo
 
@@ -69,6 +70,12 @@ def layout_in_words(layout: LayoutInfo) -> str:
     sizes = "·".join(f"{axis}{size}" for axis, size in layout.axes.items() if size > 1)
     ranks = counted(len(layout.ranks), "rank")
     return clean(f"{layout.name} {sizes}{' ' if sizes else ''}on {ranks}")
+
+
+def metadata_in_words(metadata: Mapping[str, object]) -> str:
+    """A user's JSON object in short: "commit=abc, loss=1.5"."""
+    pairs = ((k, v if isinstance(v, str) else json.dumps(v)) for k, v in metadata.items())
+    return clean(", ".join(f"{key}={value}" for key, value in pairs))
 
 
 def when(created: str) -> str:

@@ -61,6 +61,10 @@ class Guard(Generic[T]):
         self._undo = undo
         self._retry_if = retry_if
         self._attempt: Guard[T] | None = None
+        self.num_done = 0
+        """Runs that ended well here."""
+        self.num_failed = 0
+        """Runs that raised here."""
         self._made_all_calls = False
         self._scope = GuardScope()
 
@@ -95,12 +99,14 @@ class Guard(Generic[T]):
             if self._has_end:
                 control.agree(None, phase=self._end)
             self._made_all_calls = True
+            self.num_done += 1
             return result
         except BaseException as error:
             if not (self._made_all_calls or scope.has_failed_on_all or control.is_broken):
                 self._made_all_calls = self._is_complete(scope.answers)
             if self._made_all_calls and self._rescue is not None:
                 return self._rescue(error)
+            self.num_failed += 1
             if self._made_all_calls:
                 raise
             self._fail(error)

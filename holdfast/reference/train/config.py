@@ -151,8 +151,8 @@ class CheckpointConfig:
     """Directory to resume from, at its newest committed step. May be the same as --save."""
     load_step: int | None = None
     """The step to load; absent means the newest."""
-    fallback: bool = False
-    """Go back to the next older checkpoint where the newest is damaged, instead of failing."""
+    max_fallbacks: int = 0
+    """Older checkpoints that may be loaded in place of a damaged newest one; 0 means fail."""
     save_interval: int = 100
     """Steps between saves; the last step, and the one a signal stops at, are saved as well."""
     async_save: bool = False
@@ -336,7 +336,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             "--no-load-optim": not checkpoint.load_optim,
             "--no-load-scheduler": not checkpoint.load_scheduler,
             "--no-load-rng": not checkpoint.load_rng,
-            "--fallback": checkpoint.fallback,
+            "--max-fallbacks": checkpoint.max_fallbacks > 0,
             "--finetune": checkpoint.finetune,
             "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
         }
@@ -353,9 +353,9 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         for flag, is_set in needs_save.items():
             if is_set:
                 raise ConfigError(f"{flag} has no meaning without --save: add --save DIR")
-    if checkpoint.fallback and checkpoint.load_step is not None:
+    if checkpoint.max_fallbacks and checkpoint.load_step is not None:
         raise ConfigError(
-            f"--fallback with --load-step {checkpoint.load_step}: a step asked for by number is "
+            f"--max-fallbacks with --load-step {checkpoint.load_step}: a step given by number is "
             f"loaded or not; leave one of them out"
         )
     if checkpoint.finetune and checkpoint.save is not None and checkpoint.save == checkpoint.load:

@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError, MismatchError
 
 VOCAB_SIZE = 256
 SEPARATOR = b"\0"
-"""What stands between two files; text has no NUL bytes."""
+"""Between two files; text has no NUL bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

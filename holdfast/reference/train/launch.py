@@ -22,18 +22,18 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.reference.train.config import TrainConfig
 from holdfast.reference.train.data import Corpus, read_corpus
-from holdfast.reference.train.launch_environment import RUN_PREFIX, Place
+from holdfast.reference.train.launch_environment import RUN_PREFIX, LaunchEnvironment
 from holdfast.reference.train.loop import Trainer
 from holdfast.reference.train.metrics import Reporter
 from holdfast.reference.train.stopping import (
     StopRequest,
-    listening,
-    name_of,
+    handle_stop_signals,
+    print_line,
     request_of_launcher,
     safe_on_disk,
-    say,
-    stop_notes,
-    will_stop,
+    signal_name,
+    stop_directory,
+    stopping_message,
 )
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     """Why a launched run ended early."""
 
     message: str
-    """One line; empty where all has been said."""
+    """One line; empty where everything was printed already."""
     exit_code: int
     """2 for an error of Holdfast's own, with what to do in it; 1 for a death; 128 and the signal's
     number for a run that a signal has stopped."""
 
 
-def run_worker(config: TrainConfig, *, place: Place) -> int:
+def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
     """Train as one process of the run that the environment describes.
 
     SIGTERM or SIGINT on any rank stops all of them after the same step, which is saved; a second
@@ -59,18 +59,18 @@ def run_worker(config: TrainConfig, *, place: Place) -> int:
 
     Returns:
         The exit code: 0, or 128 and the number of the signal that the run stopped for. Our own
-        launcher is left a note instead, and gets 0.
+        launcher finds that in a file instead, and gets 0.
 
     Raises:
         HoldfastError: a mistake or a failure, on every rank.
     """
-    layout = config.check(world_size=place.world_size)
-    device = _pick_device(config, place=place)
+    layout = config.check(world_size=environment.world_size)
+    device = _pick_device(config, environment=environment)
     _set_determinism(config, device=device)
-    request = request_of_launcher() if place.is_ours else StopRequest()
-    is_speaker = place.rank == 0 and not place.is_ours
+    request = request_of_launcher() if environment.is_ours else StopRequest()
+    is_speaker = environment.rank == 0 and not environment.is_ours
     with (
-        listening(request, places=_places(config) if is_speaker else None),
+        handle_stop_signals(request, directories=_checkpoint_dirs(config) if is_speaker else None),
         open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,
         ExitStack() as stack,
     ):
@@ -83,21 +83,21 @@ def run_worker(config: TrainConfig, *, place: Place) -> int:
                 if config.checkpoint.save is None:
                     reporter.note("nothing of this run is saved: --save DIR does", style="yellow")
             with _lost_ranks_explained(groups.rank):
-                asked = trainer.run()
-            if asked and place.rank == 0:
-                say(_farewell(trainer, asked))
-                request.answer(asked)
-    return 128 + asked if asked and not place.is_ours else 0
+                stop_signal = trainer.run()
+            if stop_signal and environment.rank == 0:
+                print_line(_stop_message(trainer, stop_signal))
+                request.record_stop(stop_signal)
+    return 128 + stop_signal if stop_signal and not environment.is_ours else 0
 
 
-def _places(config: TrainConfig) -> tuple[Path | None, ...]:
+def _checkpoint_dirs(config: TrainConfig) -> tuple[Path | None, ...]:
     """Where a checkpoint of this run may be, the likeliest first."""
     return config.checkpoint.save, config.checkpoint.load
 
 
-def _farewell(trainer: Trainer, asked: int) -> str:
-    """What a run that was stopped leaves behind."""
-    stopped = f"stopped by {name_of(asked)} after step {trainer.progress.step}"
+def _stop_message(trainer: Trainer, stop_signal: int) -> str:
+    """One line: the signal, the step, and the checkpoint to go on from."""
+    stopped = f"stopped by {signal_name(stop_signal)} after step {trainer.progress.step}"
     if trainer.safe is None:
         return f"{stopped}: nothing of it is saved; --save DIR does"
     step, directory = trainer.safe
@@ -158,7 +158,7 @@ def open_inputs(
     return corpus, reporter
 
 
-def launch(config: TrainConfig, *, arguments: Sequence[str]) -> Failure | None:
+def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | None:
     """Start the processes of `holdfast train` on this machine and wait for them.
 
     A first SIGTERM or SIGINT is passed on as a request to stop; a second one ends them at once.
@@ -188,28 +188,30 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> Failure | None:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=5,
-        # The other two would end the processes at the first; `_passing_on` takes them instead.
+        # The other two would end the processes at once; `_forwarding_signals` has them.
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     command = ["-m", "holdfast.cli.main", "train", *arguments]
-    with stop_notes() as request:
+    with stop_directory() as request:
         try:
-            with _passing_on(request):
+            with _forwarding_signals(request):
                 elastic_launch(settings, entrypoint=sys.executable)(*command)
         except ChildFailedError as error:
             return _root_cause(error.failures)
         except (KeyboardInterrupt, SignalException) as error:
             number = getattr(error, "sigval", signal.SIGINT)
-            say(f"left at once by {name_of(number)}: {safe_on_disk(_places(config))}")
-            return Failure(message="", exit_code=128 + number)
+            print_line(
+                f"left at once by {signal_name(number)}: {safe_on_disk(_checkpoint_dirs(config))}"
+            )
+            return WorkerFailure(message="", exit_code=128 + number)
         finally:
             logging.disable(logging.NOTSET)
-        asked = request.answered()
-    return Failure(message="", exit_code=128 + asked) if asked else None
+        stop_signal = request.recorded_stop()
+    return WorkerFailure(message="", exit_code=128 + stop_signal) if stop_signal else None
 
 
 @contextmanager
-def _passing_on(request: StopRequest) -> Iterator[None]:
+def _forwarding_signals(request: StopRequest) -> Iterator[None]:
     """Leave a first SIGTERM or SIGINT for the processes to find; a second one ends the launcher.
 
     Raises SignalException then, at which the launcher ends them.
@@ -219,10 +221,10 @@ def _passing_on(request: StopRequest) -> Iterator[None]:
     def take(number: int, frame: FrameType | None) -> None:
         del frame
         if request.signal:
-            raise SignalException("asked twice", sigval=signal.Signals(number))
+            raise SignalException("second signal", sigval=signal.Signals(number))
         request.ask(number)
-        request.pass_on()
-        say(will_stop(number))
+        request.forward()
+        print_line(stopping_message(number))
 
     before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -249,11 +251,11 @@ def _lost_ranks_explained(rank: int) -> Iterator[None]:
         ) from error
 
 
-def _root_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
+def _root_cause(failures: Mapping[int, ProcessFailure]) -> WorkerFailure:
     """The failure that explains the others.
 
-    A recorded error comes before a death without words, and a rank that waited in vain
-    (DeadlineError) or was stopped by the launcher (SIGTERM) comes after all others.
+    A recorded error ranks before a death without one; a rank that timed out waiting (DeadlineError)
+    or was stopped by the launcher (SIGTERM) ranks last.
     """
 
     def weight(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
@@ -264,11 +266,11 @@ def _root_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
     rank, failure = min(failures.items(), key=weight)
     kind, message = _recorded(failure)
     if kind:
-        return Failure(message=message, exit_code=2)
+        return WorkerFailure(message=message, exit_code=2)
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        return Failure(message=f"rank {rank} was killed by {name}", exit_code=1)
-    return Failure(
+        return WorkerFailure(message=f"rank {rank} was killed by {name}", exit_code=1)
+    return WorkerFailure(
         message=f"rank {rank} ended with exit code {failure.exitcode}; its traceback is above",
         exit_code=1,
     )
@@ -282,20 +284,20 @@ def _recorded(failure: ProcessFailure) -> tuple[str, str]:
     return (kind, message) if message else ("", "")
 
 
-def _pick_device(config: TrainConfig, *, place: Place) -> torch.device:
+def _pick_device(config: TrainConfig, *, environment: LaunchEnvironment) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: this machine has no usable GPU; use --device cpu")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()
-    if place.local_world_size > num_devices:
+    if environment.local_world_size > num_devices:
         raise ConfigError(
-            f"this machine has {num_devices} GPUs for {place.local_world_size} processes: start at "
-            f"most {num_devices} processes per machine, or use --device cpu"
+            f"this machine has {num_devices} GPUs for {environment.local_world_size} processes: "
+            f"start at most {num_devices} processes per machine, or use --device cpu"
         )
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(environment.local_rank)
+    return torch.device("cuda", environment.local_rank)
 
 
 def _set_determinism(config: TrainConfig, *, device: torch.device) -> None:

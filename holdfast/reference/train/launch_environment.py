@@ -12,8 +12,8 @@ RUN_PREFIX = "holdfast-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which process this is, as a launcher told it."""
+class LaunchEnvironment:
+    """Which process this is, from the variables that a launcher sets."""
 
     rank: int = 0
     local_rank: int = 0
@@ -25,7 +25,7 @@ class Place:
     """Whether it was ours, which prints errors itself."""
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> LaunchEnvironment:
         """Read torchrun's variables; without them, one process.
 
         Raises:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-import signal
 import time
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
@@ -23,13 +23,14 @@ from holdfast.parallel import ProcessGroups
 from holdfast.reference.models import ParallelGPT
 from holdfast.reference.train.config import CheckpointConfig, OptimConfig, TrainConfig
 from holdfast.reference.train.data import BatchSampler, Corpus
-from holdfast.reference.train.losses import mean_over_rows
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
 from holdfast.reference.train.resume import check_save, find_checkpoint
 from holdfast.reference.train.schedule import Schedule, ScheduleSettings
-from holdfast.reference.train.stopping import StopRequest
+from holdfast.reference.train.stopping import StopRequest, StopWhenAsked
 from holdfast.reference.train.update import make_update
 from holdfast.retention.policies import KeepEvery, KeepLast, Policy
+from holdfast.save_when.policies import AtStep, EverySteps
+from holdfast.save_when.schedule import SaveSchedule
 from holdfast.state import RNG, OptimizerState
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,17 +69,10 @@ class Trainer:
         self.groups = groups
         self.reporter = reporter
         self.device = device or torch.device("cpu")
-        pipeline = config.layout.pipeline()
-        self.model = ParallelGPT(
-            config.model,
-            groups=groups,
-            seed=config.seed,
-            device=self.device,
-            pipeline=pipeline,
-            variant=config.layout.cp_attention,
-            autocast=_AUTOCAST[config.precision],
+        self.model = _make_model(config, groups=groups, device=self.device)
+        stages = config.layout.pipeline().stages(
+            num_layers=config.model.num_layers, pp=groups.size("pp")
         )
-        stages = pipeline.stages(num_layers=config.model.num_layers, pp=groups.size("pp"))
         self.num_microbatches = config.data.num_microbatches(
             dp=groups.size("dp"), num_stages=len(stages)
         )
@@ -96,11 +90,13 @@ class Trainer:
             global_batch_size=config.data.global_batch_size,
         )
         self.progress = Progress(self.sampler, allow_other_data=config.data.allow_other_data)
-        self._checkpointer = _checkpointer(config.checkpoint, groups=groups)
+        self._checkpointer = _make_checkpointer(config.checkpoint, groups=groups)
+        policy = EverySteps(config.checkpoint.save_interval) | AtStep(config.steps)
+        stopping = StopWhenAsked(stop or StopRequest(), reporter)
+        self._save_schedule = SaveSchedule(policy | stopping, control=groups.control)
+        self._save_schedule.saved(0)  # a run that has not begun has nothing to keep
         self._pending: tuple[PendingSave, float] | None = None
-        self._stop = stop or StopRequest()
         self._damaged: tuple[int, ...] = ()
-        self._kept_step = 0
         self.safe: tuple[int, Path] | None = None
         """The step that a run can go on from, and the directory it is in; None before any is."""
         _seed_generators(
@@ -120,6 +116,7 @@ class Trainer:
         """Give back the staging memory and the hooks; groups and reporter are the caller's."""
         if error is None:
             self.update.close()
+        self._save_schedule.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
 
@@ -136,7 +133,7 @@ class Trainer:
         return state if self.scaler is None else state | {"scaler": self.scaler}
 
     def run(self) -> int:
-        """Resume if asked to, then train to the last step; see `resume` and `train`."""
+        """Resume if configured to, then train to the last step; see `resume` and `train`."""
         self.resume()
         if self.progress.step >= self.config.steps:
             self._note(
@@ -149,39 +146,26 @@ class Trainer:
         """Train from where the state is to the last step, and save on the way; collective.
 
         Returns:
-            0, or the number of the signal that asked on any rank for an end before; the state of
-            the step after which all ranks stopped is saved then.
+            0, or the number of the signal that stopped the run on all ranks before the last step;
+            the state of that step is saved.
 
         Raises:
             HoldfastError: on every rank; a save that failed, or a loss or gradient that is not
                 finite.
         """
-        checkpoint = self.config.checkpoint
-        asked = 0
-        while self.progress.step < self.config.steps:
-            asked = self._asked_to_stop()
-            if asked:
-                break
+        num_steps = self.config.steps
+        decision = self._save_schedule.decide(self.progress.step)
+        while self.progress.step < num_steps and not decision.stop:
             metrics = self.train_step()
             if self.reporter is not None:
                 self.reporter.step(metrics)
-            is_due = metrics.step % checkpoint.save_interval == 0
-            if checkpoint.save is not None and (is_due or metrics.step == self.config.steps):
+            decision = self._save_schedule.decide(metrics.step)
+            if decision.save and self._checkpointer is not None:
                 self.save()
             self._report_finished()
-        if asked and checkpoint.save is not None and self.progress.step != self._kept_step:
-            self.save()
         self.update.synchronize()
         self._finish_save()
-        return asked
-
-    def _asked_to_stop(self) -> int:
-        """The signal that asked any rank to stop, the same on all; 0 if none did. Collective."""
-        mine = self._stop.signal
-        if not mine and self.reporter is not None and not self.reporter.has_reader:
-            mine = signal.SIGPIPE
-        answers = self.groups.control.all_gather(bytes([mine]), phase="step boundary")
-        return max(answer[0] for answer in answers)
+        return decision.votes[-1] if self.progress.step < num_steps else 0
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch.
@@ -230,7 +214,7 @@ class Trainer:
         if np.isfinite(loss):
             outcome = self.update.step(max_norm=self.config.optim.clip_grad)
         else:
-            outcome = self.update.leave_out()
+            outcome = self.update.skip_step()
         if outcome.skipped and (self.scaler is None or outcome.loss_scale <= self.scaler.minimum):
             raise FaultError(
                 f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
@@ -254,7 +238,8 @@ class Trainer:
         if not self.config.checkpoint.save_rng:
             del state["rng"]
         started = time.perf_counter()
-        step = self._kept_step = self.progress.step
+        step = self.progress.step
+        self._save_schedule.saved(step)
         overwrite = step in self._damaged
         if self.config.checkpoint.async_save:
             self._finish_save()
@@ -307,37 +292,38 @@ class Trainer:
                 self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
             return None
         state = self.state()
-        wanted = ["model"]
+        names = ["model"]
         if not checkpoint.finetune:
-            wanted += ["optimizer"] if checkpoint.load_optim else []
-            wanted += ["scheduler"] if checkpoint.load_scheduler else []
-            wanted += ["rng"] if checkpoint.load_rng else []
-            wanted += ["progress"]
-            wanted += ["scaler"] if self.scaler is not None else []
+            names += ["optimizer"] if checkpoint.load_optim else []
+            names += ["scheduler"] if checkpoint.load_scheduler else []
+            names += ["rng"] if checkpoint.load_rng else []
+            names += ["progress"]
+            names += ["scaler"] if self.scaler is not None else []
         started = time.perf_counter()
         report = Checkpointer(checkpoint.load, groups=self.groups).load(
-            {name: state[name] for name in wanted},
-            step=None if checkpoint.fallback else step,
+            {name: state[name] for name in names},
+            step=None if checkpoint.max_fallbacks else step,
             allow_missing=("scaler",),
-            fallback=checkpoint.fallback,
+            max_fallbacks=checkpoint.max_fallbacks,
         )
-        self._take_note_of(report)
+        self._after_load(report)
         if report.missing:
             self._note("the checkpoint was trained without a loss scale: it starts afresh")
         seconds = time.perf_counter() - started
-        # The optimizer's part brings the stored lr: the schedule in force has the last word.
+        # The optimizer's part brings the stored lr: this run's schedule applies.
         self.schedule.apply()
         self._report_load(report, seconds=seconds)
         return report
 
-    def _take_note_of(self, report: LoadReport) -> None:
-        """What a fallback leaves behind: steps that this run saves over when it comes to them."""
+    def _after_load(self, report: LoadReport) -> None:
+        """Note the step that is on storage, and the damaged ones to save over after a fallback."""
         checkpoint = self.config.checkpoint
-        self._kept_step = 0 if checkpoint.finetune else report.step
+        if not checkpoint.finetune:
+            self._save_schedule.saved(report.step)
         if checkpoint.load is not None:
             self.safe = (report.step, checkpoint.load)
         for given_up in report.fell_back:
-            self._note(f"step {given_up.step} was given up: {given_up.why}")
+            self._note(f"{given_up.summary} and was given up")
         if not report.fell_back or checkpoint.save is None or checkpoint.load is None:
             return
         error: HoldfastError | None = None
@@ -400,6 +386,30 @@ class Progress:
         self.step = int(step)  # type: ignore[call-overload]
 
 
+def mean_over_rows(row_losses: torch.Tensor, *, num_rows: int, groups: ProcessGroups) -> float:
+    """The mean over the rows of all data ranks, the same number under every layout.
+
+    Args:
+        row_losses: of this data rank's rows, means over this rank's positions; empty on ranks
+            without the last pipeline stage.
+        num_rows: rows of one data rank.
+        groups: of the run.
+
+    Cost: one all-reduce over each of `dp_cp` and `pp` of 8 bytes per row of the global batch.
+    """
+    # Rows are reduced, not their sums: each has its own element of a vector of zeros, so the sum
+    # over data ranks is exact, and the order of addition does not depend on the layout.
+    everyone = torch.zeros(
+        groups.size("dp"), num_rows, dtype=torch.float64, device=row_losses.device
+    )
+    if len(row_losses):
+        everyone[groups.index("dp")] = row_losses.double() / groups.size("cp")
+    for name in ("dp_cp", "pp"):
+        if groups.size(name) > 1:
+            dist.all_reduce(everyone, group=groups.group(name))
+    return float(np.sum(everyone.cpu().numpy()) / everyone.numel())
+
+
 def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSettings:
     end = optim.end_weight_decay
     return ScheduleSettings(
@@ -425,7 +435,19 @@ def _seed_generators(seed: int, *, data_index: int, stage_index: int) -> None:
     torch.manual_seed(value)
 
 
-def _checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
+def _make_model(config: TrainConfig, *, groups: ProcessGroups, device: torch.device) -> ParallelGPT:
+    return ParallelGPT(
+        config.model,
+        groups=groups,
+        seed=config.seed,
+        device=device,
+        pipeline=config.layout.pipeline(),
+        variant=config.layout.cp_attention,
+        autocast=_AUTOCAST[config.precision],
+    )
+
+
+def _make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
     """What saves are made with; None for a run that makes none."""
     if config.save is None:
         return None

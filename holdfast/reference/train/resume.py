@@ -23,12 +23,12 @@ def find_checkpoint(checkpoint: CheckpointConfig, *, control: Control) -> int | 
     One rank looks, so that ranks with different views of a shared file system cannot disagree.
 
     Raises:
-        ConfigError, StorageError: on every rank; see `decide`.
+        ConfigError, StorageError: on every rank; see `step_to_load`.
     """
     answer = b""
     if control.is_coordinator:
         try:
-            answer = b"%d" % (-1 if (step := decide(checkpoint)) is None else step)
+            answer = b"%d" % (-1 if (step := step_to_load(checkpoint)) is None else step)
         except HoldfastError as error:
             # Sent as an answer, not agreed on: it is one rank's finding, and speaks for all.
             answer = f"{type(error).__name__}: {error}".encode()
@@ -39,7 +39,7 @@ def find_checkpoint(checkpoint: CheckpointConfig, *, control: Control) -> int | 
     return None if int(kind) < 0 else int(kind)
 
 
-def decide(checkpoint: CheckpointConfig) -> int | None:
+def step_to_load(checkpoint: CheckpointConfig) -> int | None:
     """The step to load as this process sees it; None to begin afresh.
 
     Raises:

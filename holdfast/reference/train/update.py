@@ -37,7 +37,7 @@ class WholeUpdate:
         self._scaler = scaler
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing happens beside a backward."""
+        """Nothing runs concurrently with a backward."""
         del is_last
         return nullcontext()
 
@@ -46,7 +46,7 @@ class WholeUpdate:
         """Reduce gradients, measure, clip, update; collective."""
         norm, scale = self._measure()
         if not norm.is_finite:
-            return self._left_out(norm, scale)
+            return self._skipped_step(norm, scale)
         factor = clip_factor(norm, limit=max_norm)
         scale_gradients(self._model.module.parameters(), factor / scale)
         self.optimizer.step()
@@ -62,9 +62,9 @@ class WholeUpdate:
             loss_scale=scale,
         )
 
-    def leave_out(self) -> StepOutcome:
+    def skip_step(self) -> StepOutcome:
         """Measure the gradients, and forget them; collective."""
-        return self._left_out(*self._measure())
+        return self._skipped_step(*self._measure())
 
     def synchronize(self) -> None:
         """Parameters are whole after every step."""
@@ -79,9 +79,9 @@ class WholeUpdate:
         parts = gradient_parts(self._model.module.parameters(), groups=groups)
         return measure(parts, groups=groups, scale=scale), scale
 
-    def _left_out(self, norm: GradientNorm, scale: float) -> StepOutcome:
+    def _skipped_step(self, norm: GradientNorm, scale: float) -> StepOutcome:
         self.optimizer.zero_grad(set_to_none=True)
-        return _left_out(norm, scale=scale, scaler=self._scaler)
+        return _skipped_step(norm, scale=scale, scaler=self._scaler)
 
 
 class ShardedUpdate:
@@ -106,22 +106,22 @@ class ShardedUpdate:
         self._scaler = scaler
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced beside the backward."""
+        """Gradients are reduced concurrently with the backward."""
         return self.optimizer.microbatch(is_last=is_last)
 
     def step(self, *, max_norm: float) -> StepOutcome:
         """Finish the reductions, measure, clip, update, gather parameters; collective."""
         return self.optimizer.step(max_norm=max_norm, scaler=self._scaler)
 
-    def leave_out(self) -> StepOutcome:
+    def skip_step(self) -> StepOutcome:
         """Measure the gradients, and forget them; collective."""
         scale = 1.0 if self._scaler is None else self._scaler.scale
         norm = measure(self.optimizer.gradient_parts(), groups=self._model.groups, scale=scale)
         self.optimizer.drop_gradients()
-        return _left_out(norm, scale=scale, scaler=self._scaler)
+        return _skipped_step(norm, scale=scale, scaler=self._scaler)
 
     def synchronize(self) -> None:
-        """Wait for parameters on their way; needed by whatever reads them outside of forward."""
+        """Wait for parameters in flight; needed before they are read outside of forward."""
         self.optimizer.synchronize()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ def make_update(
     return kind(model, optim=optim, scaler=scaler)
 
 
-def _left_out(norm: GradientNorm, *, scale: float, scaler: LossScaler | None) -> StepOutcome:
+def _skipped_step(norm: GradientNorm, *, scale: float, scaler: LossScaler | None) -> StepOutcome:
     """The outcome of a step that updates nothing; lowers the loss scale."""
     if scaler is not None:
         scaler.update(overflowed=True)

@@ -98,7 +98,7 @@ def _fall(context: RankContext, root: str, cases: list[tuple[str, int]]) -> list
                 for tensor in state["model"].values():  # type: ignore[attr-defined]
                     tensor.fill_(float("nan"))
                 log.lines.clear()
-                report = checkpointer.load(state, fallback=True, exchange=exchange)
+                report = checkpointer.load(state, max_fallbacks=None, exchange=exchange)
                 assert report.step == expected
                 assert report.values["values"] == {"step": expected}
                 truth = _values(expected)["model"]
@@ -161,33 +161,33 @@ def test_how_many_may_be_tried_and_what_is_said_when_none_is_good(tmp_path: Path
     for step, how in ((30, "flip"), (20, "remove")):
         harm(tmp_path, step, how)
     with pytest.raises(CorruptionError, match="step 30 is damaged"):
-        checkpointer.load(_blank(), fallback=1)
+        checkpointer.load(_blank(), max_fallbacks=1)
     with pytest.raises(CorruptionError):
         checkpointer.load(_blank())
-    assert checkpointer.load(_blank(), fallback=2).step == 10
+    assert checkpointer.load(_blank(), max_fallbacks=2).step == 10
     harm(tmp_path, 10, "manifest")
     with pytest.raises(CorruptionError) as caught:
-        checkpointer.load(_blank(), fallback=True)
+        checkpointer.load(_blank(), max_fallbacks=None)
     for step in STEPS:
         assert f"step {step} is damaged" in str(caught.value)
-    with pytest.raises(ConfigError, match="fallback"):
-        checkpointer.load(_blank(), step=10, fallback=True)
-    with pytest.raises(ConfigError, match="fallback"):
-        checkpointer.load(_blank(), fallback=-1)
+    with pytest.raises(ConfigError, match="max_fallbacks"):
+        checkpointer.load(_blank(), step=10, max_fallbacks=None)
+    with pytest.raises(ConfigError, match="max_fallbacks"):
+        checkpointer.load(_blank(), max_fallbacks=-1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(StorageError, match="no committed checkpoint"):
-        Checkpointer(tmp_path / "empty").load(_blank(), fallback=True)
+        Checkpointer(tmp_path / "empty").load(_blank(), max_fallbacks=None)
 
 
 def test_a_request_that_does_not_fit_is_no_reason_to_fall_back(tmp_path: Path) -> None:
     checkpointer = _alone(tmp_path, 10)
     checkpointer.save(20, {"model": {"w": torch.zeros(3)}, "values": {}})
     with pytest.raises(MismatchError, match="shape"):
-        checkpointer.load(_blank(), fallback=True)
+        checkpointer.load(_blank(), max_fallbacks=None)
     checkpointer.save(30, {**_values(30), "values": {}})
     harm(tmp_path, 30, "flip")
     with pytest.raises(MismatchError, match="step 30 is damaged"):
-        checkpointer.load(_blank(), fallback=True)
+        checkpointer.load(_blank(), max_fallbacks=None)
 
 
 def test_nothing_of_a_damaged_checkpoint_stays_behind(tmp_path: Path) -> None:
@@ -203,9 +203,9 @@ def test_nothing_of_a_damaged_checkpoint_stays_behind(tmp_path: Path) -> None:
     for _ in range(2):
         state = {"m": {"a": torch.zeros(num), "b": torch.zeros(num)}}
         with pytest.raises(CorruptionError, match=r"lacks 1 entries.*m\.b"):
-            checkpointer.load(state, fallback=True, allow_missing=["m.b"])
+            checkpointer.load(state, max_fallbacks=None, allow_missing=["m.b"])
     fits = {"m": {"a": torch.zeros(num)}}
-    report = checkpointer.load({"m": fits["m"], "n": {}}, fallback=True, allow_missing=["n"])
+    report = checkpointer.load({"m": fits["m"], "n": {}}, max_fallbacks=None, allow_missing=["n"])
     assert report.step == 10
     assert torch.equal(fits["m"]["a"], torch.ones(num))
 
@@ -308,6 +308,6 @@ def test_plain_values_fall_back_too(tmp_path: Path) -> None:
     checkpointer.save(1, make_state(Layout(), 0))
     checkpointer.save(2, {"values": {"step": 9, "t": torch.ones(1)}})
     harm(tmp_path, 2, "manifest")
-    report = checkpointer.load({"values": Stored()}, fallback=True)
+    report = checkpointer.load({"values": Stored()}, max_fallbacks=None)
     assert (report.step, [each.step for each in report.fell_back]) == (1, [2])
     assert "newer checkpoints given up" in report.summary()

@@ -76,10 +76,14 @@ def amid_load(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Itera
 
 
 @VERIFY
-@pytest.mark.parametrize("fallback", [True, False])
+@pytest.mark.parametrize("max_fallbacks", [None, 0])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_load_keeps_the_version_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool, fallback: bool, times: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verify: bool,
+    max_fallbacks: int | None,
+    times: int,
 ) -> None:
     save(tmp_path, 9, step=0)
     save(tmp_path, 1)
@@ -90,7 +94,7 @@ def test_a_load_keeps_the_version_it_began_with(
 
     state = blank()
     with amid_load(monkeypatch, overwrite):
-        report = Checkpointer(tmp_path).load(state, verify=verify, fallback=fallback)
+        report = Checkpointer(tmp_path).load(state, verify=verify, max_fallbacks=max_fallbacks)
     assert version_in(state, report.values) == 1
     assert (report.step, report.fell_back) == (1, ())
     again = blank()
@@ -110,23 +114,23 @@ class _ReadOnly(PosixStorage):
 
 
 @VERIFY
-@pytest.mark.parametrize("fallback", [True, False])
+@pytest.mark.parametrize("max_fallbacks", [None, 0])
 def test_without_a_mark_the_load_begins_again_with_the_new_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool, fallback: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool, max_fallbacks: int | None
 ) -> None:
     save(tmp_path, 9, step=0)
     save(tmp_path, 1)
     state = blank()
     with amid_load(monkeypatch, lambda: save(tmp_path, 2)):
         reader = Checkpointer(_ReadOnly(tmp_path), settle_s=0.0)
-        report = reader.load(state, verify=verify, fallback=fallback)
+        report = reader.load(state, verify=verify, max_fallbacks=max_fallbacks)
     assert version_in(state, report.values) == 2
     assert (report.step, report.fell_back) == (1, ())
 
 
-@pytest.mark.parametrize("fallback", [True, False])
+@pytest.mark.parametrize("max_fallbacks", [None, 0])
 def test_a_step_removed_amid_the_load_gives_way_to_a_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_fallbacks: int | None
 ) -> None:
     save(tmp_path, 1)
 
@@ -138,7 +142,7 @@ def test_a_step_removed_amid_the_load_gives_way_to_a_newer_one(
     state = blank()
     with amid_load(monkeypatch, supersede):
         reader = Checkpointer(_ReadOnly(tmp_path), settle_s=0.0)
-        report = reader.load(state, fallback=fallback)
+        report = reader.load(state, max_fallbacks=max_fallbacks)
     assert version_in(state, report.values) == 2
     assert (report.step, report.fell_back) == (2, ())
 
@@ -153,7 +157,7 @@ def test_real_damage_is_still_damage(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="damaged"):
         Checkpointer(tmp_path).load(blank())
     state = blank()
-    report = Checkpointer(tmp_path).load(state, fallback=True)
+    report = Checkpointer(tmp_path).load(state, max_fallbacks=None)
     assert (version_in(state, report.values), report.step) == (9, 0)
     assert [each.step for each in report.fell_back] == [1]
 
@@ -245,7 +249,7 @@ def _read_on(context: RankContext, root: str, seconds: float) -> list[int]:
                 state,
                 verify=number % 2 == 0,
                 exchange=number % 3 != 0,
-                fallback=number % 4 < 2,
+                max_fallbacks=None if number % 4 < 2 else 0,
             )
             assert (report.step, report.fell_back) == (1, ())
             found.append(version_in(state, report.values))

@@ -66,7 +66,7 @@ def _first_run(context: RankContext, root: str) -> int:
     with ProcessGroups.create(LAYOUT) as groups, Checkpointer(root, groups=groups) as checkpointer:
         checkpointer.save_async(1, _state(LAYOUT, context.rank)).result(60)
         checkpointer.save(2, _state(LAYOUT, context.rank), check_replicas=True)
-        return checkpointer.num_plans
+        return checkpointer.stats.num_plans
 
 
 Calls = list[tuple[str, bool, int, int]]
@@ -98,7 +98,7 @@ def _resumed(context: RankContext, root: str) -> Calls:
                         after = control.num_collectives, control.nbytes_sent
                         planned = pending.result(60).planned
                     calls.append((what, planned, after[0] - before, after[1] - sent))
-                assert checkpointer.num_plans == 0
+                assert checkpointer.stats.num_plans == 0
                 checkpointer.load(target)
                 assert_equal(target, LAYOUT, rank)
                 big = target["big"]

@@ -57,7 +57,7 @@ def _plan(context: RankContext, root: str, num_tensors: int) -> tuple[int, int, 
         pending = checkpointer.save_async(1, state)
         found = control.num_collectives - before, control.nbytes_sent - again
         assert not pending.result(120).planned
-        assert checkpointer.num_plans == 1
+        assert checkpointer.stats.num_plans == 1
         return planned, *found, seconds
 
 

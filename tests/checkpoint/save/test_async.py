@@ -54,8 +54,8 @@ def test_stored_is_the_state_of_the_call(tmp_path: Path) -> None:
             assert report.step == 5
             assert pending.progress == 1.0
             assert pending.phase == "committed"
-            assert checkpointer.num_allocations == staging_buffers
-            assert checkpointer.num_plans == 1
+            assert checkpointer.stats.num_allocations == staging_buffers
+            assert checkpointer.stats.num_plans == 1
         for step in range(6):
             loaded = checkpointer.load({"t": Stored()}, step=step).values["t"]
             assert isinstance(loaded, dict)
@@ -80,7 +80,7 @@ def test_a_change_of_structure_while_a_save_is_under_way(tmp_path: Path) -> None
 def test_a_busy_writer_skips_or_waits_by_policy(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save_async(0, _filled(0.0)).result(30)
-    os.kill(checkpointer.writer_pid or 0, signal.SIGSTOP)
+    os.kill(checkpointer.stats.writer_pid or 0, signal.SIGSTOP)
     try:
         slow = checkpointer.save_async(1, _filled(1.0))
         skipped = checkpointer.save_async(2, _filled(2.0), when_busy="skip")
@@ -90,7 +90,7 @@ def test_a_busy_writer_skips_or_waits_by_policy(tmp_path: Path) -> None:
         with pytest.raises(DeadlineError, match="step 1"):
             slow.result(0.05)
     finally:
-        os.kill(checkpointer.writer_pid or 0, signal.SIGCONT)
+        os.kill(checkpointer.stats.writer_pid or 0, signal.SIGCONT)
     checkpointer.save_async(3, _filled(3.0)).result(30)
     checkpointer.close()
     assert checkpointer.steps() == [0, 1, 3]
@@ -101,14 +101,14 @@ def test_a_busy_writer_skips_or_waits_by_policy(tmp_path: Path) -> None:
 def test_a_killed_writer_fails_its_save_and_is_replaced(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save_async(0, _filled(0.0)).result(30)
-    victim = checkpointer.writer_pid
+    victim = checkpointer.stats.writer_pid
     os.kill(victim or 0, signal.SIGSTOP)
     pending = checkpointer.save_async(1, _filled(1.0))
     os.kill(victim or 0, signal.SIGKILL)
     with pytest.raises(StorageError, match="SIGKILL"):
         pending.result(30)
     checkpointer.save_async(3, _filled(3.0)).result(30)
-    assert checkpointer.writer_pid != victim
+    assert checkpointer.stats.writer_pid != victim
     checkpointer.close()
     assert checkpointer.steps() == [0, 3]
     assert not list(tmp_path.glob(".saving*"))
@@ -119,7 +119,7 @@ def test_a_custom_storage_is_written_by_a_thread(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path, observer=lambda op, path, start, n: seen.append(op))
     with Checkpointer(storage) as checkpointer:
         checkpointer.save_async(1, _filled(1.0)).result(30)
-        assert checkpointer.writer_pid is None
+        assert checkpointer.stats.writer_pid is None
     assert "create" in seen
     assert "rename" in seen
     assert checkpointer.load({"t": Stored()}).values["t"]["n"] == 1.0  # type: ignore[index]
@@ -133,7 +133,7 @@ def _distributed(context: RankContext, root: str) -> list[object]:
             values = dict(state["values"])  # type: ignore[call-overload]
             state["values"] = Union(values)
             checkpointer.prepare(state)
-            assert checkpointer.num_allocations == 1
+            assert checkpointer.stats.num_allocations == 1
             before = groups.control.num_collectives
             stalls = []
             for step in range(4):
@@ -143,8 +143,8 @@ def _distributed(context: RankContext, root: str) -> list[object]:
             sent = groups.control.nbytes_sent
             checkpointer.save_async(9, state).result(30)
             sent = groups.control.nbytes_sent - sent
-            assert checkpointer.num_allocations == 1
-            assert checkpointer.num_plans == 1
+            assert checkpointer.stats.num_allocations == 1
+            assert checkpointer.stats.num_plans == 1
             # One rank alone changes its structure: all plan again, once, and all is stored.
             if context.rank == 2:
                 values["extra"] = full("extra", (3,))
@@ -180,11 +180,11 @@ def _writer_dies(context: RankContext, root: str) -> list[str]:
         checkpointer.save_async(1, state).result(30)
         for victim, step in ((0, 2), (1, 4)):
             if context.rank == victim:
-                os.kill(checkpointer.writer_pid or 0, signal.SIGSTOP)
+                os.kill(checkpointer.stats.writer_pid or 0, signal.SIGSTOP)
             groups.control.barrier(phase="stopped")
             pending = checkpointer.save_async(step, state)
             if context.rank == victim:
-                os.kill(checkpointer.writer_pid or 0, signal.SIGKILL)
+                os.kill(checkpointer.stats.writer_pid or 0, signal.SIGKILL)
             with pytest.raises(HoldfastError) as caught:
                 pending.result(60)
             messages.append(str(caught.value))
@@ -312,15 +312,15 @@ def test_what_is_short_is_said_before_a_save_starts(tmp_path: Path) -> None:
 def test_the_writer_process_never_imports_torch(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save_async(1, _filled(1.0)).result(30)
-        maps = Path(f"/proc/{checkpointer.writer_pid}/maps").read_text()
+        maps = Path(f"/proc/{checkpointer.stats.writer_pid}/maps").read_text()
         assert "libtorch" not in maps
-        assert os.getsid(checkpointer.writer_pid or 0) != os.getsid(0)
+        assert os.getsid(checkpointer.stats.writer_pid or 0) != os.getsid(0)
         descriptors = len(os.listdir("/proc/self/fd"))
         for step in range(2, 6):
             checkpointer.save_async(step, _filled(float(step))).result(30)
         assert len(os.listdir("/proc/self/fd")) <= descriptors
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{checkpointer.writer_pid}").exists():
+    while time.monotonic() < deadline and Path(f"/proc/{checkpointer.stats.writer_pid}").exists():
         time.sleep(0.05)
 
 

@@ -182,11 +182,11 @@ def _every(context: RankContext, root: str) -> tuple[list[bool], list[int], list
                 pending = checkpointer.save_async(step, state)
                 collectives.append(groups.control.num_collectives - before)
                 planned.append(pending.result(60).planned)
-                plans.append(checkpointer.num_plans)
+                plans.append(checkpointer.stats.num_plans)
                 if step == 8:
                     checkpointer.save(100, state, check_replicas=True)  # the ninth save
                     before = groups.control.num_collectives
-            assert checkpointer.num_allocations == 1
+            assert checkpointer.stats.num_allocations == 1
             # 13 saves so far: the fifteenth compares.
             if context.rank == 2:
                 tensor.view(torch.int32)[500] ^= 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import VERBS, main
-from holdfast.reference.train.launch_environment import Place
+from holdfast.reference.train.launch_environment import LaunchEnvironment
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 SMALL = [
@@ -89,15 +89,15 @@ def test_nproc_under_another_launcher_is_refused(
 
 
 def test_a_launchers_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Place.from_environment() == Place()
+    assert LaunchEnvironment.from_environment() == LaunchEnvironment()
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    place = Place.from_environment()
-    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
-    assert place.is_launched
-    assert not place.is_ours
+    environment = LaunchEnvironment.from_environment()
+    assert (environment.rank, environment.world_size, environment.local_rank) == (5, 8, 1)
+    assert environment.is_launched
+    assert not environment.is_ours
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "holdfast-1234")
-    assert Place.from_environment().is_ours
+    assert LaunchEnvironment.from_environment().is_ours
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,10 +247,10 @@ def test_fallback_goes_back_trains_on_and_saves_over_what_was_damaged(
     go_on = [*words, "--save", "ck", "--load", "ck", "--steps", "6"]
     capsys.readouterr()
     assert main(go_on) == 2
-    assert main([*go_on, "--fallback"]) == 0
+    assert main([*go_on, "--max-fallbacks", "1"]) == 0
     result = " ".join(capsys.readouterr().out.split())
-    assert "step 4 was given up" in result
-    assert "loaded step 2 from ck" in result
+    assert "step 4 is damaged (tensor " in result
+    assert "was given up loaded step 2 from ck" in result
     store = PosixStorage(tmp_path / "ck")
     assert list_steps(store) == [2, 4, 6]
     for name in ("iter_0000004", "iter_0000006"):
@@ -266,12 +266,15 @@ def test_fallback_does_not_run_into_steps_of_another_directory(
         assert main([*words, "--save", name]) == 0
     damage(tmp_path / "from" / "iter_0000004")
     capsys.readouterr()
-    assert main([*words, "--load", "from", "--save", "to", "--fallback", "--steps", "6"]) == 2
+    assert (
+        main([*words, "--load", "from", "--save", "to", "--max-fallbacks", "1", "--steps", "6"])
+        == 2
+    )
     assert "--save to already holds step 4" in capsys.readouterr().err.splitlines()[-1]
-    assert main([*words, "--load", "from", "--load-step", "4", "--fallback"]) == 2
-    assert "--fallback with --load-step 4" in capsys.readouterr().err
-    assert main([*words, "--fallback"]) == 2
-    assert "--fallback has no meaning without --load" in capsys.readouterr().err
+    assert main([*words, "--load", "from", "--load-step", "4", "--max-fallbacks", "1"]) == 2
+    assert "--max-fallbacks with --load-step 4" in capsys.readouterr().err
+    assert main([*words, "--max-fallbacks", "1"]) == 2
+    assert "--max-fallbacks has no meaning without --load" in capsys.readouterr().err
 
 
 def test_what_a_run_does_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:

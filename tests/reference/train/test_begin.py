@@ -11,7 +11,7 @@ from holdfast.checkpoint import Checkpointer
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.reference.train.config import CheckpointConfig
-from holdfast.reference.train.resume import decide, find_checkpoint
+from holdfast.reference.train.resume import find_checkpoint, step_to_load
 from tests.harness import RankContext, run_ranks
 
 
@@ -25,17 +25,17 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_the_newest_or_the_named_step_is_taken(saved: Path) -> None:
-    assert decide(CheckpointConfig(load=saved)) == 20
-    assert decide(CheckpointConfig(load=saved, load_step=10)) == 10
+    assert step_to_load(CheckpointConfig(load=saved)) == 20
+    assert step_to_load(CheckpointConfig(load=saved, load_step=10)) == 10
     with pytest.raises(ConfigError, match="it has 10, 20"):
-        decide(CheckpointConfig(load=saved, load_step=15))
-    assert decide(CheckpointConfig()) is None
+        step_to_load(CheckpointConfig(load=saved, load_step=15))
+    assert step_to_load(CheckpointConfig()) is None
 
 
 def test_an_uncommitted_step_is_not_taken(saved: Path) -> None:
     (saved / "iter_0000030").mkdir()
     (saved / ".saving-iter_0000040-abc").mkdir()
-    assert decide(CheckpointConfig(load=saved)) == 20
+    assert step_to_load(CheckpointConfig(load=saved)) == 20
 
 
 def test_nothing_there_starts_afresh_or_fails_by_choice(tmp_path: Path) -> None:
@@ -43,13 +43,13 @@ def test_nothing_there_starts_afresh_or_fails_by_choice(tmp_path: Path) -> None:
     empty.mkdir()
     own = tmp_path / "not-yet"
     for config in (CheckpointConfig(load=empty), CheckpointConfig(load=own, save=own)):
-        assert decide(config) is None
+        assert step_to_load(config) is None
     own.rmdir()
     for config in (CheckpointConfig(load=empty), CheckpointConfig(load=own, save=own)):
         with pytest.raises(ConfigError, match="--exit-on-missing-checkpoint is set"):
-            decide(replace(config, exit_on_missing_checkpoint=True))
+            step_to_load(replace(config, exit_on_missing_checkpoint=True))
     (empty / ".saving-iter_0000040-abc").mkdir()
-    assert decide(CheckpointConfig(load=empty)) is None
+    assert step_to_load(CheckpointConfig(load=empty)) is None
 
 
 def test_what_is_no_checkpoint_directory_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -63,21 +63,21 @@ def test_what_is_no_checkpoint_directory_is_refused(saved: Path, tmp_path: Path)
         (saved / "iter_0000010", "name its parent"),
     ):
         with pytest.raises(ConfigError, match=said):
-            decide(CheckpointConfig(load=load))
+            step_to_load(CheckpointConfig(load=load))
 
 
 def test_a_save_that_would_fail_later_fails_now(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already holds step 20 and this run begins at step 0"):
-        decide(CheckpointConfig(save=saved))
+        step_to_load(CheckpointConfig(save=saved))
     with pytest.raises(ConfigError, match="begins at step 10"):
-        decide(CheckpointConfig(load=saved, load_step=10, save=saved))
-    assert decide(CheckpointConfig(load=saved, save=saved)) == 20
+        step_to_load(CheckpointConfig(load=saved, load_step=10, save=saved))
+    assert step_to_load(CheckpointConfig(load=saved, save=saved)) == 20
     other = tmp_path / "other"
-    assert decide(CheckpointConfig(load=saved, load_step=10, save=other)) == 10
+    assert step_to_load(CheckpointConfig(load=saved, load_step=10, save=other)) == 10
     assert list(other.iterdir()) == []
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="cannot be written"):
-        decide(CheckpointConfig(save=tmp_path / "file" / "below"))
+        step_to_load(CheckpointConfig(save=tmp_path / "file" / "below"))
 
 
 def look(rank: RankContext, load: str) -> tuple[int | None, str]:

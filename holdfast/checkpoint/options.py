@@ -1,0 +1,120 @@
+"""What a `Checkpointer` can be asked to do differently, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.errors import ConfigError
+from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
+from holdfast.retention.policies import Policy
+
+WhenBusy = Literal["wait", "skip"]
+"""What `save_async` does while no staging buffer is free: wait for one, or skip the save."""
+
+_MIN_BLOCK_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverOptions:
+    """How a `Checkpointer` saves. The same on all ranks.
+
+    Raises:
+        ConfigError: a value out of range; the message names the argument.
+    """
+
+    block_nbytes: int = DEFAULT_BLOCK_NBYTES
+    """Bytes per digest, at least 4096. A reader of a slice reads and hashes whole blocks."""
+    staging_buffers: int = 1
+    """How many staging buffers, 1 or 2, each as large as this rank's share of a save. With 2, a
+    save is staged while the one before it is written."""
+    deadline_s: float = 600.0
+    """Seconds that a save may take from staged to committed; DeadlineError after that."""
+    retention: Policy | None = None
+    """Which checkpoints to keep, applied by the coordinator after each commit; None keeps all."""
+    fingerprints: bool = False
+    """Whether to store a digest of each tensor that does not depend on its sharding."""
+    check_replicas_every: int = 0
+    """Every so many saves, compare the bytes of declared replicas, too; 0 for never."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no save could be made with."""
+        if self.staging_buffers not in (1, 2):
+            raise ConfigError(f"staging_buffers={self.staging_buffers} is not 1 or 2")
+        if not self.deadline_s > 0:
+            raise ConfigError(f"deadline_s={self.deadline_s} must be more than 0 seconds")
+        if isinstance(self.check_replicas_every, bool) or self.check_replicas_every < 0:
+            raise ConfigError(
+                f"check_replicas_every={self.check_replicas_every} is not a number of saves; 0 for "
+                f"never"
+            )
+        if self.block_nbytes < _MIN_BLOCK_NBYTES:
+            raise ConfigError(
+                f"block_nbytes={self.block_nbytes} is below {_MIN_BLOCK_NBYTES}: digests would "
+                f"outweigh data"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How strict a load is, and how it reads.
+
+    Raises:
+        ConfigError: a value of a wrong type or out of range; the message names the argument.
+    """
+
+    ignore_unexpected: bool = False
+    """Leave stored entries that no rank asks for, instead of raising MismatchError."""
+    allow_missing: tuple[str, ...] = ()
+    """`fnmatch` patterns of full paths that may be absent from the checkpoint."""
+    allow_dropped: tuple[str, ...] = ()
+    """Patterns of per-rank values whose coordinates no rank of this layout has."""
+    cast: bool = False
+    """Convert tensors that are stored with another dtype than the target's."""
+    verify: bool = True
+    """Check the digest of every block that is read."""
+    exchange: bool = True
+    """Read bytes that several ranks ask for from storage once, and send them between the ranks."""
+    max_fallbacks: int | None = 0
+    """How many older checkpoints may be tried in place of a damaged one; None for any number."""
+
+    def __post_init__(self) -> None:
+        """Refuse what a caller cannot have meant."""
+        for name in ("ignore_unexpected", "cast", "verify", "exchange"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False")
+        most = self.max_fallbacks
+        if isinstance(most, bool):
+            fix = "None for as many as there are" if most else "0 for none"
+            raise ConfigError(f"max_fallbacks={most}: give the number of older checkpoints; {fix}")
+        if most is not None and (not isinstance(most, int) or most < 0):
+            raise ConfigError(
+                f"max_fallbacks={most} is not a number of older checkpoints to try; 0 for none, "
+                f"None for as many as there are"
+            )
+
+    def check_step(self, step: int | None) -> None:
+        """Refuse a step that cannot be, and one together with fallbacks."""
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise ConfigError(f"step must be an int or None, got {step!r}")
+        if step is not None and not 0 <= step < 10**18:
+            raise ConfigError(f"step {step}: there is no such step; it must be in [0, 10**18)")
+        if step is not None and self.max_fallbacks != 0:
+            raise ConfigError(
+                f"max_fallbacks={self.max_fallbacks} with step={step}: a step given by number is "
+                f"loaded or not; leave one of them out"
+            )
+
+
+def as_patterns(value: object, name: str) -> tuple[str, ...]:
+    """Patterns of paths as a tuple; one alone is taken for a list of one. Else ConfigError."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray):
+        raise ConfigError(f"{name}={value!r} must be patterns of paths")
+    patterns = tuple(value)
+    if any(not isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(f"{name}={patterns!r} must be patterns of paths")
+    return patterns

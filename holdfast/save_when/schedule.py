@@ -1,0 +1,175 @@
+"""One decision about saving for all ranks, made of what each of them sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.errors import ConfigError, PlanError
+from holdfast.parallel import Control
+from holdfast.parallel.control.guard import Guard
+from holdfast.save_when.policies import Moment, SavePolicy
+
+PHASE = "save when: decide"
+"""The phase of the collective, by which `Control` names ranks that wait in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveDecision:
+    """Whether to save at a step, the same on all ranks."""
+
+    step: int
+    """The step just finished."""
+    save: bool
+    """Whether to save now."""
+    stop: bool
+    """Whether a policy asks the run to stop; save first if `save` says so."""
+    reason: str
+    """Which policies asked, in words; empty if none did."""
+    votes: tuple[int, ...]
+    """By policy, what it was decided with: the signal's number for signals, else 1; 0 for no."""
+
+
+class _Ballot(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank sends: where it is, which policies it has, and their votes."""
+
+    step: int
+    policies: str
+    votes: bytes
+
+
+class SaveSchedule:
+    """Asks the policies after each step, and makes one decision of the answers on all ranks.
+
+    Args:
+        policy: one policy, or several joined with `|`; the same on all ranks.
+        control: of the ranks that save together.
+        clock: seconds; what `EveryMinutes` measures with.
+
+    Raises:
+        ConfigError: a policy cannot begin to watch.
+    """
+
+    def __init__(
+        self,
+        policy: SavePolicy,
+        *,
+        control: Control,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(policy, SavePolicy):
+            raise ConfigError(f"save_when={policy!r} is not a save policy, such as EverySteps(100)")
+        self._policies = policy.leaves()
+        self._control = control
+        self._clock = clock
+        self._began = clock()
+        self._saved_step: int | None = None
+        self._fired: set[int] = set()
+        self._is_first = True
+        # No call at the end: the only one of `decide`, where there is one, has all ranks in step.
+        self._guard: Guard[SaveDecision] = Guard(
+            control, "maybe_save", is_complete=lambda answers: PHASE in answers
+        )
+        started: list[SavePolicy] = []
+        try:
+            for each in self._policies:
+                each.start()
+                started.append(each)
+        except BaseException:
+            for each in started:
+                each.close()
+            raise
+
+    def decide(self, step: int) -> SaveDecision:
+        """Whether to save after this step. Collective: every rank calls it after every step.
+
+        A step that was saved or loaded last is not saved again; a policy that stops the run asks
+        for that once.
+
+        Raises:
+            PlanError: ranks are at different steps, or have different policies.
+            HoldfastError: what a policy raised on any rank, on all of them.
+
+        Cost: nothing where only the step decides; else, at the steps that a policy's `check_every`
+        divides, one collective of some 50 bytes a rank. One at the first call, which compares the
+        policies.
+        """
+        return self._guard.run(lambda: self._decide(step))
+
+    def saved(self, step: int) -> None:
+        """A save of this step was begun, or it was loaded: it need not be saved again."""
+        self._saved_step, self._began = step, self._clock()
+
+    def close(self) -> None:
+        """Let the policies stop watching."""
+        for policy in self._policies:
+            policy.close()
+
+    def _decide(self, step: int) -> SaveDecision:
+        looks = [
+            number not in self._fired and step % policy.check_every == 0
+            for number, policy in enumerate(self._policies)
+        ]
+        communicates = self._is_first or any(
+            looks_now and policy.decided_by != "step"
+            for looks_now, policy in zip(looks, self._policies, strict=True)
+        )
+        error: Exception | None = None
+        votes = b""
+        try:
+            votes = self._votes(step, looks)
+        except Exception as caught:
+            if not communicates:
+                raise
+            error = caught
+        if communicates:
+            votes = self._count(error, step, votes)
+        return self._conclude(step, votes)
+
+    def _votes(self, step: int, looks: Sequence[bool]) -> bytes:
+        """This rank's vote for each policy; 0 where another rank's counts."""
+        moment = Moment(step=step, seconds_since_save=self._clock() - self._began)
+        return bytes(
+            policy.vote(moment)
+            if looks_now and (policy.decided_by != "coordinator" or self._control.is_coordinator)
+            else 0
+            for looks_now, policy in zip(looks, self._policies, strict=True)
+        )
+
+    def _count(self, error: Exception | None, step: int, votes: bytes) -> bytes:
+        """The votes of all ranks as one; all raise if one cannot vote or is somewhere else."""
+        policies = "; ".join(each.shared() for each in self._policies) if self._is_first else ""
+        payload = msgspec.msgpack.encode(_Ballot(step, policies, votes))
+        answers = self._control.agree(error, phase=PHASE, payload=payload)
+        ballots = [msgspec.msgpack.decode(answer, type=_Ballot) for answer in answers]
+        for name, values in (
+            ("step", [ballot.step for ballot in ballots]),
+            ("save_when", [ballot.policies for ballot in ballots]),
+        ):
+            if len(set(values)) > 1:
+                pairs = zip(self._control.ranks, values, strict=True)
+                text = "; ".join(f"{value} on rank {rank}" for rank, value in pairs)
+                raise PlanError(f"maybe_save: the ranks disagree on {name}: {text}")
+        self._is_first = False
+        return bytes(map(max, zip(*(ballot.votes for ballot in ballots), strict=True)))
+
+    def _conclude(self, step: int, votes: bytes) -> SaveDecision:
+        asking = [number for number, vote in enumerate(votes) if vote]
+        stopping = [number for number in asking if self._policies[number].stop]
+        self._fired.update(stopping)
+        save = bool(asking) and step != self._saved_step
+        if save:
+            self.saved(step)
+        elif step != self._saved_step:
+            # The run is past it: the same number later (another run from step 0) is another state.
+            self._saved_step = None
+        return SaveDecision(
+            step=step,
+            save=save,
+            stop=bool(stopping),
+            reason="; ".join(self._policies[number].reason(votes[number]) for number in asking),
+            votes=tuple(votes),
+        )

@@ -1,0 +1,141 @@
+"""An asynchronous save as its caller sees it: state, callbacks, and the counters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast import Checkpointer, DeadlineError, PendingSave, StorageError
+from tests.checkpoint.common import wait
+
+STATE: dict[str, object] = {"t": {"x": torch.ones(4)}}
+
+
+@pytest.mark.parametrize(
+    "part", [torch.tensor(3.0), {"step": 1}, {}, torch.zeros(0), {"a": torch.tensor(1), "b": 2}]
+)
+def test_states_without_a_dim_are_saved_too(tmp_path: Path, part: object) -> None:
+    """Nothing but scalars, or no tensor at all: the writer must take such a plan."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_async(1, {"p": part}).result(60)
+        found = checkpointer.load_all().values["p"]
+    if isinstance(part, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, part)
+    else:
+        assert found == part
+
+
+def test_only_what_a_caller_needs_is_public() -> None:
+    public = {name for name in dir(PendingSave) if not name.startswith("_")}
+    assert public == {
+        "add_done_callback", "done", "phase", "progress", "result", "skipped", "step",
+    }  # fmt: skip
+
+
+def test_callbacks_are_called_once_in_order(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.prepare(STATE)
+    writer = checkpointer.stats.writer_pid or 0
+    os.kill(writer, signal.SIGSTOP)
+    pending = checkpointer.save_async(7, STATE)
+    assert repr(pending) == "<PendingSave of step 7: writing>"
+    calls: list[tuple[int, str, bool]] = []
+
+    def note(number: int) -> None:
+        def callback(done: PendingSave) -> None:
+            is_here = threading.current_thread() is threading.main_thread()
+            calls.append((number, done.phase, is_here))
+
+        pending.add_done_callback(callback)
+
+    note(1)
+    note(2)
+    with pytest.raises(DeadlineError, match="still writing"):
+        pending.result(0.05)
+    assert calls == []
+    os.kill(writer, signal.SIGCONT)
+    wait(pending)
+    assert repr(pending) == "<PendingSave of step 7: committed>"
+    assert calls == [(1, "committed", False), (2, "committed", False)]
+    note(3)
+    assert calls[2:] == [(3, "committed", True)]
+    checkpointer.close()
+
+
+def test_an_exception_of_a_callback_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(pending: PendingSave) -> None:
+        raise KeyError("mine")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        pending = checkpointer.save_async(1, STATE)
+        with caplog.at_level(logging.ERROR, "holdfast"):
+            pending.add_done_callback(wrong)
+            wait(pending)  # the next one is called all the same
+        pending.result(60)
+    assert "a callback of <PendingSave of step 1: committed> failed" in caplog.text
+    assert "KeyError: 'mine'" in caplog.text
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_failure_that_leaves_a_callback_is_raised_later_all_the_same(
+    tmp_path: Path, handles: bool
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.prepare(STATE)
+    writer = checkpointer.stats.writer_pid or 0
+    os.kill(writer, signal.SIGSTOP)
+    pending = checkpointer.save_async(1, STATE)
+
+    def look(done: PendingSave) -> None:
+        try:
+            done.result()
+        except StorageError:
+            if not handles:
+                raise
+
+    pending.add_done_callback(look)
+    os.kill(writer, signal.SIGKILL)
+    wait(pending)
+    if handles:
+        checkpointer.close()
+    else:
+        with pytest.raises(StorageError, match="SIGKILL"):
+            checkpointer.close()
+
+
+def test_counters_say_what_happened(tmp_path: Path) -> None:
+    state: dict[str, object] = {"t": {"x": torch.ones(1000)}}
+    checkpointer = Checkpointer(tmp_path)
+    before = checkpointer.stats
+    assert (before.num_saves, before.writer_pid, before.num_plans) == (0, None, 0)
+    checkpointer.save(1, state)
+    with pytest.raises(StorageError, match="exists already"):
+        checkpointer.save(1, state)
+    checkpointer.save_async(2, state).result(60)
+    writer = checkpointer.stats.writer_pid or 0
+    os.kill(writer, signal.SIGSTOP)
+    pending = checkpointer.save_async(3, state)
+    assert checkpointer.save_async(4, state, when_busy="skip").skipped
+    assert checkpointer.stats.num_saves_in_flight == 1
+    os.kill(writer, signal.SIGKILL)
+    with pytest.raises(StorageError):
+        pending.result(60)
+    checkpointer.load(state)
+    with pytest.raises(StorageError):
+        checkpointer.load(state, step=9)
+    stats = checkpointer.stats
+    assert (stats.num_saves, stats.num_failed_saves, stats.num_skipped_saves) == (2, 2, 1)
+    assert (stats.num_loads, stats.num_failed_loads, stats.num_saves_in_flight) == (1, 1, 0)
+    assert (stats.num_plans, stats.num_plan_reuses, stats.num_allocations) == (1, 2, 1)
+    assert (stats.nbytes_saved >= 8000, stats.nbytes_loaded) == (True, 4000)
+    assert before.num_saves == 0  # a snapshot
+    checkpointer.close()

@@ -1,0 +1,228 @@
+"""Each policy on its own: when it asks, what it refuses, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast import (
+    AtDeadline,
+    AtStep,
+    EveryMinutes,
+    EverySteps,
+    OnFile,
+    OnSignal,
+    SavePolicy,
+    StorageError,
+)
+from holdfast.errors import ConfigError
+from holdfast.parallel import Control
+from holdfast.save_when.policies import Moment
+from holdfast.save_when.schedule import SaveSchedule
+
+
+def alone(policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> SaveSchedule:
+    return SaveSchedule(policy, control=Control.single(), clock=clock)
+
+
+def saves(policy: SavePolicy, num_steps: int) -> list[int]:
+    schedule = alone(policy)
+    return [step for step in range(num_steps) if schedule.decide(step).save]
+
+
+@given(n=st.integers(1, 30), last=st.integers(1, 60))
+def test_policies_of_the_step_are_their_definition(n: int, last: int) -> None:
+    steps = range(61)
+    assert saves(EverySteps(n), 61) == [s for s in steps if s and s % n == 0]
+    assert saves(AtStep(last), 61) == [last]
+    assert saves(AtStep(last) | EverySteps(n), 61) == [
+        s for s in steps if s and (s % n == 0 or s == last)
+    ]
+
+
+@given(
+    minutes=st.floats(0.01, 3),
+    gaps=st.lists(st.floats(0, 120), min_size=1, max_size=30),
+    check_every=st.integers(1, 4),
+)
+def test_minutes_count_from_the_last_save_of_any_kind(
+    minutes: float, gaps: list[float], check_every: int
+) -> None:
+    now = 0.0
+    schedule = alone(EveryMinutes(minutes, check_every=check_every) | EverySteps(7), lambda: now)
+    last = 0.0
+    for step, gap in enumerate(gaps, start=1):
+        now += gap
+        is_due = step % check_every == 0 and now - last >= 60 * minutes
+        expected = is_due or step % 7 == 0
+        assert schedule.decide(step).save == expected
+        last = now if expected else last
+
+
+def test_a_save_or_a_load_by_the_caller_starts_the_minutes_again() -> None:
+    now = 0.0
+    schedule = alone(EveryMinutes(1), lambda: now)
+    now = 50.0
+    schedule.saved(1)
+    now = 70.0
+    assert not schedule.decide(2).save
+    now = 110.0
+    assert schedule.decide(3).save
+
+
+def test_a_step_is_saved_once() -> None:
+    schedule = alone(EverySteps(5))
+    assert schedule.decide(5).save
+    assert not schedule.decide(5).save
+    schedule.saved(10)
+    assert not schedule.decide(10).save
+    assert schedule.decide(15).save
+    schedule.saved(20)
+    assert not schedule.decide(1).save  # begun again at 0 from what was loaded
+    assert schedule.decide(20).save
+
+
+def test_a_file_asks_for_one_save(tmp_path: Path) -> None:
+    path = tmp_path / "save-now"
+    schedule = alone(OnFile(path, check_every=2))
+    path.touch()
+    assert [schedule.decide(step).save for step in (1, 2, 3, 4)] == [False, True, False, False]
+    assert not path.exists()
+    path.touch()
+    decision = schedule.decide(6)
+    assert decision.save
+    assert not decision.stop
+    assert decision.reason == f"{path} was there"
+    assert alone(OnFile(tmp_path / "no" / "such")).decide(1).save is False
+
+
+def test_a_file_may_stop_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "stop"
+    schedule = alone(OnFile(path, stop=True) | EverySteps(3))
+    path.touch()
+    assert (schedule.decide(1).save, schedule.decide(2).stop) == (True, False)
+    path.touch()  # one that stopped the run asks for nothing any more
+    assert [schedule.decide(step).save for step in (3, 4)] == [True, False]
+
+
+def test_a_file_that_cannot_be_taken_away_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(StorageError, match="cannot be removed"):
+        alone(OnFile(tmp_path / "directory")).decide(1)
+
+
+def test_a_deadline_saves_once_before_it_and_stops() -> None:
+    far = alone(AtDeadline(time.time() + 1000, margin_s=500))
+    assert not far.decide(1).stop
+    near = alone(AtDeadline(time.time() + 100, margin_s=500) | EverySteps(3))
+    decision = near.decide(1)
+    assert (decision.save, decision.stop) == (True, True)
+    assert "deadline is less than 500 s away" in decision.reason
+    # Who goes on all the same loses no save of another policy.
+    assert [near.decide(step).save for step in (2, 3, 4)] == [False, True, False]
+
+
+def test_signals_are_caught_once_and_the_handlers_come_back() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGUSR1)
+        schedule = alone(OnSignal(signal.SIGUSR1, signal.SIGUSR2))
+        assert not schedule.decide(1).stop
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        decision = schedule.decide(2)
+        assert (decision.save, decision.stop, decision.votes) == (True, True, (signal.SIGUSR1,))
+        assert decision.reason == "SIGUSR1"
+        assert not schedule.decide(3).save
+        schedule.close()
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_may_ask_for_a_save_each_time() -> None:
+    schedule = alone(OnSignal(signal.SIGUSR1, stop=False))
+    found = []
+    for step in range(1, 7):
+        if step in (2, 5):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        decision = schedule.decide(step)
+        assert not decision.stop
+        found.append(decision.save)
+    schedule.close()
+    assert found == [False, True, False, False, True, False]
+
+
+def test_a_handler_that_somebody_sets_later_is_left_in_place() -> None:
+    schedule = alone(OnSignal(signal.SIGUSR1))
+    other = lambda number, frame: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, other)
+    schedule.close()
+    assert signal.getsignal(signal.SIGUSR1) is other
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_one_that_cannot_start_leaves_no_other_watching() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    used = OnSignal(signal.SIGUSR2)
+    with pytest.raises(ConfigError, match="in use by another checkpointer"):
+        alone(OnSignal(signal.SIGUSR1) | used | used)
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_signals_need_the_main_thread() -> None:
+    found: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            alone(OnSignal())
+        except ConfigError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: EverySteps(0), "n=0 is not a whole number"),
+        (lambda: EverySteps(True), "n=True is not a whole number"),
+        (lambda: AtStep(-1), "step=-1"),
+        (lambda: EveryMinutes(0), "must be positive"),
+        (lambda: EveryMinutes(float("nan")), "must be positive"),
+        (lambda: EveryMinutes(1, check_every=0), "check_every=0"),
+        (lambda: AtDeadline(1.0, margin_s=-1), "margin"),
+        (lambda: OnFile("x", check_every=1.5), "check_every=1.5"),  # type: ignore[arg-type]
+        (lambda: OnSignal(signal.SIGKILL), "no signal that a process can handle"),
+        (lambda: OnSignal(9999), "no signal that a process can handle"),
+        (lambda: alone("x"), "is not a save policy"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_a_policy_of_ones_own_joins_the_others() -> None:
+    class AtPrimes(SavePolicy):
+        def vote(self, moment: Moment) -> int:
+            return int(moment.step in (2, 3, 5, 7))
+
+    assert saves(AtPrimes() | EverySteps(4), 10) == [2, 3, 4, 5, 7, 8]
