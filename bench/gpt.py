@@ -76,7 +76,7 @@ def _save_and_load(
             }
             arms = {n: _swept(a, scratch, context.rank) for n, a in arms.items()}
             before = checkpointer.stats.num_allocations, probes.num_descriptors()
-            saves = interleave(arms, repeats=repeats, settle=_barrier)
+            saves = interleave(arms, repeats=repeats, before_each=_barrier)
             after = checkpointer.stats.num_allocations, probes.num_descriptors()
             counted["allocations"], counted["descriptors"] = (
                 float(b - a) for a, b in zip(before, after, strict=True)
@@ -244,7 +244,7 @@ def _loads(
             "holdfast load alone": lambda _: ours.load(KEPT, exchange=False),
             "dcp.load": load_dcp,
         }
-        series = interleave(arms, repeats=repeats, settle=_barrier)
+        series = interleave(arms, repeats=repeats, before_each=_barrier)
     for mine, his in zip(local_tensors(state), local_tensors(other), strict=True):
         if not torch.equal(mine, his):
             raise AssertionError("Holdfast and DCP loaded different values")

@@ -125,7 +125,7 @@ def _simulate(
             return _dcp_once(plans, counted)
 
         arms["dcp"] = dcp
-    series = interleave(arms, repeats=repeats, settle=lambda: None)
+    series = interleave(arms, repeats=repeats, before_each=lambda: None)
     return RankMeasurements(series=series, counted=counted)
 
 
@@ -159,7 +159,6 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
     """
     shapes = [_shape(layout, i) for i in range(tensors_a_rank)]
     extent = np.array([(a // layout.tp, b // layout.dp) for a, b in shapes], dtype=np.int64)
-    local = {tuple(e): torch.zeros(e) for e in extent.tolist()}
     of_stage: dict[int, RankClaims] = {}
     tables = []
     for rank in layout.ranks:
@@ -168,7 +167,10 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
         if stage not in of_stage:
             state = {
                 f"stage{stage}.layers.t{i}.weight": Sharded(
-                    local[tuple(e)], shape, dims={0: "tp", 1: "dp"}
+                    # A tensor of its own for each name: shared memory would be a tied parameter.
+                    torch.zeros(e),
+                    shape,
+                    dims={0: "tp", 1: "dp"},
                 )
                 for i, (e, shape) in enumerate(zip(extent.tolist(), shapes, strict=True))
             }

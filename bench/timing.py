@@ -15,11 +15,11 @@ Series = dict[str, list[Measured]]
 
 
 def interleave(
-    arms: Arms, *, repeats: int, settle: Callable[[], None], warm_ups: int = 1, first: int = 0
+    arms: Arms, *, repeats: int, before_each: Callable[[], None], warm_ups: int = 1, first: int = 0
 ) -> Series:
     """Call every arm once in each round, in an order that rotates; the warm-ups are dropped.
 
-    `settle` is called before each call, outside its time: a barrier where several ranks run.
+    `before_each` is called before each call, outside its time: a barrier where several ranks run.
     """
     names = list(arms)
     series: Series = {name: [] for name in names}
@@ -27,7 +27,7 @@ def interleave(
     for round_ in range(warm_ups + repeats):
         turn = round_ % len(names)
         for name in names[turn:] + names[:turn]:
-            settle()
+            before_each()
             number += 1
             measured = arms[name](number)
             if round_ >= warm_ups:

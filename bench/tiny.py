@@ -44,7 +44,7 @@ def measure(results: BenchResults, *, num_tensors: int, repeats: int, scratch: P
             dcp={each: values_of(series, each, of) for each, of in dcp.items()}, target=at_most,
         )  # fmt: skip
     results.state(
-        "tiny tensors", "stored beside the payload, a tensor", counted["extra"], unit="B",
+        "tiny tensors", "stored in addition to the payload, a tensor", counted["extra"], unit="B",
         dcp=counted["extra dcp"], target=Target(against="value", bound=160),
     )  # fmt: skip
     for arm in ("holdfast", "holdfast async"):
@@ -86,7 +86,7 @@ def _tiny(context: RankContext, num_tensors: int, repeats: int, scratch: Path) -
             rivals.ASYNC: theirs.save_async,
             "dcp.load": lambda _: loaded.load(theirs.path(KEPT)),
         }
-        series = interleave(arms, repeats=repeats, settle=partial(_sweep, scratch))
+        series = interleave(arms, repeats=repeats, before_each=partial(_sweep, scratch))
     for mine, true in zip(local_tensors(blank), local_tensors(state), strict=True):
         if not torch.equal(mine, true):
             raise AssertionError("what was loaded is not what was saved")
@@ -159,7 +159,7 @@ def _steady(
                 counts.append(groups.control.num_collectives - before)
                 return measured
 
-            def settle() -> None:
+            def before_each() -> None:
                 dist.barrier()
                 if context.rank == 0:
                     for pattern in ("dcp-*", "holdfast-steady/iter_*"):
@@ -173,5 +173,5 @@ def _steady(
                 rivals.ASYNC: theirs.save_async,
                 rivals.ASYNC_CACHED: partial(theirs.save_async, cached=True),
             }
-            series = interleave(arms, repeats=repeats, settle=settle, first=1)
+            series = interleave(arms, repeats=repeats, before_each=before_each, first=1)
     return RankMeasurements(series=series, counted={"collectives": float(max(counts))})

@@ -117,29 +117,28 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
             text = text[: MAX_MESSAGE_LENGTH - 3] + "..."
         return cls(error_type=(known or foreign).__name__, message=text)
 
-    @classmethod
-    def joined(
-        cls, by_rank: Mapping[int, ErrorRecord], *, num_ranks: int, phase: str
-    ) -> ErrorRecord:
-        """One record of the failures of several ranks: the first one's class, every message.
-
-        Ranks with equal messages are listed together, so that a failure of all reads as one.
-        """
-        ranks_by_message: dict[str, list[int]] = {}
-        for rank, record in by_rank.items():
-            ranks_by_message.setdefault(record.message, []).append(rank)
-        lines = [
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {message}"
-            for message, ranks in ranks_by_message.items()
-        ]
-        return cls(
-            error_type=next(iter(by_rank.values())).error_type,
-            message="\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines]),
-        )
-
     def to_error(self) -> HoldfastError:
         """The error to raise; a HoldfastError that quotes the name where that is not known."""
         known = _TYPES.get(self.error_type)
         if known is None:
             return HoldfastError(f"{self.message} (recorded as {self.error_type[:100]!r})")
         return known(self.message)
+
+
+def joined_error(
+    by_rank: Mapping[int, ErrorRecord], *, num_ranks: int, phase: str
+) -> HoldfastError:
+    """One error for the failures of several ranks: of the first one's class, with every message.
+
+    Ranks with equal messages are listed together, so that a failure of all reads as one.
+    """
+    ranks_by_message: dict[str, list[int]] = {}
+    for rank, record in by_rank.items():
+        ranks_by_message.setdefault(record.message, []).append(rank)
+    lines = [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {message}"
+        for message, ranks in ranks_by_message.items()
+    ]
+    text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
+    first = next(iter(by_rank.values()))
+    return ErrorRecord(error_type=first.error_type, message=text).to_error()

@@ -52,7 +52,7 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What a rank is told about itself."""
+    """What a rank knows about itself."""
 
     rank: int
     num_ranks: int
@@ -76,7 +76,7 @@ class RankError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Generic[T]):
-    """What came of all ranks, indexed by rank."""
+    """The results of all ranks, indexed by rank."""
 
     results: list[T]
     """What `target` returned; None for a rank that failed."""

@@ -18,6 +18,7 @@ from holdfast.errors import (
     HoldfastError,
     LayoutError,
     StorageError,
+    joined_error,
 )
 
 _EXPORTED = [
@@ -110,7 +111,7 @@ def test_failures_of_ranks_are_joined_under_the_first_class() -> None:
     same, other = (
         ErrorRecord.of(kind(text)) for kind, text in ((LayoutError, "a"), (OSError, "b"))
     )
-    joined = ErrorRecord.joined({1: same, 4: other, 6: same}, num_ranks=8, phase="save").to_error()
+    joined = joined_error({1: same, 4: other, 6: same}, num_ranks=8, phase="save")
     assert type(joined) is LayoutError
     assert str(joined) == "3 of 8 ranks failed (save):\nranks 1, 6: a\nrank 4: OSError: b"
 

@@ -45,7 +45,7 @@ def test_results_come_back_in_rank_order() -> None:
     assert outcome.outputs[2] == "hello from 2\n"
 
 
-def test_every_failure_is_told_and_nothing_is_left_behind() -> None:
+def test_every_failure_is_reported_and_nothing_is_left_behind() -> None:
     outcome = run_ranks(5, _all_ways_to_fail, init=False, timeout_s=3, expect_failure=True)
     assert outcome.results[0] == 0
     assert outcome.failed == [1, 2, 3, 4]

@@ -4,8 +4,8 @@ A tensor is a row of small numbers: its elements in row-major order, each as its
 16-bit units (one-byte elements: as their byte), `c[0], c[1], …, c[n-1]`. A lane of its fingerprint
 is the polynomial with these coefficients at a fixed point, `sum(c[i] * x**i) mod 2**61 - 1` (Karp
 and Rabin 1987). Each unit brings its place along as its exponent, so any box of the tensor can be
-evaluated on its own, by whoever holds it, and the boxes of a tiling add up to the whole. Two
-points make two lanes; fingerprint = XXH3-128 of dtype, shape and both sums.
+evaluated on its own, by the process that holds it, and the boxes of a tiling add up to the whole.
+Two points make two lanes; fingerprint = XXH3-128 of dtype, shape and both sums.
 
 Both points are generators of the field, so `x**i` differ for all i below 2**61 - 2: changing the
 units of one element, or exchanging two different elements, always changes both lanes. Any other
@@ -159,8 +159,8 @@ def snapshot_fingerprints(
     snapshot: Snapshot, keys: Collection[str] | None = None
 ) -> dict[str, str]:
     """Fingerprints of stored tensors (default: all) from their bytes; see snapshot_fingerprint."""
-    wanted = snapshot.keys if keys is None else keys
-    return {key: snapshot_fingerprint(snapshot, key) for key in wanted}
+    chosen = snapshot.keys if keys is None else keys
+    return {key: snapshot_fingerprint(snapshot, key) for key in chosen}
 
 
 def _add_block(units: _Units, strides: Sequence[int], first: int, sums: list[int]) -> None:

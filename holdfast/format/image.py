@@ -130,7 +130,7 @@ def parse_header(header: bytes | memoryview, *, file_nbytes: int, place: str) ->
     header = bytes(header)
     if header_nbytes(header[:8], file_nbytes=file_nbytes, place=place) != len(header):
         raise CorruptionError(f"{place}: the header is not as long as its first 8 bytes say")
-    found = [
+    entries = [
         HeaderEntry(
             name=name,
             dtype=raw.dtype,
@@ -140,16 +140,16 @@ def parse_header(header: bytes | memoryview, *, file_nbytes: int, place: str) ->
         )
         for name, raw in _raw_entries(header[8:], place)
     ]
-    found.sort(key=lambda entry: (entry.start, entry.nbytes))
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
     end = len(header)
-    for entry in found:
+    for entry in entries:
         _check_entry(entry, end, place)
         end += entry.nbytes
     if end != file_nbytes:
         raise CorruptionError(
             f"{place}: the header's entries end at byte {end}, the file has {file_nbytes} bytes"
         )
-    return found
+    return entries
 
 
 def _raw_entries(text: bytes, place: str) -> list[tuple[str, _RawEntry]]:
@@ -171,7 +171,7 @@ def _raw_entries(text: bytes, place: str) -> list[tuple[str, _RawEntry]]:
 
 
 class _Pairs(list[tuple[str, object]]):
-    """A JSON object as its pairs, told apart from a JSON array."""
+    """A JSON object as its pairs, distinguished from a JSON array."""
 
 
 def _as_dict(value: object) -> dict[str, object]:

@@ -16,7 +16,7 @@ _KEY = "k"
 
 
 def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
-    """A tree as it is written. Cost: linear; dicts and lists are made anew, leaves are shared."""
+    """A tree as it is written. Cost: linear; dicts and lists are made again, leaves are shared."""
     return {name: _shrink(node, name) for name, node in parts.items()}
 
 

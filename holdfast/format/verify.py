@@ -204,7 +204,7 @@ class _Verifier:
         file: FileInfo,
     ) -> None:
         """The header must say of each chunk what its row says, and name no other chunk."""
-        found = {entry.name: entry for entry in entries}
+        stored = {entry.name: entry for entry in entries}
         for row in np.flatnonzero(index.file == number).tolist():
             tensor = manifest.tensors[index.tensor[row]]
             dtype = DTYPES[tensor.dtype]
@@ -219,11 +219,11 @@ class _Verifier:
                 start=int(index.start[row]),
                 nbytes=int(index.nbytes[row]),
             )
-            entry = found.pop(name, None)
+            entry = stored.pop(name, None)
             if entry != expected:
                 what = f"the header says {entry}, the index {expected}"
                 self._report(file.name, what, key=tensor.key, offset=expected.start)
-        for name in found:
+        for name in stored:
             self._report(file.name, f"the header has a chunk {name!r} that the index has not")
 
     def _payload(

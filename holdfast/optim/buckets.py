@@ -90,7 +90,7 @@ class Bucket:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a gather is going on that nobody has waited for."""
+        """Whether a gather is in progress that has not been waited for."""
         return self._gathering is not None
 
     @property
@@ -112,8 +112,8 @@ class Bucket:
     def check_views(self, names: Sequence[str]) -> None:
         """ConfigError naming a parameter whose memory is not the bucket any more."""
         for parameter, view, name in zip(self.parameters, self._views, names, strict=True):
-            held = storage_of(parameter)
-            if held.data_ptr() != view.data_ptr() or held.dtype != view.dtype:
+            local = storage_of(parameter)
+            if local.data_ptr() != view.data_ptr() or local.dtype != view.dtype:
                 raise ConfigError(
                     f"{name}: its memory was replaced after the sharded optimizer was built (a "
                     f"module.to(...) or an assignment?); move the model first, then build the "
@@ -129,13 +129,13 @@ class Bucket:
         if self._unreduced is None:
             self._unreduced = self._new_unreduced()
         span = self.layout.spans[number]
-        place = self._unreduced[span.start : span.stop].view(self._views[number].shape)
+        target = self._unreduced[span.start : span.stop].view(self._views[number].shape)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if number in self._arrived:
-            place.add_(gradient)
+            target.add_(gradient)
         else:
-            place.copy_(gradient)
+            target.copy_(gradient)
             self._arrived.add(number)
 
     def launch_reduction(self) -> None:
@@ -146,6 +146,7 @@ class Bucket:
         self.finish_reduction()
         if self._unreduced is None:
             self._unreduced = self._new_unreduced()
+        # The memory is used again in every step: what no gradient overwrites is of the last one.
         for number, span in enumerate(self.layout.spans):
             if number not in self._arrived:
                 self._unreduced[span.start : span.stop].zero_()
@@ -155,6 +156,7 @@ class Bucket:
             if self._unreduced is not self.gradient:
                 self._partial = self._unreduced
             return
+        # `gradient` holds the sum of earlier microbatches then, which the result is added to.
         out = self.gradient if not self._is_summed else torch.empty_like(self.gradient)
         self._partial = out if self._is_summed else None
         self._reducing = collectives.reduce_scatter(out, self._unreduced, self._shard_groups.reduce)
@@ -198,7 +200,8 @@ class Bucket:
         if self.has_main:
             self.share.copy_(self.main)
         if self._shard_groups.gather is not None and self.layout.share > 0:
-            # its version counter is not the parameters'
+            # Not `values`: torch would count a change of the parameters when the gather ends, and
+            # a graph that saved them after the step would be called stale.
             begin = self._shard_groups.index * self.layout.share
             share = self._for_gather[begin : begin + self.layout.share]
             self._gathering = collectives.all_gather(
@@ -277,19 +280,19 @@ class Bucket:
                 self.main[written] = self.share[written].to(self.main.dtype)
 
     def refresh_main(self, number: int, *, exactly: bool) -> None:
-        """Set main parameters from the parameter, which was loaded or changed by hand.
+        """Set main parameters from the parameter, which was loaded or assigned to.
 
         `exactly`: all of them; otherwise only those that do not round to what the parameter holds.
         """
         owned = self.owned(number)
         if owned is None or not self.has_main:
             return
-        held = self.share[owned.offset : owned.offset + owned.numel]
+        rounded = self.share[owned.offset : owned.offset + owned.numel]
         main = self.main[owned.offset : owned.offset + owned.numel]
         if exactly:
-            main.copy_(held)
+            main.copy_(rounded)
         else:
-            main.copy_(torch.where(main.to(held.dtype) == held, main, held.to(main.dtype)))
+            main.copy_(torch.where(main.to(rounded.dtype) == rounded, main, rounded.to(main.dtype)))
 
     def set_own_uses(self) -> None:
         """Count the present references to the memory as the bucket's and its optimizer's own."""

@@ -33,21 +33,21 @@ class ChainedOptimizer(SteppingOptimizer):
             raise ConfigError("a ChainedOptimizer needs at least one optimizer")
         self._groups = next(iter(self._optimizers.values())).groups
         names: dict[nn.Parameter, str] = {}
-        self._held: list[OptimizerParameter] = []
+        self._parameters: list[OptimizerParameter] = []
         num_groups = 0
         for name, optimizer in self._optimizers.items():
             if optimizer.name != name:
                 raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
             if optimizer.groups is not self._groups:
                 raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
-            for held in optimizer.optimizer_parameters():
-                if held.parameter in names:
+            for member in optimizer.optimizer_parameters():
+                if member.parameter in names:
                     raise ConfigError(
-                        f"a parameter of shape {list(held.parameter.shape)} is in optimizers "
-                        f"'{names[held.parameter]}' and '{name}'"
+                        f"a parameter of shape {list(member.parameter.shape)} is in optimizers "
+                        f"'{names[member.parameter]}' and '{name}'"
                     )
-                names[held.parameter] = name
-                self._held.append(replace(held, group=held.group + num_groups))
+                names[member.parameter] = name
+                self._parameters.append(replace(member, group=member.group + num_groups))
             num_groups += len(optimizer.param_groups)
         super().__init__([optimizer.inner for optimizer in self._optimizers.values()])
 
@@ -109,7 +109,7 @@ class ChainedOptimizer(SteppingOptimizer):
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter of every optimizer."""
-        return self._held
+        return self._parameters
 
     def num_groups(self) -> dict[str, int]:
         """How many groups each optimizer has, by its name."""

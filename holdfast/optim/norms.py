@@ -47,11 +47,6 @@ class GradientNorm:
     """Sums over all ranks of the `counts` passed to `measure`."""
 
     @property
-    def num_bad_ranks(self) -> int:
-        """How many ranks hold an infinity or a NaN."""
-        return len(self.bad_ranks)
-
-    @property
     def is_finite(self) -> bool:
         """Whether every element on every rank is finite."""
         return not self.bad_ranks

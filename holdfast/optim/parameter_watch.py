@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -87,42 +88,31 @@ class ParameterWatch:
         for owner in dict.fromkeys(inner for inner, _, _ in self._places):
             mine = [b for b, o in zip(self._buckets, self._owners, strict=True) if owner in o]
             untyped: Any = owner
+            before_forward = partial(self._before_forward, mine)
+            before_load = partial(self._before_load, mine)
             self._handles += [
-                owner.register_forward_pre_hook(ModuleHook(self._before_forward(mine))),
+                owner.register_forward_pre_hook(ModuleHook(before_forward)),
                 untyped.register_state_dict_pre_hook(ModuleHook(self._before_state)),
-                untyped.register_load_state_dict_pre_hook(ModuleHook(self._before_load(mine))),
+                untyped.register_load_state_dict_pre_hook(ModuleHook(before_load)),
             ]
             if any(bucket.has_main for bucket in mine):
-                hook = ModuleHook(self._when_loaded(mine))
+                hook = ModuleHook(partial(self._when_loaded, mine))
                 self._handles.append(untyped.register_load_state_dict_post_hook(hook))
 
-    def _before_forward(self, buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
-        def hook(owner: nn.Module, args: Any) -> None:
-            del args
-            self._called.add(owner)
-            self._before_read()
-            for bucket in buckets:
-                bucket.finish_gather()
+    def _before_forward(self, buckets: Sequence[Bucket], owner: nn.Module, *_: Any) -> None:
+        self._called.add(owner)
+        self._before_read()
+        for bucket in buckets:
+            bucket.finish_gather()
 
-        return hook
-
-    def _before_state(self, owner: nn.Module, prefix: str, keep_vars: bool) -> None:
-        del owner, prefix, keep_vars
+    def _before_state(self, *_: Any) -> None:
         self._before_read()
         for bucket in self._buckets:
             bucket.finish_gather()
 
-    def _before_load(self, buckets: Sequence[Bucket]) -> Callable[..., None]:
-        def hook(owner: nn.Module, *args: Any) -> None:
-            del owner, args
-            for bucket in buckets:
-                bucket.finish_gather()
+    def _before_load(self, buckets: Sequence[Bucket], *_: Any) -> None:
+        for bucket in buckets:
+            bucket.finish_gather()
 
-        return hook
-
-    def _when_loaded(self, buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
-        def hook(owner: nn.Module, keys: Any) -> None:
-            del keys
-            self._after_load(buckets, owner)
-
-        return hook
+    def _when_loaded(self, buckets: Sequence[Bucket], owner: nn.Module, *_: Any) -> None:
+        self._after_load(buckets, owner)

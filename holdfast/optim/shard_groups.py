@@ -72,7 +72,7 @@ class ShardGroups:
 
 def _gather(groups: ProcessGroups, *, over: str, name: str) -> ProcessGroup:
     try:
-        held = groups.group(name)
+        group = groups.group(name)
     except GroupError as error:
         raise GroupError(
             f"Parameters are gathered on a communicator of their own, so that they do not wait "
@@ -84,6 +84,6 @@ def _gather(groups: ProcessGroups, *, over: str, name: str) -> ProcessGroup:
             f"Communicator {name!r} has ranks {groups.ranks(name)}, {over!r} has "
             f"{groups.ranks(over)}: shards are cut by position, so both must be the same in order."
         )
-    if held is groups.group(over):
+    if group is groups.group(over):
         raise GroupError(f"{name!r} is the communicator {over!r} itself, not a second one.")
-    return held
+    return group

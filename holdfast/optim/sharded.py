@@ -27,7 +27,7 @@ from holdfast.optim.reducer import GradientReducer, Stage
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.stepping import SteppingOptimizer
 from holdfast.parallel import ProcessGroups
-from holdfast.state.names import parameter_names
+from holdfast.state.module.tree import parameter_names
 from holdfast.state.optimizer.protocol import OptimizerParameter
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -132,7 +132,7 @@ class ShardedOptimizer(SteppingOptimizer):
         self._updated = self._updated_views()
         self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
         super().__init__([self.inner])
-        self._held = self._hold()
+        self._parameters = self._make_parameters()
         self._reducer = GradientReducer(
             self._buckets,
             shard_groups=self._shard_groups,
@@ -272,7 +272,7 @@ class ShardedOptimizer(SteppingOptimizer):
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter with the elements of it that this rank updates."""
-        return self._held
+        return self._parameters
 
     def num_groups(self) -> dict[str, int]:
         """How many parameter groups there are, by this optimizer's name."""
@@ -393,16 +393,16 @@ class ShardedOptimizer(SteppingOptimizer):
                 check_elementwise(make, param_groups, like=kinds, name=self.name)
         return inner
 
-    def _hold(self) -> list[OptimizerParameter]:
+    def _make_parameters(self) -> list[OptimizerParameter]:
         starts = {
             parameter: (owned.start, bucket.has_main)
             for bucket in self._buckets
             for parameter, owned in bucket.all_owned()
         }
-        held = []
+        parameters = []
         for parameter, group in self._all:
             start, is_main = starts.get(parameter, (0, False))
-            held.append(
+            parameters.append(
                 OptimizerParameter(
                     parameter=parameter,
                     group=group,
@@ -413,11 +413,11 @@ class ShardedOptimizer(SteppingOptimizer):
                     is_main=is_main,
                 )
             )
-        return held
+        return parameters
 
     def _count_markers(self) -> list[int]:
         """Per bucket, the views of it that earlier saves keep; read after `synchronize` only."""
-        num_markers = {held.parameter: len(held.markers) for held in self._held}
+        num_markers = {p.parameter: len(p.markers) for p in self._parameters}
         return [sum(num_markers[p] for p in bucket.parameters) for bucket in self._buckets]
 
     @torch.no_grad()
@@ -438,9 +438,9 @@ class ShardedOptimizer(SteppingOptimizer):
             raise ConfigError(f"optimizer '{self.name}' is closed; build another one")
 
     def _check_frozen(self) -> None:
-        for held in self._held:
-            if held.parameter.requires_grad and held.parameter not in self._reducer.parameters:
+        for parameter, _ in self._all:
+            if parameter.requires_grad and parameter not in self._reducer.parameters:
                 raise ConfigError(
-                    f"{self._names[held.parameter]} was frozen when optimizer '{self.name}' was "
+                    f"{self._names[parameter]} was frozen when optimizer '{self.name}' was "
                     f"built and is trained now; build another optimizer"
                 )

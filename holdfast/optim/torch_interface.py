@@ -92,24 +92,14 @@ class TorchInterface(torch.optim.Optimizer):
         inside = ", ".join(repr(inner) for inner in self._inners)
         return f"{type(self).__name__}({inside})"
 
-    def __getstate__(self) -> NoReturn:
-        self._refuse_copy()
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
-    def __copy__(self) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
+    def _refuse_copy(self, *_: object) -> NoReturn:
         raise ConfigError(
             f"a {type(self).__name__} belongs to process groups and to one model and cannot be "
             f"copied or pickled; build another one over the copied model, and carry its state over "
             f"with OptimizerState(optimizer, model)"
         )
+
+    __getstate__ = __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
 
 def refuse_closure(closure: Callable[[], object] | None) -> None:

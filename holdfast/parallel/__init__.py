@@ -5,6 +5,7 @@ Names are resolved on first use: `Layout` does not import torch, the others do.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,21 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["Control", "Layout", "ProcessGroups", "current_groups"]
 
 
+_MODULES = {
+    "Control": "holdfast.parallel.control.control",
+    "Layout": "holdfast.parallel.layout",
+    "ProcessGroups": "holdfast.parallel.groups.process_groups",
+    "current_groups": "holdfast.parallel.groups.process_groups",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import the room of a public name when it is first asked for."""
-    if name == "Layout":
-        from holdfast.parallel.layout import Layout
-
-        return Layout
-    if name == "Control":
-        from holdfast.parallel.control.control import Control
-
-        return Control
-    if name in ("ProcessGroups", "current_groups"):
-        from holdfast.parallel.groups import process_groups as groups
-
-        return getattr(groups, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import the module of a public name on its first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

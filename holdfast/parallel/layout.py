@@ -1,4 +1,4 @@
-"""Layouts: which rank stands where. Pure arithmetic, no torch, no processes.
+"""Layouts: which rank has which coordinates. Pure arithmetic, no torch, no processes.
 
 A layout factorises one list of ranks in two ways that share the pipeline axis:
 
@@ -257,8 +257,10 @@ class Layout:
             wholes = self.groups(SLICED[axes])
             inter = axes.endswith("_inter")
             return tuple(piece for whole in wholes for piece in self._slices(whole, inter))
-        members, origins = self._offsets(axes)
-        return tuple(tuple(self.ranks[o + m] for m in members) for o in origins)
+        tokens, strides = self._view(axes)
+        members = sums_of_strides(strides[token] for token in tokens)
+        firsts = sums_of_strides(strides[axis] for axis in strides if axis not in tokens)
+        return tuple(tuple(self.ranks[first + member] for member in members) for first in firsts)
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The ordered ranks of the group of `axes` that has `rank`.
@@ -297,15 +299,15 @@ class Layout:
         return ends is None or rank in ends(self.group("pp", rank))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands in the dense view: tp, cp, dp and pp."""
+        """The coordinates of `rank` in the dense view: tp, cp, dp and pp."""
         return self._coordinate(rank, DENSE_AXES)
 
     def expert_coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands in the expert view: expt_tp, ep, expt_dp and pp."""
+        """The coordinates of `rank` in the expert view: expt_tp, ep, expt_dp and pp."""
         return self._coordinate(rank, EXPERT_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands in every view that the layout has."""
+        """The coordinates of `rank` in every view that the layout has."""
         dense = self.coordinate(rank)
         return {**dense, **self.expert_coordinate(rank)} if self.has_expert_view else dense
 
@@ -397,18 +399,18 @@ class Layout:
 
         LayoutError where the slices of dense and of expert parameters are not the same ranks.
         """
-        found = [
+        by_view = [
             self._instances_over(whole) for whole in ("dp_cp", "expt_dp")[: 1 + self.has_experts]
         ]
-        if any(each != found[0] for each in found):
+        if any(instances != by_view[0] for instances in by_view):
             raise LayoutError(
                 f"{self} has no one instance of a sharded optimizer for each slice: with "
                 f"replicas = {self.replicas} the slices of dp_cp are of ranks "
-                f"{[list(ranks) for ranks in found[0]][:8]}, those of expt_dp of ranks "
-                f"{[list(ranks) for ranks in found[1]][:8]}. Ask for dp_cp_intra and dp_cp_inter, "
-                "expt_dp_intra and expt_dp_inter."
+                f"{[list(ranks) for ranks in by_view[0]][:8]}, those of expt_dp of ranks "
+                f"{[list(ranks) for ranks in by_view[1]][:8]}. Ask for dp_cp_intra and "
+                "dp_cp_inter, expt_dp_intra and expt_dp_inter."
             )
-        return found[0]
+        return by_view[0]
 
     def _instances_over(self, whole: str) -> tuple[tuple[int, ...], ...]:
         length = self.size(whole) // self.replicas
@@ -419,13 +421,6 @@ class Layout:
             tuple(rank for rank in self.ranks if slice_of[rank] == number)
             for number in range(self.replicas)
         )
-
-    def _offsets(self, axes: str) -> tuple[list[int], list[int]]:
-        """Positions of a group's members from its first, and of all groups' first members."""
-        tokens, strides = self._view(axes)
-        members = sums_of_strides(strides[token] for token in tokens)
-        origins = sums_of_strides(strides[axis] for axis in strides if axis not in tokens)
-        return members, origins
 
     def _slices(self, whole: tuple[int, ...], inter: bool) -> list[tuple[int, ...]]:
         length = len(whole) // self.replicas

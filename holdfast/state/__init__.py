@@ -18,7 +18,7 @@ from holdfast.state.markers import (
 )
 from holdfast.state.match.stored import StoredPart, StoredTensor
 from holdfast.state.module.part import ModuleState
-from holdfast.state.names import declare_padding, declare_wrapper
+from holdfast.state.module.tree import declare_padding, declare_wrapper
 from holdfast.state.optimizer.part import OptimizerState
 from holdfast.state.optimizer.protocol import OptimizerParameter, PartitionedOptimizer
 from holdfast.state.parts import Part, Stateful

@@ -12,6 +12,7 @@ import torch
 from holdfast.errors import CorruptionError, MismatchError
 from holdfast.parallel.layout import Layout
 from holdfast.state.markers import Marked, PerRank, coordinate_label
+from holdfast.state.tensors import instances_in
 
 
 class ConsistencyCheck(NamedTuple):
@@ -86,14 +87,10 @@ class PerRankIn(PerRank):
     local: object = None
 
 
-def parse_label(label: str, *, path: str) -> dict[str, int]:
-    """The coordinates that a label stands for; CorruptionError for text that is none."""
-    try:
-        pairs = [part.split("=") for part in label.split(",")]
-        result = {axis: int(index) for axis, index in pairs}
-    except ValueError:
-        raise CorruptionError(f"{path}: {label!r} is no coordinate of a layout") from None
-    return result
+def parse_label(label: str) -> dict[str, int]:
+    """The coordinates of a label that `stored_trees` has checked: "dp=1,tp=0" -> {dp: 1, tp: 0}."""
+    pairs = (pair.split("=") for pair in label.split(","))
+    return {axis: int(index) for axis, index in pairs}
 
 
 def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -102,7 +99,11 @@ def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, An
     if not isinstance(axes, list) or not isinstance(trees, dict) or not trees:
         raise CorruptionError(f"{path}: the checkpoint holds a malformed value per coordinate")
     for label in trees:
-        if sorted(parse_label(label, path=path)) != sorted(map(str, axes)):
+        try:
+            is_right = sorted(parse_label(label)) == sorted(map(str, axes))
+        except ValueError:
+            is_right = False
+        if not is_right:
             raise CorruptionError(f"{path}: {label!r} is no coordinate along {', '.join(axes)}")
     return tuple(axes), trees
 
@@ -117,21 +118,19 @@ def find_source(
             PerRankRequest(path=path, layout=layout, rank=rank, axes=axes, stored=trees)
         )
     here = coordinate_label(layout, rank, marker.axes, path=path)
-    short = _by_label_along(marker.axes, axes, trees, path=path)
+    short = _by_label_along(marker.axes, axes, trees)
     if marker.merge is not None:
         mine = {coordinate_label(layout, r, marker.axes, path=path) for r in layout.ranks}
         if short is None or set(short) != mine:
-            order = [axis for axis in marker.axes if axis in axes]
-            return PerRankSource(
-                labels=_in_order(trees, order, path=path), here=here, is_merged=True
-            )
+            labels = _in_order(trees, [axis for axis in marker.axes if axis in axes])
+            return PerRankSource(labels=labels, here=here, is_merged=True)
     if short is None:
         return PerRankSource(here=here, problem=_other_axes(marker, axes, trees, path=path))
     return PerRankSource(labels=(short[here],) if here in short else (), here=here)
 
 
 def _by_label_along(
-    requested: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any], *, path: str
+    requested: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any]
 ) -> dict[str, str] | None:
     """Label along the requested axes -> stored label; None where that is ambiguous.
 
@@ -145,7 +144,7 @@ def _by_label_along(
     result: dict[str, str] = {}
     beyond: set[tuple[int, ...]] = set()
     for label in trees:
-        at = parse_label(label, path=path)
+        at = parse_label(label)
         beyond.add(tuple(at[axis] for axis in sorted(extra)))
         result[",".join(f"{axis}={at[axis]}" for axis in sorted(requested))] = label
     return result if len(beyond) == 1 else None
@@ -167,15 +166,14 @@ def _other_axes(
     )
 
 
-def _in_order(labels: Iterable[str], axes: Sequence[str], *, path: str) -> tuple[str, ...]:
+def _in_order(labels: Iterable[str], axes: Sequence[str]) -> tuple[str, ...]:
     """Labels by ascending coordinates, the first of `axes` most significant."""
 
-    def place(label: str) -> tuple[int, ...]:
-        at = parse_label(label, path=path)
-        rest = [axis for axis in sorted(at) if axis not in axes]
-        return tuple(at[axis] for axis in (*axes, *rest))
+    def position(label: str) -> tuple[int, ...]:
+        at = parse_label(label)
+        return tuple(at[axis] for axis in (*axes, *sorted(set(at) - set(axes))))
 
-    return tuple(sorted(labels, key=place))
+    return tuple(sorted(labels, key=position))
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
@@ -235,6 +233,7 @@ def _fits(merged: torch.Tensor, dtype: torch.dtype) -> bool:
     if merged.is_complex() and not dtype.is_complex:
         return False
     held = merged.detach()
+    # Floats are compared in the widest type, integers in their own, which float64 does not hold.
     wide = torch.complex128 if held.is_complex() else torch.float64
     exact = wide if held.is_complex() or held.is_floating_point() else held.dtype
     held, back = held.to(exact), held.to(dtype).to(exact)
@@ -246,14 +245,8 @@ def _fits(merged: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _refuse_tensors(template: object, path: str) -> None:
     """MismatchError where the template has a tensor, which nothing fills."""
-    if isinstance(template, torch.Tensor | Marked):
+    for where, _ in instances_in(template, torch.Tensor | Marked, path):
         raise MismatchError(
-            f"{path}: merge returned nothing for this tensor of the marker's tree, which would "
+            f"{where}: merge returned nothing for this tensor of the marker's tree, which would "
             f"stay as it was; return one, or leave it out of the tree"
         )
-    if isinstance(template, Mapping):
-        for name, child in template.items():
-            _refuse_tensors(child, f"{path}.{name}")
-    elif isinstance(template, list | tuple):
-        for i, child in enumerate(template):
-            _refuse_tensors(child, f"{path}.{i}")

@@ -110,6 +110,7 @@ def flatten_state(
     """
     flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache or LeafCache())
     nodes: dict[str, object] = {}
+    # The sort is stable: parts keep the user's order, but for random streams at the end.
     for name, value in sorted(state.items(), key=lambda item: is_last(item[1])):
         check_part_name(name)
         home = value.own_layout if isinstance(value, OnLayout) else layout
@@ -245,6 +246,7 @@ class _Flattener:
             and list(obj) == cached.keys
             and list(map(type, obj)) == cached.key_types
             and cached.layout is self.layout
+            # A tensor that another part has shown before is stored under that part's key.
             and self._keys_of.keys().isdisjoint(cached.keys_of)
             and self.made.leaves.keys().isdisjoint(cached.leaves)
             and [_made_from(value) for value in obj.values()] == cached.made_from
@@ -297,6 +299,7 @@ class _Flattener:
                 f"{path}: two tensors of the state have this key (a name with a dot in it, or a "
                 f"number and the same number as text?); rename one"
             )
+        # The objects are compared first: for an unchanged state that is all that is looked at.
         cached = self._before.leaves.get(path)
         if (
             cached is None

@@ -76,6 +76,7 @@ class RandomStreams:
             by_axes.setdefault(axes, {})[name] = state
         trees: dict[str, object] = {}
         for axes, streams in by_axes.items():
+            # With digests a load can compare streams of other coordinates without reading them.
             streams[DIGESTS] = {name: state_digest(state) for name, state in streams.items()}
             if not axes:
                 trees[_EVERYWHERE] = streams
@@ -188,6 +189,7 @@ def _add_to_digest(value: object, digest: hashlib.blake2b) -> None:
 
 
 def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
+    # 625 words as one array: as a list they would be most of a manifest.
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 

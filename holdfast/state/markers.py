@@ -413,6 +413,7 @@ Marked = Sharded | FlatShard | Replicated | Padded
 def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
     """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
     known = layout.coordinates(rank)
+    # Sorted, so that the label does not depend on the order in which axes were declared.
     named = sorted(axes)
     unknown = [axis for axis in named if axis not in known]
     if not unknown:

@@ -42,7 +42,7 @@ def array_tensor(path: str, array: np.ndarray) -> tuple[torch.Tensor, str | None
         contiguous = contiguous.copy()
     is_plain = dtype.isnative and dtype.kind not in "mM"
     try:
-        return torch.from_numpy(contiguous), None if is_plain else _code(dtype)
+        return torch.from_numpy(contiguous), None if is_plain else dtype.str
     except TypeError as error:
         raise PlacementError(f"{path}: NumPy dtype {dtype} has no torch dtype") from error
 
@@ -66,8 +66,3 @@ def tensor_array(tensor: torch.Tensor, code: object, *, path: str) -> np.ndarray
     elif array.dtype != native:
         raise CorruptionError(f"{path}: {array.dtype} elements are no {code}")
     return array.astype(dtype, copy=False)
-
-
-def _code(dtype: np.dtype[np.generic]) -> str:
-    """The dtype with an explicit byte order, which does not depend on the machine."""
-    return dtype.str

@@ -19,23 +19,26 @@ from holdfast.state.rng import RNG
 
 @runtime_checkable
 class Part(Protocol):
-    """Something that can be saved and restored as a tree.
-
-    `tree()` gives what to save: containers, values, tensors, markers; it must not copy tensors.
-    `template(stored)` gives what to load into: tensors are filled in place, `Stored()` takes what
-    the checkpoint has. `restore(tree)` gets the template's tree, filled.
-    """
+    """Something that can be saved and restored as a tree."""
 
     def tree(self) -> object:
-        """What to save."""
+        """What to save: containers, values, tensors, markers. It must not copy tensors."""
         ...
 
     def template(self, stored: StoredPart) -> object:
-        """What to load into."""
+        """What to load into: tensors are filled in place, `Stored()` takes what there is.
+
+        Args:
+            stored: What the checkpoint has of the part.
+        """
         ...
 
     def restore(self, tree: object) -> None:
-        """Take what was loaded."""
+        """Take what was loaded.
+
+        Args:
+            tree: The template's tree, filled.
+        """
         ...
 
 

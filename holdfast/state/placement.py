@@ -227,6 +227,7 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
         if obj.offset is not None:
             box = Box(obj.offset, tuple(local.shape))
             return site.leaf(local.dtype, obj.shape, [(box, local)], replica_set)
+        # Axes of one dim split it in turn: of ("pp", "tp") tp splits what pp has left.
         held = []
         for dim, size in enumerate(obj.shape):
             intervals: Intervals = ((0, size),)
@@ -268,6 +269,8 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
     if 0 in like.shape:
         empty = Box((0,) * like.ndim, tuple(like.shape))
         return site.leaf(flat.dtype, like.shape, [(empty, flat.view(like.shape))], replica_set)
+    # A run is boxes of the local tensor, in row-major order. Each is cut again where the local
+    # tensor is no single block of the global one (strided shards).
     local_shape = tuple((like.to_local() if isinstance(like, DTensor) else like).shape)
     pieces: list[tuple[Box, torch.Tensor]] = []
     position = 0
@@ -300,6 +303,7 @@ def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Replica
             f"axes {sorted(tokens)} mix the dense view {list(DENSE_AXES)} and the expert view "
             f"{list(EXPERT_AXES)}"
         )
+    # Pipeline stages hold other tensors, so a declaration covers one stage unless it names pp.
     span_tokens = view if "pp" in tokens else view[:-1]
     same = [token for token in span_tokens if token not in tokens]
     span = tuple(sorted(layout.group("-".join(span_tokens), rank)))
@@ -315,6 +319,7 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
     local = tensor.to_local().detach()
     dims = _dtensor_dims(tensor, key=site.key)
     if local.numel() == 0:
+        # FSDP2 gives an empty local the shape [0, …]; boxes need the one of the placements.
         local = local.new_empty(_lengths(dims))
     name = (id(mesh), tensor.placements)
     replica_set = site.replica_sets.get(name)

@@ -82,6 +82,7 @@ class RNG(RandomStreams):
         absent = [name for name in fresh if name not in where]
         loading = self._loading
         templates: dict[str, object] = {}
+        # What is missing is reported once, by the first group that is read per rank.
         for key, group in groups.items():
             mine = [name for name in fresh if where.get(name) == key]
             if _is_per_rank(group):
@@ -163,8 +164,8 @@ class _StreamLoad:
         result.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
         result.kept += ("cuda",) if "cuda" in absent and result.kept != ("",) else ()
         result.missing = tuple(name for name in absent if name != "cuda")
-        if "cuda" not in names and "cuda" in _streams_of_tree(request.stored.get(request.here)):
-            # There is no device here to draw from it.
+        if "cuda" not in names and "cuda" in _streams_of(request.stored.get(request.here)):
+            # There is no device here that could draw from it.
             result.dropped = ("cuda",)
         if "cuda" not in names:
             result.names = frozenset((*names, DIGESTS, "cuda"))
@@ -192,8 +193,8 @@ class _StoredStreams:
     def __init__(self, request: PerRankRequest, *, axes: tuple[str, ...]) -> None:
         self._request = request
         self._axes = axes
-        self._at = {label: parse_label(label, path=request.path) for label in request.stored}
-        self._mine = parse_label(request.here, path=request.path)
+        self._at = {label: parse_label(label) for label in request.stored}
+        self._mine = parse_label(request.here)
 
     def sources(self, name: str, declared: tuple[str, ...] | None) -> tuple[str, ...] | str:
         """The stored coordinates of a stream for this rank; none: it stays; text: a problem."""
@@ -204,6 +205,7 @@ class _StoredStreams:
         candidates = self._equal_outside(along if declared is None else declared)
         digests = {self._digest(label, name) for label in candidates}
         if None in digests:
+            # A checkpoint from before digests: the streams themselves are read and compared.
             return tuple(candidates)
         if len(digests) > 1:
             if declared is None:
@@ -285,13 +287,7 @@ def _is_per_rank(node: object) -> bool:
 
 
 def _streams_of(group: Any) -> set[str]:
-    """The names of the streams in a stored group."""
-    if not _is_per_rank(group):
-        return _streams_of_tree(group)
-    trees = group.get("v")
-    result = trees.values() if isinstance(trees, Mapping) else ()
-    return {name for tree in result for name in _streams_of_tree(tree)}
-
-
-def _streams_of_tree(tree: Any) -> set[str]:
-    return set(tree) - {DIGESTS} if isinstance(tree, Mapping) and "$" not in tree else set()
+    """The names of the streams in a stored group, per rank or not."""
+    trees = group.get("v") if _is_per_rank(group) else {"": group}
+    plain = [tree for tree in trees.values() if isinstance(tree, Mapping) and "$" not in tree]
+    return {name for tree in plain for name in tree if name != DIGESTS}

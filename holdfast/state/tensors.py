@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,16 +33,22 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest128(element_bytes(tensor).cpu().numpy().data)
 
 
-def tensors_of(tree: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a tree of mappings and sequences, with their paths."""
-    if isinstance(tree, torch.Tensor):
+    yield from instances_in(tree, torch.Tensor)
+
+
+def instances_in(tree: object, kinds: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The objects of some types in a tree of mappings and sequences, with their paths."""
+    children: Iterable[tuple[object, object]] = ()
+    if isinstance(tree, kinds):
         yield path, tree
     elif isinstance(tree, Mapping):
-        for name, child in tree.items():
-            yield from tensors_of(child, f"{path}.{name}" if path else str(name))
+        children = tree.items()
     elif isinstance(tree, list | tuple):
-        for i, child in enumerate(tree):
-            yield from tensors_of(child, f"{path}.{i}" if path else str(i))
+        children = enumerate(tree)
+    for name, child in children:
+        yield from instances_in(child, kinds, f"{path}.{name}" if path else str(name))
 
 
 def equal_trees(one: object, other: object) -> bool:

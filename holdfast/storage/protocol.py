@@ -140,7 +140,7 @@ class Storage(Protocol):
     def exchange_dir(self, first: str, second: str) -> None:
         """Let two directories change names, durably; atomic where the file system can.
 
-        Elsewhere `second` is for an instant under a `.old-…` name beside itself: never lost, but
+        Elsewhere `second` is for an instant under a `.old-…` name next to itself: never lost, but
         not at its name if the machine stops just then.
         """
 
@@ -151,9 +151,9 @@ class Storage(Protocol):
 
         A directory loses its name first, in one step. Unless `durable` is False that is durable
         before anything in it goes, so that it never comes back with a part of its content. Several
-        processes may remove the same directory at once. `only_if` is asked for a directory that has
-        lost its name, with the path where it is now (`.old-…`); it gets its name back where the
-        answer is no, or an error.
+        processes may remove the same directory at once. `only_if` is called for a directory that
+        has lost its name, with the path where it is now (`.old-…`); it gets its name back where
+        the answer is no, or an error.
         """
 
     def free_nbytes(self) -> int:

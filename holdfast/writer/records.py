@@ -78,6 +78,11 @@ class CommitPlan:
         return numel * itemsize[self.row_tensor]
 
     @property
+    def total_nbytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return int(self.row_nbytes[self.row_copy == 0].sum())
+
+    @property
     def num_rows(self) -> int:
         """Stored copies of chunks."""
         return len(self.row_tensor)

@@ -184,7 +184,7 @@ def test_coordinates_key_experts_and_values_of_ranks(tmp_path: Path) -> None:
 def _wrong_claims(context: RankContext, root: str) -> dict[str, str]:
     """Two ranks that both say they own a shard; none that does; all of one wrong in a stack."""
     rank = context.rank
-    said = {}
+    reports = {}
     with ProcessGroups.create(Layout(dp=4), timeout_s=20) as groups:
         checkpointer = Checkpointer(root, groups=groups)
         rows = full("w", (6, 2))
@@ -198,17 +198,17 @@ def _wrong_claims(context: RankContext, root: str) -> dict[str, str]:
                 with pytest.raises(PlanError) as caught:
                     save(1, {"m": {"w": piece}})
                 assert time.monotonic() - began < 30
-                said[name] = str(caught.value)
+                reports[name] = str(caught.value)
         assert checkpointer.latest() is None
-    return said
+    return reports
 
 
 def test_a_wrong_claim_is_told_with_key_box_and_ranks(tmp_path: Path) -> None:
     """A10 (i), (ii)."""
-    for said in run_ranks(4, _wrong_claims, str(tmp_path)).results:
-        assert "m.w [4:6, 0:2]: rank 2" in said["two"]
-        assert "ranks [3] hold the same box" in said["two"]
-        assert "no rank holds [4:6, 0:2]" in said["none"]
+    for reports in run_ranks(4, _wrong_claims, str(tmp_path)).results:
+        assert "m.w [4:6, 0:2]: rank 2" in reports["two"]
+        assert "ranks [3] hold the same box" in reports["two"]
+        assert "no rank holds [4:6, 0:2]" in reports["none"]
     assert not list(tmp_path.glob(".saving*"))
 
 
@@ -251,6 +251,6 @@ def test_streams_of_experts_and_data_ranks(tmp_path: Path) -> None:
     fresh = [torch.rand(10, generator=torch.Generator().manual_seed(7004 + i)) for i in range(4)]
     assert [draws for draws, *_ in grown[4:]] == [draws.tolist() for draws in fresh]
     assert [kept for _, kept, _ in grown] == [0] * 4 + [1] * 4
-    for rank, (*_, told) in enumerate(grown):
-        assert len(told) == (rank >= 4), told
-        assert all(f"rank {rank}" in line and "rng" in line for line in told)
+    for rank, (*_, report) in enumerate(grown):
+        assert len(report) == (rank >= 4), report
+        assert all(f"rank {rank}" in line and "rng" in line for line in report)

@@ -84,7 +84,7 @@ def test_a_layout_may_have_its_ranks_in_any_order(tmp_path: Path) -> None:
 
 def on_own_meshes(context: RankContext, root: str) -> list[str]:
     """Meshes that a user made of ranks in another order: what came of saving and of loading."""
-    said = []
+    reports = []
     num_ranks = context.num_ranks
     with ProcessGroups.create(Layout(dp=num_ranks)) as groups:
         Checkpointer(f"{root}/plain", groups=groups).save(1, {"t": {"x": truth(EVEN)}})
@@ -95,17 +95,17 @@ def on_own_meshes(context: RankContext, root: str) -> list[str]:
             cases = {"fsdp": weight, "scattered": distribute_tensor(truth(EVEN), mesh, [Shard(0)])}
             for name, tensor in cases.items():
                 assert torch.equal(tensor.full_tensor(), truth(EVEN)), "torch itself is wrong"
-                said.append(outcome(tensor, f"{root}/{name}-{order[0]}", groups))
+                reports.append(outcome(tensor, f"{root}/{name}-{order[0]}", groups))
                 tensor.to_local().fill_(-1.0)
                 try:
                     loader = Checkpointer(f"{root}/plain", groups=groups)
                     loader.load({"t": {"x": tensor}})
                 except HoldfastError as error:
-                    said.append(refusal(error))
+                    reports.append(refusal(error))
                 else:
                     right = torch.equal(tensor.full_tensor(), truth(EVEN))
-                    said.append("right" if right else f"{name} {order}: loaded permuted")
-    return said
+                    reports.append("right" if right else f"{name} {order}: loaded permuted")
+    return reports
 
 
 def outcome(tensor: DTensor, root: str, groups: ProcessGroups) -> str:
@@ -132,11 +132,11 @@ def test_a_mesh_of_ranks_in_another_order_is_right_or_refused(
     tmp_path: Path, num_ranks: int
 ) -> None:
     """torch sorts the ranks of the communicator: the group's order is not the mesh's."""
-    for said in run_ranks(num_ranks, on_own_meshes, str(tmp_path)).results:
-        wrong = [each for each in said if each not in ("right", "refused")]
+    for reports in run_ranks(num_ranks, on_own_meshes, str(tmp_path)).results:
+        wrong = [each for each in reports if each not in ("right", "refused")]
         assert all("permuted" in each for each in wrong), wrong
         if wrong:
-            raise Permuted(f"{len(wrong)} of {len(said)}: {wrong}")
+            raise Permuted(f"{len(wrong)} of {len(reports)}: {wrong}")
 
 
 def replicated_on_own_mesh(context: RankContext, root: str) -> None:

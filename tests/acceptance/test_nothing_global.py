@@ -92,7 +92,7 @@ def test_no_module_keeps_state() -> None:
     modules = sorted(ROOT.rglob("*.py"))
     assert len(modules) > 80
     found = {str(m.relative_to(ROOT)): list(state_in(m.read_text())) for m in modules}
-    assert {module: said for module, said in found.items() if said} == {}
+    assert {module: reports for module, reports in found.items() if reports} == {}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def weights(net: Sparse, optimizer: Any) -> list[torch.Tensor]:
 
 def poisoned(context: RankContext) -> list[tuple[Any, ...]]:
     """Every rank in turn, every kind of value, every parameter: what each rank was told."""
-    told: list[tuple[Any, ...]] = []
+    report: list[tuple[Any, ...]] = []
     for sizes in LAYOUTS:
         for stage in (1, 2):
             with ProcessGroups.create(Layout(**sizes)) as groups:
@@ -64,15 +64,15 @@ def poisoned(context: RankContext) -> list[tuple[Any, ...]]:
                     outcome = step(net, optimizer, groups, number, scaler=scaler)
                     if handle is not None:
                         handle.remove()
-                    told.append((outcome.skipped, math.isnan(outcome.norm), outcome.bad_ranks))
-                    told[-1] = (*told[-1], outcome.clipped, outcome.loss_scale, scaler.scale)
+                    report.append((outcome.skipped, math.isnan(outcome.norm), outcome.bad_ranks))
+                    report[-1] = (*report[-1], outcome.clipped, outcome.loss_scale, scaler.scale)
                 after = weights(net, optimizer)
                 assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
                 good = step(net, optimizer, groups, 1, scaler=scaler)
                 assert not good.skipped
                 assert math.isfinite(good.norm)
-                told.append((good.norm, [w.tolist() for w in weights(net, optimizer)]))
-    return told
+                report.append((good.norm, [w.tolist() for w in weights(net, optimizer)]))
+    return report
 
 
 class Poison:
@@ -91,8 +91,8 @@ class Poison:
 def test_a_value_that_is_not_finite_is_seen_by_all_wherever_it_is() -> None:
     """M13: every rank skips, says the same ranks and scale, and the norm is NaN, never a number."""
     results = run_ranks(4, poisoned, timeout_s=200).results
-    for told in results:
-        assert told == results[0]
+    for report in results:
+        assert report == results[0]
     steps = [entry for entry in results[0] if len(entry) > 2]
     assert len(steps) == 2 * 2 * 12
     for skipped, is_nan, bad_ranks, clipped, used, after in steps:
@@ -129,7 +129,7 @@ def test_the_norm_of_plain_gradients_names_the_rank() -> None:
 
 def failing(context: RankContext) -> list[tuple[str, list[list[float]]]]:
     """The update of each rank in turn fails; then two ranks at once."""
-    said = []
+    reports = []
     with ProcessGroups.create(Layout(dp=4, ep=2), timeout_s=20) as groups:
         net = build_sparse(groups)
         optimizer = chain(net, momentum, groups)
@@ -150,14 +150,14 @@ def failing(context: RankContext) -> list[tuple[str, list[list[float]]]]:
             outcome = step(net, optimizer, groups, number)
             assert not outcome.skipped
             assert math.isfinite(outcome.norm)
-            said.append(
+            reports.append(
                 (str(caught.value), [w.flatten().tolist() for w in weights(net, optimizer)])
             )
-    return said
+    return reports
 
 
 def test_an_update_that_fails_on_any_rank_fails_on_all() -> None:
     """M15: all ranks say so, the next step works, and parameters are equal everywhere."""
     results = run_ranks(4, failing).results
-    for said in results:
-        assert said == results[0]
+    for reports in results:
+        assert reports == results[0]

@@ -25,7 +25,7 @@ def test_every_arm_runs_once_a_round_in_turning_order_and_warm_ups_are_dropped()
 
         return act
 
-    series = interleave({"a": arm("a"), "b": arm("b")}, repeats=3, settle=lambda: None)
+    series = interleave({"a": arm("a"), "b": arm("b")}, repeats=3, before_each=lambda: None)
     assert [name for name, _ in calls] == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert [m["seconds"] for m in series["a"]] == [4, 5, 8]
     other = {"a": [{"seconds": 5.0}] * 3, "b": [{"seconds": 0.0}] * 3}
@@ -64,9 +64,9 @@ def test_the_best_arm_of_dcp_and_of_the_floor_is_what_counts() -> None:
     assert (row.to_floor, row.to_dcp) == (2, 0.5)
 
 
-def test_simulated_ranks_make_whole_tensors() -> None:
+def test_the_boxes_of_simulated_ranks_cover_their_tensors() -> None:
     layout = scale.simulated_layout(32)
-    tables = scale.simulated_tables(layout, 7)
+    tables = scale.simulated_tables(layout, 40)
     plan, assignments = make_plan(
         tables,
         ranks=layout.ranks,
@@ -74,8 +74,8 @@ def test_simulated_ranks_make_whole_tensors() -> None:
         signature="0" * 32,
         block_nbytes=1 << 20,
     )
-    assert plan.num_rows == 32 * 7
-    assert [len(each.rows) for each in assignments] == [7] * 32
+    assert plan.num_rows == 32 * 40
+    assert [len(each.rows) for each in assignments] == [40] * 32
 
 
 def test_tiny_tensors_end_to_end_with_a_baseline(

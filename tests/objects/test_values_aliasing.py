@@ -266,7 +266,7 @@ def test_the_cache_forgets_memory_that_parted(tmp_path: Path) -> None:
     assert loaded["x"]["b"].tolist() == [8.0] * 3
 
 
-def test_a_shelf_met_before_its_tie_is_not_used_again(tmp_path: Path) -> None:
+def test_a_cached_dict_met_before_its_tie_is_not_used_again(tmp_path: Path) -> None:
     """A dict of tensors that was stored under its own keys, behind a new part with its memory."""
     w = torch.randn(3)
     checkpointer = Checkpointer(tmp_path)

@@ -182,7 +182,7 @@ def groups_of(net: Net) -> list[dict[str, Any]]:
 
 
 def sharded(net: Net, make: Make, groups: ProcessGroups, **options: Any) -> ShardedOptimizer:
-    """The sharded optimizer over all parameters, in tiny buckets unless told otherwise."""
+    """The sharded optimizer over all parameters, in tiny buckets by default."""
     options = {
         "over": "dp_cp",
         "divisor": groups.size("dp_cp"),
@@ -201,9 +201,9 @@ def values(net: Net) -> dict[str, Tensor]:
 
 def far(net: Net, truth: Net) -> float:
     """The largest difference of any element."""
-    wanted = values(truth)
+    expected = values(truth)
     found = [
-        float((value.double() - wanted[name].double()).abs().max())
+        float((value.double() - expected[name].double()).abs().max())
         for name, value in values(net).items()
         if value.numel()
     ]

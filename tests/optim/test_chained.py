@@ -44,7 +44,7 @@ def every_layout(context: RankContext) -> list[float]:
             for stage in (1, 2):
                 with ProcessGroups.create(Layout(**sizes)) as groups:  # type: ignore[arg-type]
                     net = build_sparse(groups)
-                    optimizer = chain(net, make, groups, stage=stage)
+                    optimizer = chain(net, make, groups, stage=stage, elementwise=True)
                     done = [
                         one_step(net, optimizer, groups, step, max_norm=0.5)
                         for step in range(STEPS)
@@ -65,20 +65,20 @@ def test_norm_clipping_and_experts_equal_one_process() -> None:
 
 
 def trouble(context: RankContext) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+    reports: dict[str, Any] = {}
     with ProcessGroups.create(Layout(dp=4, ep=2)) as groups:
         net = build_sparse(groups)
         optimizer = chain(net, OPTIMIZERS["momentum"], groups)
         scaler = LossScaler(initial=1024.0, growth_interval=2)
-        poisoned(said, net, optimizer, groups, scaler)
-        said["zeros"] = zeros(net, optimizer, groups)
-        failing(said, net, optimizer, groups)
-        refusals(said, net, groups)
-    return said
+        poisoned(reports, net, optimizer, groups, scaler)
+        reports["zeros"] = zeros(net, optimizer, groups)
+        failing(reports, net, optimizer, groups)
+        refusals(reports, net, groups)
+    return reports
 
 
 def poisoned(
-    said: dict[str, Any],
+    reports: dict[str, Any],
     net: nn.Module,
     optimizer: ChainedOptimizer,
     groups: ProcessGroups,
@@ -106,14 +106,14 @@ def poisoned(
     optimizer.synchronize()
     for old, parameter in zip(before, net.parameters(), strict=True):
         assert torch.equal(old, parameter.to_local())  # type: ignore[attr-defined]
-    said["bad"] = [outcome.bad_ranks for outcome in outcomes]
-    said["scale"] = scaler.scale
+    reports["bad"] = [outcome.bad_ranks for outcome in outcomes]
+    reports["scale"] = scaler.scale
     good = one_step(net, optimizer, groups, 0, scaler=scaler)
     assert not good.skipped
     assert good.loss_scale == 128.0
     one_step(net, optimizer, groups, 0, scaler=scaler)
-    said["grown"] = scaler.scale
-    said["norm"] = good.norm
+    reports["grown"] = scaler.scale
+    reports["norm"] = good.norm
 
 
 def zeros(net: nn.Module, optimizer: ChainedOptimizer, groups: ProcessGroups) -> int:
@@ -126,7 +126,7 @@ def zeros(net: nn.Module, optimizer: ChainedOptimizer, groups: ProcessGroups) ->
 
 
 def failing(
-    said: dict[str, Any], net: nn.Module, optimizer: ChainedOptimizer, groups: ProcessGroups
+    reports: dict[str, Any], net: nn.Module, optimizer: ChainedOptimizer, groups: ProcessGroups
 ) -> None:
     """One rank's update raises: all ranks do, and the next step works."""
     inner = optimizer["expert"].inner
@@ -134,17 +134,17 @@ def failing(
         handle = inner.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(OSError("boom")))
     with pytest.raises(HoldfastError) as caught:
         one_step(net, optimizer, groups, 1)
-    said["failure"] = str(caught.value)
+    reports["failure"] = str(caught.value)
     if groups.rank == 1:
         handle.remove()
     assert not one_step(net, optimizer, groups, 2).skipped
     optimizer.synchronize()
     dense = net.get_parameter("dense")
     assert isinstance(dense, DTensor)
-    said["weights"] = dense.to_local().detach().clone()
+    reports["weights"] = dense.to_local().detach().clone()
 
 
-def refusals(said: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
+def refusals(reports: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
     """What cannot be right is refused before anything is touched."""
     common: dict[str, Any] = {"make": sgd, "groups": groups, "divisor": 4}
     with pytest.raises(TypeError, match="divisor"):
@@ -191,17 +191,17 @@ def refusals(said: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
 
 def test_trouble_is_shared_by_all_ranks() -> None:
     results = run_ranks(4, trouble).results
-    for said in results[1:]:
-        assert said["bad"] == results[0]["bad"]
-        assert said["failure"] == results[0]["failure"]
-        assert said["norm"] == results[0]["norm"]
-        assert torch.equal(said["weights"], results[0]["weights"])
-    said = results[0]
-    assert "1 of 4 ranks failed (optimizer: update)" in said["failure"]
-    assert "rank 1" in said["failure"]
-    assert "boom" in said["failure"]
-    assert (said["scale"], said["grown"]) == (128.0, 256.0)
-    assert said["zeros"] == 25
+    for reports in results[1:]:
+        assert reports["bad"] == results[0]["bad"]
+        assert reports["failure"] == results[0]["failure"]
+        assert reports["norm"] == results[0]["norm"]
+        assert torch.equal(reports["weights"], results[0]["weights"])
+    reports = results[0]
+    assert "1 of 4 ranks failed (optimizer: update)" in reports["failure"]
+    assert "rank 1" in reports["failure"]
+    assert "boom" in reports["failure"]
+    assert (reports["scale"], reports["grown"]) == (128.0, 256.0)
+    assert reports["zeros"] == 25
 
 
 def test_a_scaler_is_saved_and_bounded() -> None:

@@ -38,11 +38,11 @@ def test_norms_are_torchs(data: st.DataObject) -> None:
         p = nn.Parameter(torch.zeros(shape, dtype=dtype))
         p.grad = value.resolve_conj() if not value.is_conj() else value
         parameters.append(p)
-    wanted = math.sqrt(
+    expected = math.sqrt(
         sum(float(p.grad.to(torch.complex128).abs().square().sum()) for p in parameters)
     )
     norm = gradient_norm(parameters, groups=groups)
-    assert norm.value == pytest.approx(wanted, rel=1e-12)
+    assert norm.value == pytest.approx(expected, rel=1e-12)
     parts = [GradientPart(local=p.grad, num_copies=1) for p in parameters]
     zeros = sum(int((p.grad == 0).sum()) for p in parameters)
     assert measure(parts, groups=groups, count_zeros=True).num_zeros == zeros
@@ -133,14 +133,14 @@ def trained(context: RankContext, declared: bool) -> list[Any]:
 def test_steps_of_complex_parameters_equal_one_process(declared: bool) -> None:
     net = Net()
     optimizer = make(net.parameters())
-    wanted = []
+    expected = []
     for step in range(3):
         optimizer.zero_grad()
         net(torch.arange(8) + step).mean().backward()
-        wanted.append(float(nn.utils.clip_grad_norm_(net.parameters(), 1.0)))
+        expected.append(float(nn.utils.clip_grad_norm_(net.parameters(), 1.0)))
         optimizer.step()
     for norms, values in run_ranks(2, trained, declared).results:
-        for (norm, zeros, clipped), true in zip(norms, wanted, strict=True):
+        for (norm, zeros, clipped), true in zip(norms, expected, strict=True):
             assert norm == pytest.approx(true, rel=1e-5)
             assert zeros == 0
             assert clipped == (true > 1)

@@ -293,13 +293,13 @@ def every_read(context: RankContext, declared: bool, low: bool) -> int:
             assert net.scale.grad is None
             assert all(b.is_in_flight for b in optimizer._buckets)  # shapes wait for nothing
             in_flight += len(flying)
-            got, wanted = leaves(read(net)), leaves(read(truth))
-            assert len(got) == len(wanted)
-            assert all(same(a, b) for a, b in zip(got, wanted, strict=True)), name
+            got, expected = leaves(read(net)), leaves(read(truth))
+            assert len(got) == len(expected)
+            assert all(same(a, b) for a, b in zip(got, expected, strict=True)), name
             for p, q in zip(net.parameters(), truth.parameters(), strict=True):
                 assert torch.equal(plain(p), plain(q)), name
                 assert type(p) is (DTensor if declared else nn.Parameter)
-            del got, wanted
+            del got, expected
         for a, b in zip(optimizer._buckets, waiting._buckets, strict=True):
             assert torch.equal(a.main, b.main)
     return in_flight

@@ -153,8 +153,8 @@ def experts(context: RankContext) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def test_experts_use_the_expert_communicators() -> None:
-    for said in run_ranks(5, experts).results[1:]:
-        places = {(op, purpose) for op, purpose, _ in said}
+    for reports in run_ranks(5, experts).results[1:]:
+        places = {(op, purpose) for op, purpose, _ in reports}
         assert ("reduce_scatter", "expt_dp") in places
         assert ("all_gather", "expt_dp_ag") in places
         assert ("reduce_scatter", "dp_cp") in places

@@ -27,9 +27,10 @@ def every_way(context: RankContext, layouts: list[tuple[int, int, int]]) -> dict
     truths = {name: reference(make)[0] for name, make in OPTIMIZERS.items()}
     for tp, dp, replicas in layouts:
         with ProcessGroups.create(Layout(tp=tp, dp=dp, replicas=replicas)) as groups:
-            options: dict[str, Any] = {}
+            # the trial of an optimizer is the matter of test_elementwise, and as long as a case
+            options: dict[str, Any] = {"elementwise": True}
             if replicas > 1:
-                options = {"over": "dp_cp_intra", "divisor": groups.size("dp_cp")}
+                options |= {"over": "dp_cp_intra", "divisor": groups.size("dp_cp")}
                 if groups.size("dp_cp_intra") > 1:
                     groups.clone("dp_cp_intra", purpose="dp_cp_intra_ag")
             for declared, stage, name, contexts in itertools.product(

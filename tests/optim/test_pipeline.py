@@ -101,11 +101,11 @@ def test_a_shared_embedding_is_one_parameter(tmp_path: Path) -> None:
             (float(sum((g.square().sum() for g in gradients), torch.zeros(())).sqrt()), zeros)
         )
         optimizer.step()
-    for said in results:
-        assert said["norms"] == results[0]["norms"]
-        assert torch.equal(said["embed"], results[0]["embed"])
-        for (norm, zeros), (wanted, wanted_zeros) in zip(said["norms"], norms, strict=True):
-            assert norm == pytest.approx(wanted, rel=1e-6)
+    for reports in results:
+        assert reports["norms"] == results[0]["norms"]
+        assert torch.equal(reports["embed"], results[0]["embed"])
+        for (norm, zeros), (expected, wanted_zeros) in zip(reports["norms"], norms, strict=True):
+            assert norm == pytest.approx(expected, rel=1e-6)
             assert zeros == wanted_zeros
     assert torch.allclose(results[0]["embed"], net.get_parameter("embed"), atol=1e-6)
     other = Stage(names, None)
@@ -113,9 +113,9 @@ def test_a_shared_embedding_is_one_parameter(tmp_path: Path) -> None:
     Checkpointer(tmp_path).load({"model": other, "optimizer": OptimizerState(into, other)})
     for name, parameter in net.named_parameters():
         assert torch.allclose(other.get_parameter(name), parameter, atol=1e-6)
-        wanted = optimizer.state[parameter]["momentum_buffer"]
+        expected = optimizer.state[parameter]["momentum_buffer"]
         got = into.state[other.get_parameter(name)]["momentum_buffer"]
-        assert torch.allclose(got, wanted, atol=1e-6)
+        assert torch.allclose(got, expected, atol=1e-6)
 
 
 def layers(count: int) -> list[nn.Linear]:

@@ -101,7 +101,7 @@ def plain_gradients(context: RankContext) -> list[float]:
         clip_gradients([last], norm=norm, limit=0.0)
         if groups.rank == 3:
             last.grad[0, 0] = float("nan")
-        found.append(gradient_norm([last], groups=groups).num_bad_ranks)
+        found.append(len(gradient_norm([last], groups=groups).bad_ranks))
         assert gradient_norm([last], groups=groups).bad_ranks == (3,)
         partial = nn.Parameter(distribute_tensor(torch.zeros(2), dense, [Replicate()] * 2))
         partial.grad = DTensor.from_local(torch.ones(2), dense, [Partial(), Replicate()])
@@ -115,10 +115,10 @@ def gradient(number: int) -> Tensor:
 
 
 def test_the_norm_counts_each_element_once() -> None:
-    wanted = torch.stack([gradient(i).double().square().sum() for i in range(6)]).sum().sqrt()
+    expected = torch.stack([gradient(i).double().square().sum() for i in range(6)]).sum().sqrt()
     results = run_ranks(4, plain_gradients).results
     for value, clipped, num_bad in results:
         assert value == results[0][0]
-        assert value == pytest.approx(float(wanted), rel=1e-6)
+        assert value == pytest.approx(float(expected), rel=1e-6)
         assert clipped == pytest.approx(1.0, rel=1e-6)
         assert num_bad == 1

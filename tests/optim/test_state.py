@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast import Checkpointer, Layout, MismatchError, OptimizerState, ProcessGroups
 from holdfast.optim import ChainedOptimizer, ShardedOptimizer
-from holdfast.state.names import parameter_names
+from holdfast.state.module.tree import parameter_names
 from tests.checkpoint.common import files_of, full
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import Net, adamw, build, groups_of, sharded, train, whole
@@ -162,8 +162,8 @@ def load_as(context: RankContext, root: str, way: str, num_steps: int) -> int:
                 assert group["lr"] == 0.125
             for name, parameter in run.net.named_parameters():
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                wanted = local_part(parameter, truth(name, parameter.shape, "value"))
-                assert torch.equal(local.detach(), wanted), (step, name)
+                expected = local_part(parameter, truth(name, parameter.shape, "value"))
+                assert torch.equal(local.detach(), expected), (step, name)
             for held, name in named(run):
                 if held.updated is None:
                     continue
@@ -171,10 +171,10 @@ def load_as(context: RankContext, root: str, way: str, num_steps: int) -> int:
                 assert float(entries["step"]) == 7.0
                 for entry in ("exp_avg", "exp_avg_sq"):
                     part = local_part(held.parameter, truth(name, held.parameter.shape, entry))
-                    got, wanted = entries[entry], cut(held, part)
+                    got, expected = entries[entry], cut(held, part)
                     if isinstance(got, DTensor):
-                        got, wanted = got.to_local(), cast("DTensor", wanted).to_local()
-                    assert torch.equal(got, wanted), (way, step, name, entry)
+                        got, expected = got.to_local(), cast("DTensor", expected).to_local()
+                    assert torch.equal(got, expected), (way, step, name, entry)
                     compared += got.numel()
     return compared
 
@@ -208,7 +208,7 @@ def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
 
 def low_precision(context: RankContext, root: str) -> dict[str, Any]:
     """bf16 with float32 main parameters: numerics, state, and what follows a load."""
-    said: dict[str, Any] = {}
+    reports: dict[str, Any] = {}
     with ProcessGroups.create(Layout(dp=2)) as groups:
         net = build(groups, dtype=torch.bfloat16)
         optimizer = sharded(net, adamw, groups, stage=2)
@@ -225,12 +225,12 @@ def low_precision(context: RankContext, root: str) -> dict[str, Any]:
         after = [p.to_local().clone() for p in net.parameters()]  # type: ignore[attr-defined]
         train(net, optimizer, groups, steps=range(3, 5))
         optimizer.synchronize()
-        said["on"] = [p.to_local().detach().clone() for p in net.parameters()]  # type: ignore[attr-defined]
+        reports["on"] = [p.to_local().detach().clone() for p in net.parameters()]  # type: ignore[attr-defined]
 
-        def check_mains(wanted: dict[int, Tensor]) -> None:
+        def check_mains(expected: dict[int, Tensor]) -> None:
             for held in optimizer.optimizer_parameters():
                 if held.updated is not None:
-                    assert torch.equal(held.updated, wanted[id(held)])
+                    assert torch.equal(held.updated, expected[id(held)])
 
         for names in (["model", "optimizer"], ["optimizer", "model"], ["optimizer"]):
             train(net, optimizer, groups, steps=range(5, 6))
@@ -244,11 +244,11 @@ def low_precision(context: RankContext, root: str) -> dict[str, Any]:
         checkpointer.load(state, step=1)
         train(net, optimizer, groups, steps=range(3, 5))
         optimizer.synchronize()
-        said["again"] = [p.to_local().detach().clone() for p in net.parameters()]  # type: ignore[attr-defined]
+        reports["again"] = [p.to_local().detach().clone() for p in net.parameters()]  # type: ignore[attr-defined]
         # weights alone: main parameters follow them exactly
         checkpointer.load({"model": net}, step=1)
         check_mains({key: main.bfloat16().float() for key, main in mains.items()})
-    return said
+    return reports
 
 
 def into_other_precisions(context: RankContext, root: str) -> None:
@@ -281,8 +281,8 @@ def into_other_precisions(context: RankContext, root: str) -> None:
 
 
 def test_main_parameters_of_low_precision(tmp_path: Path) -> None:
-    for said in run_ranks(2, low_precision, str(tmp_path)).results:
-        for a, b in zip(said["on"], said["again"], strict=True):
+    for reports in run_ranks(2, low_precision, str(tmp_path)).results:
+        for a, b in zip(reports["on"], reports["again"], strict=True):
             assert torch.equal(a, b)
     run_ranks(3, into_other_precisions, str(tmp_path))
 

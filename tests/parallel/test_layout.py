@@ -231,21 +231,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "said"), REFUSED)
-def test_refusals_show_the_arithmetic(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_refusals_show_the_arithmetic(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
         Layout(**fields)
 
 
 def test_questions_that_have_no_answer() -> None:
     layout = Layout(tp=2, dp=2, ep=2, ranks=[4, 5, 6, 7])
-    for axes, said in [
+    for axes, message in [
         ("xp", "in neither view"),
         ("tp-ep", "in neither view"),
         ("tp-tp", "names? an axis twice"),
         ("", "in neither view"),
     ]:
-        with pytest.raises(LayoutError, match=said):
+        with pytest.raises(LayoutError, match=message):
             layout.groups(axes)
     with pytest.raises(LayoutError, match="Rank 3 is not in layout 'model'"):
         layout.coordinate(3)

@@ -20,7 +20,7 @@ from holdfast import Codecs, Layout, Padded, PlacementError, Replicated, Sharded
 from holdfast.state import FlatShard, OptimizerState, flatten_state
 from holdfast.state.flatten import LeafCache
 from holdfast.state.leaves import TensorLeaf
-from holdfast.state.names import declared_padding
+from holdfast.state.module.tree import declared_padding
 from holdfast.state.placement import padding_views, tensor_leaf
 
 LONE = Layout()

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.options import SaverOptions
-from holdfast.checkpoint.plan.rank_plan import RankPlan
+from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.save.handshake import AgreedSave, Clock, SaveRequest
-from holdfast.checkpoint.save.local_state import LocalState
 from holdfast.checkpoint.save.staging import (
     Copiers,
     CudaPageLock,

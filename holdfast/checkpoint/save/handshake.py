@@ -11,8 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.checkpoint.plan.rank_plan import RankPlan
-from holdfast.checkpoint.save.local_state import LocalState
+from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.errors import ConfigError, ErrorRecord, PlanError
 from holdfast.format.names import saving_dir
 

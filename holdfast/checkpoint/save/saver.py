@@ -13,8 +13,13 @@ from functools import partial
 import msgspec
 
 from holdfast.checkpoint.options import SaverOptions, WhenBusy
-from holdfast.checkpoint.plan.cache import keep_plan, plan_name
-from holdfast.checkpoint.plan.rank_plan import RankPlan, plan_again, plan_together
+from holdfast.checkpoint.plan.cache import PlanCache
+from holdfast.checkpoint.plan.rank_plan import (
+    LocalState,
+    RankPlan,
+    flatten_local_state,
+    plan_together,
+)
 from holdfast.checkpoint.reports import SaveReport
 from holdfast.checkpoint.save.executor import SaveExecutor, check_budget
 from holdfast.checkpoint.save.handshake import (
@@ -28,7 +33,6 @@ from holdfast.checkpoint.save.handshake import (
     collector_paused,
     is_staging,
 )
-from holdfast.checkpoint.save.local_state import LocalState, choices, flatten_local_state
 from holdfast.checkpoint.save.pending import (
     InFlightSave,
     PendingSave,
@@ -63,9 +67,7 @@ class Saver:
         self._options = options
         self._buffers = [StagingBuffer() for _ in range(options.staging_buffers)]
         self._executor = SaveExecutor(storage, groups, options=options, buffers=self._buffers)
-        self._plans: dict[bool, RankPlan] = {}
-        self._looked: set[bool] = set()
-        self._kept: dict[bool, str] = {}
+        self._plans = PlanCache(storage, groups, block_nbytes=options.block_nbytes)
         self._num_saves = 0
         self._writer: Writer | None = None
         self._unreported: list[InFlightSave] = []
@@ -107,7 +109,8 @@ class Saver:
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
             self._writer = None
-        self._plans, self._local, self._cache = {}, None, LeafCache()
+        self._plans.clear()
+        self._local, self._cache = None, LeafCache()
         self._unreported.clear()
         for buffer in self._buffers:
             buffer.reset()
@@ -143,7 +146,7 @@ class Saver:
         answers = self.save_guard.answers.get(BEGIN)
         if answers is None:
             return
-        self._plans = {}
+        self._plans.clear()
         self._undo_prepare()
         proposals = Proposals(answers)
         if self._groups.control.is_coordinator and proposals.agrees():
@@ -226,8 +229,8 @@ class Saver:
         failure = error if isinstance(error, HoldfastError) else record.to_error()
         step, overwrite = proposals.by_rank[0].step, proposals.by_rank[0].overwrite
         pending = InFlightSave(step=step, ticket=None, save_id=proposals.save_id, failure=failure)
-        self._plans = {}
         self._report_later(pending)
+        self._plans.clear()
         for buffer in self._buffers:
             if buffer.is_free():
                 buffer.reset()
@@ -289,14 +292,15 @@ class Saver:
                 )
             self._local = local
             due = self._due(request, self._num_saves)
-            self._take_kept_plan(local, due.check_replicas)
-            self._check_room(self._plan_for(local, due))
+            found = self._plans.lookup(local, compare_all=due.check_replicas)
+            plan = found if isinstance(found, RankPlan) else None
+            if plan is not None:
+                self._check_room(plan)
         with clock.phase("plan"):
-            proposals = self._propose(request, due, local, in_flight)
-            plan = None
-            if proposals.is_unchanged and not proposals.is_skipped:
-                plan = self._plan_for(local, due)
-            elif not proposals.is_skipped:
+            proposals = self._propose(request, due, local, plan, in_flight)
+            if proposals.is_skipped:
+                plan = None
+            elif not proposals.is_unchanged:
                 plan = self._make_plan(local, proposals, self._due(request, proposals.num_saves))
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
@@ -315,33 +319,9 @@ class Saver:
         due = every > 0 and (num_saves + 1) % every == 0 and request.kind != "prepare"
         return replace(request, check_replicas=True) if due else request
 
-    def _take_kept_plan(self, local: LocalState, compare_all: bool) -> None:
-        """Before the first save of each kind: take the plan that an earlier run left, if it fits.
-
-        It is used if all ranks do, which the opening of the save finds out.
-        """
-        if compare_all in self._looked:
-            return
-        self._looked.add(compare_all)
-        if compare_all in self._plans:
-            return
-        found = plan_again(
-            local,
-            storage=self._storage,
-            groups=self._groups,
-            block_nbytes=self._options.block_nbytes,
-            compare_all=compare_all,
-        )
-        if found is not None:
-            self._plans[compare_all] = found
-            self._kept[compare_all] = found.plan_digest
-
     def _make_plan(self, local: LocalState, proposals: Proposals, request: SaveRequest) -> RankPlan:
-        # A plan of the other kind, with replicas compared or not, may serve on.
-        self._plans = {
-            kind: plan for kind, plan in self._plans.items() if plan.signature == local.signature
-        }
-        plan = plan_together(
+        """Plan with all ranks."""
+        plan, claims = plan_together(
             local,
             groups=self._groups,
             names=[proposal.names for proposal in proposals.by_rank],
@@ -351,21 +331,16 @@ class Saver:
         self.counts["planned"] += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
-        self._plans[request.check_replicas] = plan
+        self._plans.add(plan, claims)
         return plan
 
-    def _plan_for(self, local: LocalState, request: SaveRequest) -> RankPlan | None:
-        held = self._plans.get(request.check_replicas)
-        return held if held is not None and held.signature == local.signature else None
-
-    def _check_room(self, plan: RankPlan | None) -> None:
-        if plan is not None:
-            check_budget(
-                self._storage,
-                image_nbytes=plan.image.nbytes,
-                held_nbytes=[buffer.memory.nbytes for buffer in self._buffers],
-                total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
-            )
+    def _check_room(self, plan: RankPlan) -> None:
+        check_budget(
+            self._storage,
+            image_nbytes=plan.image.nbytes,
+            held_nbytes=[buffer.memory.nbytes for buffer in self._buffers],
+            total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
+        )
 
     def _check_target(self, request: SaveRequest) -> None:
         self._storage.make_dir("")
@@ -386,18 +361,22 @@ class Saver:
             pending.wait()
 
     def _propose(
-        self, request: SaveRequest, due: SaveRequest, local: LocalState, in_flight: int
+        self,
+        request: SaveRequest,
+        due: SaveRequest,
+        local: LocalState,
+        plan: RankPlan | None,
+        in_flight: int,
     ) -> Proposals:
         """One collective: the proposals of all ranks, which request one save; none has failed."""
         control = self._groups.control
-        held = self._plan_for(local, due)
         running = [pending for pending in self._unreported if not pending.done()]
         proposal = SaveProposal(
             kind=request.kind,
             step=request.step,
             overwrite=request.overwrite,
             check_replicas=request.check_replicas,
-            plan=held.token if held is not None else "",
+            plan=plan.plan_digest if plan is not None else "",
             names=local.names,
             compares=due.check_replicas,
             num_saves=self._num_saves,
@@ -452,24 +431,8 @@ class Saver:
         """What the coordinator does when a checkpoint is committed: keep its plan, clear away."""
         if plan.commit is None:
             return
-        self._keep(plan)
+        self._plans.keep(plan)
         self._retain()
-
-    def _keep(self, plan: RankPlan) -> None:
-        """Leave the plan for a later run, once; a failure is logged, and costs that run a plan."""
-        if plan.commit is None or plan.record is None or self._known(plan):
-            return
-        name = plan_name(
-            choices(self._groups, self._options.block_nbytes), compare_all=plan.compare_all
-        )
-        try:
-            keep_plan(self._storage, name, plan.commit.data, plan.record)
-        except HoldfastError as error:
-            logging.getLogger("holdfast").warning("the plan was not kept: %s", error)
-        self._kept[plan.compare_all] = plan.plan_digest
-
-    def _known(self, plan: RankPlan) -> bool:
-        return self._kept.get(plan.compare_all) == plan.plan_digest
 
     def _retain(self) -> None:
         """Remove what the retention policy lets go of; a failure is logged, never raised."""

@@ -220,7 +220,7 @@ def sequence_of(node: Node, items: list[Any]) -> Any:
 
 
 def dataclass_of(cls: type[Any], values: dict[str, Any]) -> Any:
-    """A dataclass with these fields, set as they were: __init__ could compute them anew."""
+    """A dataclass with these fields, set as they were: __init__ could compute them again."""
     value = object.__new__(cls)
     for name, item in values.items():
         object.__setattr__(value, name, item)

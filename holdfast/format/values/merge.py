@@ -182,12 +182,12 @@ _PLAIN = node_bytes({TAG: "dict"})
 def _table(node: Any, path: str) -> dict[bytes, tuple[Node, Any]]:
     """Bytes of a key -> key and member of a mapping's node, in order."""
     pairs = node.get("v") if TAG in node else [[key, item] for key, item in node.items()]
-    found: dict[bytes, tuple[Node, Any]] = {}
+    members: dict[bytes, tuple[Node, Any]] = {}
     for pair in pairs if isinstance(pairs, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise PlanError(f"{path}: {shorten(node_bytes(node).decode())} is no mapping")
-        found[node_bytes(pair[0])] = (pair[0], pair[1])
-    return found
+        members[node_bytes(pair[0])] = (pair[0], pair[1])
+    return members
 
 
 def _joined(

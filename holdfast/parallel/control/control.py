@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from holdfast.errors import ErrorRecord, GroupError, HoldfastError
+from holdfast.errors import ErrorRecord, GroupError, HoldfastError, joined_error
 from holdfast.parallel.control.frame import (
     FAILED,
     FRAME_NBYTES,
@@ -167,7 +167,7 @@ class Control:
             transport = self._transport
             if payloads is None:
                 if transport is None:
-                    raise GroupError(f"Phase {phase!r}: nobody to scatter from.")
+                    raise GroupError(f"Phase {phase!r}: no rank to scatter from.")
                 (length,) = transport.receive([(0, 8)])
                 return transport.receive([(0, int.from_bytes(length, "little"))])[0]
             for start in range(1, self.size, _WINDOW):
@@ -229,15 +229,13 @@ class Control:
 
         Cost: one collective; a second one for long messages.
         """
-        record = ErrorRecord.of(error)
+        own = ErrorRecord.of(error)
         if self._transport is None:
             if isinstance(error, HoldfastError):
                 raise error
-            raise ErrorRecord.joined(
-                {self.rank: record}, num_ranks=1, phase=phase
-            ).to_error() from error
+            raise joined_error({self.rank: own}, num_ranks=1, phase=phase) from error
         notice = FailureNotice(
-            error=record,
+            error=own,
             is_shared=error is self.shared_error,
             depth=self.scope.depth if self.scope is not None else 0,
         )
@@ -274,7 +272,7 @@ class Control:
             self._open("agree", phase, b"")
             if self._transport is None:
                 if outgoing or incoming:
-                    raise GroupError(f"Phase {phase!r}: one rank has nobody to exchange with.")
+                    raise GroupError(f"Phase {phase!r}: one rank has no other to exchange with.")
                 return
             self._transport.extend(time.monotonic() + self.timeout_s)
             self._transport.exchange(outgoing, incoming)
@@ -369,11 +367,11 @@ class Control:
         if error is not None and not new and len(failed) == self.size:
             raise error
         waiting = [frame.phase for frame in frames if frame.operation != FAILED]
-        raise ErrorRecord.joined(
+        raise joined_error(
             new or {rank: notice.error for rank, notice in notices.items()},
             num_ranks=self.size,
             phase=waiting[0] if waiting else frames[0].phase,
-        ).to_error() from error
+        ) from error
 
     def _mark_failed_on_all(self, depth: int) -> None:
         """Every rank raises now and none waits for another: guards from `depth` inwards end."""

@@ -36,7 +36,7 @@ class Guard(Generic[T]):
         rescue: takes what is raised after that. It must let the other ranks know in another way,
             and returns for the operation.
         undo: called when the operation has failed on all ranks, before the error is raised here.
-        retry_if: asked on all ranks when a run has failed on all of them, with the error: whether
+        retry_if: called on all ranks when a run has failed on all of them, with the error: whether
             to run the body again. It may make calls of its own, and must answer alike on all
             ranks. Not together with `is_complete`.
     """
@@ -118,8 +118,8 @@ class Guard(Generic[T]):
     def _retried(self, body: Callable[[], T], retry_if: Callable[[BaseException], bool]) -> T:
         """The body under a guard of its own, until it succeeds or is not to be run again.
 
-        The question is asked under this guard: a rank that cannot ask it any more, because it was
-        interrupted, say, ends it for the others, too.
+        `retry_if` is called under this guard: a rank that is interrupted before it calls ends the
+        operation for the others, too.
         """
         for _ in range(_MAX_RUNS - 1):
             self._attempt = attempt = Guard[T](self._control, self._operation)

@@ -1,4 +1,4 @@
-"""Every private name of torch.distributed that this room needs, in one place.
+"""Every private name of torch.distributed that this package needs, in one place.
 
 Why not `dist.new_group`: with `use_local_synchronization=True` (the only mode in which ranks
 outside a group take no part) torch names the group after its ranks and the *number of groups this
@@ -57,7 +57,7 @@ def prefix_store(prefix: str, store: Store) -> Store:
 
 
 def default_backend() -> str:
-    """The default group's backend, as `init_process_group` was told."""
+    """The default group's backend, as passed to `init_process_group`."""
     return str(dist.get_backend())
 
 
@@ -161,9 +161,9 @@ def set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
 
     Torch compares meshes by their ranks and names, not by their communicators, and caches what an
     operation on DTensors gives by that comparison: a result on one mesh then lies on another that
-    was there before, and its collectives run on communicators that nobody named, or that are
-    destroyed. The field set here is the one in which torch tells threads apart that stand for
-    ranks.
+    was there before, and its collectives run on communicators that the caller did not name, or
+    that are destroyed. The field set here is the one by which torch distinguishes threads that
+    simulate ranks.
     """
     private: Any = mesh
     private._thread_id = int.from_bytes(blake2b(mark.encode(), digest_size=7).digest(), "little")

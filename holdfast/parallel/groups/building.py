@@ -102,7 +102,7 @@ def create(
         _names_to_create(layout, requested)
         return _of_one_process(layout, rank, timeout_s)
     comms = _start(layout, rank, backend, timeout_s, store)
-    rendezvous = _rendezvous_on(comms, "create")
+    rendezvous = _rendezvous_on(comms, "create", layout.ranks)
     chosen: list[str] = []
     error: Exception | None = None
     try:
@@ -122,7 +122,7 @@ def create(
                     group=comms.make(ranks, name), ranks=ranks, axes=name
                 )
 
-    _finish(comms, rendezvous, make_all)
+    _make_together(rendezvous, make_all, undo=comms.destroy)
     return comms
 
 
@@ -139,7 +139,7 @@ def adopt(
     if layout.world_size == 1 and not _torch.is_initialized() and not supplied:
         return _of_one_process(layout, rank, timeout_s)
     comms = _start(layout, rank, None, timeout_s, store)
-    rendezvous = _rendezvous_on(comms, "adopt groups for")
+    rendezvous = _rendezvous_on(comms, "adopt groups for", layout.ranks)
     error: Exception | None = None
     try:
         comms.held = _check_supplied(layout, supplied, rank)
@@ -154,7 +154,7 @@ def adopt(
     def make_control() -> None:
         comms.control = _make_control(comms)
 
-    _finish(comms, rendezvous, make_control)
+    _make_together(rendezvous, make_control, undo=comms.destroy)
     return comms
 
 
@@ -163,29 +163,15 @@ def clone(
 ) -> ProcessGroup:
     """See `ProcessGroups.clone`."""
     ranks = tuple(_torch.group_ranks(source))
-    if comms.store is None:
-        raise GroupError(f"Cannot clone {name!r}: these groups are of one process.")
-    rendezvous = Rendezvous(
-        comms.store,
-        layout_name=comms.layout.name,
-        purpose=f"clone {name!r} as {purpose!r} of",
-        ranks=ranks,
-        rank=comms.rank,
-        timeout_s=comms.timeout_s,
-    )
+    rendezvous = _rendezvous_on(comms, f"clone {name!r} as {purpose!r} of", ranks)
     text = f"clone of {name!r}, ranks {list(ranks)}"
     rendezvous.propose(Proposal(text=text, content=_torch.group_name(source)), error)
-    failure: Exception | None = None
     num_owned = len(comms.owned)
-    try:
-        comms.make(ranks, f"{purpose}-{rendezvous.number}", _torch.backend_of(source))
-    except Exception as raised:
-        failure = raised
-    try:
-        rendezvous.finish("made", failure)
-    except BaseException:
-        comms.destroy_newest(len(comms.owned) - num_owned)
-        raise
+    _make_together(
+        rendezvous,
+        lambda: comms.make(ranks, f"{purpose}-{rendezvous.number}", _torch.backend_of(source)),
+        undo=lambda: comms.destroy_newest(len(comms.owned) - num_owned),
+    )
     axes = comms.held[name].axes
     comms.held[purpose] = Communicator(group=comms.owned[-1], ranks=ranks, axes=axes)
     return comms.owned[-1]
@@ -221,14 +207,14 @@ def _start(
     )
 
 
-def _rendezvous_on(comms: Communicators, purpose: str) -> Rendezvous:
+def _rendezvous_on(comms: Communicators, purpose: str, ranks: Sequence[int]) -> Rendezvous:
     if comms.store is None:
-        raise GroupError(f"There is no store to {purpose} {comms.layout} over.")
+        raise GroupError(f"Cannot {purpose} {comms.layout}: these groups are of one process.")
     return Rendezvous(
         comms.store,
         layout_name=comms.layout.name,
         purpose=purpose,
-        ranks=comms.layout.ranks,
+        ranks=ranks,
         rank=comms.rank,
         timeout_s=comms.timeout_s,
     )
@@ -242,8 +228,10 @@ def _proposal(layout: Layout, names: Sequence[str], backend: str) -> Proposal:
     )
 
 
-def _finish(comms: Communicators, rendezvous: Rendezvous, make: Callable[[], None]) -> None:
-    """Run `make` on every rank; if it fails on any, destroy what it made and raise on all."""
+def _make_together(
+    rendezvous: Rendezvous, make: Callable[[], object], *, undo: Callable[[], None]
+) -> None:
+    """Run `make` on every rank; if it fails on any, undo it and raise on all."""
     failure: Exception | None = None
     try:
         try:
@@ -252,7 +240,7 @@ def _finish(comms: Communicators, rendezvous: Rendezvous, make: Callable[[], Non
             failure = raised
         rendezvous.finish("made", failure)
     except BaseException:
-        comms.destroy()
+        undo()
         raise
 
 

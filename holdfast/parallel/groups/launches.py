@@ -1,4 +1,4 @@
-"""A record of every collective that a rank launches, and on which communicator."""
+"""Records every collective that a rank launches, and on which communicator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Launch:
     ranks: tuple[int, ...]
     """The communicator's members, in its order."""
     nbytes: int
-    """Bytes of the tensors that this rank hands over, outputs included."""
+    """Bytes of the tensors that this rank passes, outputs included."""
 
 
 class LaunchRecorder(TorchDispatchMode):
@@ -42,7 +42,9 @@ class LaunchRecorder(TorchDispatchMode):
 
     Sees what goes through torch's dispatcher on this thread and in the backward it runs: calls of
     torch.distributed, of DTensor, and of `Control`. Waiting is not recorded. The computation is not
-    changed. Cost: microseconds for each operator inside, of whatever kind.
+    changed.
+
+    Cost: microseconds for each operator inside, of any kind.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -101,16 +103,16 @@ class LaunchRecorder(TorchDispatchMode):
 
 def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """The communicator among an operator's arguments; None for one that launches nothing."""
-    given = arguments.get("process_group", arguments.get("group_name"))
-    if given is None or isinstance(given, dist.ProcessGroup):
-        return given
-    if isinstance(given, str):
+    value = arguments.get("process_group", arguments.get("group_name"))
+    if value is None or isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, str):
         from torch.distributed import distributed_c10d as c10d
 
         resolve: Any = getattr(c10d, "_resolve_process_group")  # noqa: B009  (not exported)
-        found: dist.ProcessGroup = resolve(given)
-        return found
-    unboxed: dist.ProcessGroup = dist.ProcessGroup.unbox(given)
+        resolved: dist.ProcessGroup = resolve(value)
+        return resolved
+    unboxed: dist.ProcessGroup = dist.ProcessGroup.unbox(value)
     return unboxed
 
 

@@ -283,9 +283,9 @@ class ProcessGroups:
         self.close()
 
     def __getattr__(self, name: str) -> object:
-        """Refuse: groups are asked for by `group(name)`, so that probing cannot half succeed."""
+        """Refuse: communicators come from `group(name)`, so that probing cannot half succeed."""
         raise AttributeError(
-            f"ProcessGroups has no attribute {name!r}; a communicator is asked for with "
+            f"ProcessGroups has no attribute {name!r}; a communicator is looked up with "
             f"group({name!r}), and whether it is there with has({name!r})."
         )
 

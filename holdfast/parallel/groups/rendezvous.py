@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.errors import DeadlineError, ErrorRecord, GroupError, HoldfastError, LayoutError
+from holdfast.errors import (
+    DeadlineError,
+    ErrorRecord,
+    GroupError,
+    HoldfastError,
+    LayoutError,
+    joined_error,
+)
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.ranks import shorten_ranks
 
@@ -157,8 +164,7 @@ class Rendezvous:
         pairs = zip(self.ranks, records, strict=True)
         failed = {rank: record for rank, record in pairs if record is not None}
         if failed:
-            joined = ErrorRecord.joined(failed, num_ranks=len(self.ranks), phase=self.what)
-            raise joined.to_error() from cause
+            raise joined_error(failed, num_ranks=len(self.ranks), phase=self.what) from cause
 
     def _lost(self, stage: str, error: RuntimeError) -> GroupError:
         return GroupError(

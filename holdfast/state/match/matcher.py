@@ -41,7 +41,6 @@ from holdfast.state.match.stored import (
     Members,
     items_of,
     key_token,
-    kind_in_words,
     leaf_paths,
     members_of,
     only_names,
@@ -95,7 +94,7 @@ class Matcher:
         self._targets = LocalTargets(layout, rank)
         self._registered = RegisteredTypes(codecs)
         self._closed = False
-        self._found: dict[str, PerRankSource] = {}
+        self._per_rank_sources: dict[str, PerRankSource] = {}
         self.result = MatchResult(cleared=self._targets.cleared)
 
     def move_to(self, layout: Layout, *, scope: str = "") -> None:
@@ -142,10 +141,8 @@ class Matcher:
         elif self._is_filled_sequence(template):
             self._match_sequence(template, node, path)
         elif tag_of(node) == "tensor":
-            self.result.mismatched.append(
-                f"{path}: the state has a value ({type(template).__name__}) here, the checkpoint "
-                f"a tensor; ask for it with Stored()"
-            )
+            kind = f"a value ({type(template).__name__})"
+            self._other_kind(path, kind, node, hint="; ask for it with Stored()")
         else:
             self._request_all(node, path)
 
@@ -198,17 +195,17 @@ class Matcher:
     ) -> Any:
         """A mapping of the stored type and order; what is not stored stays, behind the rest."""
         own = {key_token(name, self._codecs): name for name in template}
-        found: dict[Any, Any] = {}
+        built: dict[Any, Any] = {}
         for stored, (name, child) in named.items():
             if stored in own:
                 value = template[own[stored]]
                 if type(value) not in PLAIN:
                     value = self._build(value, child, f"{path}.{key_name(name)}")
-                found[name] = value
+                built[name] = value
             elif not self._closed:
-                found[name] = self._decode(child, f"{path}.{key_name(name)}")
+                built[name] = self._decode(child, f"{path}.{key_name(name)}")
         left = {name: template[name] for token, name in own.items() if token not in named}
-        return mapping_of(node, found | self._left(left, path))
+        return mapping_of(node, built | self._left(left, path))
 
     def _build_registered(self, template: object, inner: Any, node: Any, path: str) -> Any:
         """A dataclass or a codec's type, made of its fields as they were loaded."""
@@ -225,9 +222,7 @@ class Matcher:
         named = members_of(node, self._codecs)
         if named is None:
             if any(self._registered.holds_tensors(v) for v in template.values()):
-                self.result.mismatched.append(
-                    f"{path}: the state has a mapping here, the checkpoint {stored_kind(node)}"
-                )
+                self._other_kind(path, "a mapping", node)
             else:
                 self._request_all(node, path)
             return
@@ -269,9 +264,7 @@ class Matcher:
         """A dataclass or a codec's type that holds tensors: its fields are filled one by one."""
         tag, kind = self._registered.tag_and_name(template)
         if tag_of(node) != tag or node.get("n") != kind:
-            self.result.mismatched.append(
-                f"{path}: the state has a {kind} here, the checkpoint {kind_in_words(node)}"
-            )
+            self._other_kind(path, f"a {kind}", node)
         elif tag == "codec":
             self.match(inner, node["v"], path)
         elif set(node["v"]) != set(inner):
@@ -284,26 +277,21 @@ class Matcher:
     def _match_sequence(self, template: Any, node: Any, path: str) -> None:
         children = items_of(node)
         if children is None or len(children) != len(template):
-            self.result.mismatched.append(
-                f"{path}: the state has a sequence of {len(template)} here, the checkpoint "
-                f"{kind_in_words(node)}"
-            )
+            self._other_kind(path, f"a sequence of {len(template)}", node)
             return
         for i, (item, child) in enumerate(zip(template, children, strict=True)):
             self.match(item, child, f"{path}.{i}")
 
     def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
         if tag_of(node) != "per_rank":
-            self.result.mismatched.append(
-                f"{path}: the state has a value per {','.join(template.axes)} here, the checkpoint "
-                f"{kind_in_words(node)}; ask for it without PerRank"
-            )
+            kind = f"a value per {','.join(template.axes)}"
+            self._other_kind(path, kind, node, hint="; ask for it without PerRank")
             return
         source = find_source(template, node, layout=self._layout, rank=self._rank, path=path)
         if source.problem is not None:
             self.result.mismatched.append(source.problem)
             return
-        self._found[path] = source
+        self._per_rank_sources[path] = source
         result, here = self.result, f"{path}[{source.here}]"
         result.per_rank_uses.append(
             PerRankUse(path, node, source.labels, template.surplus == "drop")
@@ -325,12 +313,18 @@ class Matcher:
         else:
             self._keep_or_miss(here)
 
+    def _other_kind(self, path: str, kind: str, node: Any, *, hint: str = "") -> None:
+        """Note that the state and the checkpoint have things of different kinds at a path."""
+        self.result.mismatched.append(
+            f"{path}: the state has {kind} here, the checkpoint {stored_kind(node)}{hint}"
+        )
+
     def _keep_or_miss(self, path: str) -> None:
         """Something per rank is not stored: it stays as it is if the caller allows that."""
         (self.result.kept if self.may_miss(path) else self.result.missing).append(path)
 
     def _build_per_rank(self, template: PerRank, node: Any, path: str) -> Any:
-        source = self._found[path]
+        source = self._per_rank_sources[path]
         if source.is_merged or source.is_picked:
             trees = {
                 label: self._decode(only_names(node["v"][label], source.names), f"{path}[{label}]")
@@ -357,13 +351,12 @@ class Matcher:
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
         target_dtype, target_shape, boxes, locals_ = self._targets.local_target(template, path)
         if tag_of(node) not in ("tensor", "array"):
-            self.result.mismatched.append(
-                f"{path}: the state has a tensor here, the checkpoint {stored_kind(node)}"
-            )
+            self._other_kind(path, "a tensor", node)
             return
         key = node["k"]
         dtype, shape = self._tensors[key]
         self.result.touched.add(path)
+        # One target may be met under several names, but then they must be one stored tensor.
         is_new = id(template) not in self._sources
         source = self._sources.setdefault(id(template), key)
         if source != key:

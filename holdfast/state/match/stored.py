@@ -54,7 +54,23 @@ class StoredPart:
         A module's part is one flat dict: below `encoder` are its entries `encoder.…`, by the rest
         of their names.
         """
-        return _below(self, self.node, path)
+        children = self.children(self.node)
+        if children is None:
+            children = list(enumerate(self.node)) if isinstance(self.node, list) else []
+        named = {str(name): child for name, child in children}
+        if path in named:
+            return named[path]
+        cut = len(path) + 1
+        flat = {name[cut:]: child for name, child in named.items() if name.startswith(f"{path}.")}
+        if flat:
+            return flat
+        # The longest name first: names may have dots in them.
+        for name in sorted(named, key=len, reverse=True):
+            if path.startswith(f"{name}."):
+                below = StoredPart(named[name], self.tensors).find(path[len(name) + 1 :])
+                if below is not None:
+                    return below
+        return None
 
     def part_or_below(self, path: str) -> object | None:
         """Of a checkpoint's parts by name: the part of this very name, or what is below one."""
@@ -139,27 +155,6 @@ class StoredPart:
                 return None
             node = node[name]  # type: ignore[index]
         return node
-
-
-def _below(part: StoredPart, node: object, path: str) -> object | None:
-    children = part.children(node)
-    if children is None:
-        if not isinstance(node, list):
-            return None
-        children = [(str(i), child) for i, child in enumerate(node)]
-    named = {str(name): child for name, child in children}
-    if path in named:
-        return named[path]
-    flat = {name[len(path) + 1 :]: c for name, c in named.items() if name.startswith(f"{path}.")}
-    if flat:
-        return flat
-    # The longest name first: names may have dots in them.
-    for name in sorted(named, key=len, reverse=True):
-        if path.startswith(f"{name}."):
-            result = _below(part, named[name], path[len(name) + 1 :])
-            if result is not None:
-                return result
-    return None
 
 
 def tag_of(node: Any) -> str | None:

@@ -125,7 +125,7 @@ class RegisteredTypes:
         codec = self._codecs.codec_for(cls)
         if codec is not None:
             held = self._encoded.get(id(template))
-            if held is None:  # the object is kept, so that none is mistaken for another one
+            if held is None:  # the object is kept, so that its id stays its own
                 held = self._encoded[id(template)] = (template, codec.encode(template))
             return held[1]
         if is_dataclass(cls) and self._codecs.dataclass_named(cls.__qualname__) is cls:

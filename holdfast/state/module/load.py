@@ -26,7 +26,7 @@ from holdfast.state.module.state_dict import (
     read_state_dict,
     same_memory,
 )
-from holdfast.state.names import walk_all
+from holdfast.state.module.tree import walk_all
 from holdfast.state.tensors import element_bytes, local_of, tensor_digest
 
 _MAX_NAMED = 10
@@ -89,6 +89,7 @@ class ModuleLoad:
             given[entry.key] = loaded.get(name, entry.value)
         if self._before.metadata is not None:
             given._metadata = self._before.metadata  # type: ignore[attr-defined]
+        # Both before any code of the module runs.
         digests = self._digests(loaded)
         snapshots = [
             _Snapshot(held, _version(held.tensor), tensor_digest(held.tensor))
@@ -97,6 +98,7 @@ class ModuleLoad:
         self._call(self._module, given)
         after = read_state_dict(self._module)
         wrong = self._wrong(after, loaded, digests)
+        # A second attempt may run on one rank alone, so only where no collective can be in it.
         if wrong and not self._is_collective:
             self._load_inner(after, wrong, loaded, given)
             after = read_state_dict(self._module)

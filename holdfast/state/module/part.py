@@ -24,7 +24,7 @@ from holdfast.state.module.state_dict import (
     read_state_dict,
     refuse_hidden,
 )
-from holdfast.state.names import declared_padding, plain_root
+from holdfast.state.module.tree import declared_padding, plain_root
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
 

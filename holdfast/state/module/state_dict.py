@@ -20,10 +20,18 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.state.markers import Marked
-from holdfast.state.names import is_persistent, logical_name, overrides, registered_in, walk_all
-from holdfast.state.tensors import local_of
+from holdfast.state.module.tree import (
+    is_persistent,
+    logical_name,
+    overrides,
+    registered_in,
+    walk_all,
+)
+from holdfast.state.tensors import instances_in, local_of
 
 _EXTRA_STATE = "_extra_state"
+_DATA = torch.Tensor | Marked | np.ndarray | bytes | bytearray
+"""Types that may hold what a tensor of the module does not show itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,6 +103,8 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
     )
     has_wrappers = any(is_wrapper for *_, is_wrapper in tree)
     memory = _Memory(registered)
+    # Exact matches first, over all entries: an entry that is a slice of a tensor must not claim
+    # memory which a later entry shows whole.
     own: dict[int, torch.Tensor] = {}
     if not all(map(memory.is_known, state.values())):
         for value in state.values():
@@ -222,19 +232,15 @@ def _is_represented(shown: ModuleStateDict, module: nn.Module, hidden: Registere
         if getattr(inner, "_state_dict_hooks", None) or overrides(inner, nn.Module, methods)
     }
     for entry in shown.entries.values():
-        if entry.backing is None and entry.name not in own and _holds_data(entry.value):
+        if (
+            entry.backing is None
+            and entry.name not in own
+            and any(instances_in(entry.value, _DATA))
+        ):
             homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
             if homes and hidden.name.startswith(max(homes, key=len)):
                 return True
     return False
-
-
-def _holds_data(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_data(child) for child in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds_data(child) for child in value)
-    return isinstance(value, torch.Tensor | Marked | np.ndarray | bytes | bytearray)
 
 
 _MemoryKey = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]

@@ -10,7 +10,13 @@ from torch import nn
 
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.markers import FlatShard
-from holdfast.state.names import Padding, declared_padding, overrides, parameter_names, walk_all
+from holdfast.state.module.tree import (
+    Padding,
+    declared_padding,
+    overrides,
+    parameter_names,
+    walk_all,
+)
 from holdfast.state.optimizer.inner import inner_optimizers, is_torch_class, unwrapped_optimizer
 from holdfast.state.optimizer.own_form import TorchForm, read_form, shows
 from holdfast.state.optimizer.protocol import (
@@ -104,6 +110,7 @@ class NamedOptimizer:
             tree = self._tree_by_name(torch_like)
         if form is not None:
             self._refuse_hidden_state(form)
+        # Optimizers in attributes come last: what the form shows of them is not stored again.
         inner = {path: state.tree() for path, state in self._inner(saving=True, shown=form).items()}
         return tree | ({"inner": inner} if inner else {})
 

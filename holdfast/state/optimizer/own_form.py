@@ -122,6 +122,7 @@ def load_form(
         ) from error
     finally:
         groups.put_back()
+    # torch's load casts moments to the parameter's dtype, which would show as a difference.
     _undo_casts(optimizer, form, read_form(optimizer))
     wrong = list(_differences(expected, read_form(optimizer), where))
     if wrong:

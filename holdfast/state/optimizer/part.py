@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from holdfast.errors import MismatchError
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.match.stored import StoredPart, StoredTensor
-from holdfast.state.match.templates import follow_stored, zeros_placed_like
+from holdfast.state.match.templates import follow_stored
 from holdfast.state.optimizer.fresh import absent_groups, as_built, why_fresh
 from holdfast.state.optimizer.named import NUM_GROUPS, SHARDING, NamedOptimizer, state_of
 from holdfast.state.optimizer.own_form import TorchForm, load_form, read_form
@@ -19,9 +19,10 @@ from holdfast.state.optimizer.param_groups import set_group, stored_settings
 from holdfast.state.optimizer.protocol import PartitionedOptimizer
 from holdfast.state.optimizer.targets import (
     entry_targets,
+    likes_of_others,
     main_target,
     on_device_of,
-    placed_target,
+    placed_like,
     refuse_other_shape,
 )
 
@@ -84,6 +85,7 @@ class OptimizerState(NamedOptimizer):
         self._check_num_groups(stored)
         self._optimizer.synchronize()
         form, torch_like = self._forms()
+        # A tree of one kind does not say what the other kind needs.
         is_by_name = form is None or torch_like is not None
         if stored.has("own") == is_by_name:
             raise MismatchError(
@@ -129,7 +131,7 @@ class OptimizerState(NamedOptimizer):
         template: dict[str, object] = {"state": state, "groups": Stored(), "membership": Stored()}
         if stored.has("main"):
             template["main"] = main
-        placed = placed_target(self._names())
+        placed = placed_like(likes_of_others(self._names()))
         if stored.has("others"):
             current = self._state_of_others() if form is None else form.others
             template["others"] = follow_stored(stored.below("others"), current, placed)
@@ -153,20 +155,20 @@ class OptimizerState(NamedOptimizer):
         local = self._known_parameters()
         tensors = {name: p for p, name in self._names().items()}
         everywhere = dict.fromkeys(stored.keys_under("parameters"))
-        placed = placed_target(tensors.values())
+        others = likes_of_others(tensors.values())
 
-        def make(info: StoredTensor, current: object, path: str) -> object:
-            target = zeros_placed_like(current, info)
-            if target is None:
-                owner = _owner_of(path, tensors)
-                target = None if owner is None else zeros_placed_like(tensors[owner], info)
-            return placed(info, current, path) if target is None else target
+        def likes(info: StoredTensor, current: object, path: str) -> Iterable[object]:
+            return (
+                current,
+                tensors.get(_owner_of(path, tensors) or ""),
+                *others(info, current, path),
+            )
 
         def is_here(path: str) -> bool:
             owner = _owner_of(path, everywhere)
             return owner is None or owner in local
 
-        own = follow_stored(stored.below("own"), form, make, is_requested=is_here)
+        own = follow_stored(stored.below("own"), form, placed_like(likes), is_requested=is_here)
         for key in form:
             if isinstance(own, dict) and isinstance(key, str) and key not in own:
                 owner = _owner_of(key, local)

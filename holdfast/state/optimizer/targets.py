@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from holdfast.errors import MismatchError
 from holdfast.state.markers import FlatShard, Padded, Stored, Transient
 from holdfast.state.match.stored import StoredPart, StoredTensor
 from holdfast.state.match.templates import MakeTarget, follow_stored, zeros_placed_like
-from holdfast.state.names import Padding
+from holdfast.state.module.tree import Padding
 from holdfast.state.optimizer.named import stored_form, with_padding
 from holdfast.state.optimizer.protocol import OptimizerParameter
 from holdfast.state.tensors import local_of
@@ -37,8 +37,9 @@ def entry_targets(
         filled: `id` of the tensors that are a target already, and so cannot be another one's.
     """
     below = stored.below("state", name)
+    nested = placed_like(lambda info, current, path: (current, param.parameter))
     if not isinstance(below.node, Mapping) or "$" in below.node:
-        return follow_stored(below, None, _nested(param))
+        return follow_stored(below, None, nested)
     home = stored.value("membership", name)
     on_device = isinstance(home, int) and any(
         stored.value("groups", home, flag) for flag in ("capturable", "fused")
@@ -55,7 +56,7 @@ def entry_targets(
         info = below.tensor(below.at(entry))
         current = have.get(entry)
         if info is None:
-            entries[entry] = follow_stored(below.below(entry), current, _nested(param))
+            entries[entry] = follow_stored(below.below(entry), current, nested)
             continue
         if param.over is None and info.key in made:
             entries[entry] = made[info.key]
@@ -89,38 +90,37 @@ def refuse_other_shape(
         )
 
 
-def placed_target(parameters: Iterable[torch.Tensor]) -> MakeTarget:
-    """Targets for state that belongs to no one parameter: placed like what is there now.
+Likes = Callable[[StoredTensor, object, str], Iterable[object]]
+"""What a target may be placed like, best first: by stored tensor, what is there now, and path."""
 
-    Where nothing is there, like the parameters of its shape, if these are placed alike.
+
+def placed_like(likes: Likes) -> MakeTarget:
+    """Makes targets placed like the first DTensor of the stored shape; else as it is stored."""
+
+    def make(info: StoredTensor, current: object, path: str) -> object:
+        targets = (zeros_placed_like(like, info) for like in likes(info, current, path))
+        return next((target for target in targets if target is not None), Stored())
+
+    return make
+
+
+def likes_of_others(parameters: Iterable[torch.Tensor]) -> Likes:
+    """For state that belongs to no one parameter: what is there now.
+
+    Where nothing is there, the parameters of its shape, if these are placed alike.
     """
     by_shape: dict[tuple[int, ...], list[DTensor]] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
 
-    def make(info: StoredTensor, current: object, path: str) -> object:
+    def likes(info: StoredTensor, current: object, path: str) -> Iterable[object]:
         del path
-        likes = by_shape.get(info.shape, []) if current is None else []
-        alike = all(p.placements == likes[0].placements for p in likes) and likes
-        target = zeros_placed_like(likes[0] if alike else current, info)
-        return Stored() if target is None else target
+        same = by_shape.get(info.shape, [])
+        is_alike = all(each.placements == same[0].placements for each in same)
+        return same[:1] if current is None and is_alike else [current]
 
-    return make
-
-
-def _nested(param: OptimizerParameter) -> Any:
-    """Targets inside lists and dicts of a parameter's state."""
-
-    def make(info: StoredTensor, current: object, path: str) -> object:
-        del path
-        for like in (current, param.parameter):
-            target = zeros_placed_like(like, info)
-            if target is not None:
-                return target
-        return Stored()
-
-    return make
+    return likes
 
 
 def on_device_of(value: Any, param: OptimizerParameter) -> Any:

@@ -29,7 +29,7 @@ def read_full(fd: int, buffer: memoryview, start: int, place: str) -> None:
         if count == 0:
             raise StorageError(
                 f"{place}: the file ends at byte {start + done}, but {len(buffer)} bytes at offset "
-                f"{start} are wanted: it is truncated"
+                f"{start} are needed: it is truncated"
             )
         done += count
 
@@ -139,12 +139,12 @@ class PosixSink:
         self._observe("sync", self._path, 0, 0)
         try:
             os.fdatasync(self._fd)
-            found = os.fstat(self._fd).st_size
+            nbytes = os.fstat(self._fd).st_size
         except OSError as error:
             raise storage_error(error, action="sync", place=self._place) from error
-        if found != self._nbytes:
+        if nbytes != self._nbytes:
             raise StorageError(
-                f"{self._place} has {found} bytes after writing, not {self._nbytes}: "
+                f"{self._place} has {nbytes} bytes after writing, not {self._nbytes}: "
                 "another process writes the same file, or the storage lost a part"
             )
 

@@ -46,11 +46,11 @@ def _existing(place: Path) -> Path:
 
 def _free(place: Path) -> str:
     try:
-        found = os.statvfs(_existing(place))
+        stats = os.statvfs(_existing(place))
     except OSError:
-        return "how much is free cannot be told"
-    nbytes = found.f_bavail * found.f_frsize
-    return f"{nbytes / 2**30:.2f} GiB and {found.f_favail} names are free there"
+        return "how much is free is unknown"
+    nbytes = stats.f_bavail * stats.f_frsize
+    return f"{nbytes / 2**30:.2f} GiB and {stats.f_favail} names are free there"
 
 
 def _who() -> str:
@@ -61,11 +61,11 @@ def _owner(place: Path) -> str:
     nearest = place
     while True:
         try:
-            found = os.lstat(nearest)
+            status = os.lstat(nearest)
         except OSError:
             if nearest == nearest.parent:
-                return "its owner cannot be told"
+                return "its owner is unknown"
             nearest = nearest.parent
             continue
-        mode = oct(found.st_mode & 0o7777)[2:]
-        return f"{nearest} belongs to uid {found.st_uid}, gid {found.st_gid} with mode {mode}"
+        mode = oct(status.st_mode & 0o7777)[2:]
+        return f"{nearest} belongs to uid {status.st_uid}, gid {status.st_gid} with mode {mode}"

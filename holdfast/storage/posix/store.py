@@ -60,14 +60,14 @@ class PosixStorage:
         """See `Storage.read`; memory is taken only for bytes that the file has."""
         with self._reading(path) as fd:
             available = max(os.fstat(fd).st_size - start, 0)
-            wanted = available if nbytes is None else nbytes
-            if wanted > available or start < 0 or wanted < 0:
+            num_read = available if nbytes is None else nbytes
+            if num_read > available or start < 0 or num_read < 0:
                 raise StorageError(
-                    f"{self.describe(path)}: {wanted} bytes wanted at offset {start}, but the file "
-                    f"has {start + available} bytes: it is truncated or not what it should be"
+                    f"{self.describe(path)}: {num_read} bytes needed at offset {start}, but the "
+                    f"file has {start + available} bytes: it is truncated or not what it should be"
                 )
-            self._observe("read", path, start, wanted)
-            buffer = bytearray(wanted)
+            self._observe("read", path, start, num_read)
+            buffer = bytearray(num_read)
             read_full(fd, memoryview(buffer), start, self.describe(path))
             return bytes(buffer)
 
@@ -91,10 +91,10 @@ class PosixStorage:
     def size(self, path: str) -> int:
         """See `Storage.size`."""
         with self._guard("examine", path):
-            found = self._lstat(path)
-        if not stat.S_ISREG(found.st_mode):
+            status = self._lstat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"{self.describe(path)} is not a regular file")
-        return found.st_size
+        return status.st_size
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`; a place that cannot be examined is an error, not absent."""
@@ -233,8 +233,8 @@ class PosixStorage:
             place = self._root
             while not place.exists() and place != place.parent:
                 place = place.parent
-            found = os.statvfs(place)
-            return found.f_bavail * found.f_frsize
+            stats = os.statvfs(place)
+            return stats.f_bavail * stats.f_frsize
 
     def describe(self, path: str) -> str:
         """The absolute path."""

@@ -20,7 +20,7 @@ from holdfast import (
     Sharded,
     Stored,
 )
-from holdfast.checkpoint.save.saver import Saver
+from holdfast.checkpoint.plan.cache import PlanCache
 from tests.harness import RankContext, run_ranks
 
 Change = Callable[[int], dict[str, object]]
@@ -120,7 +120,9 @@ def _lie(
                 with pytest.MonkeyPatch.context() as patch:
                     if lying:
                         patch.setattr(
-                            Saver, "_plan_for", lambda self, _, ask: self._plans[ask.check_replicas]
+                            PlanCache,
+                            "lookup",
+                            lambda self, _, *, compare_all: self._plans[compare_all],
                         )
                     with pytest.raises(PlanError) as caught:
                         _finished(save(step + 1, state))

@@ -218,14 +218,14 @@ def environment_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_asynchronous_saves_with_retention_go_on_like_others(tmp_path: Path) -> None:
+def test_asynchronous_saves_with_retention_go_on_like_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last checkpoint of an asynchronous run is that of a synchronous one, byte for byte."""
     for name, extra in (("sync", []), ("async", ["--async-save"])):
         words = ["train", *SMALL, "--data", "text", "--steps", "6", "--save-interval", "1"]
-        command = [*HOLDFAST, *words, "--save", name, "--keep-last", "2", *extra]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
-        assert done.returncode == 0, done.stderr
-        assert "saved step 6" in done.stdout + done.stderr
+        assert main([*words, "--save", name, "--keep-last", "2", *extra]) == 0
+        assert "saved step 6" in capsys.readouterr().out
     for name in ("sync", "async"):
         assert [p.name for p in sorted((tmp_path / name).glob("iter_*"))] == [
             "iter_0000005",

@@ -34,9 +34,9 @@ def agreeing(rank: RankContext) -> dict[str, Any]:
     with ProcessGroups.create(Layout(dp=4, ranks=RANKS), names=[], timeout_s=20) as groups:
         control = groups.control
         check_payloads(control)
-        said = check_errors(control)
-        said["costs"] = costs(control)
-        return said
+        reports = check_errors(control)
+        reports["costs"] = costs(control)
+        return reports
 
 
 def check_payloads(control: Control) -> None:
@@ -63,33 +63,33 @@ def check_payloads(control: Control) -> None:
 
 
 def check_errors(control: Control) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+    reports: dict[str, Any] = {}
     index = control.index
 
-    def told(case: str, action: Callable[[], Any]) -> None:
+    def report(case: str, action: Callable[[], Any]) -> None:
         with pytest.raises(HoldfastError) as caught:
             action()
         cause = type(caught.value.__cause__).__name__
-        said[case] = (type(caught.value).__name__, str(caught.value), cause)
+        reports[case] = (type(caught.value).__name__, str(caught.value), cause)
 
     error: Exception | None = None
     if index in (1, 3):
         error = StorageError("disk full") if index == 1 else PlanError("hole in w")
-    told("two errors", lambda: control.agree(error, phase="save 7", payload=b"x"))
+    report("two errors", lambda: control.agree(error, phase="save 7", payload=b"x"))
     foreign = KeyError("w") if index == 2 else None
-    told("foreign", lambda: control.agree(foreign, phase="save 8"))
+    report("foreign", lambda: control.agree(foreign, phase="save 8"))
     long = GroupError("long " * 5000) if index == 0 else None
-    told("long", lambda: control.agree(long, phase="save 9", payload=b"y" * 2000))
+    report("long", lambda: control.agree(long, phase="save 9", payload=b"y" * 2000))
     phase = "plan" if index == 2 else "save 10"
-    told("phases", lambda: control.all_gather(b"z" * 5000, phase=phase))
+    report("phases", lambda: control.all_gather(b"z" * 5000, phase=phase))
     operation = control.barrier if index < 2 else lambda phase: control.gather(b"", phase=phase)
-    told("operations", lambda: operation(phase="save 11"))
+    report("operations", lambda: operation(phase="save 11"))
     tail = "x" * 120 + str(index // 2)  # differs beyond what the frame shows
-    told("long phases", lambda: control.barrier(phase=tail))
-    told("scatter", lambda: control.scatter([b""] if index == 0 else None, phase="s"))
-    told("broadcast", lambda: control.broadcast(b"" if index == 2 else None, phase="s"))
+    report("long phases", lambda: control.barrier(phase=tail))
+    report("scatter", lambda: control.scatter([b""] if index == 0 else None, phase="s"))
+    report("broadcast", lambda: control.broadcast(b"" if index == 2 else None, phase="s"))
     assert control.all_gather(b"%d" % index, phase="still well") == [b"0", b"1", b"2", b"3"]
-    return said
+    return reports
 
 
 def costs(control: Control) -> dict[str, tuple[int, int]]:
@@ -109,17 +109,17 @@ def costs(control: Control) -> dict[str, tuple[int, int]]:
 
 def test_payloads_errors_and_costs() -> None:
     results = run_ranks(5, agreeing).results[1:]
-    for rank, said in enumerate(results, start=1):
-        kind, text, cause = said["two errors"]
+    for rank, reports in enumerate(results, start=1):
+        kind, text, cause = reports["two errors"]
         assert kind == "StorageError"
         assert text == "2 of 4 ranks failed (save 7):\nrank 1: disk full\nrank 2: hole in w"
         assert cause == {1: "StorageError", 2: "PlanError"}.get(rank, "NoneType")
-        assert said["foreign"][:2] == (
+        assert reports["foreign"][:2] == (
             "HoldfastError",
             "1 of 4 ranks failed (save 8):\nrank 4: KeyError: 'w'",
         )
-        assert said["long"][0] == "GroupError"
-        assert 4000 < len(said["long"][1]) < 5000
+        assert reports["long"][0] == "GroupError"
+        assert 4000 < len(reports["long"][1]) < 5000
         for case, parts in {
             "phases": ["ranks 3, 1, 2 in phase 'save 10' (all_gather", "rank 4 in phase 'plan'"],
             "operations": ["ranks 3, 1 in phase 'save 11' (barrier", "ranks 4, 2 in phase 'save 1"],
@@ -127,12 +127,12 @@ def test_payloads_errors_and_costs() -> None:
             "scatter": ["rank 3: scatter needs 4 payloads at the coordinator, got 1"],
             "broadcast": ["rank 3: broadcast takes a payload", "rank 4: broadcast takes a payload"],
         }.items():
-            assert said[case][0] == "GroupError"
+            assert reports[case][0] == "GroupError"
             for part in parts:
-                assert part in said[case][1], said[case][1]
+                assert part in reports[case][1], reports[case][1]
         one = (1, FRAME_NBYTES)
         two = (2, FRAME_NBYTES + INLINE_NBYTES + 1)
-        assert said["costs"] == {
+        assert reports["costs"] == {
             "agree small": one,
             "agree large": two,
             "all_gather small": one,
@@ -146,7 +146,7 @@ def test_payloads_errors_and_costs() -> None:
 def lost(rank: RankContext) -> dict[str, tuple[str, str, float]]:
     from torch import distributed as dist
 
-    said = {}
+    reports = {}
 
     def meet(case: str, missing: int, action: Callable[[Control], Any], leave: Any) -> None:
         with ProcessGroups.create(Layout(dp=4, name=case), names=[], timeout_s=1.5) as groups:
@@ -159,7 +159,7 @@ def lost(rank: RankContext) -> dict[str, tuple[str, str, float]]:
             with pytest.raises(HoldfastError) as caught:
                 action(control)
             seconds = time.monotonic() - started
-            said[case] = (type(caught.value).__name__, str(caught.value), seconds)
+            reports[case] = (type(caught.value).__name__, str(caught.value), seconds)
             started = time.monotonic()
             with pytest.raises(GroupError, match="failed earlier and cannot be used"):
                 control.barrier(phase="afterwards")
@@ -177,8 +177,8 @@ def lost(rank: RankContext) -> dict[str, tuple[str, str, float]]:
         with pytest.raises(HoldfastError) as caught:
             control.all_gather(b"x" * 1000, phase="save 4")
         seconds = time.monotonic() - started
-        said["killed"] = (type(caught.value).__name__, str(caught.value), seconds)
-    return said
+        reports["killed"] = (type(caught.value).__name__, str(caught.value), seconds)
+    return reports
 
 
 def test_who_does_not_come_is_named_with_phase_and_last_sight() -> None:
@@ -188,15 +188,15 @@ def test_who_does_not_come_is_named_with_phase_and_last_sight() -> None:
     assert killed is not None
     assert killed.signal == signal.SIGKILL
     for rank in (1, 2, 3):
-        said = outcome.results[rank]
+        reports = outcome.results[rank]
         if rank != 2:
-            kind, text, seconds = said["late"]
+            kind, text, seconds = reports["late"]
             assert kind == DeadlineError.__name__
             assert "Phase 'save 3' (collective 2 of layout 'late')" in text
             assert "not complete after 1.5 s" in text
             assert "ranks [2] did not arrive, last seen in rank 2: phase 'warm up' (coll" in text
             assert 1.4 < seconds < 3.2
-        kind, text, seconds = said["killed"]
+        kind, text, seconds = reports["killed"]
         assert kind == DeadlineError.__name__
         assert "Phase 'save 4' (collective 2 of layout 'last'): a connection broke" in text
         assert "ranks [0] did not arrive, last seen in rank 0: phase 'plan' (collective 1)" in text

@@ -12,10 +12,10 @@ from holdfast.errors import DeadlineError, GroupError, HoldfastError, LayoutErro
 from holdfast.parallel import Layout, ProcessGroups, current_groups
 from tests.harness import RankContext, run_ranks
 
-Told = tuple[str, str, float]
+Report = tuple[str, str, float]
 
 
-def told(action: Callable[[], Any]) -> Told:
+def report(action: Callable[[], Any]) -> Report:
     """Class and text of what an action raises, and how long it took."""
     started = time.monotonic()
     try:
@@ -56,9 +56,9 @@ def subset_grid(rank: RankContext) -> str:
     before = num_communicators()
     layout = Layout(tp=2, dp=2, ep=2, expt_tp=1, ranks=[4, 2, 5, 3])
     if rank.rank < 2:
-        said = told(lambda: ProcessGroups.create(layout))
-        assert said[0] == "LayoutError"
-        assert f"Rank {rank.rank} is not in layout 'model'" in said[1]
+        reports = report(lambda: ProcessGroups.create(layout))
+        assert reports[0] == "LayoutError"
+        assert f"Rank {rank.rank} is not in layout 'model'" in reports[1]
         while not dist.distributed_c10d._get_default_store().check(["done"]):
             time.sleep(0.05)
         return "bystander"
@@ -107,7 +107,7 @@ def check_probing(groups: ProcessGroups) -> None:
     """G8: nothing can be had by guessing."""
     for name in ("tp", "dp", "pp", "cp", "tp_group", "dp_cp"):
         assert not hasattr(groups, name)
-    with pytest.raises(AttributeError, match=r"asked for with group\('tp'\)"):
+    with pytest.raises(AttributeError, match=r"looked up with group\('tp'\)"):
         _ = groups.tp
     for question in (groups.group, groups.has, groups.require):
         with pytest.raises(GroupError, match="'dpcp' is not a group"):
@@ -143,8 +143,11 @@ def check_clones(groups: ProcessGroups, layout: Layout) -> None:
     assert clone.group_name not in {
         groups.group(name).group_name for name in ("dp", "dp_cp", "dp_cp_ag")
     }
-    for purpose, said in [("overlap", "already"), ("pp", "is a group of the layout, not a clone")]:
-        with pytest.raises(GroupError, match=said):
+    for purpose, reports in [
+        ("overlap", "already"),
+        ("pp", "is a group of the layout, not a clone"),
+    ]:
+        with pytest.raises(GroupError, match=reports):
             groups.clone("dp_cp", purpose=purpose)
 
 
@@ -183,14 +186,14 @@ def test_a_grid_on_some_ranks_leaves_the_others_alone() -> None:
 # G4: disagreement and absence.
 
 
-def disagreeing(rank: RankContext) -> dict[str, Told]:
+def disagreeing(rank: RankContext) -> dict[str, Report]:
     import torch.distributed as dist
 
     me = rank.rank
-    said: dict[str, Told] = {}
+    reports: dict[str, Report] = {}
 
     def create(case: str, layout: Layout, **options: Any) -> None:
-        said[case] = told(lambda: ProcessGroups.create(layout, timeout_s=4, **options))
+        reports[case] = report(lambda: ProcessGroups.create(layout, timeout_s=4, **options))
 
     create("order", Layout(tp=2, dp=2, order="dp-tp-pp" if me == 3 else "tp-cp-ep-dp-pp"))
     create("sizes", Layout(tp=4) if me == 1 else Layout(tp=2, dp=2))
@@ -200,10 +203,10 @@ def disagreeing(rank: RankContext) -> dict[str, Told]:
     create("orphan", Layout(tp=2, dp=2), names=["dp_cp_ag"])
     dist.barrier()
     if me == 1:  # counts on ranks that do not count on it, and is there before them
-        said["outsider"] = told(lambda: ProcessGroups.create(Layout(tp=4), timeout_s=4))
+        reports["outsider"] = report(lambda: ProcessGroups.create(Layout(tp=4), timeout_s=4))
     else:
         time.sleep(0.5)
-        said["outsider"] = told(
+        reports["outsider"] = report(
             lambda: ProcessGroups.create(Layout(tp=3, ranks=[0, 2, 3]), timeout_s=4)
         )
     dist.barrier()
@@ -213,13 +216,13 @@ def disagreeing(rank: RankContext) -> dict[str, Told]:
         create("absent", Layout(tp=2, dp=2, name="late"))
     dist.barrier()
     before = num_communicators()
-    said["halfway"] = told(lambda: create_with_fault(me == 1))
+    reports["halfway"] = report(lambda: create_with_fault(me == 1))
     assert num_communicators() == before
     dist.barrier()
     with ProcessGroups.create(Layout(tp=2, dp=2)) as groups:
-        said["well"] = ("", str(groups.control.all_gather(b"", phase="x")), 0.0)
+        reports["well"] = ("", str(groups.control.all_gather(b"", phase="x")), 0.0)
     assert num_communicators() == before
-    return said
+    return reports
 
 
 def create_with_fault(faulty: bool) -> ProcessGroups:
@@ -249,23 +252,23 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         "typo": (GroupError, "rank 2: Cannot create 'dq'"),
         "orphan": (GroupError, "'dp_cp_ag' is a clone of 'dp_cp', which has to be created with it"),
     }
-    for rank, said in enumerate(results):
+    for rank, reports in enumerate(results):
         for case, (kind, text) in expected.items():
-            assert said[case][0] == kind.__name__, (rank, case, said[case])
-            assert text in said[case][1], (rank, case, said[case])
-            assert said[case][2] < 4, "a disagreement is not a matter of waiting"
-        assert said["well"][1]
-        assert said["halfway"][0] in ("GroupError", "DeadlineError")
-        assert said["halfway"][2] < 5
+            assert reports[case][0] == kind.__name__, (rank, case, reports[case])
+            assert text in reports[case][1], (rank, case, reports[case])
+            assert reports[case][2] < 4, "a disagreement is not a matter of waiting"
+        assert reports["well"][1]
+        assert reports["halfway"][0] in ("GroupError", "DeadlineError")
+        assert reports["halfway"][2] < 5
         if rank != 3:  # the one that waits for rank 1 to connect says so
-            assert "no such device" in said["halfway"][1]
-        assert "order dp-tp-pp" in said["order"][1]
-        assert "order tp-cp-ep-dp-pp" in said["order"][1]
-        kind_name, text, seconds = said["outsider"]
+            assert "no such device" in reports["halfway"][1]
+        assert "order dp-tp-pp" in reports["order"][1]
+        assert "order tp-cp-ep-dp-pp" in reports["order"][1]
+        kind_name, text, seconds = reports["outsider"]
         assert kind_name == "LayoutError"
         assert ("Ranks [1] disagree" if rank == 1 else "Rank 1 disagrees") in text
         assert seconds < 4
-        kind_name, text, seconds = said["absent"]
+        kind_name, text, seconds = reports["absent"]
         assert kind_name == DeadlineError.__name__
         assert seconds < 8
         if rank != 2:
@@ -276,7 +279,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
 # G5, A3, A6: groups that somebody else made.
 
 
-def adopting(rank: RankContext) -> dict[str, Told]:
+def adopting(rank: RankContext) -> dict[str, Report]:
     from torch import distributed as dist
 
     me = rank.rank
@@ -292,10 +295,10 @@ def adopting(rank: RankContext) -> dict[str, Told]:
     twins = [new(0, 1), new(2, 3)][me // 2]
     layout = Layout(tp=2, dp=2)
     before = num_communicators()
-    said: dict[str, Told] = {}
+    reports: dict[str, Report] = {}
 
     def adopt(case: str, supplied: dict[str, Any], layout: Layout = layout) -> None:
-        said[case] = told(lambda: ProcessGroups.adopt(layout, supplied, timeout_s=5))
+        reports[case] = report(lambda: ProcessGroups.adopt(layout, supplied, timeout_s=5))
         assert num_communicators() == before
 
     good = {"tp": tp, "dp": dp}
@@ -317,7 +320,7 @@ def adopting(rank: RankContext) -> dict[str, Told]:
         before = num_communicators()
     adopt("destroyed", {"tp": gone if me == 0 else tp, "dp": dp})
     check_adopted(layout, tp, dp, both)
-    return said
+    return reports
 
 
 def check_adopted(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
@@ -338,14 +341,14 @@ def check_adopted(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
     dist.barrier(group=tp)
     dist.barrier(group=dp)
     for supplied, missing in [({"tp": tp}, "dp"), ({"dp": dp}, "tp")]:
-        said = told(lambda supplied=supplied: require_complete(layout, supplied))
-        assert said[0] == "GroupError"
-        assert f"no communicator was supplied for: {missing} (size 2)." in said[1]
+        reports = report(lambda supplied=supplied: require_complete(layout, supplied))
+        assert reports[0] == "GroupError"
+        assert f"no communicator was supplied for: {missing} (size 2)." in reports[1]
     with ProcessGroups.adopt(layout, {"tp": tp, "dp_cp": dp, "mp": tp}) as groups:
         groups.require_complete()  # cp is 1, so dp_cp is dp
     experts = Layout(tp=2, dp=2, ep=4, expt_tp=1)
-    said = told(lambda: require_complete(experts, {"tp": tp, "dp": dp}))
-    assert "no communicator was supplied for: ep (size 4)." in said[1]
+    reports = report(lambda: require_complete(experts, {"tp": tp, "dp": dp}))
+    assert "no communicator was supplied for: ep (size 4)." in reports[1]
     with ProcessGroups.adopt(experts, {"tp": tp, "dp": dp, "tp_ep": both}) as groups:
         groups.require_complete()
     check_experts_without_ep(tp, dp, both)
@@ -356,16 +359,16 @@ def check_experts_without_ep(tp: Any, dp: Any, both: Any) -> None:
     """Experts whose tensor axis is not tp have groups of their own, though ep is 1."""
     for expt_tp, missing in ((1, "expt_dp (size 4)"), (4, "expt_tp (size 4)")):
         experts = Layout(tp=2, dp=2, expt_tp=expt_tp)
-        said = told(lambda experts=experts: require_complete(experts, {"tp": tp, "dp": dp}))
-        assert said[0] == "GroupError"
-        assert f"no communicator was supplied for: {missing}." in said[1]
+        reports = report(lambda experts=experts: require_complete(experts, {"tp": tp, "dp": dp}))
+        assert reports[0] == "GroupError"
+        assert f"no communicator was supplied for: {missing}." in reports[1]
         name = missing.split()[0]
         with ProcessGroups.adopt(experts, {"tp": tp, "dp": dp, name: both}) as groups:
             groups.require_complete()
 
 
 def check_other_names(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
-    """Groups may be supplied, made and asked for by the names that Megatron gives them."""
+    """Groups may be supplied, made and looked up by the names that Megatron gives them."""
     from torch import distributed as dist
 
     me = dist.get_rank()
@@ -386,12 +389,12 @@ def check_other_names(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
         assert dist.get_process_group_ranks(clone) == dist.get_process_group_ranks(dp)
     with ProcessGroups.adopt(layout, {"tp": tp, "tensor_model_parallel": tp, "dp": dp}) as groups:
         assert set(groups.held()) == {"dp", "tp"}
-    said = told(lambda: require_complete(layout, {"tp": tp, "tensor_model_parallel": both}))
-    assert "'tensor_model_parallel' has ranks" in said[1]
+    reports = report(lambda: require_complete(layout, {"tp": tp, "tensor_model_parallel": both}))
+    assert "'tensor_model_parallel' has ranks" in reports[1]
     twin = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][me // 2]
     both_named = {"tp": tp, "tensor_model_parallel": twin, "dp": dp}
-    said = told(lambda: require_complete(layout, both_named))
-    assert "'tp', for which another communicator was supplied, too" in said[1]
+    reports = report(lambda: require_complete(layout, both_named))
+    assert "'tp', for which another communicator was supplied, too" in reports[1]
     names = ["tensor_model_parallel", "tp", "tp_dp_cp"]
     with ProcessGroups.create(layout, names=names) as groups:
         assert groups.held() == ("tp", "tp-cp-dp")
@@ -425,7 +428,7 @@ def require_complete(layout: Layout, supplied: dict[str, Any]) -> None:
 
 def test_supplied_groups_are_verified_on_every_rank() -> None:
     results = run_ranks(4, adopting, timeout_s=90).results
-    assert [said["good"][0] for said in results] == [""] * 4
+    assert [reports["good"][0] for reports in results] == [""] * 4
     for case, text in {
         "swapped": "rank 2: Supplied groups do not fit layout 'model'",
         "permuted": "'tp' has ranks [3, 2], but planned are [2, 3]: the same ranks in another",
@@ -440,17 +443,19 @@ def test_supplied_groups_are_verified_on_every_rank() -> None:
         "mixed": "Group 'tp' (ranks [0, 1])",
         "destroyed": "'tp' is a communicator that torch does not know",
     }.items():
-        for said in results:
-            assert said[case][0] == "GroupError", (case, said[case])
-            assert text in said[case][1], (case, said[case])
-            assert said[case][2] < 5
-    for said in results:
-        assert "'tp' has ranks [0, 2], but planned are [2, 3]" in said["swapped"][1]
-        assert "'dp' has ranks [2, 3], but planned are [0, 2]" in said["swapped"][1]
-        assert "is -100, not a communicator: the handle new_group returns" in said["nonmember"][1]
-        assert "planned are ranks [0, 1]" in said["nonmember"][1]
-        assert said["forgot"][0] == "LayoutError"
-        assert "Ranks [1] disagree with the others" in said["forgot"][1]
+        for reports in results:
+            assert reports[case][0] == "GroupError", (case, reports[case])
+            assert text in reports[case][1], (case, reports[case])
+            assert reports[case][2] < 5
+    for reports in results:
+        assert "'tp' has ranks [0, 2], but planned are [2, 3]" in reports["swapped"][1]
+        assert "'dp' has ranks [2, 3], but planned are [0, 2]" in reports["swapped"][1]
+        assert (
+            "is -100, not a communicator: the handle new_group returns" in reports["nonmember"][1]
+        )
+        assert "planned are ranks [0, 1]" in reports["nonmember"][1]
+        assert reports["forgot"][0] == "LayoutError"
+        assert "Ranks [1] disagree with the others" in reports["forgot"][1]
 
 
 # The larger grids: pipeline ends, hybrid sharding, several layouts at once (G3, G7, G10).

@@ -18,7 +18,6 @@ from holdfast.reference.train.update import make_update
 from tests.harness import RankContext, run_ranks
 
 Parameters = dict[str, Tensor]
-NUM_STEPS = 4
 ROWS = 8
 DENSE: dict[str, Any] = {"num_layers": 4, "model_dim": 32, "num_heads": 4}
 MOE: dict[str, Any] = {**DENSE, "feeds": "de", "num_experts": 4, "expert_dim": 16}
@@ -93,7 +92,9 @@ ON_EIGHT = (
 )
 
 
-def train(case: Case, groups: ProcessGroups, *, optimizer: str, dtype: torch.dtype) -> Parameters:
+def train(
+    case: Case, groups: ProcessGroups, *, optimizer: str, dtype: torch.dtype, num_steps: int
+) -> Parameters:
     model = ParallelGPT(
         GPTConfig(**case.model),
         groups=groups,
@@ -106,7 +107,7 @@ def train(case: Case, groups: ProcessGroups, *, optimizer: str, dtype: torch.dty
     update = make_update(model, optim=optim, scaler=None)
     share = ROWS // groups.size("dp")
     first = groups.index("dp") * share
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
         rows = torch.randint(256, (ROWS, 17), generator=generator)[first : first + share]
         found = model.forward_backward(
@@ -122,8 +123,17 @@ def train(case: Case, groups: ProcessGroups, *, optimizer: str, dtype: torch.dty
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}
 
 
+def key_of(case: Case, optimizer: str) -> str:
+    return f"{sorted(case.model.items())} {optimizer}"
+
+
 def distances(
-    rank: RankContext, cases: tuple[Case, ...], optimizers: tuple[str, ...], dtype: torch.dtype
+    rank: RankContext,
+    cases: tuple[Case, ...],
+    optimizers: tuple[str, ...],
+    dtype: torch.dtype,
+    num_steps: int,
+    references: dict[str, Parameters],
 ) -> dict[str, float]:
     """The largest difference of any parameter from the one-process model's, by case."""
     found = {}
@@ -133,10 +143,8 @@ def distances(
             continue
         with ProcessGroups.create(layout) as groups:
             for optimizer in optimizers:
-                split = train(case, groups, optimizer=optimizer, dtype=dtype)
-                alone = train(
-                    Case({}, case.model), ProcessGroups.single(), optimizer=optimizer, dtype=dtype
-                )
+                split = train(case, groups, optimizer=optimizer, dtype=dtype, num_steps=num_steps)
+                alone = references[key_of(case, optimizer)]
                 assert split.keys() <= alone.keys()
                 found[f"{number} {case.layout} {optimizer}"] = max(
                     (value - alone[name]).abs().max().item() for name, value in split.items()
@@ -145,20 +153,39 @@ def distances(
 
 
 def check(
-    num_ranks: int, cases: tuple[Case, ...], *optimizers: str, dtype: torch.dtype, bound: float
+    num_ranks: int,
+    cases: tuple[Case, ...],
+    *optimizers: str,
+    dtype: torch.dtype,
+    bound: float,
+    num_steps: int = 4,
 ) -> None:
-    results = run_ranks(num_ranks, distances, cases, optimizers, dtype, timeout_s=300).results
+    references = {
+        key_of(case, name): train(
+            Case({}, case.model),
+            ProcessGroups.single(),
+            optimizer=name,
+            dtype=dtype,
+            num_steps=num_steps,
+        )
+        for case in {str(case.model): case for case in cases}.values()
+        for name in optimizers
+    }
+    results = run_ranks(
+        num_ranks, distances, cases, optimizers, dtype, num_steps, references, timeout_s=300
+    ).results
     assert len({name for found in results for name in found}) == len(cases) * len(optimizers)
     for found in results:
         assert {case: gap for case, gap in found.items() if not gap <= bound} == {}
 
 
 def test_some_products_of_axes_train_like_one_process() -> None:
-    check(4, (ON_FOUR[0], *ON_FOUR[2:4]), "sgd", dtype=torch.float32, bound=1e-6)
+    cases = (ON_FOUR[0], *ON_FOUR[2:4])
+    check(4, cases, "sgd", dtype=torch.float32, bound=1e-6, num_steps=2)
 
 
 def test_all_axes_together_train_like_one_process() -> None:
-    check(8, ON_EIGHT[:1], "sgd", dtype=torch.float32, bound=1e-6)
+    check(8, ON_EIGHT[:1], "sgd", dtype=torch.float32, bound=1e-6, num_steps=2)
 
 
 @pytest.mark.slow

@@ -161,6 +161,7 @@ def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> 
 
 
 def _foreign(kind: type) -> str | None:
+    # By name, so that the library is not imported.
     for base in kind.__mro__:
         known = _FOREIGN_WRAPPERS.get(base.__name__)
         if known is not None and base.__module__.startswith(known[0]):
