@@ -42,7 +42,7 @@ _UNVERIFIED_GAP_NBYTES = 64 << 10
 
 @dataclass(slots=True, kw_only=True)
 class ReadStats:
-    """What reading has cost so far; `fallbacks` tells every bad copy that another one replaced."""
+    """What reading has cost so far; `fallbacks` names each damaged copy that was replaced."""
 
     opens: int = 0
     nbytes_read: int = 0
@@ -172,7 +172,7 @@ class Snapshot:
     def rows_of(self, key: str) -> IntArray:
         """Index rows of a tensor, all copies, in the order of the index."""
         tensor = self.tensor_id(key)
-        rows: IntArray = self._rows[self._bounds[tensor] : self._bounds[tensor + 1]]
+        rows: IntArray = self._rows[slice(*self._bounds[tensor : tensor + 2])]
         return rows
 
     def read_values(self, part: str) -> Node:

@@ -157,6 +157,7 @@ def plan_reads(
 
     Cost: see `assign_readers`; memory about 200 bytes for each requested box, overlap and piece.
     """
+    # Copies of a chunk have the same bytes: which one to read is up to the reader.
     primary = np.flatnonzero((index.copy == 0) & (index.nbytes > 0))
     request, chunk = meeting_pairs(requests.boxes, index.take(primary).padded(1))
     overlaps = find_overlaps(index, requests.boxes, itemsize, request=request, row=primary[chunk])
@@ -255,6 +256,7 @@ def _assign_rounds(rank_set: IntArray, reader: IntArray, nbytes: IntArray) -> In
         return rounds
     by_reader = shared[np.lexsort((shared, reader[shared], rank_set[shared]))]
     ones = np.ones(len(by_reader), dtype=np.int64)
+    # The n-th pieces of all readers come next to each other: all of them read in every round.
     turn = sums_before(ones, rank_set[by_reader], reader[by_reader])
     pieces = by_reader[np.lexsort((reader[by_reader], turn, rank_set[by_reader]))]
     rounds[pieces] = sums_before(nbytes[pieces], rank_set[pieces]) // _ROUND_NBYTES
@@ -279,6 +281,7 @@ def assign_readers(ranges: RequestedRanges, *, num_ranks: int, grain: int) -> Re
 
     Cost: linear in the ranges, plus the sum of the sizes of all sets; no communication.
     """
+    # What is requested by one rank is fixed; its load counts when the rest is divided.
     counts = np.diff(ranges.rank_ptr)
     whole = Slices(number=np.arange(len(ranges.row)), start=ranges.start, stop=ranges.stop)
     alone = np.flatnonzero(counts == 1)
@@ -292,6 +295,7 @@ def assign_readers(ranges: RequestedRanges, *, num_ranks: int, grain: int) -> Re
             n = len(slices.number)
             assigned.append((slices, np.full(n, rank), np.full(n, rank_set)))
     slices = _concatenate([slices for slices, _, _ in assigned])
+    # In order of the bytes, so that the pieces of a range come one after the other.
     order = np.lexsort((slices.start, slices.number))
     return ReaderAssignment(
         slices=slices.take(order),
@@ -303,6 +307,7 @@ def assign_readers(ranges: RequestedRanges, *, num_ranks: int, grain: int) -> Re
 def _rank_sets(ranges: RequestedRanges, counts: IntArray) -> list[tuple[IntArray, IntArray]]:
     """(ranks, ranges) of each set of several ranks: small sets first, then by first range."""
     shared = np.flatnonzero(counts > 1)
+    # Ranks as bytes: a hash of some bytes is faster than one of a tuple of numbers.
     by_ranks: dict[bytes, list[int]] = {}
     begins, ends = ranges.rank_ptr[shared].tolist(), ranges.rank_ptr[shared + 1].tolist()
     for number, begin, end in zip(shared.tolist(), begins, ends, strict=True):
@@ -311,6 +316,7 @@ def _rank_sets(ranges: RequestedRanges, counts: IntArray) -> list[tuple[IntArray
         (np.frombuffer(ranks, dtype=np.int64), np.array(numbers, dtype=np.int64))
         for ranks, numbers in by_ranks.items()
     ]
+    # Every rank must divide the sets in the same order: ties are decided by the first range.
     return sorted(sets, key=lambda each: (len(each[0]), int(each[1][0])))
 
 
@@ -323,6 +329,7 @@ def _divide(
     writer = ranges.writer[whole.number]
     assigned: list[tuple[Slices, int]] = []
     rest = [whole.take(~np.isin(writer, ranks))]
+    # First pass: every rank up to its quota from its own files; second pass: the rest in order.
     for i, rank in enumerate(ranks.tolist()):
         own, others = _cut(whole.take(writer == rank), [int(quota[i])], grain)
         quota[i] -= int(own.nbytes.sum())

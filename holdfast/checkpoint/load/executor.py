@@ -69,6 +69,7 @@ class LoadExecutor:
         self._verify = verify
         manifest, position = snapshot.manifest, control.index
         itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
+        # All ranks' requests, also without exchange: the report counts what the job needs.
         everything, numbers = gather_requests(boxes)
         own = boxes[position]
         self._nbytes_unique = union_nbytes(everything.boxes, itemsize)
@@ -98,6 +99,8 @@ class LoadExecutor:
         """
         num_rounds = self._transfers.plan.num_rounds
         with ExitStack() as stack:
+            # Reading releases the interpreter, and so does hashing: threads help on one core, too,
+            # where a round is read while another one is exchanged.
             pool: ThreadPoolExecutor | None = None
             if self._num_threads > 1 or num_rounds:
                 pool = ThreadPoolExecutor(self._num_threads, "holdfast-load")
@@ -117,6 +120,8 @@ class LoadExecutor:
                     phase="load: exchange",
                     error=error,
                 )
+                # An error of this rank takes the place of the messages: `exchange` has raised it on
+                # all ranks. One from here on is raised by the next collective.
                 try:
                     self.nbytes_received += current.unpack()
                 except Exception as caught:
@@ -128,6 +133,7 @@ class LoadExecutor:
         return [t.path for each in self._targets.values() for t in each if t.is_touched]
 
     def _gather_counters(self, error: Exception | None) -> JobReading:
+        # One collective for two things: whether all ranks have read, and what it cost.
         stats = self._snapshot.stats
         counters = _COUNTERS.pack(
             self.nbytes_needed, stats.nbytes_read, self.nbytes_received, stats.opens
@@ -146,6 +152,7 @@ class LoadExecutor:
 
     def _plan(self, requests: ReadRequests, itemsize: IntArray, num_ranks: int) -> ReadPlan:
         manifest, ranks = self._snapshot.manifest, self._control.ranks
+        # Files of ranks that are not here (another layout wrote them) have no preferred reader.
         positions = {rank: i for i, rank in enumerate(ranks)}
         writer = [positions.get(info.writer, -1) for info in manifest.files]
         block = manifest.block_nbytes
@@ -213,6 +220,7 @@ class LoadExecutor:
                 else:
                     current.reads.append(pool.submit(self._read, range(a, b), current))
         except Exception as caught:
+            # Reads that are in flight finish by themselves; the pool waits for them.
             return current, caught
         return current, None
 
@@ -222,7 +230,7 @@ class LoadExecutor:
             return
         try:
             self._read_pieces(numbers, current)
-        except BaseException:
+        except BaseException:  # an interrupt, too, must stop the other threads
             self._has_failed.set()
             raise
 
@@ -230,6 +238,7 @@ class LoadExecutor:
         rows = self._rows[numbers.start : numbers.stop]
         bounds = self._bounds[numbers.start : numbers.stop]
         nbytes = sum(stop - start for start, stop in bounds)
+        # Straight into the target where possible: no copy, and no page of a buffer to touch first.
         direct = self._direct_target(numbers)
         if direct is not None:
             target, start = direct
@@ -244,6 +253,7 @@ class LoadExecutor:
             piece = data[at : at + stop - start]
             if direct is None:
                 self._keep(number, piece)
+            # A piece that is sent is sent from where it lies now, the target included.
             current.pack(int(self._pieces[number]), piece)
             at += stop - start
 
@@ -277,6 +287,7 @@ class LoadExecutor:
 
 def num_reading_threads(num_local_ranks: int) -> int:
     """Threads that read and hash on each of so many ranks of this machine: its cores divided."""
+    # The cores that this process may use, not those of the machine: containers have fewer.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(_MAX_THREADS, cores // max(num_local_ranks, 1)))
 

@@ -69,6 +69,7 @@ class Finder:
         error: Exception | None = None
         payload = b""
         opened: Records | None = None
+        # One rank looks, so that all load the same step, whatever is saved or removed meanwhile.
         if self._groups.control.is_coordinator:
             try:
                 self._groups.require_complete()
@@ -121,7 +122,7 @@ class Finder:
 
         Args:
             failed: Steps that could not be loaded.
-            max_fallbacks: How many damaged ones may be given up; None for any number.
+            max_fallbacks: How many damaged ones may be passed over; None for any number.
             settings: See `find`.
 
         Returns:
@@ -136,6 +137,7 @@ class Finder:
         control = self._groups.control
         if control.is_coordinator:
             try:
+                # The first time, as any load: an empty directory is an error of its own.
                 if not failed:
                     self._choose(None)
                 steps = list_steps(self._storage)
@@ -160,9 +162,11 @@ class Finder:
             directory = step_dir(chosen)
             with ExitStack() as stack:
                 try:
+                    # The lease first, so that what is read cannot be removed.
                     lease = stack.enter_context(read_lease(self._storage, directory))
                     records = read_records(self._storage, directory)
                 except StorageError:
+                    # Still there: then it is unreadable, and was not removed.
                     if not left or save_id_of(self._storage, directory) is not None:
                         raise
                     continue

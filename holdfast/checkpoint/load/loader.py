@@ -67,8 +67,9 @@ class Loader:
         self, state: Mapping[str, object] | None, *, step: int | None, options: LoadOptions
     ) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
-        _check_asked(state, step, options)
+        _check_arguments(state, step, options)
         self._finder.forget()
+        # A load makes many objects that stay: each pass of the garbage collector would visit them.
         with collector_paused():
             if options.max_fallbacks == 0:
                 with ExitStack() as leases:
@@ -101,6 +102,7 @@ class Loader:
             with ExitStack() as leases:
                 return self._load(state, step, options, leases, written)
 
+        # Bounded, because another process may write checkpoints all the time.
         for _ in range(_MAX_CANDIDATES):
             failed_steps = [each.step for each in failed]
             step, present = self._finder.candidate(
@@ -119,6 +121,7 @@ class Loader:
                 failed.append(FellBack(step=step, why=str(error)))
                 continue
             except MismatchError as error:
+                # An older checkpoint may lack what the newest has: no reason to go further back.
                 if not failed:
                     raise
                 raise MismatchError(f"{error} ({describe_fallbacks(failed)})") from error
@@ -286,12 +289,14 @@ class Loader:
             )
         except Exception as caught:
             error = caught
+        # Nothing is sent before all ranks have a plan: a rank without one could not receive.
         control.agree(error, phase="load: plan")
         if executor is None:
             raise CorruptionError("the load could not be planned")
         try:
             job = executor.run()
         except HoldfastError as caught:
+            # Targets are written as bytes arrive, without a second copy of the state in memory.
             touched = executor.touched()
             # Memory made for this load alone is not the caller's.
             written |= set(touched) - {each.path for each in result.tensors if each.is_fresh}
@@ -378,7 +383,7 @@ def _settings(step: int | None, options: LoadOptions) -> dict[str, object]:
     }
 
 
-def _check_asked(state: object, step: int | None, options: LoadOptions) -> None:
+def _check_arguments(state: object, step: int | None, options: LoadOptions) -> None:
     """ConfigError for a state or a step of a wrong type."""
     if state is not None and not isinstance(state, Mapping):
         raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")

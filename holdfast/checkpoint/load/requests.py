@@ -143,6 +143,7 @@ def gather_requests(tables: Sequence[BoxTable]) -> tuple[ReadRequests, list[IntA
 
 def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> BoxTable:
     """The boxes of one rank's requests, one row for each of their local tensors, in order."""
+    # As wide as the widest tensor of the checkpoint, so that tables of all ranks fit together.
     shapes = [info.shape for info in manifest.tensors]
     num_dims = max(1, max(map(len, shapes), default=1))
     counts = np.fromiter((len(each.locals) for each in requests), np.int64, len(requests))
@@ -181,6 +182,7 @@ def encode_request(
     used: dict[str, bytes | None] = {}
     by_source: dict[str, list[np.ndarray]] = {}
     for each in parts:
+        # Only closed parts have unexpected entries: others are given everything that is stored.
         if is_closed(each.part):
             paths = leaf_paths(each.node, each.name, codecs)
             touched = map(result.touched.__contains__, paths)
@@ -220,6 +222,7 @@ def find_unexpected(
         all     1 1 1 0    the last entry is unexpected
     """
     unexpected = []
+    # A source that is no part is a branch of one, given with `FromPart`.
     branches = {source for request in requests for source in request.used} - parts.keys()
     for source in (*parts, *sorted(branches)):
         used = [request.used[source] for request in requests if source in request.used]
@@ -247,6 +250,8 @@ def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[Take
         uses: What the matcher met.
         nodes: The stored trees of the parts it requests, by name.
     """
+    # Nodes have no names that other ranks know: they are numbered in stored order, which is equal
+    # on all ranks because they decode the same manifest.
     if not uses:
         return []
     numbers = {
@@ -262,6 +267,7 @@ def find_dropped(
     parts: Mapping[str, Node], taken: Sequence[TakenLabels], *, allow: Sequence[str]
 ) -> list[str]:
     """Paths of stored coordinates that no rank loads; MismatchError where that is not allowed."""
+    # A value counts as lost only if it is lost on all ranks together.
     by_node: dict[tuple[str, int], list[TakenLabels]] = {}
     for each in taken:
         by_node.setdefault((each.part, each.number), []).append(each)
@@ -306,6 +312,7 @@ def check_consistency(
     for rank, own in zip(ranks, checks, strict=True):
         for check in own:
             by_label.setdefault((check.what, check.label), []).append((rank, check))
+    # By certainty: an error where sharing is declared, a warning where it is only likely.
     sentences: dict[bool, list[str]] = {True: [], False: []}
     for (what, label), held in by_label.items():
         if len({check.digest for _, check in held}) > 1:

@@ -223,6 +223,7 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """
     start = np.array([each.data_ptr() for each in tensors], dtype=np.int64)
     stop = start + np.array([_span(each) for each in tensors], dtype=np.int64)
+    # `reach` is where everything up to a tensor ends, by first byte: one pass finds neighbours.
     order = np.lexsort((stop, start))
     reach = np.maximum.accumulate(stop[order])
     # A cluster begins where everything before has ended; within one, ranges overlap.
@@ -291,6 +292,7 @@ def _runs_of(tensor: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
     nbytes = size
     outer: list[tuple[int, int]] = []
     for step, n in dims:
+        # Dims from the smallest step on join the run as long as there is no gap.
         if step == nbytes and not outer:
             nbytes *= n
         else:
@@ -320,6 +322,7 @@ def _common_bytes_by_map(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | N
             (tensor.data_ptr() - base) // unit,
         )
         if view.any():
+            # Some earlier one has marked it; which one is found by marking each alone.
             return next(i for i, other in enumerate(views) if _meet(other, view, taken)), number
         view.fill_(1)
         num_taken += view.numel()

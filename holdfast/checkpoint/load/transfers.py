@@ -94,6 +94,7 @@ class RankTransfers:
         requests, request = plan.requests, plan.overlaps.request[plan.overlap]
         reader = plan.reader[plan.piece]
         box, _ = enumerate_ranges(np.diff(requests.rank_ptr))
+        # By box, because a table of (rank, box) would grow with the number of ranks.
         is_requested = np.zeros(len(requests.boxes), dtype=np.bool_)
         is_requested[box[requests.rank == position]] = True
         reads, needs = reader == position, is_requested[request]
@@ -117,6 +118,7 @@ class RankTransfers:
 
     def strided_copies(self, piece: int, overlap: int) -> list[StridedCopy]:
         """The copies of a transfer that is not one run, in the order in which they are packed."""
+        # Needed for the size, to pack and to unpack: worked out once. Two threads may do it twice.
         copies = self._copies.get((piece, overlap))
         if copies is None:
             start, stop = int(self.plan.start[piece]), int(self.plan.stop[piece])
@@ -127,6 +129,7 @@ class RankTransfers:
     def _in_messages(self, chosen: IntArray, peer: IntArray) -> Transfers:
         plan = self.plan
         rounds = plan.round[plan.piece[chosen]]
+        # The one order that both sides sort by; whatever it is, it must not depend on the rank.
         order = np.lexsort((plan.overlap[chosen], plan.piece[chosen], peer, rounds))
         return self._columns(chosen[order], peer[order])
 
@@ -205,6 +208,7 @@ class Round:
         Call it when every piece of the round has been packed.
         """
         messages = []
+        # The order of `_prepare_receives` on the other side.
         for peer, numbers, buffer in self._packed_out:
             messages.append((peer, _tensor(buffer)))
             messages += [
@@ -218,6 +222,7 @@ class Round:
         for number, buffer in self._by_piece.get(piece, ()):
             at, nbytes = int(sent.at[number]), int(sent.nbytes[number])
             source = int(sent.source[number])
+            # Threads write to disjoint bytes of a message, hence without a lock.
             if buffer is None:
                 self._large_out[number] = data[source : source + nbytes]
             elif sent.is_run[number]:
@@ -242,6 +247,7 @@ class Round:
                 if data is None:
                     data = self._packed_in[peer][at : at + nbytes]
                 elif _takes_as_it_is(targets):
+                    # It has been received into its place.
                     continue
                 for target in targets:
                     target.put(start, data)
@@ -261,6 +267,7 @@ class Round:
         shared: dict[bytes, memoryview] = {}
         for peer, numbers in sent.by_peer():
             is_large = sent.is_large[numbers.start : numbers.stop]
+            # In a group of replicas all peers get the same: one buffer instead of one for each.
             small = numbers.start + np.flatnonzero(~is_large)
             content = np.stack([sent.piece[small], sent.overlap[small]]).tobytes()
             if content not in shared:
@@ -279,12 +286,14 @@ class Round:
         received = self._incoming
         for peer, numbers in received.by_peer():
             is_large = received.is_large[numbers.start : numbers.stop]
+            # A packed message comes first even if it is empty, so that both sides count alike.
             nbytes = np.where(is_large, 0, received.nbytes[numbers.start : numbers.stop])
             self._packed_in[peer] = host_memory(int(nbytes.sum()))
             self.receives.append((peer, _tensor(self._packed_in[peer])))
             for number in (numbers.start + np.flatnonzero(is_large)).tolist():
                 at, size = int(received.target[number]), int(received.nbytes[number])
                 targets = self._targets[int(received.request[number])]
+                # With several targets it is copied to each when it has arrived.
                 direct = _takes_as_it_is(targets)
                 data = targets[0].region(at, at + size) if direct else host_memory(size)
                 self.receives.append((peer, _tensor(data)))
