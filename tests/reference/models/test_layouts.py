@@ -18,6 +18,7 @@ from holdfast.reference.train.update import make_update
 from tests.harness import RankContext, run_ranks
 
 Parameters = dict[str, Tensor]
+NUM_STEPS = 4
 ROWS = 8
 DENSE: dict[str, Any] = {"num_layers": 4, "model_dim": 32, "num_heads": 4}
 MOE: dict[str, Any] = {**DENSE, "feeds": "de", "num_experts": 4, "expert_dim": 16}
@@ -92,9 +93,7 @@ ON_EIGHT = (
 )
 
 
-def train(
-    case: Case, groups: ProcessGroups, *, optimizer: str, dtype: torch.dtype, num_steps: int
-) -> Parameters:
+def train(case: Case, groups: ProcessGroups, *, optimizer: str, dtype: torch.dtype) -> Parameters:
     model = ParallelGPT(
         GPTConfig(**case.model),
         groups=groups,
@@ -107,7 +106,7 @@ def train(
     update = make_update(model, optim=optim, scaler=None)
     share = ROWS // groups.size("dp")
     first = groups.index("dp") * share
-    for step in range(num_steps):
+    for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(step)
         rows = torch.randint(256, (ROWS, 17), generator=generator)[first : first + share]
         found = model.forward_backward(
@@ -132,7 +131,6 @@ def distances(
     cases: tuple[Case, ...],
     optimizers: tuple[str, ...],
     dtype: torch.dtype,
-    num_steps: int,
     references: dict[str, Parameters],
 ) -> dict[str, float]:
     """The largest difference of any parameter from the one-process model's, by case."""
@@ -143,7 +141,7 @@ def distances(
             continue
         with ProcessGroups.create(layout) as groups:
             for optimizer in optimizers:
-                split = train(case, groups, optimizer=optimizer, dtype=dtype, num_steps=num_steps)
+                split = train(case, groups, optimizer=optimizer, dtype=dtype)
                 alone = references[key_of(case, optimizer)]
                 assert split.keys() <= alone.keys()
                 found[f"{number} {case.layout} {optimizer}"] = max(
@@ -158,7 +156,6 @@ def check(
     *optimizers: str,
     dtype: torch.dtype,
     bound: float,
-    num_steps: int = 4,
 ) -> None:
     references = {
         key_of(case, name): train(
@@ -166,13 +163,12 @@ def check(
             ProcessGroups.single(),
             optimizer=name,
             dtype=dtype,
-            num_steps=num_steps,
         )
         for case in {str(case.model): case for case in cases}.values()
         for name in optimizers
     }
     results = run_ranks(
-        num_ranks, distances, cases, optimizers, dtype, num_steps, references, timeout_s=300
+        num_ranks, distances, cases, optimizers, dtype, references, timeout_s=300
     ).results
     assert len({name for found in results for name in found}) == len(cases) * len(optimizers)
     for found in results:
@@ -181,11 +177,11 @@ def check(
 
 def test_some_products_of_axes_train_like_one_process() -> None:
     cases = (ON_FOUR[0], *ON_FOUR[2:4])
-    check(4, cases, "sgd", dtype=torch.float32, bound=1e-6, num_steps=2)
+    check(4, cases, "sgd", dtype=torch.float32, bound=1e-6)
 
 
 def test_all_axes_together_train_like_one_process() -> None:
-    check(8, ON_EIGHT[:1], "sgd", dtype=torch.float32, bound=1e-6, num_steps=2)
+    check(8, ON_EIGHT[:1], "sgd", dtype=torch.float32, bound=1e-6)
 
 
 @pytest.mark.slow
