@@ -55,11 +55,8 @@ class TensorNames(msgspec.Struct, frozen=True):
     homes: tuple[int, ...]
 
 
-class _EncodedClaims(msgspec.Struct, frozen=True, array_like=True):
-    names_digest: str
-    boxes: PackedBoxes
-    replica_set: bytes
-    replica_sets: tuple[ReplicaSet, ...]
+_ClaimsMessage = tuple[str, PackedBoxes, bytes, tuple[ReplicaSet, ...]]
+"""Digest of the names, boxes, replica set of each row, replica sets."""
 
 
 def claims_of(flat: FlatState) -> tuple[RankClaims, list[torch.Tensor]]:
@@ -135,14 +132,13 @@ def layout_info(layout: Layout) -> LayoutInfo:
 
 def encode_claims(claims: RankClaims) -> bytes:
     """The claims as bytes, with only the digest of their names; equal claims give equal bytes."""
-    return msgspec.msgpack.encode(
-        _EncodedClaims(
-            names_digest=digest128(claims.names),
-            boxes=pack_boxes(claims),
-            replica_set=pack_ints(claims.replica_set),
-            replica_sets=claims.replica_sets,
-        )
+    message: _ClaimsMessage = (
+        digest128(claims.names),
+        pack_boxes(claims),
+        pack_ints(claims.replica_set),
+        claims.replica_sets,
     )
+    return msgspec.msgpack.encode(message)
 
 
 def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> RankClaims:
@@ -157,15 +153,17 @@ def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Rank
         PlanError: The bytes are no claims, or their names are missing; the rank is named.
     """
     try:
-        encoded = msgspec.msgpack.decode(data, type=_EncodedClaims)
-        boxes = unpack_boxes(encoded.boxes)
+        digest, packed, replica_set, replica_sets = msgspec.msgpack.decode(
+            data, type=_ClaimsMessage
+        )
+        boxes = unpack_boxes(packed)
         return RankClaims(
             tensor=boxes.tensor,
             offset=boxes.offset,
             extent=boxes.extent,
-            names=names[encoded.names_digest],
-            replica_set=unpack_ints(encoded.replica_set),
-            replica_sets=encoded.replica_sets,
+            names=names[digest],
+            replica_set=unpack_ints(replica_set),
+            replica_sets=replica_sets,
         )
     except (msgspec.DecodeError, LookupError, ValueError) as error:
         raise PlanError(f"rank {rank} sent claims that cannot be read: {error!r}") from error
