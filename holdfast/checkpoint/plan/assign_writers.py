@@ -58,6 +58,7 @@ class HeldBoxes:
         """(num_ranks,) bytes of the boxes that only one rank holds."""
         alone = self.num_holders == 1
         loads = np.zeros(self.num_ranks, dtype=np.int64)
+        # Not `loads[...] += ...`, which would count a rank that is named twice only once.
         np.add.at(loads, self.holders[self.holder_ptr[:-1][alone]], self.nbytes[alone])
         return loads
 
@@ -69,6 +70,9 @@ class HeldBoxes:
         # A set is identified by the wrapping sum of a hash of its members: no Python per box.
         words = np.add.reduceat(mix_columns(self.holders[:, None]), self.holder_ptr[:-1])
         _, sets = np.unique(words[shared], return_inverse=True)
+        # Small sets first: they have the least choice. Large boxes first: small ones then even out
+        # what the large ones have left. The box number last, so that the order of equal boxes never
+        # depends on how NumPy sorts.
         order = np.lexsort((shared, -self.nbytes[shared], sets, self.num_holders[shared]))
         ends = np.flatnonzero(np.diff(sets[order])) + 1
         yield from np.split(shared[order], ends)
@@ -121,6 +125,8 @@ def _assign_whole(held: HeldBoxes, groups: Sequence[IntArray]) -> tuple[IntArray
     for group in groups:
         positions = held.holders_of(int(group[0]))
         # All boxes of a group have the same holders, so that one heap serves them.
+        # The position is part of the entry: of equally loaded holders the first one writes, on
+        # every machine.
         heap = [(int(loads[p]), at) for at, p in enumerate(positions.tolist())]
         heapq.heapify(heap)
         chosen = np.zeros(len(group), dtype=np.int64)
@@ -150,6 +156,7 @@ def _assign_by_quotas(
     again, pieces = writer.copy(), []
     for group, quota in zip(groups, quotas, strict=True):
         pieces += _cut(held, group, quota, smallest, again)
+    # Quotas are real numbers and boxes are not: what was rounded may be worse than whole boxes.
     if _loads(held, again, pieces).max() < loads.max():
         return again, pieces
     return writer, []
@@ -177,6 +184,8 @@ def _cut(
     for box in group.tolist():
         nbytes = int(held.nbytes[box])
         left, at = -heap[0][0], heap[0][1]
+        # Over the quota by less than the smallest piece: cutting would leave a piece smaller than
+        # that.
         if nbytes <= left + smallest or nbytes < 2 * smallest:
             writer[box] = at
             heapq.heapreplace(heap, (float(nbytes) - left, at))
@@ -238,6 +247,7 @@ def _assignment(held: HeldBoxes, writer: IntArray, pieces: Sequence[_Piece]) -> 
     extent = held.extent[whole]
     cut = np.array([(box, holder) for box, holder, _ in pieces], dtype=np.int64).reshape(-1, 2)
     shape = (len(pieces), held.extent.shape[1])
+    # With the shape given, since without pieces the arrays would have no second axis.
     offsets = np.array([piece.offset for _, _, piece in pieces], dtype=np.int64).reshape(shape)
     extents = np.array([piece.shape for _, _, piece in pieces], dtype=np.int64).reshape(shape)
     return WriterAssignment(

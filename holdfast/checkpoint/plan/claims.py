@@ -35,6 +35,8 @@ UNDECLARED = -1
 class RankClaims(BoxTable):
     """What one rank holds: a row for each box, `tensor` numbered as in `names`."""
 
+    # As bytes, because most ranks have the same names: equal ones are compared and sent by digest,
+    # and decoded once.
     names: bytes
     """Encoded `TensorNames`; equal bytes on ranks that hold the same tensors."""
     replica_set: IntArray
@@ -78,6 +80,8 @@ def claims_of(flat: FlatState) -> tuple[RankClaims, list[torch.Tensor]]:
     sources: list[torch.Tensor] = []
     for number, leaf in enumerate(leaves):
         declared = UNDECLARED
+        # Numbered in the order of first use, so that equal states give equal bytes, hence
+        # signatures.
         if leaf.replica_set is not None:
             declared = replica_sets.setdefault(leaf.replica_set, len(replica_sets))
         for box, local in claimed_boxes(leaf):
@@ -125,6 +129,8 @@ def same_claims(one: TensorLeaf, other: TensorLeaf) -> bool:
 
 def layout_info(layout: Layout) -> LayoutInfo:
     """A layout as the manifest keeps it."""
+    # Spelled out, because the manifest keeps them: a new field of `Layout` must not change the
+    # format by itself.
     names = ("tp", "cp", "ep", "dp", "pp", "expt_tp", "replicas")
     axes = {name: getattr(layout, name) for name in names}
     return LayoutInfo(name=layout.name, axes=axes, order=layout.order, ranks=list(layout.ranks))
@@ -196,6 +202,8 @@ def read_claims_messages(
         except (msgspec.DecodeError, ValueError) as error:
             raise PlanError(f"rank {rank} sent claims that cannot be read: {error}") from error
         claims.append(own)
+        # Filed by what the bytes hash to here, not by what the sender says: names cannot be mixed
+        # up.
         if own_names:
             names[digest128(own_names)] = own_names
     return claims, names
@@ -212,4 +220,5 @@ def signature(encoded: bytes, *, choices: Sequence[str]) -> str:
     Covers everything that decides what is stored and by whom: the encoded claims (names by digest:
     keys, dtypes, shapes, layouts; boxes, replica sets) and `choices` (layout and storage options).
     """
+    # The claims are hashed first, so that a choice cannot be mistaken for a part of them.
     return digest128("\0".join([digest128(encoded), *choices]).encode())

@@ -111,12 +111,8 @@ def unlock_pages(address: int, *, cuda: Any = None) -> None:
         cuda.cudart().cudaHostUnregister(address)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSlice:
-    """Consecutive rows of an image: `rows` in plan numbering, and the byte where they end."""
-
-    rows: tuple[int, ...]
-    end: int
+ImageSlice = tuple[tuple[int, ...], int]
+"""Consecutive rows of an image, in plan numbering, and the byte where they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +190,7 @@ def prepare_staging(
         starts=image.starts,
         row_nbytes=nbytes,
         slices=slices,
-        whole=ImageSlice(rows=tuple(row for each in slices for row in each.rows), end=image.nbytes),
+        whole=(tuple(row for rows, _ in slices for row in rows), image.nbytes),
     )
 
 
@@ -207,7 +203,7 @@ def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tup
     while first < len(order):
         stop = min(int(np.searchsorted(ends, begin + limit)) + 1, len(order))
         begin = int(ends[stop - 1]) if stop < len(order) else end
-        slices.append(ImageSlice(rows=tuple(order[first:stop].tolist()), end=begin))
+        slices.append((tuple(order[first:stop].tolist()), begin))
         first = stop
     return tuple(slices)
 
@@ -264,8 +260,8 @@ def _copied(
     try:
         for copier in on_their_own:
             copier.begin()
-        for part in slices:
-            in_flight.append((part.end, _enqueue(staging, sources, part, used)))
+        for rows, end in slices:
+            in_flight.append((end, _enqueue(staging, sources, rows, used)))
             while in_flight and all(event.query() for event in in_flight[0][1]):
                 yield in_flight.popleft()[0]
         for end, events in in_flight:
@@ -288,21 +284,22 @@ def devices_of(sources: Sequence[torch.Tensor]) -> list[torch.device]:
 def _enqueue(
     staging: Staging,
     sources: Sequence[torch.Tensor],
-    part: ImageSlice,
+    rows: Sequence[int],
     copiers: Mapping[torch.device, CudaCopier | None],
 ) -> list[Any]:
-    """Copy or enqueue one slice; an event for each copier that has a part in it."""
+    """Copy or enqueue the rows of one slice; an event for each copier that has a part in it."""
     by_device: dict[torch.device, list[int]] = {}
     if len(copiers) == 1:
-        by_device = {device: list(part.rows) for device in copiers}
+        by_device = {device: list(rows) for device in copiers}
     else:
-        for row in part.rows:
+        for row in rows:
             by_device.setdefault(sources[row].device, []).append(row)
     events = []
-    for device, rows in by_device.items():
-        if not rows:
+    for device, own_rows in by_device.items():
+        if not own_rows:
             continue
-        targets, own = [staging.destinations[row] for row in rows], [sources[row] for row in rows]
+        targets = [staging.destinations[row] for row in own_rows]
+        own = [sources[row] for row in own_rows]
         copier = copiers[device]
         if copier is None:
             copy_now(targets, own)
