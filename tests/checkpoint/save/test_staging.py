@@ -91,8 +91,8 @@ def test_slices_are_the_image_in_order(sizes: list[int], limit: int) -> None:
     """Every row once; each slice holds exactly the bytes between the ends; none too small."""
     sources = [torch.zeros(n, dtype=torch.uint8 if n % 3 else torch.int32) for n in sizes]
     staging, _ = lay_out(SharedMemory(), sources, slice_nbytes=limit)
-    rows = [row for rows, _ in staging.slices for row in rows]
-    assert sorted(rows) == list(range(len(sizes)))
+    all_rows = [row for rows, _ in staging.slices for row in rows]
+    assert sorted(all_rows) == list(range(len(sizes)))
     begin = len(staging.image.header)
     for number, (rows, end) in enumerate(staging.slices):
         for row in rows:
