@@ -30,7 +30,6 @@ def _words(data: bytes) -> WordArray:
 
 def build_index(plan: CommitPlan, records: list[DoneRecord]) -> ChunkIndex:
     """Where every planned chunk is; PlanError where what was written is not what was planned."""
-    """Join the plan's rows with the writers' records; every row must be accounted for."""
     planned = plan.row_nbytes
     starts = np.zeros(plan.num_rows, dtype=np.int64)
     counts = np.zeros(plan.num_rows, dtype=np.int64)

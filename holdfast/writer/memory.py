@@ -7,19 +7,9 @@ import ctypes
 import logging
 import mmap
 import os
-from typing import Protocol
+from collections.abc import Callable
 
 from holdfast.errors import StorageError
-
-
-class PageLock(Protocol):
-    """Keeps host memory from being moved, so that a device can copy into it by itself."""
-
-    def lock(self, address: int, nbytes: int) -> str:
-        """Page-lock memory; empty if that was done, else why it was refused."""
-
-    def unlock(self, address: int) -> None:
-        """Undo `lock`; needed before the memory is unmapped."""
 
 
 class SharedMemory:
@@ -41,13 +31,13 @@ class SharedMemory:
         self.token = object()
         self.num_allocations = 0
         self._map: mmap.mmap | None = None
-        self._pages: PageLock | None = None
+        self._unlock: Callable[[int], None] | None = None
         self._is_refused = False
 
     @property
     def is_locked(self) -> bool:
         """Whether the memory is page-locked."""
-        return self._pages is not None
+        return self._unlock is not None
 
     def reserve(self, nbytes: int) -> memoryview:
         """A writable view of the first `nbytes` bytes; StorageError when memory is short."""
@@ -68,15 +58,19 @@ class SharedMemory:
             self.num_allocations += 1
         return memoryview(self._map)[:nbytes]
 
-    def lock(self, pages: PageLock) -> None:
+    def lock(self, lock: Callable[[int, int], str], unlock: Callable[[int], None]) -> None:
         """Page-lock the memory held, for as long as it is; nothing where it is already.
 
-        A refusal is logged once as a warning, and saves go on: copies from a device are then slower
-        and hold the caller for longer.
+        A device can then copy into it by itself. A refusal is logged once as a warning, and saves
+        go on: copies from a device are then slower and hold the caller for longer.
+
+        Args:
+            lock: called with address and size in bytes; returns why it refuses, or nothing.
+            unlock: called with the address before the memory is unmapped.
         """
-        if self._map is None or self._pages is not None or self._is_refused:
+        if self._map is None or self._unlock is not None or self._is_refused:
             return
-        why = pages.lock(self._address(self._map), self.nbytes)
+        why = lock(self._address(self._map), self.nbytes)
         if why:
             self._is_refused = True
             logging.getLogger("holdfast").warning(
@@ -86,14 +80,14 @@ class SharedMemory:
                 why,
             )
         else:
-            self._pages = pages
+            self._unlock = unlock
 
     def close(self) -> None:
         """Give the memory back; views must not be used afterwards."""
         if self._map is not None:
-            if self._pages is not None:
-                self._pages.unlock(self._address(self._map))
-                self._pages = None
+            if self._unlock is not None:
+                self._unlock(self._address(self._map))
+                self._unlock = None
             # The memory goes when the last view of it does.
             with contextlib.suppress(BufferError):
                 self._map.close()

@@ -12,10 +12,12 @@ import torch
 from holdfast import Checkpointer, PosixStorage, Stored
 from holdfast.checkpoint.save.staging import (
     Copiers,
-    CudaPageLock,
     content_digest,
+    copier_of,
+    lock_pages,
     prepare_staging,
     stage,
+    unlock_pages,
 )
 from holdfast.format.image import ImageEntry, layout_image
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
@@ -127,14 +129,16 @@ def test_staging_memory_is_page_locked_and_copies_into_it_are_asynchronous() -> 
         ImageEntry(name=f"t{i}", dtype=TORCH_TO_NAME[s.dtype], shape=tuple(s.shape))
         for i, s in enumerate(sources)
     ]
-    memory, copiers, pages = SharedMemory(), Copiers(), CudaPageLock()
+    memory = SharedMemory()
+    copiers: Copiers = {}
     staging = prepare_staging(memory, layout_image(entries), sources)
     assert not staging.destinations[0].is_pinned()
-    memory.lock(pages)
+    memory.lock(lock_pages, unlock_pages)
     assert memory.is_locked
     assert memory.nbytes % mmap.PAGESIZE == 0
     assert all(target.is_pinned() for target in staging.destinations)
-    copier = copiers.of(torch.device("cuda", torch.cuda.current_device()))
+    copier = copier_of(torch.device("cuda", torch.cuda.current_device()), copiers)
+    assert copier is not None
     torch.cuda._sleep(10 * _SLEEP_CYCLES)
     copier.begin()
     mark = copier.copy(staging.destinations[:1], sources[:1])
@@ -153,13 +157,15 @@ def test_a_refusal_is_a_warning_and_leaves_the_device_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The memory is locked already: the second lock of it is refused by the driver itself."""
-    memory, pages = SharedMemory(), CudaPageLock()
+    memory = SharedMemory()
     memory.reserve(1 << 20)
-    memory.lock(pages)
-    real = CudaPageLock.lock
+    memory.lock(lock_pages, unlock_pages)
     first = memory._address(memory._map) if memory._map is not None else 0
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="holdfast"):
-        patch.setattr(CudaPageLock, "lock", lambda self, address, n: real(self, first, 1 << 20))
+        patch.setattr(
+            "holdfast.checkpoint.save.executor.lock_pages",
+            lambda address, nbytes: lock_pages(first, 1 << 20),
+        )
         x = torch.arange(1000.0, device="cuda")
         with Checkpointer(tmp_path) as checkpointer:
             for step in (1, 2):

@@ -9,11 +9,10 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.arrays.boxes import flat_range_boxes
+from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.arrays.mixing import mix_columns
 from holdfast.arrays.types import BoolArray, FloatArray, IntArray
 from holdfast.arrays.water_filling import fill_groups
@@ -59,6 +58,7 @@ class HeldBoxes:
         """(num_ranks,) bytes of the boxes that only one rank holds."""
         alone = self.num_holders == 1
         loads = np.zeros(self.num_ranks, dtype=np.int64)
+        # Not `loads[...] += ...`, which would count a rank that is named twice only once.
         np.add.at(loads, self.holders[self.holder_ptr[:-1][alone]], self.nbytes[alone])
         return loads
 
@@ -70,6 +70,9 @@ class HeldBoxes:
         # A set is identified by the wrapping sum of a hash of its members: no Python per box.
         words = np.add.reduceat(mix_columns(self.holders[:, None]), self.holder_ptr[:-1])
         _, sets = np.unique(words[shared], return_inverse=True)
+        # Small sets first: they have the least choice. Large boxes first: small ones then even out
+        # what the large ones have left. The box number last, so that the order of equal boxes never
+        # depends on how NumPy sorts.
         order = np.lexsort((shared, -self.nbytes[shared], sets, self.num_holders[shared]))
         ends = np.flatnonzero(np.diff(sets[order])) + 1
         yield from np.split(shared[order], ends)
@@ -92,17 +95,8 @@ class WriterAssignment:
     """(m, d) of the piece."""
 
 
-class _Piece(NamedTuple):
-    """The share of one holder in a box that is cut: slabs [start, stop) of it.
-
-    The slabs are the entries of the box's first `depth` dims, in row-major order.
-    """
-
-    box: int
-    holder: int
-    depth: int
-    start: int
-    stop: int
+_Piece = tuple[int, int, Box]
+"""A box that is cut, the number of a holder, and what of the box that holder writes."""
 
 
 def assign_writers(held: HeldBoxes) -> WriterAssignment:
@@ -131,6 +125,8 @@ def _assign_whole(held: HeldBoxes, groups: Sequence[IntArray]) -> tuple[IntArray
     for group in groups:
         positions = held.holders_of(int(group[0]))
         # All boxes of a group have the same holders, so that one heap serves them.
+        # The position is part of the entry: of equally loaded holders the first one writes, on
+        # every machine.
         heap = [(int(loads[p]), at) for at, p in enumerate(positions.tolist())]
         heapq.heapify(heap)
         chosen = np.zeros(len(group), dtype=np.int64)
@@ -160,6 +156,7 @@ def _assign_by_quotas(
     again, pieces = writer.copy(), []
     for group, quota in zip(groups, quotas, strict=True):
         pieces += _cut(held, group, quota, smallest, again)
+    # Quotas are real numbers and boxes are not: what was rounded may be worse than whole boxes.
     if _loads(held, again, pieces).max() < loads.max():
         return again, pieces
     return writer, []
@@ -187,12 +184,14 @@ def _cut(
     for box in group.tolist():
         nbytes = int(held.nbytes[box])
         left, at = -heap[0][0], heap[0][1]
+        # Over the quota by less than the smallest piece: cutting would leave a piece smaller than
+        # that.
         if nbytes <= left + smallest or nbytes < 2 * smallest:
             writer[box] = at
             heapq.heapreplace(heap, (float(nbytes) - left, at))
             continue
         depth, num_slabs = _slabs(held.extent[box], nbytes, smallest)
-        slab_nbytes = nbytes / num_slabs
+        shape, slab_nbytes = tuple(held.extent[box].tolist()), nbytes / num_slabs
         start = 0
         while start < num_slabs:
             left, at = -heap[0][0], heap[0][1]
@@ -201,7 +200,10 @@ def _cut(
             # A rest too small for a piece of its own goes to this one.
             if (rest - count) * slab_nbytes < smallest:
                 count = rest
-            pieces.append(_Piece(box, at, depth, start, start + count))
+            # A range of slabs is no box where it begins or ends inside a row of them.
+            for piece in flat_range_boxes(shape[:depth], start, start + count):
+                inner = (0,) * (len(shape) - depth)
+                pieces.append((box, at, Box(piece.offset + inner, piece.shape + shape[depth:])))
             heapq.heapreplace(heap, (count * slab_nbytes - left, at))
             start += count
     return pieces
@@ -227,41 +229,30 @@ def _loads(held: HeldBoxes, writer: IntArray, pieces: Sequence[_Piece]) -> Float
     whole = _uncut(writer, pieces)
     position = held.holders[held.holder_ptr[:-1] + writer]
     np.add.at(loads, position[whole], held.nbytes[whole])
-    for piece in pieces:
-        num_slabs = math.prod(held.extent[piece.box][: piece.depth].tolist())
-        nbytes = held.nbytes[piece.box] * (piece.stop - piece.start) / num_slabs
-        loads[held.holders[held.holder_ptr[piece.box] + piece.holder]] += nbytes
+    for box, holder, piece in pieces:
+        itemsize = int(held.nbytes[box]) // math.prod(held.extent[box].tolist())
+        loads[held.holders[held.holder_ptr[box] + holder]] += piece.numel * itemsize
     return loads
 
 
 def _uncut(writer: IntArray, pieces: Sequence[_Piece]) -> BoolArray:
     """(n,) whether a box is written whole."""
     whole = np.ones(len(writer), dtype=np.bool_)
-    whole[[piece.box for piece in pieces]] = False
+    whole[[box for box, _, _ in pieces]] = False
     return whole
 
 
 def _assignment(held: HeldBoxes, writer: IntArray, pieces: Sequence[_Piece]) -> WriterAssignment:
     whole = np.flatnonzero(_uncut(writer, pieces))
     extent = held.extent[whole]
-    rows: list[tuple[int, int]] = []
-    offsets: list[tuple[int, ...]] = []
-    extents: list[tuple[int, ...]] = []
-    for piece in pieces:
-        shape = tuple(held.extent[piece.box].tolist())
-        inner = shape[piece.depth :]
-        # A range of slabs is no box where it begins or ends inside a row of them.
-        for box in flat_range_boxes(shape[: piece.depth], piece.start, piece.stop):
-            rows.append((piece.box, piece.holder))
-            offsets.append(box.offset + (0,) * len(inner))
-            extents.append(box.shape + inner)
-    cut = np.array(rows, dtype=np.int64).reshape(-1, 2)
-    shape_of_cut = (len(rows), held.extent.shape[1])
+    cut = np.array([(box, holder) for box, holder, _ in pieces], dtype=np.int64).reshape(-1, 2)
+    shape = (len(pieces), held.extent.shape[1])
+    # With the shape given, since without pieces the arrays would have no second axis.
+    offsets = np.array([piece.offset for _, _, piece in pieces], dtype=np.int64).reshape(shape)
+    extents = np.array([piece.shape for _, _, piece in pieces], dtype=np.int64).reshape(shape)
     return WriterAssignment(
         box=np.concatenate([whole, cut[:, 0]]),
         holder=np.concatenate([writer[whole], cut[:, 1]]),
-        offset=np.concatenate(
-            [np.zeros_like(extent), np.array(offsets, dtype=np.int64).reshape(shape_of_cut)]
-        ),
-        extent=np.concatenate([extent, np.array(extents, dtype=np.int64).reshape(shape_of_cut)]),
+        offset=np.concatenate([np.zeros_like(extent), offsets]),
+        extent=np.concatenate([extent, extents]),
     )

@@ -74,6 +74,7 @@ class PlanCache:
             return plan if same else Rejected("the structure of the state has changed")
         if compare_all in self._looked:
             return Rejected("no plan was made yet")
+        # Before reading: a file that cannot be read must not be tried again with each save.
         self._looked.add(compare_all)
         path = self._path(compare_all)
         try:
@@ -81,6 +82,7 @@ class PlanCache:
                 return Rejected("no plan is kept")
             result = self._plan_again(path, local, compare_all)
         except (HoldfastError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # Anything may be in the file. It may never cost more than a plan, let alone the save.
             result = Rejected(f"it cannot be read: {error}")
         if isinstance(result, Rejected):
             _LOG.info("the plan in %s is not used: %s", path, result.reason)
@@ -96,6 +98,7 @@ class PlanCache:
         """
         same = {k: p for k, p in self._plans.items() if p.signature == plan.signature}
         self._plans = same | {plan.compare_all: plan}
+        # What an earlier run has kept already need not be written again.
         if claims is not None and self._kept.get(plan.compare_all) != plan.plan_digest:
             self._to_keep[plan.plan_digest] = claims
 
@@ -120,7 +123,10 @@ class PlanCache:
             self._storage.make_dir(PLANS_DIR, durable=False)
             self._storage.replace_file(path, data, durable=False)
             others = [f"{PLANS_DIR}/{name}" for name in self._storage.list(PLANS_DIR)]
+            # Files of other layouts stay useful to runs that return to them, hence by age and not
+            # all.
             by_age = sorted((self._storage.age_s(each), each) for each in others if each != path)
+            # From 2, as the file just written is the first and is not in the list.
             for number, (age_s, each) in enumerate(by_age, start=2):
                 unnamed = each.startswith(f"{PLANS_DIR}/.tmp-") and age_s > _STALE_S
                 if unnamed or number > _MAX_FILES:
@@ -136,6 +142,7 @@ class PlanCache:
 
     def _plan_again(self, path: str, local: LocalState, compare_all: bool) -> RankPlan | Rejected:
         control = self._groups.control
+        # Looked at before it is read, since a file of any size may be there.
         if self._storage.size(path) > MAX_NBYTES:
             return Rejected("it is larger than any plan")
         data = unsqueeze(self._storage.read(path))
@@ -145,6 +152,8 @@ class PlanCache:
         if len(claims) != control.size:
             return Rejected(f"it is of {len(claims)} ranks, these are {control.size}")
         encoded, names = read_claims_messages(claims, control.ranks)
+        # Each rank compares its own entry. All entries are proven once the ranks agree on the
+        # digest of the plan, which is made from all of them.
         if encoded[control.index] != local.encoded or names.get(local.names) != local.table.names:
             return Rejected(f"what rank {control.rank} holds has changed")
         commit, shares = plan_from_claims(

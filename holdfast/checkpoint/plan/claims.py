@@ -35,6 +35,8 @@ UNDECLARED = -1
 class RankClaims(BoxTable):
     """What one rank holds: a row for each box, `tensor` numbered as in `names`."""
 
+    # As bytes, because most ranks have the same names: equal ones are compared and sent by digest,
+    # and decoded once.
     names: bytes
     """Encoded `TensorNames`; equal bytes on ranks that hold the same tensors."""
     replica_set: IntArray
@@ -55,11 +57,8 @@ class TensorNames(msgspec.Struct, frozen=True):
     homes: tuple[int, ...]
 
 
-class _EncodedClaims(msgspec.Struct, frozen=True, array_like=True):
-    names_digest: str
-    boxes: PackedBoxes
-    replica_set: bytes
-    replica_sets: tuple[ReplicaSet, ...]
+_ClaimsMessage = tuple[str, PackedBoxes, bytes, tuple[ReplicaSet, ...]]
+"""Digest of the names, boxes, replica set of each row, replica sets."""
 
 
 def claims_of(flat: FlatState) -> tuple[RankClaims, list[torch.Tensor]]:
@@ -81,6 +80,8 @@ def claims_of(flat: FlatState) -> tuple[RankClaims, list[torch.Tensor]]:
     sources: list[torch.Tensor] = []
     for number, leaf in enumerate(leaves):
         declared = UNDECLARED
+        # Numbered in the order of first use, so that equal states give equal bytes, hence
+        # signatures.
         if leaf.replica_set is not None:
             declared = replica_sets.setdefault(leaf.replica_set, len(replica_sets))
         for box, local in claimed_boxes(leaf):
@@ -128,6 +129,8 @@ def same_claims(one: TensorLeaf, other: TensorLeaf) -> bool:
 
 def layout_info(layout: Layout) -> LayoutInfo:
     """A layout as the manifest keeps it."""
+    # Spelled out, because the manifest keeps them: a new field of `Layout` must not change the
+    # format by itself.
     names = ("tp", "cp", "ep", "dp", "pp", "expt_tp", "replicas")
     axes = {name: getattr(layout, name) for name in names}
     return LayoutInfo(name=layout.name, axes=axes, order=layout.order, ranks=list(layout.ranks))
@@ -135,14 +138,13 @@ def layout_info(layout: Layout) -> LayoutInfo:
 
 def encode_claims(claims: RankClaims) -> bytes:
     """The claims as bytes, with only the digest of their names; equal claims give equal bytes."""
-    return msgspec.msgpack.encode(
-        _EncodedClaims(
-            names_digest=digest128(claims.names),
-            boxes=pack_boxes(claims),
-            replica_set=pack_ints(claims.replica_set),
-            replica_sets=claims.replica_sets,
-        )
+    message: _ClaimsMessage = (
+        digest128(claims.names),
+        pack_boxes(claims),
+        pack_ints(claims.replica_set),
+        claims.replica_sets,
     )
+    return msgspec.msgpack.encode(message)
 
 
 def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> RankClaims:
@@ -157,15 +159,17 @@ def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Rank
         PlanError: The bytes are no claims, or their names are missing; the rank is named.
     """
     try:
-        encoded = msgspec.msgpack.decode(data, type=_EncodedClaims)
-        boxes = unpack_boxes(encoded.boxes)
+        digest, packed, replica_set, replica_sets = msgspec.msgpack.decode(
+            data, type=_ClaimsMessage
+        )
+        boxes = unpack_boxes(packed)
         return RankClaims(
             tensor=boxes.tensor,
             offset=boxes.offset,
             extent=boxes.extent,
-            names=names[encoded.names_digest],
-            replica_set=unpack_ints(encoded.replica_set),
-            replica_sets=encoded.replica_sets,
+            names=names[digest],
+            replica_set=unpack_ints(replica_set),
+            replica_sets=replica_sets,
         )
     except (msgspec.DecodeError, LookupError, ValueError) as error:
         raise PlanError(f"rank {rank} sent claims that cannot be read: {error!r}") from error
@@ -198,6 +202,8 @@ def read_claims_messages(
         except (msgspec.DecodeError, ValueError) as error:
             raise PlanError(f"rank {rank} sent claims that cannot be read: {error}") from error
         claims.append(own)
+        # Filed by what the bytes hash to here, not by what the sender says: names cannot be mixed
+        # up.
         if own_names:
             names[digest128(own_names)] = own_names
     return claims, names
@@ -214,4 +220,5 @@ def signature(encoded: bytes, *, choices: Sequence[str]) -> str:
     Covers everything that decides what is stored and by whom: the encoded claims (names by digest:
     keys, dtypes, shapes, layouts; boxes, replica sets) and `choices` (layout and storage options).
     """
+    # The claims are hashed first, so that a choice cannot be mistaken for a part of them.
     return digest128("\0".join([digest128(encoded), *choices]).encode())

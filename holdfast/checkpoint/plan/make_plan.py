@@ -122,9 +122,12 @@ def _shares(
     checks = _split(claims.local[check_row], plan.check_position, num_ranks)
     cuts: list[dict[int, Box]] = [{} for _ in range(num_ranks)]
     position = claims.position[row]
+    # Rows lie rank by rank, so that a row number minus the first of its rank is the index in
+    # `rows`.
     first = np.searchsorted(position, np.arange(num_ranks))
     # A row is cut where it is smaller than the claim that it is taken from.
     for i in np.flatnonzero((plan.row_extent != claims.extent[row]).any(axis=1)).tolist():
+        # Columns are as wide as the widest tensor; what is beyond this one's dims is padding.
         ndim = len(plan.shapes[plan.row_tensor[i]])
         box = Box(
             tuple(plan.row_offset[i, :ndim].tolist()), tuple(plan.row_extent[i, :ndim].tolist())
@@ -139,6 +142,7 @@ def _shares(
 
 def _split(values: IntArray, position: IntArray, num_ranks: int) -> list[IntArray]:
     """The values of each rank, in their order."""
+    # Stable, since the order within a rank is the order of its file.
     order = np.argsort(position, kind="stable")
     ends = np.searchsorted(position[order], np.arange(1, num_ranks))
     return np.split(values[order], ends)

@@ -59,6 +59,7 @@ def join_claims(claims: Sequence[RankClaims], ranks: Sequence[int]) -> AllClaims
     Raises:
         PlanError: Two ranks give one key different dtypes, shapes or layouts.
     """
+    # Every rank numbers its tensors and replica sets by itself; from here on the numbers are joint.
     names, numbers = _number_tensors(claims, ranks)
     replica_sets: dict[ReplicaSet, int] = {}
     boxes, declared = [], []
@@ -106,6 +107,8 @@ def _number_tensors(
             number = numbers.setdefault(key, len(numbers))
             own_numbers.append(number)
             tensor = (dtype, shape, homes[home], rank)
+            # `setdefault` has just given out a new number: this rank is the first that has the key,
+            # and others are compared with it.
             if number == len(known):
                 known.append(tensor)
             elif known[number][:3] != tensor[:3]:
@@ -165,6 +168,7 @@ def prove_exact_cover(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) 
     Raises:
         PlanError: They do not; names key, region and the ranks concerned.
     """
+    # Replicas count once: a box that several ranks hold covers its elements a single time.
     first = held.row[held.holder_ptr[:-1]]
     flaws = check_tilings(claims.take(first), claims.names.shapes)
     if not flaws:

@@ -84,6 +84,7 @@ def flatten_local_state(
     """
     flat = flatten_state(state, layout=groups.layout, rank=groups.rank, codecs=codecs, cache=cache)
     values = msgspec.json.encode(flat.nodes)
+    # Nothing is encoded and hashed again where the structure is the same, as in most saves.
     if previous is not None:
         sources = _same_sources(previous, flat)
         if sources is not None:
@@ -128,6 +129,7 @@ def _same_sources(previous: LocalState, now: FlatState) -> list[torch.Tensor] | 
     if not all(same_claims(was, leaf) for _, was, leaf in again):
         return None
     numbers = np.array([number for number, _, _ in again], dtype=np.int64)
+    # Rows of a leaf lie together, in the order of leaves: `tensor` is sorted.
     begins = np.searchsorted(previous.table.tensor, numbers).tolist()
     sources = previous.sources.copy()
     for (_, _, leaf), begin in zip(again, begins, strict=True):
@@ -180,6 +182,7 @@ class RankPlan:
         The state is compared with the one the plan was made for, whatever the signatures are:
         PlanError naming the first difference.
         """
+        # Mostly it is the same object, since an unchanged state keeps its table.
         if local.table is not self.table:
             _refuse_another(self.table, local.table)
         sources = [local.sources[row] for row in self.rows]
@@ -210,6 +213,7 @@ def plan_together(
     coordinator.
     """
     control = groups.control
+    # Of the ranks with equal names the first one sends them; all know that from the proposals.
     sends_names = list(names).index(local.names) == control.index
     message = claims_message(local.encoded, local.table.names if sends_names else None)
     gathered = control.gather(message, phase="save: tables")
@@ -220,6 +224,7 @@ def plan_together(
             gathered, groups=groups, block_nbytes=block_nbytes, compare_all=compare_all
         )
         messages = [_encode_share(share, commit) for share in shares]
+    # Only the share is sent: the plan of all ranks is as large as all shares together.
     data = unsqueeze(control.scatter(messages, phase="save: shares"))
     digest, file, rows, cuts, checks, total_nbytes, num_tensors = msgspec.msgpack.decode(
         data, type=_ShareMessage
@@ -252,6 +257,7 @@ def plan_from_claims(
     ranks, layout = groups.control.ranks, groups.layout
     encoded_claims, names = read_claims_messages(messages, ranks)
     options = choices(groups, block_nbytes)
+    # Of the ranks' own signatures, in order: it changes if any rank's structure does.
     signatures = [signature(data, choices=options) for data in encoded_claims]
     plan, shares = make_plan(
         [

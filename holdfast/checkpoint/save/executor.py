@@ -14,18 +14,19 @@ import torch
 
 from holdfast.checkpoint.options import SaverOptions
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.checkpoint.save.handshake import AgreedSave, Clock, SaveRequest
+from holdfast.checkpoint.save.handshake import AgreedSave, SaveRequest, timed
 from holdfast.checkpoint.save.staging import (
     Copiers,
-    CudaPageLock,
     Staging,
     StagingBuffer,
     check_sources,
     content_digest,
     devices_of,
+    lock_pages,
     prepare_staging,
     stage,
     stage_by_slices,
+    unlock_pages,
 )
 from holdfast.errors import StorageError
 from holdfast.format.names import data_file
@@ -34,7 +35,6 @@ from holdfast.storage import Storage
 from holdfast.version import __version__
 from holdfast.writer.client import Ticket, Writer, WriterThread
 from holdfast.writer.job import JobGate, SaveOutcome, WriteJob
-from holdfast.writer.memory import PageLock
 from holdfast.writer.records import SaveHeader, column
 
 _NUM_DESCRIPTORS = 8
@@ -57,18 +57,17 @@ class SaveExecutor:
         self._groups = groups
         self._options = options
         self._buffers = buffers
-        self._copiers = Copiers()
-        self._pages: PageLock = CudaPageLock()
+        self._copiers: Copiers = {}
 
     def stage(
-        self, buffer: StagingBuffer, plan: RankPlan, local: LocalState, clock: Clock
+        self, buffer: StagingBuffer, plan: RankPlan, local: LocalState, seconds: dict[str, float]
     ) -> tuple[Staging, bytes]:
         """Copy this rank's rows into the buffer; with the digests of the boxes it vouches for."""
         sources = plan.sources(local)
-        staging = self._lay_out(buffer, plan, sources, clock)
-        with clock.phase("stage"):
+        staging = self._lay_out(buffer, plan, sources, seconds)
+        with timed(seconds, "stage"):
             stage(staging, sources, plan.names, self._copiers)
-        return staging, self._checks(staging, plan, local, clock)
+        return staging, self._checks(staging, plan, local, seconds)
 
     def submit(
         self,
@@ -76,15 +75,15 @@ class SaveExecutor:
         buffer: StagingBuffer,
         agreed: AgreedSave,
         request: SaveRequest,
-        clock: Clock,
+        seconds: dict[str, float],
         *,
         after: Callable[[SaveOutcome], None],
     ) -> Ticket:
         """Stage, then submit the job to the writer, which calls `after` when it has committed."""
         plan = agreed.plan_or_raise()
-        staging, checks = self.stage(buffer, plan, agreed.local, clock)
+        staging, checks = self.stage(buffer, plan, agreed.local, seconds)
         job = self._job(agreed, plan, request, checks)
-        with clock.phase("submit"):
+        with timed(seconds, "submit"):
             return writer.submit(
                 job,
                 buffer=self._buffers.index(buffer),
@@ -94,7 +93,7 @@ class SaveExecutor:
                 after=after if plan.commit is not None else None,
             )
 
-    def write(self, agreed: AgreedSave, request: SaveRequest, clock: Clock) -> None:
+    def write(self, agreed: AgreedSave, request: SaveRequest, seconds: dict[str, float]) -> None:
         """Stage and write this rank's share, and commit; all ranks raise if one cannot.
 
         The job runs in a thread: it writes and hashes segment by segment what is staged here, where
@@ -103,11 +102,11 @@ class SaveExecutor:
         """
         plan, local, buffer = agreed.plan_or_raise(), agreed.local, self._buffers[0]
         sources = plan.sources(local)
-        staging = self._lay_out(buffer, plan, sources, clock)
+        staging = self._lay_out(buffer, plan, sources, seconds)
         check_sources(staging, sources, plan.names)
         gate, writer = JobGate(), WriterThread(self._storage)
         try:
-            with clock.phase("write"):
+            with timed(seconds, "write"):
                 gate.open_to(len(plan.image.header))
                 ticket = writer.submit(
                     self._job(agreed, plan, request, b""),
@@ -117,13 +116,13 @@ class SaveExecutor:
                     plan=plan.commit,
                     gate=gate,
                 )
-                with clock.phase("stage"):
+                with timed(seconds, "stage"):
                     for end in stage_by_slices(staging, sources, self._copiers):
                         gate.open_to(end)
-                gate.finish_staging(self._checks(staging, plan, local, clock))
+                gate.finish_staging(self._checks(staging, plan, local, seconds))
                 ticket.wait_written()
             self._groups.control.agree(None, phase="save: written")
-            with clock.phase("commit"):
+            with timed(seconds, "commit"):
                 gate.allow_commit()
                 ticket.wait_finished()
         finally:
@@ -170,25 +169,31 @@ class SaveExecutor:
         )
 
     def _lay_out(
-        self, buffer: StagingBuffer, plan: RankPlan, sources: Sequence[torch.Tensor], clock: Clock
+        self,
+        buffer: StagingBuffer,
+        plan: RankPlan,
+        sources: Sequence[torch.Tensor],
+        seconds: dict[str, float],
     ) -> Staging:
         """The buffer laid out as the image of this plan; page-locked if a device copies to it."""
         staging = buffer.staging
         if staging is None or buffer.plan_digest != plan.plan_digest:
             buffer.staging = staging = None
-            with clock.phase("lay out"):
+            with timed(seconds, "lay out"):
                 staging = prepare_staging(buffer.memory, plan.image, sources)
             buffer.staging, buffer.plan_digest = staging, plan.plan_digest
         if any(device.type == "cuda" for device in devices_of(sources)):
-            buffer.memory.lock(self._pages)
+            buffer.memory.lock(lock_pages, unlock_pages)
         return staging
 
     @staticmethod
-    def _checks(staging: Staging, plan: RankPlan, local: LocalState, clock: Clock) -> bytes:
+    def _checks(
+        staging: Staging, plan: RankPlan, local: LocalState, seconds: dict[str, float]
+    ) -> bytes:
         """Digests of the boxes this rank vouches for; of the staged bytes where it writes them."""
         if not plan.checks:
             return b""
-        with clock.phase("compare"):
+        with timed(seconds, "compare"):
             cut = {place for place, _ in plan.cuts}
             staged = {row: place for place, row in enumerate(plan.rows) if place not in cut}
             digests = [

@@ -26,12 +26,12 @@ from holdfast.checkpoint.save.handshake import (
     BEGIN,
     BUDGET,
     AgreedSave,
-    Clock,
     Proposals,
     SaveProposal,
     SaveRequest,
     collector_paused,
     is_staging,
+    timed,
 )
 from holdfast.checkpoint.save.pending import (
     InFlightSave,
@@ -121,12 +121,12 @@ class Saver:
 
         Under `save_guard`, whose end is where the other ranks learn that it is committed.
         """
-        clock = Clock()
-        with clock.phase("total"):
-            agreed = self._agree(request, state, "wait", clock, in_flight=0)
+        seconds: dict[str, float] = {}
+        with timed(seconds, "total"):
+            agreed = self._agree(request, state, "wait", seconds, in_flight=0)
             plan = agreed.plan_or_raise()
-            self._executor.write(agreed, request, clock)
-            with clock.phase("retain"):
+            self._executor.write(agreed, request, seconds)
+            with timed(seconds, "retain"):
                 self._after_commit(plan)
         nbytes = plan.image.nbytes - len(plan.image.header)
         with self._counting:
@@ -138,7 +138,7 @@ class Saver:
             total_nbytes=plan.total_nbytes,
             num_tensors=plan.num_tensors,
             planned=agreed.planned,
-            seconds=dict(clock.seconds),
+            seconds=seconds,
         )
 
     def _undo_save(self) -> None:
@@ -168,12 +168,14 @@ class Saver:
         """
         if when_busy not in ("wait", "skip"):
             raise ConfigError(f"when_busy={when_busy!r} is not one of 'wait', 'skip'")
-        clock = Clock()
+        seconds: dict[str, float] = {}
         self._submitted = None
-        with clock.phase("stall"):
+        with timed(seconds, "stall"):
             request.check()
             writer = self._live_writer()
-            agreed = self._agree(request, state, when_busy, clock, in_flight=len(self._buffers) - 1)
+            agreed = self._agree(
+                request, state, when_busy, seconds, in_flight=len(self._buffers) - 1
+            )
             plan = agreed.plan
             if plan is None:
                 self.counts["skipped"] += 1
@@ -190,9 +192,9 @@ class Saver:
             )
             after = partial(self._after_outcome, plan=plan)
             pending.ticket = self._executor.submit(
-                writer, buffer, agreed, request, clock, after=after
+                writer, buffer, agreed, request, seconds, after=after
             )
-        pending.seconds = dict(clock.seconds)
+        pending.seconds = seconds
         self._report_later(pending)
         return PendingSave(pending)
 
@@ -254,19 +256,19 @@ class Saver:
         Under `prepare_guard`.
         """
         self._live_writer()
-        clock = Clock()
+        seconds: dict[str, float] = {}
         request = SaveRequest(kind="prepare", step=0, overwrite=True, check_replicas=False)
-        agreed = self._agree(request, state, "wait", clock, in_flight=0)
+        agreed = self._agree(request, state, "wait", seconds, in_flight=0)
         plan = agreed.plan_or_raise()
         for buffer in self._buffers:
-            self._executor.stage(buffer, plan, agreed.local, clock)
+            self._executor.stage(buffer, plan, agreed.local, seconds)
 
     def _agree(
         self,
         request: SaveRequest,
         state: Mapping[str, object],
         when_busy: WhenBusy,
-        clock: Clock,
+        seconds: dict[str, float],
         *,
         in_flight: int,
     ) -> AgreedSave:
@@ -275,9 +277,9 @@ class Saver:
         if not isinstance(state, Mapping):
             raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
         if when_busy == "wait":
-            with clock.phase("wait"):
+            with timed(seconds, "wait"):
                 self._wait_until(in_flight)
-        with clock.phase("flatten"):
+        with timed(seconds, "flatten"):
             self._groups.require_complete()
             if self._groups.control.is_coordinator and request.kind != "prepare":
                 self._check_target(request)
@@ -296,7 +298,7 @@ class Saver:
             plan = result if isinstance(result, RankPlan) else None
             if plan is not None:
                 self._check_room(plan)
-        with clock.phase("plan"):
+        with timed(seconds, "plan"):
             proposals = self._propose(request, due, local, plan, in_flight)
             if proposals.is_skipped:
                 plan = None

@@ -1,18 +1,18 @@
 """Staging: a rank's assigned boxes are copied into memory laid out as the image of its data file.
 
-There is one copier per device, behind one small protocol. It orders itself after what the caller
-has enqueued, enqueues copies that run on their own, and in the end holds the caller until its bytes
-are in place.
+Tensors of the host are copied by the calling thread. A CUDA device has a copier: it orders itself
+after what the caller has enqueued, enqueues copies that run on their own, and in the end holds the
+caller until its bytes are in place.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,54 +27,6 @@ from holdfast.writer.memory import SharedMemory
 SLICE_NBYTES = 16 << 20
 """What is staged before the job may write it, where staging and writing run concurrently."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
-
-
-class Mark(Protocol):
-    """A point in a copier's work; a `torch.cuda.Event` is one."""
-
-    def query(self) -> bool:
-        """Whether everything before it is in place."""
-
-    def synchronize(self) -> None:
-        """Return when everything before it is in place."""
-
-
-class Copier(Protocol):
-    """Copies tensors of one device into host memory. Used by one thread."""
-
-    def begin(self) -> None:
-        """Order the copies that follow after everything the caller has enqueued so far."""
-
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
-        """Enqueue copies of equal shapes and dtypes; the mark is behind them."""
-
-    def finish(self) -> None:
-        """Return when every copy is in place; what the caller enqueues next comes after them."""
-
-
-class _Done:
-    """The mark of a copier that has copied when it returns."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
-
-
-class HostCopier:
-    """Copies in the calling thread: one `torch._foreach_copy_`, in place when it returns."""
-
-    def begin(self) -> None:
-        """Nothing to wait for."""
-
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
-        """Copy now."""
-        torch._foreach_copy_(list(targets), list(sources))
-        return _Done()
-
-    def finish(self) -> None:
-        """Nothing is in flight."""
 
 
 class CudaCopier:
@@ -100,12 +52,15 @@ class CudaCopier:
         """The side stream waits for the caller's current stream."""
         self._stream.wait_stream(self._cuda.current_stream(self._device))
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
-        """Enqueue on the side stream; asynchronous where the targets are page-locked."""
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+        """Enqueue on the side stream; asynchronous where the targets are page-locked.
+
+        Returns:
+            A `torch.cuda.Event` behind the copies.
+        """
         with self._cuda.stream(self._stream):
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-            event: Mark = self._stream.record_event()
-        return event
+            return self._stream.record_event()
 
     def finish(self) -> None:
         """The caller's stream waits for the side stream, then the caller does."""
@@ -113,55 +68,51 @@ class CudaCopier:
         self._stream.synchronize()
 
 
-def make_copier(device: torch.device) -> Copier:
-    """The copier for a device; one that is neither CUDA nor host is copied from by the caller."""
-    return CudaCopier(device) if device.type == "cuda" else HostCopier()
+Copiers = dict[torch.device, CudaCopier]
+"""The copiers of one checkpointer, each made when its device is first met."""
 
 
-class Copiers:
-    """The copiers of one checkpointer, each made when its device is first met."""
-
-    def __init__(self, make: Callable[[torch.device], Copier] = make_copier) -> None:
-        self._make = make
-        self._made: dict[torch.device, Copier] = {}
-
-    def of(self, device: torch.device) -> Copier:
-        """The copier of a device, always the same one."""
-        if device not in self._made:
-            self._made[device] = self._make(device)
-        return self._made[device]
+def copier_of(device: torch.device, copiers: Copiers) -> CudaCopier | None:
+    """The copier of a device, always the same one; None where the calling thread copies."""
+    if device.type == "cuda" and device not in copiers:
+        copiers[device] = CudaCopier(device)
+    return copiers.get(device)
 
 
-class CudaPageLock:
-    """`cudaHostRegister`, which works on memory files, too. `cuda`: as for `CudaCopier`."""
-
-    def __init__(self, *, cuda: Any = None) -> None:
-        self._cuda: Any = torch.cuda if cuda is None else cuda
-
-    def lock(self, address: int, nbytes: int) -> str:
-        """See `PageLock.lock`; pages that were never touched are taken now."""
-        runtime = self._cuda.cudart()
-        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
-        if int(code) == 0:
-            return ""
-        # The runtime remembers its last error and would report it at the next kernel's launch.
-        with suppress(RuntimeError):
-            self._cuda.synchronize()
-            torch.zeros(1, device="cuda")
-        return f"{runtime.cudaGetErrorString(code)} (error {int(code)})"
-
-    def unlock(self, address: int) -> None:
-        """See `PageLock.unlock`; a runtime that is shut down already is ignored."""
-        with suppress(RuntimeError):
-            self._cuda.cudart().cudaHostUnregister(address)
+def copy_now(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy in the calling thread: everything is in place when it returns."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSlice:
-    """Consecutive rows of an image: `rows` in plan numbering, and the byte where they end."""
+def lock_pages(address: int, nbytes: int, *, cuda: Any = None) -> str:
+    """Page-lock memory with `cudaHostRegister`, which works on memory files, too.
 
-    rows: tuple[int, ...]
-    end: int
+    Pages that were never touched are taken now. `cuda`: as for `CudaCopier`.
+
+    Returns:
+        Nothing if that was done, else why it was refused.
+    """
+    cuda = torch.cuda if cuda is None else cuda
+    runtime = cuda.cudart()
+    code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+    if int(code) == 0:
+        return ""
+    # The runtime remembers its last error and would report it at the next kernel's launch.
+    with suppress(RuntimeError):
+        cuda.synchronize()
+        torch.zeros(1, device="cuda")
+    return f"{runtime.cudaGetErrorString(code)} (error {int(code)})"
+
+
+def unlock_pages(address: int, *, cuda: Any = None) -> None:
+    """Undo `lock_pages`; a runtime that is shut down already is ignored."""
+    cuda = torch.cuda if cuda is None else cuda
+    with suppress(RuntimeError):
+        cuda.cudart().cudaHostUnregister(address)
+
+
+ImageSlice = tuple[tuple[int, ...], int]
+"""Consecutive rows of an image, in plan numbering, and the byte where they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +190,7 @@ def prepare_staging(
         starts=image.starts,
         row_nbytes=nbytes,
         slices=slices,
-        whole=ImageSlice(rows=tuple(row for each in slices for row in each.rows), end=image.nbytes),
+        whole=(tuple(row for rows, _ in slices for row in rows), image.nbytes),
     )
 
 
@@ -252,7 +203,7 @@ def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tup
     while first < len(order):
         stop = min(int(np.searchsorted(ends, begin + limit)) + 1, len(order))
         begin = int(ends[stop - 1]) if stop < len(order) else end
-        slices.append(ImageSlice(rows=tuple(order[first:stop].tolist()), end=begin))
+        slices.append((tuple(order[first:stop].tolist()), begin))
         first = stop
     return tuple(slices)
 
@@ -303,21 +254,22 @@ def _copied(
     slices: Sequence[ImageSlice],
     copiers: Copiers,
 ) -> Iterator[int]:
-    used = {device: copiers.of(device) for device in devices_of(sources)}
-    in_flight: deque[tuple[int, list[Mark]]] = deque()
+    used = {device: copier_of(device, copiers) for device in devices_of(sources)}
+    on_their_own = [copier for copier in used.values() if copier is not None]
+    in_flight: deque[tuple[int, list[Any]]] = deque()
     try:
-        for copier in used.values():
+        for copier in on_their_own:
             copier.begin()
-        for part in slices:
-            in_flight.append((part.end, _enqueue(staging, sources, part, used)))
-            while in_flight and all(mark.query() for mark in in_flight[0][1]):
+        for rows, end in slices:
+            in_flight.append((end, _enqueue(staging, sources, rows, used)))
+            while in_flight and all(event.query() for event in in_flight[0][1]):
                 yield in_flight.popleft()[0]
-        for end, marks in in_flight:
-            for mark in marks:
-                mark.synchronize()
+        for end, events in in_flight:
+            for event in events:
+                event.synchronize()
             yield end
     finally:
-        for copier in used.values():
+        for copier in on_their_own:
             copier.finish()
 
 
@@ -332,23 +284,28 @@ def devices_of(sources: Sequence[torch.Tensor]) -> list[torch.device]:
 def _enqueue(
     staging: Staging,
     sources: Sequence[torch.Tensor],
-    part: ImageSlice,
-    copiers: dict[torch.device, Copier],
-) -> list[Mark]:
-    """Enqueue one slice; a mark for each device that has a part in it."""
+    rows: Sequence[int],
+    copiers: Mapping[torch.device, CudaCopier | None],
+) -> list[Any]:
+    """Copy or enqueue the rows of one slice; an event for each copier that has a part in it."""
     by_device: dict[torch.device, list[int]] = {}
     if len(copiers) == 1:
-        by_device = {device: list(part.rows) for device in copiers}
+        by_device = {device: list(rows) for device in copiers}
     else:
-        for row in part.rows:
+        for row in rows:
             by_device.setdefault(sources[row].device, []).append(row)
-    return [
-        copiers[device].copy(
-            [staging.destinations[row] for row in rows], [sources[row] for row in rows]
-        )
-        for device, rows in by_device.items()
-        if rows
-    ]
+    events = []
+    for device, own_rows in by_device.items():
+        if not own_rows:
+            continue
+        targets = [staging.destinations[row] for row in own_rows]
+        own = [sources[row] for row in own_rows]
+        copier = copiers[device]
+        if copier is None:
+            copy_now(targets, own)
+        else:
+            events.append(copier.copy(targets, own))
+    return events
 
 
 @torch.no_grad()

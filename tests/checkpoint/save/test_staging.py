@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from holdfast import Checkpointer, HoldfastError, PlanError, PosixStorage, Stora
 from holdfast.checkpoint.save.staging import (
     Copiers,
     CudaCopier,
-    CudaPageLock,
-    HostCopier,
-    Mark,
     Staging,
     content_digest,
+    copier_of,
+    copy_now,
+    lock_pages,
     prepare_staging,
     stage,
     stage_by_slices,
+    unlock_pages,
 )
 from holdfast.format.image import ImageEntry, layout_image
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
@@ -75,11 +77,11 @@ def test_every_kind_of_tensor_is_staged_bitwise() -> None:
     for by_slices in (False, True):
         staging, names = lay_out(SharedMemory(), sources)
         if by_slices:
-            ends = list(stage_by_slices(staging, sources, Copiers()))
-            assert ends == [part.end for part in staging.slices]
+            ends = list(stage_by_slices(staging, sources, {}))
+            assert ends == [end for _, end in staging.slices]
             assert len(ends) > 3
         else:
-            assert stage(staging, sources, names, Copiers()) == sum(s.nbytes for s in sources)
+            assert stage(staging, sources, names, {}) == sum(s.nbytes for s in sources)
         assert_staged(staging, sources)
 
 
@@ -89,17 +91,17 @@ def test_slices_are_the_image_in_order(sizes: list[int], limit: int) -> None:
     """Every row once; each slice holds exactly the bytes between the ends; none too small."""
     sources = [torch.zeros(n, dtype=torch.uint8 if n % 3 else torch.int32) for n in sizes]
     staging, _ = lay_out(SharedMemory(), sources, slice_nbytes=limit)
-    rows = [row for part in staging.slices for row in part.rows]
-    assert sorted(rows) == list(range(len(sizes)))
+    all_rows = [row for rows, _ in staging.slices for row in rows]
+    assert sorted(all_rows) == list(range(len(sizes)))
     begin = len(staging.image.header)
-    for number, part in enumerate(staging.slices):
-        for row in part.rows:
+    for number, (rows, end) in enumerate(staging.slices):
+        for row in rows:
             start = int(staging.starts[row])
-            assert begin <= start <= start + sources[row].nbytes <= part.end
+            assert begin <= start <= start + sources[row].nbytes <= end
         if number < len(staging.slices) - 1:
-            assert part.end - begin >= limit
-        assert part.end - begin == sum(sources[row].nbytes for row in part.rows)
-        begin = part.end
+            assert end - begin >= limit
+        assert end - begin == sum(sources[row].nbytes for row in rows)
+        begin = end
     assert begin == staging.image.nbytes or not sizes
 
 
@@ -108,9 +110,9 @@ def test_what_differs_from_the_plan_is_named_before_anything_is_copied() -> None
     staging, names = lay_out(SharedMemory(), sources)
     for wrong in ([torch.ones(4), torch.ones(3, 2)], [torch.ones(4), torch.ones(2, 3).double()]):
         with pytest.raises(PlanError, match=r"t1: planned as torch\.float32 \[2, 3\]"):
-            stage(staging, wrong, names, Copiers())
+            stage(staging, wrong, names, {})
     with pytest.raises(PlanError, match="2 chunks for this rank, the state 1"):
-        stage(staging, sources[:1], names, Copiers())
+        stage(staging, sources[:1], names, {})
     assert not staging.destinations[0].any()
 
 
@@ -134,7 +136,7 @@ class SlowMark:
             self._act = None
 
 
-class SlowCopier:
+class SlowCopier(CudaCopier):
     """Fills its targets with 7 when it is waited for."""
 
     def __init__(self) -> None:
@@ -145,7 +147,7 @@ class SlowCopier:
     def begin(self) -> None:
         self.said.append("begin")
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> SlowMark:
         assert all(source.device.type == "meta" for source in sources)
         if len(self.marks) == self.fails_at:
             raise RuntimeError("the device failed")
@@ -166,7 +168,7 @@ class SlowCopier:
 
 def slow_copiers() -> tuple[Copiers, SlowCopier]:
     slow = SlowCopier()
-    return Copiers(lambda device: slow if device.type == "meta" else HostCopier()), slow
+    return {torch.device("meta"): slow}, slow
 
 
 def test_sources_of_several_devices_go_to_their_places() -> None:
@@ -178,8 +180,8 @@ def test_sources_of_several_devices_go_to_their_places() -> None:
     assert slow.said == ["begin", "copy 3", "waited", "finish"]
     for i, target in enumerate(staging.destinations):
         assert torch.equal(target, torch.arange(16.0) if i % 2 else torch.full((16,), 7.0))
-    assert copiers.of(torch.device("meta")) is slow
-    assert copiers.of(torch.device("cpu")) is copiers.of(torch.device("cpu"))
+    assert copier_of(torch.device("meta"), copiers) is slow
+    assert copier_of(torch.device("cpu"), copiers) is None
 
 
 def test_a_slice_is_reported_only_when_its_bytes_are_in_place() -> None:
@@ -296,19 +298,20 @@ def test_the_order_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_page_locked_once_and_released_before_it_is_unmapped() -> None:
     cuda = FakeCuda()
-    pages, memory = CudaPageLock(cuda=cuda), SharedMemory()
-    memory.lock(pages)
+    memory = SharedMemory()
+    pages = partial(lock_pages, cuda=cuda), partial(unlock_pages, cuda=cuda)
+    memory.lock(*pages)
     assert cuda.said == []
     memory.reserve(5000)
-    memory.lock(pages)
-    memory.lock(pages)
+    memory.lock(*pages)
+    memory.lock(*pages)
     assert memory.is_locked
     assert cuda.said == ["register 0 8192 1"]
     memory.reserve(100)
     assert memory.is_locked
     memory.reserve(9000)
     assert not memory.is_locked
-    memory.lock(pages)
+    memory.lock(*pages)
     memory.close()
     assert cuda.said == ["register 0 8192 1", "unregister", "register 0 12288 1", "unregister"]
     assert not memory.is_locked
@@ -317,11 +320,12 @@ def test_memory_is_page_locked_once_and_released_before_it_is_unmapped() -> None
 def test_a_refusal_to_page_lock_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     cuda = FakeCuda()
     cuda.refuses = 304
-    memory, pages = SharedMemory(), CudaPageLock(cuda=cuda)
+    memory = SharedMemory()
+    pages = partial(lock_pages, cuda=cuda), partial(unlock_pages, cuda=cuda)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         for nbytes in (10, 20, 9000):
             memory.reserve(nbytes)
-            memory.lock(pages)
+            memory.lock(*pages)
     assert not memory.is_locked
     assert cuda.said == ["register 0 4096 1", "clear the error"]
     assert len(caplog.records) == 1
@@ -386,16 +390,15 @@ class Watched(PosixStorage):
 
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Called in turn, before each `HostCopier.copy`."""
+    """Called in turn, before each `copy_now`."""
     before: list[Callable[[], None]] = []
-    real = HostCopier.copy
 
-    def copy(self: HostCopier, targets: Any, sources: Any) -> Mark:
+    def copy(targets: Any, sources: Any) -> None:
         if before:
             before.pop(0)()
-        return real(self, targets, sources)
+        copy_now(targets, sources)
 
-    monkeypatch.setattr(HostCopier, "copy", copy)
+    monkeypatch.setattr("holdfast.checkpoint.save.staging.copy_now", copy)
     return before
 
 
