@@ -166,8 +166,12 @@ class Control:
         if transport is None and len(ranks) != 1:
             raise GroupError(f"{len(ranks)} ranks need a communicator to agree over.")
         self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
         self.rank = rank
         self.index = self.ranks.index(rank)
+        self.coordinator = self.ranks[0]
+        """The rank that gathers and scatters: the first of the layout, whatever its number."""
+        self.is_coordinator = self.index == 0
         self.timeout_s = timeout_s
         self.name = name
         self._transport = transport
@@ -182,21 +186,6 @@ class Control:
     def single(cls, *, rank: int = 0, name: str = "model") -> Control:
         """The control of one process, which agrees with itself."""
         return cls(None, ranks=(rank,), rank=rank, timeout_s=60.0, name=name)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-    @property
-    def coordinator(self) -> int:
-        """The rank that gathers and scatters: the first of the layout, whatever its number."""
-        return self.ranks[0]
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank is the coordinator."""
-        return self.index == 0
 
     @property
     def is_broken(self) -> bool:
