@@ -112,7 +112,7 @@ def check_part_name(name: object) -> None:
         raise ConfigError(
             f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
         )
-    if not is_unicode(name):
+    if not name.isascii() and not is_unicode(name):
         raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is no text")
 
 

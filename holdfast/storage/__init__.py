@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from holdfast.storage.posix.store import PosixStorage
-from holdfast.storage.protocol import Observer, Sink, Source, Storage, split_path
+from holdfast.storage.protocol import Observer, Sink, Source, Storage
 
-__all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage", "split_path"]
+__all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage"]

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.errors import StorageError
-
 Observer = Callable[[str, str, int, int], None]
 """Called as (operation, path, start, nbytes) before each operation; for counting and tracing."""
 
@@ -167,16 +165,3 @@ class Storage(Protocol):
 
     def local_path(self, path: str) -> Path | None:
         """The path in the local file system, or None for a store that has none."""
-
-
-def split_path(path: str) -> tuple[str, ...]:
-    """The names of a relative path, () for the root; StorageError for one that could escape."""
-    if path == "":
-        return ()
-    names = tuple(path.split("/"))
-    if any(name in ("", ".", "..") or "\0" in name or len(name) > 255 for name in names):
-        raise StorageError(
-            f"path {path[:200]!r} is refused: only relative paths of plain names, "
-            'without "." or "..", are opened'
-        )
-    return names

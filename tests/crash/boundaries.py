@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.posix import syscalls
+from holdfast.storage.posix import files
 
 Act = Callable[[], None]
 _CALLS = (
@@ -43,8 +43,8 @@ class Boundaries:
         for name in _CALLS:
             monkey.setattr(os, name, self._wrap(name, getattr(os, name)))
         for name in _LINUX:
-            if hasattr(syscalls, name):
-                monkey.setattr(syscalls, name, self._wrap(name, getattr(syscalls, name)))
+            if hasattr(files, name):
+                monkey.setattr(files, name, self._wrap(name, getattr(files, name)))
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from holdfast.format.leases import LEASES_DIR
-from holdfast.storage.posix import syscalls
+from holdfast.storage.posix import files
 
 _SECTOR = 512
 
@@ -73,7 +73,7 @@ class Recorder:
             ):  # fmt: skip
                 monkey.setattr(os, name, self._watch(name, getattr(os, name)))
             for name in ("allocate", "rename_noreplace", "rename_exchange"):
-                monkey.setattr(syscalls, name, self._watch(name, getattr(syscalls, name)))
+                monkey.setattr(files, name, self._watch(name, getattr(files, name)))
             yield
 
     def expect(self, expectation: object) -> None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from holdfast.format.values.codecs import Codec, Codecs
 from holdfast.format.values.decode import dataclass_of, decode_tree, mapping_of, sequence_of
-from holdfast.format.values.encode import encode_tree, is_unicode
-from holdfast.format.values.merge import merge_nodes
-from holdfast.format.values.nodes import (
+from holdfast.format.values.encode import (
     MAX_DEPTH,
     TAG,
     UNION,
     Node,
+    encode_tree,
+    is_unicode,
     join_path,
     key_name,
     node_bytes,
     shorten,
 )
+from holdfast.format.values.merge import merge_nodes
 
 __all__ = [
     "MAX_DEPTH",

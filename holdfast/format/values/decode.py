@@ -16,8 +16,15 @@ import numpy as np
 
 from holdfast.errors import CorruptionError, HoldfastError, MismatchError
 from holdfast.format.values.codecs import Codecs
-from holdfast.format.values.encode import FACTORIES
-from holdfast.format.values.nodes import MAX_DEPTH, TAG, Node, join_path, key_name, shorten
+from holdfast.format.values.encode import (
+    FACTORIES,
+    MAX_DEPTH,
+    TAG,
+    Node,
+    join_path,
+    key_name,
+    shorten,
+)
 
 OnLeaf = Callable[[str, dict[str, Node]], object]
 

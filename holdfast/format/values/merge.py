@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from holdfast.errors import HoldfastError, PlanError
 from holdfast.format.values.decode import decode_tree
-from holdfast.format.values.nodes import TAG, UNION, Node, join_path, node_bytes, shorten
+from holdfast.format.values.encode import TAG, UNION, Node, join_path, node_bytes, shorten
 
 Named = Sequence[tuple[str, Node]]
 _Groups = Sequence[tuple[tuple[str, ...], Any]]

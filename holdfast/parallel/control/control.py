@@ -11,19 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from holdfast.errors import ErrorRecord, GroupError, HoldfastError, joined_error
-from holdfast.parallel.control.frame import (
-    FAILED,
-    FRAME_NBYTES,
-    INLINE_NBYTES,
-    FailureNotice,
-    Frame,
-)
-from holdfast.parallel.control.scope import GuardScope
 from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
@@ -31,8 +25,112 @@ if TYPE_CHECKING:
 
     from holdfast.parallel.control.transport import Transport
 
+INLINE_NBYTES = 512
+"""Payloads up to this size travel in the frame itself."""
+FRAME_NBYTES = 128 + INLINE_NBYTES
+_PHASE_NBYTES = 64
+"""Bytes of a phase that are shown; the digest distinguishes longer ones."""
+_LENGTH_NBYTES = 2
+FAILED = "failed"
+"""In place of any operation on a rank that cannot go on; its payload is a `FailureNotice`."""
 _WINDOW = 16
 """Messages in flight at the coordinator, which bounds its extra memory."""
+
+
+class FailureNotice(msgspec.Struct, frozen=True, array_like=True):
+    """The payload of a `FAILED` frame."""
+
+    error: ErrorRecord
+    is_shared: bool
+    """Whether the error is one that all ranks have raised already."""
+    depth: int
+    """How many guards of the rank the error has left open."""
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where a rank is (sequence number, operation, phase), and its payload if that is short."""
+
+    sequence: int
+    operation: str
+    phase: str
+    phase_digest: bytes
+    length: int
+    inline: bytes
+    misuse: str
+    """What is wrong with the rank's arguments; it travels in place of the payload."""
+
+    @classmethod
+    def make(
+        cls, sequence: int, operation: str, phase: str, payload: bytes, misuse: str | None
+    ) -> Frame:
+        """The frame of a call; `misuse` fails the call on all ranks."""
+        is_inline = len(payload) <= INLINE_NBYTES and not misuse
+        return cls(
+            sequence=sequence,
+            operation=operation,
+            phase=_shorten(phase, _PHASE_NBYTES),
+            phase_digest=blake2b(phase.encode(), digest_size=8).digest(),
+            length=len(payload),
+            inline=payload if is_inline else b"",
+            misuse=_shorten(misuse or "", INLINE_NBYTES),
+        )
+
+    def encode(self) -> bytes:
+        """`FRAME_NBYTES` bytes."""
+        data = msgspec.msgpack.encode(self)
+        return (len(data).to_bytes(_LENGTH_NBYTES, "little") + data).ljust(FRAME_NBYTES, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Frame:
+        """Inverse of `encode`."""
+        stop = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
+        return msgspec.msgpack.decode(data[_LENGTH_NBYTES:stop], type=cls)
+
+    @property
+    def call(self) -> tuple[int, str, bytes]:
+        """What has to be equal on all ranks."""
+        return self.sequence, self.operation, self.phase_digest
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"phase {self.phase!r} ({self.operation}, collective {self.sequence})"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GuardScope:
+    """One run of a guard; scopes nest like the guards do."""
+
+    guard: object | None = None
+    """The guard itself, by which one that is run within itself is recognised."""
+    outer: GuardScope | None = None
+    """The scope that this one runs in."""
+    depth: int = 1
+    """How many scopes there are, this one included."""
+    answers: dict[str, list[bytes]] = field(default_factory=dict)
+    """What `Control.agree` has returned in it, by phase."""
+    has_failed_on_all: bool = False
+    """Whether it has failed on every rank. No rank waits for another then, so no more calls."""
+    failure: BaseException | None = None
+    """What it has failed with."""
+
+    def refuse_calls_after_failure(self) -> None:
+        """Raise the failure again, if there is one on all ranks."""
+        if self.has_failed_on_all and self.failure is not None:
+            raise self.failure
+
+    def remember(self, error: BaseException) -> None:
+        """Keep what a call in this scope, or in one around it, has failed with on all ranks."""
+        scope: GuardScope | None = self
+        while scope is not None and scope.has_failed_on_all:
+            scope.failure = scope.failure or error
+            scope = scope.outer
+
+    def fail_on_all(self, depth: int) -> None:
+        """Mark the scopes from `depth` inwards as failed on all ranks."""
+        scope: GuardScope | None = self
+        while scope is not None and scope.depth >= depth:
+            scope.has_failed_on_all = True
+            scope = scope.outer
 
 
 class Control:
@@ -68,8 +166,12 @@ class Control:
         if transport is None and len(ranks) != 1:
             raise GroupError(f"{len(ranks)} ranks need a communicator to agree over.")
         self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
         self.rank = rank
         self.index = self.ranks.index(rank)
+        self.coordinator = self.ranks[0]
+        """The rank that gathers and scatters: the first of the layout, whatever its number."""
+        self.is_coordinator = self.index == 0
         self.timeout_s = timeout_s
         self.name = name
         self._transport = transport
@@ -84,21 +186,6 @@ class Control:
     def single(cls, *, rank: int = 0, name: str = "model") -> Control:
         """The control of one process, which agrees with itself."""
         return cls(None, ranks=(rank,), rank=rank, timeout_s=60.0, name=name)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-    @property
-    def coordinator(self) -> int:
-        """The rank that gathers and scatters: the first of the layout, whatever its number."""
-        return self.ranks[0]
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank is the coordinator."""
-        return self.index == 0
 
     @property
     def is_broken(self) -> bool:
@@ -330,8 +417,8 @@ class Control:
             frames = [own]
             self._sequence += 1
         else:
-            self._transport.begin(own.sequence, phase, time.monotonic() + self.timeout_s)
             data = own.encode()
+            self._transport.begin(own.sequence, phase, time.monotonic() + self.timeout_s)
             self._is_midway = True
             self._sequence += 1
             frames = [Frame.decode(row) for row in self._transport.all_gather(data, FRAME_NBYTES)]
@@ -394,3 +481,7 @@ class Control:
             f"The ranks of layout {self.name!r} are out of sync: {'; '.join(lines)}. Every "
             "rank has to make the same calls in the same order."
         )
+
+
+def _shorten(text: str, nbytes: int) -> str:
+    return text.encode()[:nbytes].decode(errors="ignore")

@@ -7,8 +7,7 @@ from functools import partial, wraps
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.parallel.control.control import Control
-from holdfast.parallel.control.scope import GuardScope
+from holdfast.parallel.control.control import Control, GuardScope
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -43,7 +43,7 @@ class ProcessGroups:
     adopted communicators stay the caller's.
     """
 
-    __slots__ = ("_closed", "_comms", "control", "layout", "rank")
+    __slots__ = ("_closed", "_comms", "_is_complete", "control", "layout", "rank")
 
     def __init__(self, comms: Communicators) -> None:
         """Not for callers: use `create`, `adopt` or `single`."""
@@ -52,6 +52,7 @@ class ProcessGroups:
         self.control: Control = comms.control
         self._comms = comms
         self._closed = False
+        self._is_complete = False
 
     @classmethod
     def create(
@@ -188,6 +189,8 @@ class ProcessGroups:
         counts: `dp_cp` is `dp` where cp is 1.
         """
         self._check_open()
+        if self._is_complete:  # and stays so: communicators are added, but none is dropped
+            return
         axes = ["tp", "cp", "dp", "pp"]
         if self.layout.has_experts:
             axes += ["ep", "expt_tp", "expt_dp"]
@@ -200,6 +203,7 @@ class ProcessGroups:
                 f"{self.rank} has {self._listed()}. Supply the missing ones: without them a shard "
                 "could pass for the whole."
             )
+        self._is_complete = True
 
     def clone(self, name: str, *, purpose: str) -> ProcessGroup:
         """A second communicator with the ordered members of `name`, held as `purpose`.

@@ -52,7 +52,6 @@ from holdfast.state.match.template_nodes import (
     PLAIN,
     LocalTargets,
     RegisteredTypes,
-    is_tensor_like,
     shape_mismatch,
     unmarked,
 )
@@ -129,7 +128,7 @@ class Matcher:
             self.result.touched.update(leaf_paths(node, path, self._codecs))
         elif isinstance(template, PerRank):
             self._match_per_rank(template, node, path)
-        elif is_tensor_like(template):
+        elif isinstance(template, torch.Tensor | Marked):
             self._match_tensor(template, node, path)
         elif isinstance(template, Union):
             self._match_mapping(template.mapping, node, path)
@@ -229,8 +228,8 @@ class Matcher:
             self.result.touched.add(path)
         tokens = set()
         for name, child in template.items():
-            here = f"{path}.{key_name(name)}"
             token = key_token(name, self._codecs)
+            here = f"{path}.{key_name(name)}"
             tokens.add(token)
             if token is not None and token in named:
                 stored = named[token][1]

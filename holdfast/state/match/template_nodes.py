@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -22,11 +21,6 @@ from holdfast.state.torch_dtypes import TORCH_TO_NAME
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
 """Dtype name, global shape, boxes (None: the whole), and what is filled."""
-
-
-def is_tensor_like(obj: object) -> TypeGuard[torch.Tensor | Marked]:
-    """Whether a template names a tensor here."""
-    return isinstance(obj, torch.Tensor | Marked)
 
 
 class LocalTargets:
@@ -137,7 +131,7 @@ class RegisteredTypes:
 
     def holds_tensors(self, tree: object) -> bool:
         """Whether a load fills something in a tree in place, or leaves it as it is."""
-        if is_tensor_like(tree) or isinstance(tree, PerRank | Stored | Transient | np.ndarray):
+        if isinstance(tree, torch.Tensor | Marked | PerRank | Stored | Transient | np.ndarray):
             return True
         if isinstance(tree, Union):
             return self.holds_tensors(tree.mapping)

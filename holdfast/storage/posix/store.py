@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import StorageError
-from holdfast.storage.posix import syscalls
+from holdfast.storage.posix import files
 from holdfast.storage.posix.files import PosixSink, PosixSource, read_full, write_full
 from holdfast.storage.posix.os_errors import storage_error
-from holdfast.storage.protocol import Observer, Sink, Source, split_path
+from holdfast.storage.protocol import Observer, Sink, Source
 
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -116,13 +116,13 @@ class PosixStorage:
     def list(self, path: str) -> builtins.list[str]:
         """See `Storage.list`."""
         self._observe("list", path, 0, 0)
-        with self._guard("list", path), self._dir(split_path(path)) as fd:
+        with self._guard("list", path), self._dir(_split_path(path)) as fd:
             return sorted(os.listdir(fd))
 
     @contextmanager
     def pin(self, path: str) -> Iterator[PosixStorage]:
         """See `Storage.pin`: the directory is held open, and every path below it begins there."""
-        names = split_path(path)
+        names = _split_path(path)
         with self._guard("open", path), self._dir(names) as fd:
             view = copy.copy(self)
             view._pinned = _Pinned(names, os.dup(fd))
@@ -149,7 +149,7 @@ class PosixStorage:
     def make_dir(self, path: str, *, durable: bool = True) -> None:
         """See `Storage.make_dir`; makes the root, too."""
         self._observe("make_dir", path, 0, 0)
-        names = split_path(path)
+        names = _split_path(path)
         with self._guard("make the directory", path):
             self._make_root(durable=durable, by_itself=not names)
             for depth in range(len(names)):
@@ -165,7 +165,7 @@ class PosixStorage:
     def sync_dir(self, path: str) -> None:
         """See `Storage.sync_dir`; file systems without directory sync are left at that."""
         self._observe("sync_dir", path, 0, 0)
-        with self._guard("sync", path), self._dir(split_path(path)) as fd:
+        with self._guard("sync", path), self._dir(_split_path(path)) as fd:
             _sync_dir_fd(fd)
 
     def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
@@ -176,7 +176,7 @@ class PosixStorage:
             self._parent(src) as (src_fd, old),
             self._parent(dst) as (dst_fd, new),
         ):
-            if not syscalls.rename_noreplace(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd):
+            if not files.rename_noreplace(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd):
                 if self._mode(dst) is not None:
                     raise FileExistsError(errno.EEXIST, "destination exists")
                 os.rename(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd)
@@ -191,7 +191,7 @@ class PosixStorage:
             self._parent(first) as (first_fd, one),
             self._parent(second) as (second_fd, two),
         ):
-            if not syscalls.rename_exchange(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd):
+            if not files.rename_exchange(one, two, src_dir_fd=first_fd, dst_dir_fd=second_fd):
                 aside = f".old-{two[:200]}-{secrets.token_hex(4)}"
                 os.stat(one, dir_fd=first_fd, follow_symlinks=False)
                 # Synced one by one: a repair could not make sense of later renames without earlier.
@@ -214,7 +214,7 @@ class PosixStorage:
             if only_if is not None:
                 aside = f".old-{name[:200]}-{secrets.token_hex(4)}"
                 os.rename(name, aside, src_dir_fd=fd, dst_dir_fd=fd)
-                place = "/".join((*split_path(path)[:-1], aside))
+                place = "/".join((*_split_path(path)[:-1], aside))
                 if not _is_confirmed(only_if, place, fd=fd, aside=aside, name=name):
                     return
                 name = aside
@@ -246,7 +246,7 @@ class PosixStorage:
 
     def local_path(self, path: str) -> Path | None:
         """The absolute path; never None here."""
-        split_path(path)
+        _split_path(path)
         return self._root / path
 
     def _observe(self, operation: str, path: str, start: int, nbytes: int) -> None:
@@ -281,7 +281,7 @@ class PosixStorage:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        names = split_path(path)
+        names = _split_path(path)
         if not names:
             raise StorageError(
                 f"{self.describe('')}: the root itself cannot be renamed or replaced"
@@ -338,7 +338,7 @@ class PosixStorage:
                     os.unlink(name, dir_fd=root)
 
     def _lstat(self, path: str) -> os.stat_result:
-        if self._pinned is not None and split_path(path) == self._pinned.names:
+        if self._pinned is not None and _split_path(path) == self._pinned.names:
             return os.fstat(self._pinned.fd)
         if not path:
             return os.stat(self._root)
@@ -434,7 +434,7 @@ def _is_confirmed(
     finally:
         if not is_confirmed:
             with suppress(FileExistsError, NotADirectoryError):
-                if not syscalls.rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
+                if not files.rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
                     os.rename(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
     return is_confirmed
 
@@ -468,3 +468,16 @@ def _sync_dir_fd(fd: int) -> None:
     except OSError as error:
         if error.errno not in _UNSYNCABLE:
             raise
+
+
+def _split_path(path: str) -> tuple[str, ...]:
+    """The names of a relative path, () for the root; StorageError for one that could escape."""
+    if path == "":
+        return ()
+    names = tuple(path.split("/"))
+    if any(name in ("", ".", "..") or "\0" in name or len(name) > 255 for name in names):
+        raise StorageError(
+            f"path {path[:200]!r} is refused: only relative paths of plain names, "
+            'without "." or "..", are opened'
+        )
+    return names

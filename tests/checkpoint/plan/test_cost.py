@@ -20,7 +20,7 @@ from holdfast.checkpoint.plan.claims import (
     read_claims_messages,
 )
 from holdfast.checkpoint.plan.make_plan import make_plan
-from holdfast.parallel.control.frame import FRAME_NBYTES
+from holdfast.parallel.control.control import FRAME_NBYTES
 from holdfast.state import flatten_state
 from tests.harness import RankContext, run_ranks
 

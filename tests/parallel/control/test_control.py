@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import DeadlineError, GroupError, HoldfastError, PlanError, StorageError
 from holdfast.parallel import Control, Layout, ProcessGroups
-from holdfast.parallel.control.frame import FRAME_NBYTES, INLINE_NBYTES
+from holdfast.parallel.control.control import FRAME_NBYTES, INLINE_NBYTES
 from tests.harness import RankContext, run_ranks
 
 RANKS = (3, 1, 4, 2)  # not ascending, and without rank 0, which takes no part

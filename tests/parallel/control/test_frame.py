@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from holdfast.parallel.control.frame import FRAME_NBYTES, INLINE_NBYTES, Frame
+from holdfast.parallel.control.control import FRAME_NBYTES, INLINE_NBYTES, Frame
 
 counts = st.integers(0, 2**64 - 1)
 

@@ -15,8 +15,8 @@ import pytest
 
 from holdfast.errors import StorageError
 from holdfast.storage import PosixStorage, Storage
+from holdfast.storage.posix import files
 from holdfast.storage.posix import files as posix_files
-from holdfast.storage.posix import syscalls
 from tests.storage.contract import StorageContract
 
 
@@ -33,9 +33,9 @@ class TestPosixWithoutNewSystemCalls(StorageContract):
 
     @pytest.fixture
     def storage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-        monkeypatch.setattr(syscalls, "rename_noreplace", lambda *args, **kwargs: False)
-        monkeypatch.setattr(syscalls, "rename_exchange", lambda *args, **kwargs: False)
-        monkeypatch.setattr(syscalls, "allocate", lambda fd, nbytes: False)
+        monkeypatch.setattr(files, "rename_noreplace", lambda *args, **kwargs: False)
+        monkeypatch.setattr(files, "rename_exchange", lambda *args, **kwargs: False)
+        monkeypatch.setattr(files, "allocate", lambda fd, nbytes: False)
         return PosixStorage(tmp_path)
 
 
