@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, pad_shapes, unique_boxes
+from holdfast.arrays.box_table import BoxTable, check_tilings, pad_shapes, unique_boxes
 from holdfast.arrays.packed_ints import narrow_dtype
-from holdfast.arrays.tiling import check_tilings
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES

@@ -30,9 +30,15 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import ChunkIndex, decode_index, describe_row, validate_index
 from holdfast.format.manifest import Manifest, TensorInfo, decode_manifest
 from holdfast.format.names import INDEX, MANIFEST
-from holdfast.format.records import Records, check_index_digest, join_path, read_records
 from holdfast.format.values import Node
-from holdfast.format.versions import Identity, pin_version
+from holdfast.format.versions import (
+    Identity,
+    Records,
+    check_index_digest,
+    join_path,
+    pin_version,
+    read_records,
+)
 from holdfast.storage import Source, Storage
 
 _NUM_LOOKS = 5

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.leases import LEASES_DIR
+from holdfast.format.versions import LEASES_DIR
 from holdfast.storage.posix import syscalls
 
 _SECTOR = 512

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.arrays.box_table import mix_columns
 from holdfast.arrays.boxes import flat_range_boxes
-from holdfast.arrays.mixing import mix_columns
 from holdfast.arrays.types import BoolArray, FloatArray, IntArray
 from holdfast.arrays.water_filling import fill_groups
 
