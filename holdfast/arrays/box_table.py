@@ -121,11 +121,6 @@ class Runs:
     max_gap: IntArray
     """(n,) the widest gap between two neighbouring elements, 0 for a run."""
 
-    @property
-    def is_run(self) -> BoolArray:
-        """(n,) whether the inner box is one run of the outer one's memory."""
-        return np.equal(self.max_gap, 0)
-
 
 def pad_shapes(shapes: Sequence[Sequence[int]], num_dims: int, *, fill: int = 1) -> IntArray:
     """Shapes (or offsets) as an (n, num_dims) array, padded with `fill` behind their own dims."""
