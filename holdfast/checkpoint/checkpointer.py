@@ -20,7 +20,7 @@ from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
-from holdfast.format.metadata import encode_metadata
+from holdfast.format.manifest import encode_metadata
 from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups

@@ -77,7 +77,8 @@ class Overlaps:
     @property
     def is_run(self) -> BoolArray:
         """(n,) whether the overlap is one run of bytes in the payload and in the box."""
-        return self.in_chunk.is_run & self.in_box.is_run
+        flags: BoolArray = (self.in_chunk.max_gap == 0) & (self.in_box.max_gap == 0)
+        return flags
 
     def run_copies(
         self, number: IntArray, start: IntArray, stop: IntArray

@@ -5,7 +5,7 @@ They detect damage, they are no defence against somebody who forges both bytes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -16,6 +16,10 @@ Buffer = bytes | bytearray | memoryview
 
 DEFAULT_BLOCK_NBYTES = 1 << 20
 """Bytes per digest of a chunk: hashing is at full speed from about 256 KiB on (docs/format.md)."""
+
+
+digest128: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
+"""XXH3-128 of a whole buffer as 32 lower-case hexadecimal digits."""
 
 
 def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:
@@ -42,11 +46,6 @@ def find_wrong_block(buffer: memoryview, stated: Sequence[int], block_nbytes: in
 def num_blocks(nbytes: int, block_nbytes: int) -> int:
     """How many digests a chunk of `nbytes` has."""
     return -(-nbytes // block_nbytes)
-
-
-def digest128(data: Buffer) -> str:
-    """XXH3-128 of the whole buffer as 32 lower-case hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _blocks(buffer: Buffer, block_nbytes: int) -> Iterator[memoryview]:

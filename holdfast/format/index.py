@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, pad_shapes, unique_boxes
+from holdfast.arrays.box_table import BoxTable, check_tilings, pad_shapes, unique_boxes
 from holdfast.arrays.packed_ints import narrow_dtype
-from holdfast.arrays.tiling import check_tilings
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES
@@ -206,11 +205,10 @@ def _require(
 def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
     shapes = [t.shape for t in manifest.tensors]
     ndim = np.array(list(map(len, shapes)), dtype=np.int64)
-    if len(ndim) and int(ndim.max()) > index.num_dims:
-        raise CorruptionError(
-            f"the index has {index.num_dims} dims, a tensor has {int(ndim.max())}"
-        )
-    behind = np.arange(index.num_dims) >= ndim[index.tensor][:, None]
+    num_dims = index.offset.shape[1]
+    if len(ndim) and int(ndim.max()) > num_dims:
+        raise CorruptionError(f"the index has {num_dims} dims, a tensor has {int(ndim.max())}")
+    behind = np.arange(num_dims) >= ndim[index.tensor][:, None]
     is_padding = (index.offset == 0) & (index.extent == 1)
     _require(
         index, manifest, (is_padding | ~behind).all(axis=1),
@@ -234,7 +232,7 @@ def _check_bytes(index: ChunkIndex, manifest: Manifest) -> None:
     inside &= (index.offset >= 0) & (index.offset <= sizes - index.extent)
     _require(index, manifest, np.all(inside, axis=1), lambda row: "leaves its tensor")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
-    expected = index.numel() * itemsize[index.tensor]
+    expected = index.extent.prod(axis=1) * itemsize[index.tensor]
     _require(
         index, manifest, np.asarray(index.nbytes == expected),
         lambda row: f"{index.nbytes[row]} bytes are stated, its box has {expected[row]}",

@@ -5,26 +5,31 @@ The file is compact JSON whose last member is `digest`. The digest covers every 
 nobody needs a canonical form of JSON to check it.
 
 Version 2 differs from version 1 in two ways: an entry of `tensors` is an array, and a key that the
-place in the tree implies is left out (see `compact`). Both are read and, by `Manifest.version`,
-written.
+place in the tree implies is left out: a `tensor` or `array` node has no `k` where its key is its
+path, that is, the part's name, the names of dict members and the positions in lists on the way to
+it, joined with dots. Only plain dicts and lists count; below any other node every `k` is written.
+Both versions are read and, by `Manifest.version`, written.
+
+A user's own JSON object is kept in `parts` under a name that no part can have, so that a reader
+that does not know it sees one more tree of plain values, and the digest covers it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.errors import CorruptionError, PlanError
+from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import MAX_HEADER_NBYTES, MAX_NDIM
-from holdfast.format.implied_keys import fill_implied_keys, without_implied_keys
-from holdfast.format.metadata import METADATA_PART, decode_metadata
 from holdfast.format.names import is_data_file
-from holdfast.format.values import encode_tree
+from holdfast.format.values import TAG, Node, decode_tree, encode_tree
 
 FORMAT = "holdfast"
 VERSION = 2
@@ -38,6 +43,12 @@ _HEX128 = re.compile(r"[0-9a-f]{32}")
 MIN_BLOCK_NBYTES = 16
 MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
+_LEAVES = ("tensor", "array")
+_KEY = "k"
+METADATA_PART = "$metadata"
+"""Where it is in `parts`; the name of a part of the state does not begin with `$`."""
+MAX_METADATA_NBYTES = 64 * 1024
+"""Bytes of JSON text. The manifest is read by `ls` and broadcast by every load."""
 
 
 class _StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,6 +259,72 @@ def _decode(text: bytes, version: int) -> Manifest:
     return Manifest(**table)
 
 
+def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
+    """A tree as it is written. Cost: linear; dicts and lists are copied, leaves are shared."""
+    return {name: _shrink(node, name) for name, node in parts.items()}
+
+
+def _shrink(node: Any, path: str) -> Any:
+    if isinstance(node, list):
+        return [_shrink(item, f"{path}.{i}") for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    tag = node.get(TAG)
+    if tag is None:
+        return {name: _shrink(item, f"{path}.{name}") for name, item in node.items()}
+    if tag in _LEAVES and node.get(_KEY) == path:
+        return {name: value for name, value in node.items() if name != _KEY}
+    return node
+
+
+class _TreePath:
+    """A path in the tree: its last name, and the path above; joined only when needed."""
+
+    __slots__ = ("above", "length", "name")
+
+    def __init__(self, name: str, above: _TreePath | None) -> None:
+        self.name = name
+        self.above = above
+        self.length: int = len(name) + (above.length + 1 if above is not None else 0)
+
+    def path(self) -> str:
+        names: list[str] = []
+        tree_path = self
+        while tree_path.above is not None:
+            names.append(tree_path.name)
+            tree_path = tree_path.above
+        return ".".join([tree_path.name, *reversed(names)])
+
+
+def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
+    """Put every key in that was left out, in place; any depth.
+
+    Raises ValueError when these keys would have more than `limit` characters together. Cost:
+    linear in the tree and in these characters.
+    """
+    num_chars = 0
+    waiting: list[tuple[Any, _TreePath]] = [
+        (node, _TreePath(name, None))
+        for name, node in parts.items()
+        if isinstance(node, dict | list)
+    ]
+    while waiting:
+        node, tree_path = waiting.pop()
+        tag = node.get(TAG) if isinstance(node, dict) else None
+        if tag is None:
+            inner = node.items() if isinstance(node, dict) else enumerate(node)
+            waiting += [
+                (item, _TreePath(str(name), tree_path))
+                for name, item in inner
+                if isinstance(item, dict | list)
+            ]
+        elif tag in _LEAVES and _KEY not in node:
+            num_chars += tree_path.length
+            if num_chars > limit:
+                raise ValueError(f"the keys that its tree implies have more than {limit} letters")
+            node[_KEY] = tree_path.path()
+
+
 def _unseal(data: bytes) -> _Unsealed:
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     match = _TAIL.fullmatch(tail)
@@ -319,3 +396,48 @@ def _total_problem(m: Manifest) -> str | None:
     if m.totals.nbytes != nbytes:
         return f"totals state {m.totals.nbytes} bytes of tensors, they have {nbytes}"
     return None
+
+
+def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
+    """The JSON of the node that stands for a user's object; empty for None and for `{}`.
+
+    Args:
+        metadata: texts, finite numbers, booleans, None, and lists and dicts of them with texts as
+            keys: what comes back from JSON as it was.
+
+    Raises:
+        ConfigError: anything else, or more than `MAX_METADATA_NBYTES`.
+    """
+    if metadata is None:
+        return b""
+    if not isinstance(metadata, Mapping):
+        raise ConfigError(f"metadata must be a dict, got {type(metadata).__name__}")
+    try:
+        text = json.dumps(dict(metadata), allow_nan=False)
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"metadata cannot be written as JSON: {error}") from error
+    if len(text) > MAX_METADATA_NBYTES:
+        raise ConfigError(
+            f"metadata has {len(text):,} bytes of JSON, the limit is {MAX_METADATA_NBYTES:,}; what "
+            f"is larger belongs into a part of the state"
+        )
+    if value != metadata:
+        raise ConfigError(
+            "metadata would not come back from JSON as it is: use lists instead of tuples, and "
+            "texts as keys"
+        )
+    return msgspec.json.encode(encode_tree(value, path="metadata")) if value else b""
+
+
+def decode_metadata(node: Node) -> dict[str, Any]:
+    """The user's object of a stored node; CorruptionError where it is none."""
+    try:
+        if not isinstance(node, dict) or (TAG in node and node[TAG] != "dict"):
+            raise CorruptionError("not an object")
+        value: Any = decode_tree(node, path=METADATA_PART)
+        if json.loads(json.dumps(value, allow_nan=False)) != value:
+            raise CorruptionError("it holds what JSON does not")
+    except (HoldfastError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"{METADATA_PART!r} is not a JSON object: {error}") from None
+    return dict(value)

@@ -30,9 +30,15 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import ChunkIndex, decode_index, describe_row, validate_index
 from holdfast.format.manifest import Manifest, TensorInfo, decode_manifest
 from holdfast.format.names import INDEX, MANIFEST
-from holdfast.format.records import Records, check_index_digest, join_path, read_records
 from holdfast.format.values import Node
-from holdfast.format.versions import Identity, pin_version
+from holdfast.format.versions import (
+    Identity,
+    Records,
+    check_index_digest,
+    join_path,
+    pin_version,
+    read_records,
+)
 from holdfast.storage import Source, Storage
 
 _NUM_LOOKS = 5
@@ -172,8 +178,7 @@ class Snapshot:
     def rows_of(self, key: str) -> IntArray:
         """Index rows of a tensor, all copies, in the order of the index."""
         tensor = self.tensor_id(key)
-        rows: IntArray = self._rows[slice(*self._bounds[tensor : tensor + 2])]
-        return rows
+        return np.asarray(self._rows[slice(*self._bounds[tensor : tensor + 2])])
 
     def read_values(self, part: str) -> Node:
         """The tree of a part as a node; MismatchError when there is no such part."""
@@ -281,9 +286,8 @@ class Snapshot:
         """Read pieces of chunks in the order of the files and copy what the box has of each."""
         index, itemsize = self.index, int(overlaps.itemsize[0])
         nbytes = index.nbytes[overlaps.row]
-        grain, max_gap = self._block_nbytes, self._block_nbytes
-        if not verify:
-            grain, max_gap = 1, _UNVERIFIED_GAP_NBYTES
+        block = self._block_nbytes
+        grain, max_gap = (block, block) if verify else (1, _UNVERIFIED_GAP_NBYTES)
         start, stop, owner = requested_ranges(overlaps, nbytes, grain=grain, max_gap=max_gap)
         start, stop, number = split_ranges(start, stop, grain=grain)
         owner = owner[number]
@@ -408,7 +412,7 @@ class Snapshot:
                 with self._lock:
                     self.stats.fallbacks += [str(problem) for problem in problems]
             return
-        if not self.is_in_place():
+        if not self._identity.is_of(self.storage, self.directory):
             raise StorageError(
                 f"{self.storage.describe(self.directory)} has been replaced or removed while it "
                 f"was read: read it again ({problems[0]})"
@@ -452,10 +456,6 @@ class Snapshot:
         damage = CorruptionError(f"{self.storage.describe(self.directory)}: {what}")
         damage.__cause__ = error
         return damage
-
-    def is_in_place(self) -> bool:
-        """Whether this version still has its final name; one small read."""
-        return self._identity.is_of(self.storage, self.directory)
 
     def _hold(self) -> tuple[Storage, str]:
         """The directory that this version is in, held open, and its name when that was done."""

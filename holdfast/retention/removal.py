@@ -15,10 +15,9 @@ from datetime import UTC, datetime
 
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
-from holdfast.format.leases import announce_removal, read_lease
 from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.records import read_manifest
+from holdfast.format.versions import announce_removal, read_lease, read_manifest
 from holdfast.retention.policies import (
     AnyOf,
     Candidate,

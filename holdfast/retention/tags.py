@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.format.leases import read_lease
 from holdfast.format.names import list_steps, step_dir
+from holdfast.format.versions import read_lease
 from holdfast.storage import Storage
 
 TAGS_DIR = "tags"

@@ -13,8 +13,14 @@ from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex
-from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
-from holdfast.format.metadata import decode_metadata
+from holdfast.format.manifest import (
+    FileInfo,
+    IndexInfo,
+    Manifest,
+    TensorInfo,
+    Totals,
+    decode_metadata,
+)
 from holdfast.format.names import data_file
 from holdfast.format.values import Node, merge_nodes
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader

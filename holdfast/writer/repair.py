@@ -10,7 +10,6 @@ from typing import Literal
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.leases import readers_of
 from holdfast.format.names import (
     LATEST,
     MANIFEST,
@@ -21,7 +20,7 @@ from holdfast.format.names import (
     step_dir,
     unclaimed,
 )
-from holdfast.format.versions import retire, save_id_of
+from holdfast.format.versions import readers_of, retire, save_id_of
 from holdfast.storage import Storage
 from holdfast.writer.commit import commit_save, discard_save, point_to_newest
 from holdfast.writer.records import (

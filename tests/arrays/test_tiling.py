@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.arrays.box_table import BoxTable
+from holdfast.arrays.box_table import BoxTable, Flaw, check_tilings
 from holdfast.arrays.boxes import Box
-from holdfast.arrays.tiling import Flaw, check_tilings
 from holdfast.arrays.types import IntArray
 from holdfast.errors import PlacementError
 

@@ -16,8 +16,13 @@ from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups
 from holdfast.cli.main import main
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.digest import digest128
-from holdfast.format.manifest import decode_manifest, encode_manifest
-from holdfast.format.metadata import MAX_METADATA_NBYTES, METADATA_PART, encode_metadata
+from holdfast.format.manifest import (
+    MAX_METADATA_NBYTES,
+    METADATA_PART,
+    decode_manifest,
+    encode_manifest,
+    encode_metadata,
+)
 from tests.harness import RankContext, run_ranks
 
 STATE: dict[str, object] = {"t": {"x": torch.ones(4)}, "progress": {"step": 3}}

@@ -11,9 +11,9 @@ import pytest
 
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups
 from holdfast.checkpoint.save import executor as send
-from holdfast.format.leases import LEASES_DIR, read_lease, readers_of
 from holdfast.format.names import parse_saving_dir
 from holdfast.format.verify import verify_snapshot
+from holdfast.format.versions import LEASES_DIR, read_lease, readers_of
 from holdfast.writer import job, records
 from holdfast.writer import repair as repairing
 from holdfast.writer.records import Heartbeat, silent_s

@@ -16,10 +16,10 @@ import torch
 
 from holdfast import Checkpointer, KeepLast, PosixStorage
 from holdfast.errors import HoldfastError
-from holdfast.format.leases import LEASES_DIR, read_lease
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
+from holdfast.format.versions import LEASES_DIR, read_lease
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import TAGS_DIR, list_tags, remove_tag, set_tag
 from holdfast.storage.posix import files

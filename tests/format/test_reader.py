@@ -16,7 +16,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, MismatchError, StorageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot
-from holdfast.format.records import read_records
+from holdfast.format.versions import read_records
 from holdfast.storage import PosixStorage
 from tests.arrays.test_tiling import split
 from tests.format.making import Chunk, Tensor, make, random_tensor, sample_tensors, write

@@ -32,8 +32,8 @@ from holdfast import (
     Union,
 )
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.records import read_manifest
 from holdfast.format.values import node_bytes
+from holdfast.format.versions import read_manifest
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.leases import LEASES_DIR, announce_removal, read_lease, readers_of
+from holdfast.format.versions import LEASES_DIR, announce_removal, read_lease, readers_of
 from holdfast.retention.removal import KeepLast, apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import PosixStorage
@@ -23,7 +23,7 @@ ONE = "iter_0000001"
 
 READER = """
 import sys, time
-from holdfast.format.leases import read_lease
+from holdfast.format.versions import read_lease
 from holdfast.storage import PosixStorage
 with read_lease(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv[2])):
     print("reading", flush=True)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptionError, StorageError
-from holdfast.format.leases import read_lease
 from holdfast.format.names import step_dir
+from holdfast.format.versions import read_lease
 from holdfast.retention.removal import (
     KeepBest,
     KeepEvery,

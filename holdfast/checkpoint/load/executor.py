@@ -75,7 +75,7 @@ class LoadExecutor:
         self._nbytes_unique = union_nbytes(everything.boxes, itemsize)
         self.nbytes_needed = int((own.numel() * itemsize[own.tensor]).sum())
         self.nbytes_received = 0
-        own_numbers, num_ranks = numbers[position], control.size
+        own_numbers, num_ranks = numbers[position], len(boxes)
         if not exchange:
             # The same plan, for a load of one rank.
             everything, (own_numbers,) = gather_requests([own])

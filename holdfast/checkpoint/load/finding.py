@@ -9,10 +9,8 @@ import msgspec
 
 from holdfast.checkpoint.save.handshake import refuse_disagreement
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.format.leases import read_lease
 from holdfast.format.names import list_steps, step_dir
-from holdfast.format.records import Records, read_records
-from holdfast.format.versions import save_id_of
+from holdfast.format.versions import Records, read_lease, read_records, save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.writer.repair import wait_for_writers

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.checkpoint.reports import CheckpointInfo, PartInfo
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import step_dir
-from holdfast.format.records import read_manifest
+from holdfast.format.versions import read_manifest
 from holdfast.state.match.stored import kind_in_words
 from holdfast.storage import Storage
 

@@ -38,8 +38,8 @@ from holdfast.errors import (
 )
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.records import Records
 from holdfast.format.values import Codecs
+from holdfast.format.versions import Records
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.markers import FromPart, OnLayout, Stored

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.boxes import Box, flat_range_boxes
-from holdfast.arrays.mixing import mix_columns
+from holdfast.arrays.box_table import mix_columns
 from holdfast.arrays.types import BoolArray, FloatArray, IntArray
 from holdfast.arrays.water_filling import fill_groups
 

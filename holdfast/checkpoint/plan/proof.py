@@ -10,10 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, concatenate, enumerate_ranges, unique_boxes
+from holdfast.arrays.box_table import (
+    BoxTable,
+    check_tilings,
+    concatenate,
+    enumerate_ranges,
+    mix_columns,
+    unique_boxes,
+)
 from holdfast.arrays.boxes import Box
-from holdfast.arrays.mixing import mix_columns
-from holdfast.arrays.tiling import check_tilings
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import HeldBoxes
 from holdfast.checkpoint.plan.claims import UNDECLARED, RankClaims, TensorNames, decode_names

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from holdfast.cli.support.messages import counted
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.leases import Lease, read_lease
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.versions import save_id_of
+from holdfast.format.versions import Lease, read_lease, save_id_of
 from holdfast.storage import PosixStorage
 
 _MAX_RUN_DEPTH = 2

@@ -16,10 +16,10 @@ from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Replicat
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint.load import executor
 from holdfast.errors import CorruptionError
-from holdfast.format.leases import read_lease
 from holdfast.format.names import parse_replaced_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
+from holdfast.format.versions import read_lease
 from holdfast.retention.removal import KeepLast, apply_retention, plan_retention
 from holdfast.writer.repair import repair
 from tests.harness import RankContext, run_ranks

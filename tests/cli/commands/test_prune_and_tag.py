@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.leases import read_lease
+from holdfast.format.versions import read_lease
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
 from tests.retention.common import damage, fill, put, steps_of
