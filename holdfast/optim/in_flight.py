@@ -196,7 +196,7 @@ class BucketedParameter(nn.Parameter):
 
 
 class BucketedDTensor(DTensor):
-    """As `TakenParameter`, for a parameter that is a DTensor."""
+    """As `BucketedParameter`, for a parameter that is a DTensor."""
 
     __slots__ = ()
     grad = property(_read_gradient, _write_gradient, _delete_gradient)

@@ -24,6 +24,7 @@ CLONED = {
     "dp_cp_intra_ag": "dp_cp_intra",
     "expt_dp_intra_ag": "expt_dp_intra",
 }
+"""The group that each is a second communicator of."""
 SLICED = {
     "dp_cp_intra": "dp_cp",
     "dp_cp_inter": "dp_cp",
@@ -61,8 +62,3 @@ ALIASES: Mapping[str, str] = {
     "inter_distributed_optimizer_instance": "inter_dist_opt",
 }
 """Names that other code has for groups, mostly Megatron's. One that is not here is its own."""
-
-
-def clone_source(name: str) -> str | None:
-    """The group that `name` is a second communicator of; None if it is none."""
-    return CLONED.get(name)

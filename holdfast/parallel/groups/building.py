@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.transport import Transport
-from holdfast.parallel.group_names import GROUP_NAMES, clone_source
+from holdfast.parallel.group_names import CLONED, GROUP_NAMES
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.groups.rendezvous import Proposal, Rendezvous
 from holdfast.parallel.layout import Layout
@@ -116,7 +116,7 @@ def create(
         comms.control = _make_control(comms)
         for name in chosen:
             if layout.has_group(name, rank):
-                source = comms.held.get(clone_source(name) or "")
+                source = comms.held.get(CLONED.get(name) or "")
                 ranks = layout.group(name, rank) if source is None else source.ranks
                 comms.held[name] = Communicator(
                     group=comms.make(ranks, name), ranks=ranks, axes=name
@@ -276,7 +276,7 @@ def _names_to_create(layout: Layout, names: Sequence[str] | None) -> list[str]:
     for name in chosen:
         if name == "control":
             raise GroupError("'control' is always made, and available as groups.control.")
-        source = clone_source(name)
+        source = CLONED.get(name)
         try:
             has_several = layout.size(name) > 1
         except LayoutError as error:
@@ -317,7 +317,7 @@ def _check_supplied(
                 raise GroupError(
                     f"is the group {name!r}, for which another communicator was supplied, too"
                 )
-            twin = held.get(clone_source(name) or "")
+            twin = held.get(CLONED.get(name) or "")
             if twin is not None and twin.group is group and len(planned) > 1:
                 raise GroupError(f"has to be another communicator than {twin.axes!r}")
             held[name] = Communicator(group=group, ranks=planned, axes=name)

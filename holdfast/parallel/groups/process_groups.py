@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import GroupError, LayoutError
 from holdfast.parallel.control.control import Control
-from holdfast.parallel.group_names import clone_source
+from holdfast.parallel.group_names import CLONED
 from holdfast.parallel.groups import building
 from holdfast.parallel.groups.building import Communicator, Communicators
 from holdfast.parallel.layout import Layout
@@ -221,13 +221,13 @@ class ProcessGroups:
         source = self.group(name)
         name = self._resolved(name)
         held = self._comms.held.get(purpose)
-        is_default = held is not None and clone_source(purpose) == name
+        is_default = held is not None and CLONED.get(purpose) == name
         if held is not None and is_default and held.group is not source:
             return held.group
         error: Exception | None = None
         if purpose in self._comms.held:
             error = GroupError(f"There is a communicator {purpose!r} already on rank {self.rank}.")
-        elif clone_source(purpose) != name and self._is_known(purpose, or_raise=False):
+        elif CLONED.get(purpose) != name and self._is_known(purpose, or_raise=False):
             error = GroupError(f"{purpose!r} is a group of the layout, not a clone of {name!r}.")
         return building.clone(self._comms, name, source, purpose=purpose, error=error)
 
