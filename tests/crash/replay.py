@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.posix import files
 from holdfast.format.versions import LEASES_DIR
+from holdfast.storage.posix import files
 
 _SECTOR = 512
 

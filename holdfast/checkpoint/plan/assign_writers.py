@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.arrays.box_table import mix_columns
+from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.arrays.types import BoolArray, FloatArray, IntArray
 from holdfast.arrays.water_filling import fill_groups
 

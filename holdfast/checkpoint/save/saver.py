@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -75,10 +74,10 @@ class Saver:
         self._cache = LeafCache()
         self._local: LocalState | None = None
         self._submitted: InFlightSave | None = None
-        self.counts: Counter[str] = Counter()
-        """Of this rank: `planned`, `reused`, and by outcome `committed`, `failed`, `skipped`;
-        `nbytes` written."""
-        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        # Appended to by the thread that learns outcomes. No lock: an interrupt in the wrong place
+        # would leave it held, and the next save would wait for it without end.
+        self._outcomes: deque[tuple[str, int]] = deque()
         control = groups.control
         self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
         self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
@@ -90,6 +89,16 @@ class Saver:
     def writer_pid(self) -> int | None:
         """Process id of the writer, or None where there is none."""
         return self._writer.pid if self._writer is not None else None
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of this rank: `planned`, `reused`, `nbytes` written; by outcome `committed`, `failed`,
+        `skipped`."""
+        while self._outcomes:
+            outcome, nbytes = self._outcomes.popleft()
+            self._counts[outcome] += 1
+            self._counts["nbytes"] += nbytes
+        return self._counts
 
     @property
     def num_in_flight(self) -> int:
@@ -129,8 +138,7 @@ class Saver:
             with timed(seconds, "retain"):
                 self._after_commit(plan)
         nbytes = plan.image.nbytes - len(plan.image.header)
-        with self._counting:
-            self.counts["nbytes"] += nbytes
+        self._counts["nbytes"] += nbytes
         return SaveReport(
             step=request.step,
             path=self._storage.describe(step_dir(request.step)),
@@ -178,7 +186,7 @@ class Saver:
             )
             plan = agreed.plan
             if plan is None:
-                self.counts["skipped"] += 1
+                self._counts["skipped"] += 1
                 return PendingSave(InFlightSave(step=request.step, ticket=None, skipped=True))
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
             pending = self._submitted = buffer.pending = InFlightSave(
@@ -205,9 +213,8 @@ class Saver:
 
     def _count_outcome(self, pending: InFlightSave) -> None:
         outcome = pending.ticket.outcome if pending.ticket is not None else None
-        with self._counting:
-            self.counts["committed" if pending.phase == "committed" else "failed"] += 1
-            self.counts["nbytes"] += outcome.nbytes if outcome is not None else 0
+        nbytes = outcome.nbytes if outcome is not None else 0
+        self._outcomes.append(("committed" if pending.phase == "committed" else "failed", nbytes))
 
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save failed here after its last collective.
@@ -306,7 +313,7 @@ class Saver:
                 plan = self._make_plan(local, proposals, self._due(request, proposals.num_saves))
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
-            self.counts["reused"] += proposals.is_unchanged
+            self._counts["reused"] += proposals.is_unchanged
         return AgreedSave(
             local=local,
             plan=plan,
@@ -330,7 +337,7 @@ class Saver:
             block_nbytes=self._options.block_nbytes,
             compare_all=request.check_replicas,
         )
-        self.counts["planned"] += 1
+        self._counts["planned"] += 1
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
         self._plans.add(plan, claims)
