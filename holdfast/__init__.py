@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint import (
         Checkpointer,
         CheckpointerStats,
-        CheckpointInfo,
         LoadReport,
-        PartInfo,
         PendingSave,
         SaveReport,
     )
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
         PlanError,
         StorageError,
     )
+    from holdfast.format.inventory import CheckpointInfo, PartInfo
     from holdfast.format.values import Codec, Codecs
     from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
     from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
@@ -131,15 +130,14 @@ __all__ = [
 
 _ROOMS = {
     "holdfast.checkpoint": (
-        "CheckpointInfo",
         "Checkpointer",
         "CheckpointerStats",
         "LoadReport",
-        "PartInfo",
         "PendingSave",
         "SaveReport",
     ),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultError"),
+    "holdfast.format.inventory": ("CheckpointInfo", "PartInfo"),
     "holdfast.retention.policies": (
         "KeepBest",
         "KeepEvery",

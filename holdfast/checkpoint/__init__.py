@@ -3,19 +3,15 @@
 from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.reports import (
     CheckpointerStats,
-    CheckpointInfo,
     LoadReport,
-    PartInfo,
     SaveReport,
 )
 from holdfast.checkpoint.save.pending import PendingSave
 
 __all__ = [
-    "CheckpointInfo",
     "Checkpointer",
     "CheckpointerStats",
     "LoadReport",
-    "PartInfo",
     "PendingSave",
     "SaveReport",
 ]

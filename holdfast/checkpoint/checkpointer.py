@@ -11,15 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.checkpoint.load.inventory import inspect_checkpoint
 from holdfast.checkpoint.load.loader import Loader
 from holdfast.checkpoint.options import LoadOptions, SaverOptions, WhenBusy, as_patterns
-from holdfast.checkpoint.reports import CheckpointerStats, CheckpointInfo, LoadReport, SaveReport
+from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport
 from holdfast.checkpoint.save.handshake import SaveRequest
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
+from holdfast.format.inventory import CheckpointInfo, inspect_checkpoint
 from holdfast.format.manifest import encode_metadata
 from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs

@@ -26,16 +26,9 @@ _FIRST = "load: find"
 Candidate = tuple[int | None, list[int]]
 
 
-class LoadProposal(msgspec.Struct, frozen=True, array_like=True):
-    """The first message of each rank in a load.
-
-    Args:
-        settings: By name, what all ranks must load alike.
-        candidate: The coordinator's next checkpoint of a fallback, see `Finder.candidate`.
-    """
-
-    settings: dict[str, object]
-    candidate: Candidate = (None, [])
+LoadProposal = tuple[dict[str, object], Candidate]
+"""The first message of each rank in a load: by name what all ranks must load alike, and of a
+fallback the coordinator's next checkpoint, see `Finder.candidate`."""
 
 
 class Finder:
@@ -75,7 +68,7 @@ class Finder:
                 payload = msgspec.msgpack.encode((chosen, save_id, opened.manifest, opened.index))
             except Exception as caught:
                 error = caught
-        proposal = msgspec.msgpack.encode(LoadProposal(dict(settings)))
+        proposal = msgspec.msgpack.encode((dict(settings), (None, [])))
         proposals = self._groups.control.agree(error, phase=_FIRST, payload=proposal)
         _refuse_other_settings(proposals, self._groups.control.ranks)
         data = self._groups.control.broadcast(payload or None, phase="load: records")
@@ -145,10 +138,11 @@ class Finder:
                 candidate = (None if too_many else max(left, default=None), present)
             except Exception as caught:
                 error = caught
-        proposal = msgspec.msgpack.encode(LoadProposal(dict(settings), candidate))
+        proposal = msgspec.msgpack.encode((dict(settings), candidate))
         proposals = control.agree(error, phase=_FIRST, payload=proposal)
         _refuse_other_settings(proposals, control.ranks)
-        return msgspec.msgpack.decode(proposals[0], type=LoadProposal).candidate
+        of_coordinator: LoadProposal = msgspec.msgpack.decode(proposals[0], type=LoadProposal)
+        return of_coordinator[1]
 
     def _open(self, step: int | None, leases: ExitStack) -> tuple[int, str, Records]:
         """Choose a step, take a lease on it, and read its records, both of one version.
@@ -197,7 +191,7 @@ class Finder:
 
 def _refuse_other_settings(proposals: Sequence[bytes], ranks: Sequence[int]) -> None:
     """PlanError where the ranks are to load different things."""
-    settings = [msgspec.msgpack.decode(data, type=LoadProposal).settings for data in proposals]
+    settings = [msgspec.msgpack.decode(data, type=LoadProposal)[0] for data in proposals]
     for name in settings[0]:
         values = [each.get(name) for each in settings]
         refuse_disagreement(name, ranks, values, operation="load")

@@ -18,8 +18,10 @@ from holdfast.format.values.encode import (
     is_unicode,
     join_path,
     key_name,
+    kind_in_words,
     node_bytes,
     shorten,
+    tag_of,
 )
 from holdfast.format.values.merge import merge_nodes
 
@@ -36,9 +38,11 @@ __all__ = [
     "is_unicode",
     "join_path",
     "key_name",
+    "kind_in_words",
     "mapping_of",
     "merge_nodes",
     "node_bytes",
     "sequence_of",
     "shorten",
+    "tag_of",
 ]

@@ -249,6 +249,23 @@ def _encode_str(value: str) -> Node:
     return {TAG: "str", "v": base64.b64encode(raw).decode()}
 
 
+def tag_of(node: Any) -> str | None:
+    """The tag of a node; None for a list, a plain dict, a plain value."""
+    tag = node.get("$") if isinstance(node, dict) else None
+    return tag if isinstance(tag, str) else None
+
+
+def kind_in_words(node: Any) -> str:
+    """What a stored node is, for a message."""
+    tag = tag_of(node)
+    if tag == "per_rank":
+        return f"a value per {','.join(node['axes'])}"
+    if isinstance(node, list):
+        return f"a list of {len(node)}"
+    name = tag or ("mapping" if isinstance(node, dict) else type(node).__name__)
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def join_path(path: str, name: object) -> str:
     """The path of a child: names are joined with dots."""
     return f"{path}.{name}" if path else str(name)

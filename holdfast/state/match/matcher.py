@@ -16,6 +16,7 @@ from holdfast.format.values import (
     key_name,
     mapping_of,
     sequence_of,
+    tag_of,
 )
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import (
@@ -45,7 +46,6 @@ from holdfast.state.match.stored import (
     members_of,
     only_names,
     stored_kind,
-    tag_of,
     used_paths,
 )
 from holdfast.state.match.template_nodes import (

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from holdfast.errors import CorruptionError, HoldfastError, PlacementError
-from holdfast.format.values import Codecs, decode_tree, encode_tree, key_name, node_bytes, shorten
+from holdfast.format.values import (
+    Codecs,
+    decode_tree,
+    encode_tree,
+    key_name,
+    kind_in_words,
+    node_bytes,
+    shorten,
+    tag_of,
+)
 from holdfast.state.torch_dtypes import torch_dtype
 
 Token = str | bytes
@@ -157,12 +166,6 @@ class StoredPart:
         return node
 
 
-def tag_of(node: Any) -> str | None:
-    """The tag of a node; None for a list, a plain dict, a plain value."""
-    tag = node.get("$") if isinstance(node, dict) else None
-    return tag if isinstance(tag, str) else None
-
-
 def key_token(key: object, codecs: Codecs) -> Token | None:
     """What distinguishes a key from all others; None for one that no checkpoint can hold."""
     if type(key) is str:
@@ -248,17 +251,6 @@ def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[A
             result.append(f"{path}.{name}")
         else:
             _add_leaf_paths(child, f"{path}.{name}", result, key_of)
-
-
-def kind_in_words(node: Any) -> str:
-    """What a stored node is, for a message."""
-    tag = tag_of(node)
-    if tag == "per_rank":
-        return f"a value per {','.join(node['axes'])}"
-    if isinstance(node, list):
-        return f"a list of {len(node)}"
-    name = tag or ("mapping" if isinstance(node, dict) else type(node).__name__)
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def stored_kind(node: Any) -> str:

@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoint.reports import CheckpointInfo, PartInfo
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import step_dir
+from holdfast.format.values import kind_in_words
 from holdfast.format.versions import read_manifest
-from holdfast.state.match.stored import kind_in_words
 from holdfast.storage import Storage
 
 _TENSORS = ("tensor", "array")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartInfo:
+    """One part of a checkpoint, as its manifest has it."""
+
+    kind: str
+    """What the part's tree is ("mapping", "tensor", "value per dp,tp", …)."""
+    num_tensors: int
+    """Tensors that it refers to, each once; those it shares with another part count in both."""
+    nbytes: int
+    """Of these tensors."""
+    num_values: int
+    """Leaves of the tree that are no tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """What a checkpoint says about itself; see `Checkpointer.inspect`."""
+
+    step: int
+    """Its step."""
+    created: str
+    """When the save began, ISO 8601 UTC."""
+    total_nbytes: int
+    """Of all tensors, each once."""
+    num_tensors: int
+    """Tensors."""
+    parts: Mapping[str, PartInfo]
+    """Its parts by name."""
+    metadata: Mapping[str, Any]
+    """What was given as `metadata=` to the save; empty for none."""
 
 
 def inspect_checkpoint(storage: Storage, step: int) -> CheckpointInfo:
