@@ -20,8 +20,6 @@ from holdfast.reference.models.config import GPTConfig, check_layout
 from holdfast.reference.models.stages import Pipeline, ScheduleName
 from holdfast.reference.train.limits import check_numbers
 
-ModelConfig = GPTConfig
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:

@@ -20,7 +20,6 @@ import xxhash
 from holdfast.arrays.types import ByteArray, IntArray
 from holdfast.errors import ConfigError, MismatchError
 
-VOCAB_SIZE = 256
 SEPARATOR = b"\0"
 """Between two files; text has no NUL bytes."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -171,11 +170,6 @@ class Reporter:
                 f"--jsonl {self._jsonl.name}: cannot be written ({error.strerror}); make room or "
                 f"name another file"
             ) from error
-
-
-def stderr_console() -> Console:
-    """Where errors go."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
 def readable_nbytes(nbytes: float) -> str:
