@@ -11,10 +11,10 @@ DOCS_READY := $(DOCS_VENV)/.ready
 PYTEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-slow lint types contracts format bench trace docs setup clean help
+.PHONY: demo test test-all test-slow lint types contracts format bench bench-groups trace docs setup clean help
 
 help:
-	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench trace test-slow clean"
+	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench bench-groups trace test-slow clean"
 
 setup: $(READY)
 
@@ -49,6 +49,9 @@ format: setup
 
 bench: setup
 	@$(BIN)/python -m bench
+
+bench-groups: setup
+	@$(BIN)/python -m bench.groups
 
 ## The site reads the source without importing it: neither torch nor Holdfast is installed for it.
 $(DOCS_READY): pyproject.toml constraints.txt

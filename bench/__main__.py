@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +24,52 @@ Case = Callable[[BenchResults, Path], None]
 
 
 def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping[str, Case]:
-    """Name -> what to run, in the order of the table. Imports torch in the ranks only."""
-    from bench import gpt, scale, tiny
+    """Name -> what to run, in the order of the table. Imports torch in the ranks only.
 
-    times = repeats or (5 if quick else 7)
-    size = megabytes or (50 if quick else 600)
-    num_tiny = 2_000 if quick else 20_000
-    num_steady = 1_000 if quick else 10_000
+    Args:
+        quick: small sizes, few rounds.
+        megabytes: of the dense states, instead of their own sizes.
+        repeats: rounds after the warm-up.
+    """
+    from bench import scale, sharded, states, step, tiny
+
+    times = repeats or (1 if quick else 5)
+    large, medium = (megabytes or size for size in ((8, 4) if quick else (1740, 600)))
+    num_small, num_tiny, num_steady = (100, 100, 100) if quick else (20_000, 20_000, 10_000)
+
+    def dense(results: BenchResults, scratch: Path, *, size: int, bars: sharded.Bars) -> None:
+        spec = states.gpt_spec(size)
+        sharded.measure(
+            results, f"dense {size / 1000:.3g} GB", spec=spec, bars=bars, repeats=times,
+            scratch=scratch, counts_memory=size == medium,
+        )  # fmt: skip
+
     return {
-        "gpt": lambda results, scratch: gpt.measure(
-            results, megabytes=size, repeats=times, scratch=scratch
+        "large": partial(dense, size=large, bars=sharded.Bars(save=1.0, load=1.5)),
+        "medium": partial(dense, size=medium, bars=sharded.Bars(save=1.25, load=1.5)),
+        "small": lambda results, scratch: sharded.measure(
+            results,
+            f"{num_small:,} small tensors",
+            spec=states.small_spec(num_small),
+            bars=sharded.Bars(save=1.6, load=3.0),
+            repeats=times,
+            scratch=scratch,
         ),
         "tiny": lambda results, scratch: tiny.measure(
-            results, num_tensors=num_tiny, repeats=min(times, 5), scratch=scratch
+            results, num_tensors=num_tiny, repeats=times, scratch=scratch
         ),
         "steady": lambda results, scratch: tiny.measure_steady(
-            results, num_tensors=num_steady, repeats=min(times, 5), scratch=scratch
+            results, num_tensors=num_steady, repeats=times, scratch=scratch
+        ),
+        "training": lambda results, scratch: step.add_rows(
+            results, cases=step.QUICK if quick else step.CASES
         ),
         "scale": lambda results, scratch: scale.measure(
             results,
-            num_ranks=[16, 64] if quick else [16, 64, 256, 1024],
-            tensors_a_rank=100 if quick else 1000,
-            dcp_ranks=[16] if quick else [16, 64],
-            repeats=min(times, 5),
+            num_ranks=[4, 16] if quick else [16, 64, 256, 1024],
+            tensors_a_rank=20 if quick else 1000,
+            dcp_ranks=[4] if quick else [16, 64],
+            repeats=times,
             scratch=scratch,
         ),
     }
@@ -54,7 +78,7 @@ def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, draw, write; 0 unless a case could not be run."""
     options = _parse(arguments)
-    console = Console(width=None if os.isatty(1) else 150)
+    console = Console(width=None if os.isatty(1) else 190)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     chosen = cases(quick=options.quick, megabytes=options.megabytes, repeats=options.repeats)
@@ -80,12 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes: a check, no claim")
-    parser.add_argument("--only", metavar="CASE", help="gpt, tiny, steady or scale")
+    parser.add_argument("--only", metavar="CASE", help="one of the cases; see docs/performance.md")
     parser.add_argument("--out", default="bench/out", help="where table, plot and JSON go")
     parser.add_argument("--baseline", metavar="FILE", help="bench.json of an earlier run")
-    parser.add_argument("--megabytes", type=int, help="size of the GPT state")
+    parser.add_argument("--megabytes", type=int, help="size of both dense states")
     parser.add_argument("--repeats", type=int, help="rounds after the warm-up")
     return parser.parse_args(arguments)
 
@@ -103,6 +128,7 @@ def _run(case: Case, results: BenchResults, parent: Path) -> None:
 
 
 def _machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
     import torch
 
     return {

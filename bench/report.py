@@ -56,13 +56,13 @@ def print_table(results: BenchResults, console: Console, *, baseline: dict[str, 
     table = Table(title="Medians; lower is better", title_justify="left", header_style="bold")
     table.add_column("case", no_wrap=True)
     table.add_column("quantity")
-    for name in ("unit", "floor", "Holdfast", "DCP", "x floor", "x DCP", "target"):
+    for name in ("unit", "floor", "Holdfast", "DCP", "x floor", "x DCP"):
         table.add_column(name, justify="right")
+    table.add_column("bars")
     if baseline:
         table.add_column("change", justify="right")
     case = ""
     for row in results.rows:
-        colour = {True: "green", False: "red", None: ""}[row.met]
         cells = [
             row.case if row.case != case else "",
             row.name,
@@ -72,7 +72,7 @@ def print_table(results: BenchResults, console: Console, *, baseline: dict[str, 
             number(row.dcp),
             number(row.to_floor),
             number(row.to_dcp),
-            f"[{colour}]{target_text(row)}[/]" if colour else "",
+            targets_text(row),
         ]
         if baseline:
             cells.append(change_text(row, baseline))
@@ -95,13 +95,14 @@ def number(value: float | None) -> str:
     return f"{value:.4f}"
 
 
-def target_text(row: Row) -> str:
-    """The bound, and whether it is met."""
-    if row.target is None:
-        return ""
-    behind = {"floor": "x floor", "dcp": "x DCP", "value": row.unit}[row.target.against]
-    verdict = "met" if row.met else "missed"
-    return f"≤ {number(row.target.bound)} {behind}".rstrip() + f", {verdict}"
+def targets_text(row: Row) -> str:
+    """The bars, each with whether it is met, in the markup of rich."""
+    texts = []
+    for target in row.targets:
+        behind = {"floor": "x floor", "dcp": "x DCP", "value": row.unit}[target.against]
+        colour, verdict = ("green", "met") if row.meets(target) else ("red", "missed")
+        texts.append(f"[{colour}]≤ {number(target.bound)} {behind}".rstrip() + f", {verdict}[/]")
+    return "; ".join(texts)
 
 
 def change_text(row: Row, baseline: dict[str, float]) -> str:
@@ -129,9 +130,10 @@ def print_phases(results: BenchResults, console: Console) -> None:
 
 def draw(results: BenchResults, path: Path) -> None:
     """Three panels: ratios to the floor, cost of a tiny tensor, planning at scale."""
+    height = max(8, 0.5 * len(_with_ratios(results)))
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplot_mosaic(
-            [["ratios", "scale"], ["ratios", "tiny"]], figsize=(13, 8), dpi=120,
+            [["ratios", "scale"], ["ratios", "tiny"]], figsize=(13, height), dpi=120,
             layout="constrained", width_ratios=(1.35, 1),
         )  # fmt: skip
         _draw_ratios(axes["ratios"], results)
@@ -145,9 +147,14 @@ def draw(results: BenchResults, path: Path) -> None:
         plt.close(figure)
 
 
+def _with_ratios(results: BenchResults) -> list[Row]:
+    """The times that have a floor and a DCP arm."""
+    return [row for row in results.rows if row.floor and row.dcp and row.unit == "ms"]
+
+
 def _draw_ratios(axes: Axes, results: BenchResults) -> None:
-    shown = [row for row in results.rows if row.floor and row.dcp and row.unit == "ms"]
-    shown = [row for row in shown if row.to_floor is not None][::-1]
+    """Bars of times as multiples of the floor."""
+    shown = _with_ratios(results)[::-1]
     axes.set_title("Time as a multiple of the floor")
     if not shown:
         axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes, color=FAINT)
@@ -161,8 +168,9 @@ def _draw_ratios(axes: Axes, results: BenchResults) -> None:
             axes.barh(place + shift, value / floor, height=0.36, color=colour)
             text = f"{number(value / floor)}x   {number(value)} ms"
             axes.text(value / floor * 1.04, place + shift, text, va="center", fontsize=9)
-        if row.target is not None and row.target.against == "floor":
-            axes.plot([row.target.bound] * 2, [place + 0.02, place + 0.40], color=MISSED, lw=2)
+        for target in row.targets:
+            if target.against == "floor":
+                axes.plot([target.bound] * 2, [place + 0.02, place + 0.40], color=MISSED, lw=2)
     axes.axvline(1, color=INK, lw=1)
     axes.set_xscale("log")
     top = max(max(row.holdfast, row.dcp or 0) / (row.floor or 1) for row in shown)
@@ -170,7 +178,7 @@ def _draw_ratios(axes: Axes, results: BenchResults) -> None:
     axes.set_xlim(low, top * 4)
     axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}x"))
     axes.set_yticks(range(len(shown)), [f"{row.case}\n{row.name}" for row in shown])
-    axes.set_xlabel("times the floor (log); black: the floor, red: Holdfast's target")
+    axes.set_xlabel("times the floor (log); black: the floor, red: Holdfast's bar")
     for label, colour in (("Holdfast", HOLDFAST), ("PyTorch DCP, its best way", DCP)):
         axes.bar(1, 0, color=colour, label=label)
     axes.set_ylim(-0.6, len(shown) - 0.1)
@@ -178,6 +186,7 @@ def _draw_ratios(axes: Axes, results: BenchResults) -> None:
 
 
 def _draw_scale(axes: Axes, results: BenchResults) -> None:
+    """Curves over the number of simulated ranks."""
     points = results.curves.get("scale", [])
     axes.set_title("First plan and index by simulated ranks")
     for name, label, colour, style in (
@@ -207,6 +216,7 @@ def _draw_scale(axes: Axes, results: BenchResults) -> None:
 
 
 def _draw_tiny(axes: Axes, results: BenchResults) -> None:
+    """Bars of the cost of one tiny tensor."""
     rows = [row for row in results.rows if row.case == "tiny tensors" and row.unit == "µs"]
     axes.set_title("A tiny tensor, µs")
     if not rows:

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from bench.gpt import TIMEOUT_S, RankMeasurements
 from bench.results import BenchResults, Target
+from bench.sharded import TIMEOUT_S, RankMeasurements
 from bench.timing import Measured, Series, interleave, median_of, values_of
-from holdfast import Codecs, Layout, Sharded
+from holdfast import RNG, Codecs, Layout, Sharded
 from holdfast.checkpoint.plan.claims import (
     RankClaims,
     claims_message,
@@ -39,11 +39,18 @@ from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index, validate_index
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
 from holdfast.format.names import data_file
+from holdfast.parallel.layout import DENSE_AXES
 from holdfast.state import flatten_state
-from holdfast.writer.records import CommitPlan
+from holdfast.state.markers import coordinate_label
+from holdfast.writer.commit import assemble, build_index
+from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader, column
 from tests.harness import RankContext, run_ranks
 
 _HEADER_NBYTES = 4096
+HEADER = SaveHeader(
+    step=1, save_id="0" * 12, created="2000-01-01T00:00:00+00:00", holdfast="0", torch="0",
+    overwrite=False,
+)  # fmt: skip
 
 
 def measure(
@@ -76,30 +83,36 @@ def measure(
 def _report(
     results: BenchResults, case: str, series: Series, counted: dict[str, float], *, bound: bool
 ) -> None:
-    def target(value: float) -> Target | None:
-        return Target(against="value", bound=value) if bound else None
+    """The rows of one number of ranks; bars only for the largest."""
+
+    def targets(value: float) -> tuple[Target, ...]:
+        return (Target(against="value", bound=value),) if bound else ()
 
     has_dcp = "dcp" in series
     results.compare(
         case, "first plan", unit="s", holdfast=values_of(series, "holdfast", "plan"),
         dcp={"global plan": values_of(series, "dcp", "plan")} if has_dcp else None,
-        target=target(2.0),
+        targets=targets(2.0),
     )  # fmt: skip
     results.compare(
         case, "open the index", unit="s", holdfast=values_of(series, "holdfast", "open"),
         dcp={"unpickle": values_of(series, "dcp", "open")} if has_dcp else None,
-        target=target(0.1),
+        targets=targets(0.1),
     )  # fmt: skip
     results.state(
         case, "index, a row", counted["row nbytes"], unit="B", dcp=counted.get("dcp row nbytes"),
-        target=target(80.0),
+        targets=targets(80.0),
     )  # fmt: skip
     results.state(
         case, "received by the coordinator, a row", counted["received nbytes a row"], unit="B",
-        target=target(64.0),
+        targets=targets(64.0),
+    )  # fmt: skip
+    results.compare(
+        case, "commit: index out of all records", unit="s",
+        holdfast=values_of(series, "holdfast", "build"), targets=targets(0.2),
     )  # fmt: skip
     if bound:
-        for name in ("decode tables", "encode", "prove"):
+        for name in ("decode tables", "encode", "prove", "assemble"):
             results.compare(
                 case, f"index and tables: {name}", unit="s",
                 holdfast=values_of(series, "holdfast", name),
@@ -109,9 +122,10 @@ def _report(
 def _simulate(
     context: RankContext, num_ranks: int, tensors_a_rank: int, with_dcp: bool, repeats: int
 ) -> RankMeasurements:
+    """Plan again and again for one number of ranks, Holdfast and DCP in turns."""
     del context
     layout = simulated_layout(num_ranks)
-    encoded = _messages(simulated_tables(layout, tensors_a_rank))
+    encoded = claims_messages(simulated_tables(layout, tensors_a_rank))
     counted: dict[str, float] = {}
 
     def holdfast(_: int) -> Measured:
@@ -129,7 +143,7 @@ def _simulate(
     return RankMeasurements(series=series, counted=counted)
 
 
-def _messages(tables: list[RankClaims]) -> list[bytes]:
+def claims_messages(tables: list[RankClaims]) -> list[bytes]:
     """What the ranks send to the coordinator: each distinct set of names once."""
     sent: set[bytes] = set()
     messages = []
@@ -148,11 +162,14 @@ def simulated_layout(num_ranks: int) -> Layout:
 
 
 def _shape(layout: Layout, tensor: int) -> tuple[int, int]:
+    """The global shape of a simulated tensor."""
     return layout.tp * (8 + tensor % 5), layout.dp * (4 + tensor % 3)
 
 
 def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
-    """What each rank holds: every tensor of its stage, dim 0 cut along tp, dim 1 along dp.
+    """What each rank holds: its random streams, and every tensor of its stage.
+
+    Dim 0 of the tensors is cut along tp, dim 1 along dp.
 
     The state of the first rank of a stage is flattened as for a save; the others hold the boxes
     next to its own.
@@ -174,18 +191,23 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
                 )
                 for i, (e, shape) in enumerate(zip(extent.tolist(), shapes, strict=True))
             }
-            flat = flatten_state({"model": state}, layout=layout, rank=rank, codecs=Codecs())
+            whole = {"model": state, "rng": RNG()}
+            flat = flatten_state(whole, layout=layout, rank=rank, codecs=Codecs())
             of_stage[stage] = claims_of(flat)[0]
         first = of_stage[stage]
         replica_sets = tuple(
             replace(replica_set, replicas=(rank,)) for replica_set in first.replica_sets
         )
-        offset = extent * np.array([at["tp"], at["dp"]])
-        tables.append(replace(first, offset=offset, replica_sets=replica_sets))
+        # Random streams come behind the model's tensors; each rank has its own, whole.
+        offset = np.zeros_like(first.offset)
+        offset[:tensors_a_rank] = extent * np.array([at["tp"], at["dp"]])
+        labels = (coordinate_label(layout, rank, DENSE_AXES, path="rng"),)
+        tables.append(replace(first, offset=offset, replica_sets=replica_sets, labels=labels))
     return tables
 
 
 def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) -> Measured:
+    """What the coordinator does at a first save, step by step."""
     marks = [time.perf_counter()]
 
     def mark() -> float:
@@ -201,8 +223,14 @@ def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) 
         signature="0" * 32, block_nbytes=DEFAULT_BLOCK_NBYTES,
     )  # fmt: skip
     measured["plan"] = mark()
-    index = _index_of(plan)
+    index = index_of(plan)
+    records = records_of(plan, index)
+    files = [data_file(number) for number in range(len(plan.writers))]
     mark()
+    build_index(plan, records, files, planned=plan.row_nbytes)
+    measured["build"] = mark()
+    assemble(plan, records, HEADER)
+    measured["assemble"] = mark()
     data = encode_index(index)
     measured["encode"] = mark()
     opened = decode_index(data)
@@ -217,7 +245,7 @@ def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) 
     return measured
 
 
-def _index_of(plan: CommitPlan) -> ChunkIndex:
+def index_of(plan: CommitPlan) -> ChunkIndex:
     """The index as the commit makes it, with invented digests."""
     nbytes = plan.row_nbytes
     order = np.argsort(plan.row_file, kind="stable")
@@ -235,7 +263,29 @@ def _index_of(plan: CommitPlan) -> ChunkIndex:
     )  # fmt: skip
 
 
+def records_of(plan: CommitPlan, index: ChunkIndex) -> list[DoneRecord]:
+    """The done-records of all ranks for an index whose rows lie file by file."""
+    bounds = np.searchsorted(plan.row_file, np.arange(len(plan.writers) + 1))
+    records = []
+    for position, number in zip(plan.writers, range(len(plan.writers)), strict=True):
+        rows = slice(int(bounds[number]), int(bounds[number + 1]))
+        pointers = index.digest_ptr[rows.start : rows.stop + 1]
+        nbytes = index.nbytes[rows]
+        records.append(
+            DoneRecord(
+                position=position, plan_digest="", save_id=HEADER.save_id, file=data_file(number),
+                nbytes=_HEADER_NBYTES + int(nbytes.sum()), header_nbytes=_HEADER_NBYTES,
+                header_digest="0" * 32, starts=column(index.start[rows]), row_nbytes=column(nbytes),
+                digest_ptr=column(pointers - pointers[0]),
+                digests=column(index.digest[pointers[0] : pointers[-1]]),
+                checks=b"", lanes=b"", values=b"{}",
+            )
+        )  # fmt: skip
+    return sorted(records, key=lambda record: record.position)
+
+
 def _manifest_of(plan: CommitPlan, index: ChunkIndex, data: bytes) -> Manifest:
+    """The manifest as the commit makes it, with invented digests."""
     sizes = np.bincount(index.file, weights=index.nbytes).astype(np.int64) + _HEADER_NBYTES
     return Manifest(
         step=1, save_id="0" * 12, created="2000-01-01T00:00:00+00:00", holdfast="0", torch="0",
@@ -283,6 +333,7 @@ def _dcp_plans(layout: Layout, tensors_a_rank: int) -> list[SavePlan]:
 
 
 def _dcp_once(plans: list[SavePlan], counted: dict[str, float]) -> Measured:
+    """What DCP's coordinator does at a save, and each rank at a load."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
     began = time.perf_counter()

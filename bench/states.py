@@ -1,66 +1,72 @@
-"""States to save: a sharded GPT with Adam's moments, and many tiny tensors."""
+"""States to save: a sharded GPT with Adam's moments, and many small or tiny tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from holdfast import ProcessGroups
+from holdfast import RNG, ProcessGroups
 
 _PATTERN_NUMEL = 1 << 20
 
 
+Shapes = tuple[tuple[str, tuple[int, ...], int | None], ...]
+"""Key, global shape and the dim that tensor parallelism splits (None: replicated)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GptSize:
-    """A decoder of `num_layers` layers of `width` channels over `vocab` words."""
+class DenseSpec:
+    """A state of DTensors: every part has a float32 tensor of each shape."""
 
-    num_layers: int
-    width: int
-    vocab: int
-
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
-        """Key, global shape and the dim that tensor parallelism splits (None: replicated)."""
-        w = self.width
-        yield "embedding", (self.vocab, w), 0
-        for layer in range(self.num_layers):
-            name = f"layers.{layer}"
-            yield f"{name}.attention.qkv.weight", (3 * w, w), 0
-            yield f"{name}.attention.qkv.bias", (3 * w,), 0
-            yield f"{name}.attention.out.weight", (w, w), 1
-            yield f"{name}.mlp.up.weight", (4 * w, w), 0
-            yield f"{name}.mlp.up.bias", (4 * w,), 0
-            yield f"{name}.mlp.down.weight", (w, 4 * w), 1
-            for norm in ("norm1", "norm2"):
-                yield f"{name}.{norm}.weight", (w,), None
-                yield f"{name}.{norm}.bias", (w,), None
-        yield "norm.weight", (w,), None
+    parts: tuple[str, ...]
+    shapes: Shapes
 
 
-def gpt_size(megabytes: int) -> GptSize:
-    """The size whose weights and moments in float32 take about this many MB."""
+def gpt_spec(megabytes: int) -> DenseSpec:
+    """A decoder whose weights and Adam's moments in float32 take about this many MB."""
     params = megabytes * 1e6 / 12
-    width = 128
-    while 12 * (2 * width) ** 2 * 4 + 16 * (2 * width) ** 2 <= params:
-        width *= 2
-    vocab = 16 * width
-    num_layers = max(1, round((params - vocab * width) / (12 * width**2)))
-    return GptSize(num_layers=num_layers, width=width, vocab=vocab)
+    w = 128
+    while 12 * (2 * w) ** 2 * 4 + 16 * (2 * w) ** 2 <= params:
+        w *= 2
+    vocab = 16 * w
+    shapes: list[tuple[str, tuple[int, ...], int | None]] = [("embedding", (vocab, w), 0)]
+    for layer in range(max(1, round((params - vocab * w) / (12 * w**2)))):
+        name = f"layers.{layer}"
+        shapes += [
+            (f"{name}.attention.qkv.weight", (3 * w, w), 0),
+            (f"{name}.attention.qkv.bias", (3 * w,), 0),
+            (f"{name}.attention.out.weight", (w, w), 1),
+            (f"{name}.mlp.up.weight", (4 * w, w), 0),
+            (f"{name}.mlp.up.bias", (4 * w,), 0),
+            (f"{name}.mlp.down.weight", (w, 4 * w), 1),
+        ]
+        for norm in ("norm1", "norm2"):
+            shapes += [(f"{name}.{norm}.weight", (w,), None), (f"{name}.{norm}.bias", (w,), None)]
+    shapes.append(("norm.weight", (w,), None))
+    return DenseSpec(parts=("weight", "moment1", "moment2"), shapes=tuple(shapes))
 
 
-def gpt_state(groups: ProcessGroups, size: GptSize, *, blank: bool = False) -> dict[str, object]:
-    """Weights and both moments as DTensors on (dp, tp), replicated along dp; a few values."""
+def small_spec(num_tensors: int) -> DenseSpec:
+    """Many small tensors of 10 kB each: 205 MB for 20,000."""
+    shapes: Shapes = tuple((f"t{i:06d}", (64, 40), 0) for i in range(num_tensors))
+    return DenseSpec(parts=("small",), shapes=shapes)
+
+
+def dense_state(groups: ProcessGroups, spec: DenseSpec, *, blank: bool = False) -> dict[str, Any]:
+    """DTensors on (dp, tp), replicated along dp; a few values, and the random streams."""
     mesh = groups.mesh("dp", "tp")
     tp, index = groups.size("tp"), groups.index("tp")
     generator = torch.Generator().manual_seed(1)
     pattern = torch.randn(_PATTERN_NUMEL, generator=generator)
-    state: dict[str, dict[str, object]] = {}
-    for part in ("weight", "moment1", "moment2"):
+    state: dict[str, Any] = {}
+    for part in spec.parts:
         entries: dict[str, object] = {}
-        for key, shape, dim in size.shapes():
+        for key, shape, dim in spec.shapes:
             local = list(shape)
             if dim is not None:
                 local[dim] //= tp
@@ -71,7 +77,7 @@ def gpt_state(groups: ProcessGroups, size: GptSize, *, blank: bool = False) -> d
             )
             entries[key] = _distributed(tensor, mesh, dim)
         state[part] = entries
-    return {**state, "values": {"step": 1, "lr": 0.5}}
+    return {**state, "values": {"step": 1, "lr": 0.5}, "rng": RNG()}
 
 
 def _filled(pattern: torch.Tensor, shape: list[int], *, salt: int) -> torch.Tensor:
@@ -88,25 +94,25 @@ def _distributed(local: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> DTen
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-def tiny_state(num_tensors: int) -> dict[str, object]:
-    """Plain tensors of 64 to 256 bytes."""
-    return {"tiny": {f"t{i:06d}": torch.full((16 + i % 49,), float(i)) for i in range(num_tensors)}}
+def tiny_state(num_tensors: int) -> dict[str, Any]:
+    """Plain tensors of 64 to 256 bytes, and the random streams."""
+    tensors = {f"t{i:06d}": torch.full((16 + i % 49,), float(i)) for i in range(num_tensors)}
+    return {"tiny": tensors, "rng": RNG()}
 
 
-def sharded_tiny_state(groups: ProcessGroups, num_tensors: int) -> dict[str, object]:
-    """DTensors cut along dim 0 over dp, a few hundred bytes each."""
+def sharded_tiny_state(groups: ProcessGroups, num_tensors: int) -> dict[str, Any]:
+    """DTensors cut along dim 0 over dp, a few hundred bytes each, and the random streams."""
     mesh = groups.mesh("dp")
-    return {
-        "tiny": {
-            f"t{i:06d}": DTensor.from_local(
-                torch.full((16,), float(i)), mesh, [Shard(0)], run_check=False
-            )
-            for i in range(num_tensors)
-        }
+    tensors = {
+        f"t{i:06d}": DTensor.from_local(
+            torch.full((16,), float(i)), mesh, [Shard(0)], run_check=False
+        )
+        for i in range(num_tensors)
     }
+    return {"tiny": tensors, "rng": RNG()}
 
 
-def local_tensors(state: dict[str, object]) -> list[torch.Tensor]:
+def local_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that this rank holds of a state of two levels."""
     results: list[torch.Tensor] = []
     for entries in state.values():
@@ -119,6 +125,11 @@ def local_tensors(state: dict[str, object]) -> list[torch.Tensor]:
     return results
 
 
-def local_nbytes(state: dict[str, object]) -> int:
+def local_nbytes(state: dict[str, Any]) -> int:
     """Bytes of the tensors that this rank holds."""
     return sum(tensor.nbytes for tensor in local_tensors(state))
+
+
+def digests(state: dict[str, Any]) -> list[int]:
+    """A hash of each tensor that this rank holds."""
+    return [xxhash.xxh3_64_intdigest(each.numpy().data) for each in local_tensors(state)]

@@ -19,7 +19,12 @@ def interleave(
 ) -> Series:
     """Call every arm once in each round, in an order that rotates; the warm-ups are dropped.
 
-    `before_each` is called before each call, outside its time: a barrier where several ranks run.
+    Args:
+        arms: what takes turns.
+        repeats: rounds that count.
+        before_each: called before each call, outside its time: a barrier where several ranks run.
+        warm_ups: rounds before them.
+        first: calls get the numbers after this one.
     """
     names = list(arms)
     series: Series = {name: [] for name in names}
@@ -70,3 +75,12 @@ def median_of(series: Series, arm: str, quantity: str = "seconds") -> float:
 def medians(series: Series, arm: str) -> Measured:
     """Medians of all quantities of an arm."""
     return {name: median_of(series, arm, name) for name in series[arm][0]}
+
+
+def phases_of(series: Series, arm: str) -> Measured:
+    """Medians of the phases of an arm, without their prefix."""
+    return {
+        name.removeprefix("phase "): value
+        for name, value in medians(series, arm).items()
+        if name.startswith("phase ")
+    }

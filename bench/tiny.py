@@ -11,11 +11,17 @@ import torch
 import torch.distributed as dist
 
 from bench import rivals
-from bench.floor import FloorMemory
-from bench.gpt import TIMEOUT_S, Holdfast, RankMeasurements
-from bench.results import BenchResults, Target
-from bench.states import local_nbytes, local_tensors, sharded_tiny_state, tiny_state
-from bench.timing import Measured, interleave, median_of, slowest, timed, values_of
+from bench.floor import FloorMemory, write_file
+from bench.results import AHEAD_OF_DCP, BenchResults, Target
+from bench.sharded import (
+    TIMEOUT_S,
+    Holdfast,
+    RankMeasurements,
+    floor_reads,
+    floor_writes,
+)
+from bench.states import digests, local_nbytes, local_tensors, sharded_tiny_state, tiny_state
+from bench.timing import Measured, interleave, phases_of, slowest, timed, values_of
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.format.names import step_dir
 from tests.harness import RankContext, run_ranks
@@ -29,67 +35,61 @@ def measure(results: BenchResults, *, num_tensors: int, repeats: int, scratch: P
     result = run_ranks(1, _tiny, num_tensors, repeats, scratch, init=False, timeout_s=TIMEOUT_S)
     rank = result.results[0]
     series, counted = rank.series, rank.counted
-    per = 1e6 / num_tensors
-    at_most = Target(against="value", bound=20)
-    floors = {arm: values_of(series, arm) for arm in ("write", "read")}
+
+    def arms(prefix: str, quantity: str) -> dict[str, list[float]]:
+        return {n: values_of(series, n, quantity) for n in series if n.startswith(prefix)}
+
     for name, arm, quantity, floor, dcp in (
-        ("save, a tensor", "holdfast", "durable", "write", {rivals.SYNC: "durable"}),
-        ("stall, a tensor", "holdfast async", "stall", "memcpy", {rivals.ASYNC: "stall"}),
-        ("load, a tensor", "holdfast load", "seconds", "read", {"dcp.load": "seconds"}),
+        ("save, a tensor", "holdfast", "durable", "write, ", "dcp.save"),
+        ("stall, a tensor", "holdfast async", "stall", "memcpy", "dcp.async_save"),
+        ("load, a tensor", "holdfast load", "seconds", "read, ", "dcp.load"),
     ):
-        best = floors.get(floor) or values_of(series, "memcpy")
         results.compare(
-            "tiny tensors", name, unit="µs", scale=per,
-            holdfast=values_of(series, arm, quantity), floors={floor: best},
-            dcp={each: values_of(series, each, of) for each, of in dcp.items()}, target=at_most,
+            "tiny tensors", name, unit="µs", scale=1e6 / num_tensors,
+            holdfast=values_of(series, arm, quantity), floors=arms(floor, quantity),
+            dcp=arms(dcp, quantity), targets=(Target(against="value", bound=20), AHEAD_OF_DCP),
         )  # fmt: skip
     results.state(
         "tiny tensors", "stored in addition to the payload, a tensor", counted["extra"], unit="B",
-        dcp=counted["extra dcp"], target=Target(against="value", bound=160),
+        dcp=counted["extra dcp"], targets=(Target(against="value", bound=160),),
     )  # fmt: skip
     for arm in ("holdfast", "holdfast async"):
-        results.phases[f"tiny tensors: {arm}"] = {
-            name.removeprefix("phase "): median_of(series, arm, name)
-            for name in series[arm][0]
-            if name.startswith("phase ")
-        }
+        results.phases[f"tiny tensors: {arm}"] = phases_of(series, arm)
 
 
 def _tiny(context: RankContext, num_tensors: int, repeats: int, scratch: Path) -> RankMeasurements:
+    """All arms in turns, in one process."""
     del context
     state, blank = tiny_state(num_tensors), tiny_state(num_tensors)
     nbytes = local_nbytes(state)
     memory = FloorMemory(nbytes)
     for tensor in local_tensors(blank):
         tensor.zero_()
-    theirs, loaded = (rivals.Dcp(scratch, each, alone=True) for each in (state, blank))
+    theirs, loaded = (
+        rivals.Dcp(scratch, rivals.dcp_state(each, None), alone=True) for each in (state, blank)
+    )
     root = scratch / "holdfast-tiny"
-    floor_file = scratch / "floor-tiny"
-    memory.write(floor_file, direct=False)
-
-    def write(number: int) -> Measured:
-        return timed(lambda: memory.write(scratch / f"floor-tiny-{number}", direct=False))
+    floor_file = scratch / "read-tiny"
+    write_file(floor_file, nbytes)
 
     with Checkpointer(root) as checkpointer:
-        ours = Holdfast(checkpointer, state, root)
-        into = Holdfast(checkpointer, blank, root)
+        ours, into = Holdfast(checkpointer, state), Holdfast(checkpointer, blank)
         ours.save(KEPT)
         theirs.save(KEPT)
         arms: dict[str, Callable[[int], Measured]] = {
-            "memcpy": lambda _: timed(memory.copy),
-            "write": write,
-            "read": lambda _: timed(lambda: memory.read_and_hash(floor_file)),
+            **floor_writes(memory, scratch, 0),
+            **floor_reads(memory, floor_file),
             "holdfast": ours.save,
             "holdfast async": ours.save_async,
             "holdfast load": lambda _: into.load(KEPT),
-            rivals.SYNC: theirs.save,
-            rivals.ASYNC: theirs.save_async,
+            **theirs.save_arms(),
+            **theirs.async_arms(),
             "dcp.load": lambda _: loaded.load(theirs.path(KEPT)),
         }
         series = interleave(arms, repeats=repeats, before_each=partial(_sweep, scratch))
-    for mine, true in zip(local_tensors(blank), local_tensors(state), strict=True):
-        if not torch.equal(mine, true):
-            raise AssertionError("what was loaded is not what was saved")
+        theirs.close()
+    if digests(blank) != digests(state):
+        raise AssertionError("what was loaded is not what was saved")
     extra = {
         name: (sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) - nbytes) / num_tensors
         for name, path in (("extra", root / step_dir(KEPT)), ("extra dcp", theirs.path(KEPT)))
@@ -99,7 +99,7 @@ def _tiny(context: RankContext, num_tensors: int, repeats: int, scratch: Path) -
 
 def _sweep(scratch: Path) -> None:
     """Remove the files of earlier calls, except those that are loaded."""
-    for path in scratch.glob("floor-tiny-*"):
+    for path in scratch.glob("floor-*"):
         path.unlink()
     for pattern in ("dcp-*", "holdfast-tiny/iter_*"):
         for path in scratch.glob(pattern):
@@ -117,39 +117,37 @@ def measure_steady(results: BenchResults, *, num_tensors: int, repeats: int, scr
         measured["phase flatten"] + measured["phase plan"] for measured in series["holdfast async"]
     ]
     results.compare(
-        "steady state", f"flatten, sign, agree: {num_tensors} tensors a rank", unit="ms",
+        "steady state", f"flatten, sign, agree: {num_tensors:,} tensors a rank, RNG()", unit="ms",
         scale=1e3, holdfast=plan, floors={"16-byte reduction": values_of(series, "collective")},
-        target=Target(against="value", bound=50),
+        targets=(Target(against="value", bound=40),),
     )  # fmt: skip
     results.compare(
-        "steady state", f"stall: {num_tensors} tensors a rank", unit="ms", scale=1e3,
+        "steady state", f"stall: {num_tensors:,} tensors a rank, RNG()", unit="ms", scale=1e3,
         holdfast=values_of(series, "holdfast async", "stall"),
         dcp={
-            arm: values_of(series, arm, "stall") for arm in (rivals.ASYNC, rivals.ASYNC_CACHED)
+            arm: values_of(series, arm, "stall") for arm in series if arm.startswith("dcp.")
         },
+        targets=(AHEAD_OF_DCP,),
     )  # fmt: skip
     results.state(
         "steady state", "collectives a save", max(r.counted["collectives"] for r in ranks),
-        unit="", floor=1, target=Target(against="value", bound=1),
+        unit="", floor=1, targets=(Target(against="value", bound=1),),
     )  # fmt: skip
-    results.phases["steady state"] = {
-        name.removeprefix("phase "): median_of(series, "holdfast async", name)
-        for name in series["holdfast async"][0]
-        if name.startswith("phase ")
-    }
+    results.phases["steady state"] = phases_of(series, "holdfast async")
 
 
 def _steady(
     context: RankContext, num_tensors: int, repeats: int, scratch: Path
 ) -> RankMeasurements:
+    """Saves of an unchanged structure in turns, and the collectives of each."""
     layout = Layout(dp=_STEADY_RANKS)
     with ProcessGroups.create(layout) as groups:
         state = sharded_tiny_state(groups, num_tensors)
         root = scratch / "holdfast-steady"
         word = torch.zeros(2, dtype=torch.int64)
-        theirs = rivals.Dcp(scratch, state)
+        theirs = rivals.Dcp(scratch, rivals.dcp_state(state, groups))
         with Checkpointer(root, groups=groups) as checkpointer:
-            ours = Holdfast(checkpointer, state, root)
+            ours = Holdfast(checkpointer, state)
             ours.save_async(1)
             counts: list[int] = []
 
@@ -170,8 +168,8 @@ def _steady(
             arms: dict[str, Callable[[int], Measured]] = {
                 "collective": lambda _: timed(lambda: dist.all_reduce(word)),
                 "holdfast async": save,
-                rivals.ASYNC: theirs.save_async,
-                rivals.ASYNC_CACHED: partial(theirs.save_async, cached=True),
+                **theirs.async_arms(),
             }
             series = interleave(arms, repeats=repeats, before_each=before_each, first=1)
+            theirs.close()
     return RankMeasurements(series=series, counted={"collectives": float(max(counts))})

@@ -61,6 +61,7 @@ another order; the bound for that is {LOSS_BOUND:g}.</p>
 
 
 def _checks(results: Results) -> str:
+    """The table of promises, each kept or not."""
     rows = "".join(
         f'<tr><td class="{"good" if check.is_kept else "bad"}">{"✓" if check.is_kept else "✗"}</td>'
         f"<td>{escape(check.what)}</td><td>{escape(check.found)}</td></tr>"

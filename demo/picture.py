@@ -75,6 +75,7 @@ def draw(results: Results, *, out: Path) -> Path:
 
 
 def _draw_losses(axes: Axes, results: Results) -> None:
+    """The loss of every run by step."""
     reference = results.curves[REFERENCE.name].losses
     axes.plot(
         list(reference),
@@ -156,6 +157,7 @@ def _mark_events(axes: Axes, results: Results) -> None:
 
 
 def _draw_differences(axes: Axes, results: Results) -> None:
+    """How far each resumed run is from the one that was not interrupted."""
     reference = results.curves[REFERENCE.name].losses
     steps = [step for step in reference if step > RESUME_STEP]
     floor = 1e-9

@@ -249,6 +249,7 @@ def _kind(key: str) -> str:
 
 
 def _num_parameters(directory: Path) -> int:
+    """Parameters of the model in the newest checkpoint."""
     storage = PosixStorage(directory)
     with Snapshot.open(storage, step_dir(list_steps(storage)[-1])) as snapshot:
         return sum(

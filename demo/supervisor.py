@@ -157,6 +157,7 @@ def follow(path: Path, *, position: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """End all ranks; those that do not end in time are killed."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()

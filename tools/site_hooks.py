@@ -42,6 +42,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     up = "../" * folder.count("/") + ("../" if folder else "")
 
     def rewritten(match: re.Match[str]) -> str:
+        """One link as the site has it."""
         label, target, anchor = match[1], match[2], match[3] or ""
         path = posixpath.normpath(posixpath.join("docs", folder, target))
         if path.startswith("docs/"):

@@ -110,18 +110,6 @@ class BoxTable:
         return first[number[len(self) :]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs:
-    """How inner boxes lie in the row-major memory of outer ones; all in elements."""
-
-    start: IntArray
-    """(n,) position of the inner box's first element."""
-    hull: IntArray
-    """(n,) from the first element past the last."""
-    max_gap: IntArray
-    """(n,) the widest gap between two neighbouring elements, 0 for a run."""
-
-
 def pad_shapes(shapes: Sequence[Sequence[int]], num_dims: int, *, fill: int = 1) -> IntArray:
     """Shapes (or offsets) as an (n, num_dims) array, padded with `fill` behind their own dims."""
     lengths = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
@@ -243,31 +231,6 @@ def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray
     a, b = a[keep], b[keep]
     order = np.lexsort((b, a))
     return a[order], b[order]
-
-
-def runs_in(
-    offset: IntArray, extent: IntArray, outer_offset: IntArray, outer_extent: IntArray
-) -> Runs:
-    """How each box lies in the row-major memory of the outer one that contains it.
-
-    Args:
-        offset: (n, d) of the inner boxes, in the tensor's coordinates.
-        extent: (n, d) of the inner boxes; none is empty.
-        outer_offset: (n, d) of the outer boxes.
-        outer_extent: (n, d) of the outer boxes.
-    """
-    num, ndim = offset.shape
-    start = np.zeros(num, dtype=np.int64)
-    hull = np.ones(num, dtype=np.int64)
-    stride = np.ones(num, dtype=np.int64)
-    max_gap = np.zeros(num, dtype=np.int64)
-    for dim in range(ndim - 1, -1, -1):
-        start += (offset[:, dim] - outer_offset[:, dim]) * stride
-        many = extent[:, dim] > 1
-        np.maximum(max_gap, np.where(many, stride - hull, 0), out=max_gap)
-        hull += (extent[:, dim] - 1) * stride
-        stride *= outer_extent[:, dim]
-    return Runs(start=start, hull=hull, max_gap=max_gap)
 
 
 def union_nbytes(boxes: BoxTable, itemsize: IntArray) -> int:

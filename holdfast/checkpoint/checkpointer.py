@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
-from holdfast.checkpoint.options import LoadOptions, SaverOptions, WhenBusy, as_patterns
+from holdfast.checkpoint.options import LoadOptions, SaverOptions, WhenBusy
 from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport
 from holdfast.checkpoint.save.handshake import SaveRequest
 from holdfast.checkpoint.save.pending import PendingSave
@@ -190,7 +190,7 @@ class Checkpointer:
             step=step,
             overwrite=overwrite,
             check_replicas=check_replicas,
-            metadata=encode_metadata(metadata),
+            metadata=b"" if metadata is None else encode_metadata(metadata),
         )
         report = self._saver.save(request, state)
         self._note_saved(step)
@@ -232,7 +232,7 @@ class Checkpointer:
             step=step,
             overwrite=overwrite,
             check_replicas=check_replicas,
-            metadata=encode_metadata(metadata),
+            metadata=b"" if metadata is None else encode_metadata(metadata),
         )
         pending = self._saver.save_async(request, state, when_busy=when_busy)
         if not pending.skipped:
@@ -321,7 +321,7 @@ class Checkpointer:
         allow_dropped: Sequence[str] = (),
         cast: bool = False,
         verify: bool = True,
-        exchange: bool = True,
+        exchange: bool | Literal["auto"] = "auto",
         max_fallbacks: int | None = 0,
     ) -> LoadReport:
         """Load a checkpoint into the state, under any layout.
@@ -338,9 +338,9 @@ class Checkpointer:
             allow_dropped: patterns of per-rank values whose coordinates no rank of this layout has.
             cast: convert dtypes.
             verify: check the digest of every block read.
-            exchange: read bytes that several ranks ask for once, in equal shares, and send them
-                over the control communicator. Without it each rank reads its own byte ranges, which
-                is faster where storage is faster than the network (a page cache, a local disk).
+            exchange: True: what several ranks ask for is read once, in equal shares, and sent over
+                the control communicator; False: each rank reads for itself; "auto": True for what
+                ranks of several hosts ask for (see `HOLDFAST_HOST_ID` in the guide).
             max_fallbacks: how many older checkpoints may be tried where the newest is damaged or
                 incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
                 most n older ones; None, any number. All ranks take the same one, which overwrites
@@ -352,25 +352,25 @@ class Checkpointer:
             StorageError: there is no such checkpoint, or it cannot be read.
             ConfigError: an argument is wrong. All of these on all ranks.
 
-        Cost: seven small collectives, of which one carries the requests of all ranks (some bytes a
-        box) and one is a broadcast of manifest and index; with boxes that several ranks ask for,
-        one more and one message between each two of them for every 64 MiB that they share, and as
-        much memory. `max_fallbacks` other than 0: two more collectives.
+        Cost: five small collectives, one of them a broadcast of manifest and index. An exchange:
+        one carries all requests (some bytes a box), and one more with a message between each two
+        ranks for each 64 MiB they share, and as much memory. With `max_fallbacks`: two more.
         """
-        if state is None:
-            raise ConfigError(
-                "load(None): the state must map names to parts; load_all() needs no state"
-            )
+        given: object = state
+        if not isinstance(given, Mapping):
+            why = "the state must map names to parts; load_all() needs no state"
+            raise ConfigError(f"load({type(given).__name__.removesuffix('Type')}): {why}")
         options = LoadOptions(
+            step=step,
             ignore_unexpected=ignore_unexpected,
-            allow_missing=as_patterns(allow_missing, "allow_missing"),
-            allow_dropped=as_patterns(allow_dropped, "allow_dropped"),
+            allow_missing=allow_missing,
+            allow_dropped=allow_dropped,
             cast=cast,
             verify=verify,
             exchange=exchange,
             max_fallbacks=max_fallbacks,
         )
-        return self._load(state, step, options)
+        return self._note_loaded(self._loader.load(state, options))
 
     @guarded
     def load_all(
@@ -378,7 +378,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         verify: bool = True,
-        exchange: bool = True,
+        exchange: bool | Literal["auto"] = "auto",
         max_fallbacks: int | None = 0,
     ) -> LoadReport:
         """Load everything that a checkpoint holds, without templates.
@@ -393,13 +393,12 @@ class Checkpointer:
 
         Cost: each rank reads or receives all tensors, and holds them.
         """
-        options = LoadOptions(verify=verify, exchange=exchange, max_fallbacks=max_fallbacks)
-        return self._load(None, step, options)
+        options = LoadOptions(
+            step=step, verify=verify, exchange=exchange, max_fallbacks=max_fallbacks
+        )
+        return self._note_loaded(self._loader.load(None, options))
 
-    def _load(
-        self, state: Mapping[str, object] | None, step: int | None, options: LoadOptions
-    ) -> LoadReport:
-        report = self._loader.load(state, step=step, options=options)
+    def _note_loaded(self, report: LoadReport) -> LoadReport:
         self._nbytes_loaded += report.nbytes_read
         self._note_saved(report.step)
         return report

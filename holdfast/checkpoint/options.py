@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,33 +58,40 @@ class SaverOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How strict a load is, and how it reads.
+    """Which checkpoint a load takes, how strict it is, and how it reads.
 
     Raises:
         ConfigError: a value of a wrong type or out of range; the message names the argument.
     """
 
+    step: int | None = None
+    """The step to load; None for the newest."""
     ignore_unexpected: bool = False
     """Leave stored entries that no rank asks for, instead of raising MismatchError."""
-    allow_missing: tuple[str, ...] = ()
+    allow_missing: Sequence[str] = ()
     """`fnmatch` patterns of full paths that may be absent from the checkpoint."""
-    allow_dropped: tuple[str, ...] = ()
+    allow_dropped: Sequence[str] = ()
     """Patterns of per-rank values whose coordinates no rank of this layout has."""
     cast: bool = False
     """Convert tensors that are stored with another dtype than the target's."""
     verify: bool = True
     """Check the digest of every block that is read."""
-    exchange: bool = True
-    """Read bytes that several ranks ask for from storage once, and send them between the ranks."""
+    exchange: bool | Literal["auto"] = "auto"
+    """Whether bytes that several ranks ask for are read once and sent between the ranks; "auto":
+    those that ranks of several hosts ask for."""
     max_fallbacks: int | None = 0
     """How many older checkpoints may be tried in place of a damaged one; None for any number."""
 
     def __post_init__(self) -> None:
         """Refuse what a caller cannot have meant."""
-        for name in ("ignore_unexpected", "cast", "verify", "exchange"):
+        for name in ("ignore_unexpected", "cast", "verify"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")
+        if not isinstance(self.exchange, bool) and self.exchange != "auto":
+            raise ConfigError(f"exchange={self.exchange!r} must be 'auto', True or False")
+        for name in ("allow_missing", "allow_dropped"):
+            object.__setattr__(self, name, as_patterns(getattr(self, name), name))
         most = self.max_fallbacks
         if isinstance(most, bool):
             fix = "None for as many as there are" if most else "0 for none"
@@ -94,17 +101,15 @@ class LoadOptions:
                 f"max_fallbacks={most} is not a number of older checkpoints to try; 0 for none, "
                 f"None for as many as there are"
             )
-
-    def check_step(self, step: int | None) -> None:
-        """Refuse a step that cannot be, and one together with fallbacks."""
+        step = self.step
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
             raise ConfigError(f"step must be an int or None, got {step!r}")
         if step is not None and not 0 <= step < 10**18:
             raise ConfigError(f"step {step}: there is no such step; it must be in [0, 10**18)")
-        if step is not None and self.max_fallbacks != 0:
+        if step is not None and most != 0:
             raise ConfigError(
-                f"max_fallbacks={self.max_fallbacks} with step={step}: a step given by number is "
-                f"loaded or not; leave one of them out"
+                f"max_fallbacks={most} with step={step}: a step given by number is loaded or not; "
+                f"leave one of them out"
             )
 
 

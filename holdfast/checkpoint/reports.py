@@ -39,8 +39,9 @@ class SaveReport:
 class JobReading:
     """What all ranks of a load read together; the same on each of them."""
 
-    nbytes_unique: int = 0
-    """Of the elements that at least one rank requested, each once."""
+    nbytes_unique: int | None = None
+    """Of the elements that at least one rank requested, each once; None where nothing was exchanged
+    (see `exchange=`): then no rank knows what the others requested."""
     nbytes_needed: int = 0
     """Sum over the ranks of what each requested."""
     nbytes_read: int = 0
@@ -53,8 +54,13 @@ class JobReading:
     """By any one rank."""
 
     @property
-    def amplification(self) -> float:
-        """Bytes read from storage for each byte that some rank requested; 1.0 is the best."""
+    def amplification(self) -> float | None:
+        """Bytes read from storage for each byte that some rank requested; 1.0 is the best.
+
+        None where `nbytes_unique` is.
+        """
+        if self.nbytes_unique is None:
+            return None
         return self.nbytes_read / self.nbytes_unique if self.nbytes_unique else 1.0
 
 

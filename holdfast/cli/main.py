@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    """Run the command of these words; the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
@@ -78,6 +79,7 @@ def _flush() -> None:
 
 
 def _dispatch(verb: str, words: list[str]) -> int:
+    """Import the module of a command and run it; the exit code."""
     if verb not in VERBS:
         raise _unknown(verb)
     module = import_module(f"holdfast.cli.commands.{verb}")
@@ -90,12 +92,14 @@ def _dispatch(verb: str, words: list[str]) -> int:
 
 
 def _unknown(verb: str) -> HoldfastError:
+    """The error for a word that is no command."""
     near = difflib.get_close_matches(verb, VERBS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(VERBS)}"
     return ConfigError(f"unknown command {verb!r}; {hint}")
 
 
 def _usage() -> str:
+    """The help text of `holdfast` itself."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb:<{width}}  {about}" for verb, about in VERBS.items())
     return (

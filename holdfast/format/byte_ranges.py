@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, Runs, enumerate_ranges, runs_in
+from holdfast.arrays.box_table import BoxTable, enumerate_ranges
 from holdfast.arrays.boxes import Box, cover, flat_range_boxes
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray
 from holdfast.errors import CorruptionError
@@ -24,6 +24,8 @@ PIECE_NBYTES = 4 << 20
 """Pieces are about this large: hashed while in cache, and a bound for buffers."""
 DIRECT_NBYTES = 64 << 10
 """Smaller pieces are read together with their neighbours, through a buffer."""
+_JOINED_NBYTES = 1 << 20
+"""So many bytes of small pieces are read together: they stay in the cache until they are copied."""
 
 _ELEMENTS = MappingProxyType({n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)})
 
@@ -44,6 +46,18 @@ class StridedCopy(NamedTuple):
     source: tuple[slice, ...]
     target: tuple[slice, ...]
     extent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """How inner boxes lie in the row-major memory of outer ones; all in elements."""
+
+    start: IntArray
+    """(n,) position of the inner box's first element."""
+    hull: IntArray
+    """(n,) from the first element past the last."""
+    max_gap: IntArray
+    """(n,) the widest gap between two neighbouring elements, 0 for a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,6 +180,31 @@ def find_overlaps(
     )
 
 
+def runs_in(
+    offset: IntArray, extent: IntArray, outer_offset: IntArray, outer_extent: IntArray
+) -> Runs:
+    """How each box lies in the row-major memory of the outer one that contains it.
+
+    Args:
+        offset: (n, d) of the inner boxes, in the tensor's coordinates.
+        extent: (n, d) of the inner boxes; none is empty.
+        outer_offset: (n, d) of the outer boxes.
+        outer_extent: (n, d) of the outer boxes.
+    """
+    num, ndim = offset.shape
+    start = np.zeros(num, dtype=np.int64)
+    hull = np.ones(num, dtype=np.int64)
+    stride = np.ones(num, dtype=np.int64)
+    max_gap = np.zeros(num, dtype=np.int64)
+    for dim in range(ndim - 1, -1, -1):
+        start += (offset[:, dim] - outer_offset[:, dim]) * stride
+        many = extent[:, dim] > 1
+        np.maximum(max_gap, np.where(many, stride - hull, 0), out=max_gap)
+        hull += (extent[:, dim] - 1) * stride
+        stride *= outer_extent[:, dim]
+    return Runs(start=start, hull=hull, max_gap=max_gap)
+
+
 def requested_ranges(
     overlaps: Overlaps, nbytes: IntArray, *, grain: int, max_gap: int
 ) -> tuple[IntArray, IntArray, IntArray]:
@@ -224,7 +263,7 @@ def join_neighbours(file: IntArray, start: IntArray, nbytes: IntArray) -> IntArr
     """Where to cut pieces, in order of file and byte, into reads: bounds, first 0, last n.
 
     Large pieces are read on their own, small ones together with those that lie next to them, up to
-    `PIECE_NBYTES`. Example, with sizes in KiB (64 is large, `PIECE_NBYTES` is 4096):
+    a MiB. Example, with sizes in KiB (64 is large):
 
         file    start    size    read
            0        0       8       0
@@ -239,7 +278,7 @@ def join_neighbours(file: IntArray, start: IntArray, nbytes: IntArray) -> IntArr
     apart = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
     is_new = np.concatenate([[True], apart | is_large[1:] | is_large[:-1]])
     # Within each run of neighbours, cut once more where so many bytes are full.
-    number = sums_before(nbytes, np.cumsum(is_new)) // PIECE_NBYTES
+    number = sums_before(nbytes, np.cumsum(is_new)) // _JOINED_NBYTES
     is_new[1:] |= number[1:] != number[:-1]
     return np.append(np.flatnonzero(is_new), len(file))
 

@@ -5,7 +5,7 @@ They detect damage, they are no defence against somebody who forges both bytes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import xxhash
@@ -21,6 +21,9 @@ DEFAULT_BLOCK_NBYTES = 1 << 20
 digest128: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
 """XXH3-128 of a whole buffer as 32 lower-case hexadecimal digits."""
 
+digest64: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest
+"""XXH3-64 of a whole buffer."""
+
 
 def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:
     """XXH3-64 of each block of `block_nbytes` (the last may be shorter); empty buffer, no blocks.
@@ -29,18 +32,9 @@ def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:
     """
     nbytes = len(buffer) if not isinstance(buffer, memoryview) else buffer.nbytes
     if 0 < nbytes <= block_nbytes:
-        return np.array([xxhash.xxh3_64_intdigest(buffer)], dtype=np.uint64)
-    blocks = (xxhash.xxh3_64_intdigest(block) for block in _blocks(buffer, block_nbytes))
+        return np.array([digest64(buffer)], dtype=np.uint64)
+    blocks = (digest64(block) for block in _blocks(buffer, block_nbytes))
     return np.fromiter(blocks, dtype=np.uint64, count=num_blocks(nbytes, block_nbytes))
-
-
-def find_wrong_block(buffer: memoryview, stated: Sequence[int], block_nbytes: int) -> int | None:
-    """Byte of the first block of `buffer` whose digest is not the stated one; None if all agree."""
-    for number, digest in enumerate(stated):
-        at = number * block_nbytes
-        if xxhash.xxh3_64_intdigest(buffer[at : at + block_nbytes]) != digest:
-            return at
-    return None
 
 
 def num_blocks(nbytes: int, block_nbytes: int) -> int:

@@ -10,7 +10,7 @@ Two points make two lanes; fingerprint = XXH3-128 of dtype, shape and both sums.
 Both points are generators of the field, so `x**i` differ for all i below 2**61 - 2: changing the
 units of one element, or exchanging two different elements, always changes both lanes. Any other
 change escapes if the difference has a root at both points: for data that was not made for these
-points, one chance in 2**122. Not a defence against somebody who forges data.
+points, one chance in 2**122. Not a defence against forged data.
 
 Speed: the products are exact sums in float64 matrix products (16-bit units times 21-bit limbs of
 powers, at most 4096 of them, stay below 2**53), so that BLAS does the work.
@@ -19,7 +19,7 @@ powers, at most 4096 of them, stay below 2**53), so that BLAS does the work.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +29,7 @@ from holdfast.arrays.boxes import Box, split_box
 from holdfast.arrays.types import FloatArray, IntArray, WordArray
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
-from holdfast.format.dtypes import DTYPES, dtype_named
-from holdfast.format.reader import Snapshot
+from holdfast.format.dtypes import dtype_named
 
 PRIME = 2**61 - 1
 """The modulus of both lanes."""
@@ -51,7 +50,6 @@ _DIGIT_BITS = 8
 _NUM_DIGITS = 8
 _LIMB_BITS = 21
 _NUM_LIMBS = 3
-_READ_NBYTES = 16 << 20
 
 _P = np.uint64(PRIME)
 _LOW30, _LOW31, _LOW32 = (np.uint64(2**n - 1) for n in (30, 31, 32))
@@ -84,11 +82,19 @@ class Partial:
 
 
 def fingerprint_box(data: memoryview, *, dtype: str, shape: Sequence[int], box: Box) -> Partial:
-    """The share of `box` in the fingerprint of a tensor of `shape` (global) and `dtype`.
+    """The share of `box` in the fingerprint of its tensor.
 
-    `data`: the bytes of the box, row-major and contiguous. Raises PlanError when they are not as
-    many as the box has, or the box leaves the tensor. Reads the data once, with about 5 MiB of
-    scratch; the lock of the interpreter is mostly released.
+    Args:
+        data: the bytes of the box, row-major and contiguous.
+        dtype: of the tensor.
+        shape: of the whole tensor.
+        box: where the data are in it.
+
+    Raises:
+        PlanError: the data are not as many as the box has, or the box leaves the tensor.
+
+    Cost: reads the data once, with about 5 MiB of scratch; the lock of the interpreter is mostly
+    released.
     """
     itemsize = dtype_named(dtype).itemsize
     whole = Box((0,) * len(shape), tuple(shape))
@@ -124,7 +130,8 @@ def add(partials: Iterable[Partial]) -> Partial:
 def combine(partials: Iterable[Partial], *, dtype: str, shape: Sequence[int]) -> str:
     """The fingerprint of a tensor from the shares of boxes that tile it, 32 hexadecimal digits.
 
-    Raises PlanError when the boxes together have not as many elements as the tensor.
+    Raises:
+        PlanError: the boxes together have not as many elements as the tensor.
     """
     total = add(partials)
     numel = math.prod(shape)
@@ -137,38 +144,17 @@ def combine(partials: Iterable[Partial], *, dtype: str, shape: Sequence[int]) ->
     return digest128(f"{dtype};{dims};{total.lanes[0]:016x};{total.lanes[1]:016x}".encode())
 
 
-def snapshot_fingerprint(snapshot: Snapshot, key: str) -> str:
-    """The fingerprint of one stored tensor, from its bytes: every chunk read once and verified.
-
-    Raises MismatchError for an unknown key, CorruptionError for damage. About 16 MiB of memory.
-    """
-    info = snapshot.tensor(key)
-    itemsize = DTYPES[info.dtype].itemsize
-    rows = snapshot.rows_of(key)
-    partials = []
-    for row in rows[snapshot.index.copy[rows] == 0].tolist():
-        chunk = snapshot.index.box(row, ndim=len(info.shape))
-        for box in split_box(chunk, max_numel=_READ_NBYTES // itemsize):
-            buffer = memoryview(bytearray(box.numel * itemsize))
-            snapshot.read_box(key, box, buffer)
-            partials.append(fingerprint_box(buffer, dtype=info.dtype, shape=info.shape, box=box))
-    return combine(partials, dtype=info.dtype, shape=info.shape)
-
-
-def snapshot_fingerprints(
-    snapshot: Snapshot, keys: Collection[str] | None = None
-) -> dict[str, str]:
-    """Fingerprints of stored tensors (default: all) from their bytes; see snapshot_fingerprint."""
-    chosen = snapshot.keys if keys is None else keys
-    return {key: snapshot_fingerprint(snapshot, key) for key in chosen}
-
-
 def _add_block(units: _Units, strides: Sequence[int], first: int, sums: list[int]) -> None:
-    """Add the value of a block of units to `sums`, one sum per lane.
+    """Add the value of a block of units to the sums of both lanes.
 
-    `first` is the exponent of its first unit, `strides` how much an exponent grows along each dim.
     The block is seen as many tiles of one shape, of at most `_TILE` units each; what is left over
     when a dim does not divide is a block of its own.
+
+    Args:
+        units: the block.
+        strides: how much an exponent grows along each dim.
+        first: the exponent of the first unit.
+        sums: one per lane, added to in place.
     """
     units, strides = _collapse(units, strides)
     dim, tile = units.ndim, 1

@@ -19,16 +19,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.image import MAX_HEADER_NBYTES, MAX_NDIM
-from holdfast.format.names import is_data_file
 from holdfast.format.values import TAG, Node, decode_tree, encode_tree
 
 FORMAT = "holdfast"
@@ -36,10 +34,15 @@ VERSION = 2
 """What is written; every version from 1 on is read."""
 MAX_MANIFEST_NBYTES = 1 << 28
 MAX_INDEX_NBYTES = 1 << 32
+MAX_HEADER_NBYTES = 100_000_000
+"""The limit of the safetensors library itself; longer headers are refused."""
+MAX_NDIM = 64
 
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
 _TAIL_NBYTES = len(b',"digest":"') + 32 + len(b'"}\n')
 _HEX128 = re.compile(r"[0-9a-f]{32}")
+_DATA_FILE = re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII)
+"""Names that a data file may have; no other path that a manifest states is opened."""
 MIN_BLOCK_NBYTES = 16
 MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
@@ -134,7 +137,8 @@ class _ManifestV1(_StrictStruct, frozen=True, kw_only=True):
 class Manifest(_ManifestV1, frozen=True, kw_only=True):
     """Everything a checkpoint says about itself, but for the chunk table.
 
-    `metadata`: the user's own JSON object, which is stored among the `parts`; empty for none.
+    Args:
+        metadata: the user's own JSON object, which is stored among the `parts`; empty for none.
     """
 
     metadata: dict[str, Any] = {}
@@ -159,11 +163,6 @@ class _ManifestV2(_ManifestV1, frozen=True, kw_only=True):
 class _Peek(msgspec.Struct):
     format: str
     version: int
-
-
-class _Unsealed(NamedTuple):
-    body: bytes
-    intact: bool
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -192,16 +191,17 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
     """
     if len(data) > MAX_MANIFEST_NBYTES:
         raise CorruptionError(f"{place}: {len(data)} bytes are beyond {MAX_MANIFEST_NBYTES}")
-    sealed = _unseal(data)
-    text = sealed.body + b"}"
-    peek = _peek(text if sealed.intact else data)
+    body, tail = data[:-_TAIL_NBYTES], _TAIL.fullmatch(data[-_TAIL_NBYTES:])
+    is_intact = tail is not None and tail[1].decode() == digest128(body)
+    text = body + b"}"
+    peek = _peek(text if is_intact else data)
     if peek is not None and peek.format == FORMAT and peek.version > VERSION:
-        damage = "" if sealed.intact else " (or damaged: its digest does not match)"
+        damage = "" if is_intact else " (or damaged: its digest does not match)"
         raise CorruptionError(
             f"{place}: written by a newer Holdfast: format version {peek.version}, "
             f"this is {VERSION}{damage}; update Holdfast to read it"
         )
-    if not sealed.intact:
+    if not is_intact:
         raise CorruptionError(
             f"{place}: damaged: its digest does not match its bytes; use another copy or step"
         )
@@ -231,6 +231,7 @@ def _members(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensor_row(tensor: TensorInfo) -> list[Any]:
+    """A tensor as version 2 writes it."""
     row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
     if tensor.fingerprint is not None:
         return [*row, tensor.layout, tensor.fingerprint]
@@ -238,6 +239,7 @@ def _tensor_row(tensor: TensorInfo) -> list[Any]:
 
 
 def _decode(text: bytes, version: int) -> Manifest:
+    """The manifest of a checked text."""
     kind = _ManifestV1 if version == 1 else _ManifestV2
     decoded = msgspec.json.decode(text, type=kind)
     table = {name: getattr(decoded, name) for name in _ManifestV1.__struct_fields__}
@@ -246,25 +248,20 @@ def _decode(text: bytes, version: int) -> Manifest:
         table["metadata"] = decode_metadata(node)
     if isinstance(decoded, _ManifestV2):
         fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
-        table["tensors"] = [
-            TensorInfo(
-                key=row.key,
-                dtype=row.dtype,
-                shape=row.shape,
-                layout=row.layout,
-                fingerprint=row.fingerprint,
-            )
-            for row in decoded.tensors
-        ]
+        table["tensors"] = [TensorInfo(**msgspec.structs.asdict(row)) for row in decoded.tensors]
     return Manifest(**table)
 
 
 def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
-    """A tree as it is written. Cost: linear; dicts and lists are copied, leaves are shared."""
+    """A tree as it is written.
+
+    Cost: linear; dicts and lists are copied, leaves are shared.
+    """
     return {name: _shrink(node, name) for name, node in parts.items()}
 
 
 def _shrink(node: Any, path: str) -> Any:
+    """A node without the keys that its path implies."""
     if isinstance(node, list):
         return [_shrink(item, f"{path}.{i}") for i, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -273,7 +270,8 @@ def _shrink(node: Any, path: str) -> Any:
     if tag is None:
         return {name: _shrink(item, f"{path}.{name}") for name, item in node.items()}
     if tag in _LEAVES and node.get(_KEY) == path:
-        return {name: value for name, value in node.items() if name != _KEY}
+        node = node.copy()
+        del node[_KEY]
     return node
 
 
@@ -288,6 +286,7 @@ class _TreePath:
         self.length: int = len(name) + (above.length + 1 if above is not None else 0)
 
     def path(self) -> str:
+        """All names, joined."""
         names: list[str] = []
         tree_path = self
         while tree_path.above is not None:
@@ -299,8 +298,10 @@ class _TreePath:
 def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
     """Put every key in that was left out, in place; any depth.
 
-    Raises ValueError when these keys would have more than `limit` characters together. Cost:
-    linear in the tree and in these characters.
+    Raises:
+        ValueError: these keys would have more than `limit` characters together.
+
+    Cost: linear in the tree and in these characters.
     """
     num_chars = 0
     waiting: list[tuple[Any, _TreePath]] = [
@@ -325,13 +326,8 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
             node[_KEY] = tree_path.path()
 
 
-def _unseal(data: bytes) -> _Unsealed:
-    body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
-    match = _TAIL.fullmatch(tail)
-    return _Unsealed(body, match is not None and match[1].decode() == digest128(body))
-
-
 def _peek(text: bytes) -> _Peek | None:
+    """Format and version; None where there are none."""
     try:
         return msgspec.json.decode(text, type=_Peek)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -354,6 +350,17 @@ def _problem(m: Manifest) -> str | None:
 
 
 def _tensor_problem(m: Manifest) -> str | None:
+    """What is wrong with the tensors, in words."""
+    # Most often nothing is, and of many tensors only few shapes differ.
+    keys = {tensor.key for tensor in m.tensors}
+    if (
+        len(keys) == len(m.tensors)
+        and "" not in keys
+        and {tensor.dtype for tensor in m.tensors} <= DTYPES.keys()
+        and all(0 <= layout < len(m.layouts) for layout in {t.layout for t in m.tensors})
+        and all(map(_is_possible, {tuple(tensor.shape) for tensor in m.tensors}))
+    ):
+        return None
     seen = set()
     for tensor in m.tensors:
         if tensor.key in seen or not tensor.key:
@@ -365,18 +372,25 @@ def _tensor_problem(m: Manifest) -> str | None:
             return f"tensor {tensor.key!r} has {len(tensor.shape)} dims, the limit is {MAX_NDIM}"
         if any(size < 0 for size in tensor.shape):
             return f"tensor {tensor.key!r} has the impossible shape {tensor.shape}"
-        if math.prod(max(size, 1) for size in tensor.shape) > _MAX_NBYTES // 16:
+        if not _is_possible(tensor.shape):
             return f"tensor {tensor.key!r} of shape {tensor.shape} is larger than any memory"
         if not 0 <= tensor.layout < len(m.layouts):
             return f"tensor {tensor.key!r} is on layout {tensor.layout} of {len(m.layouts)}"
     return None
 
 
+def _is_possible(shape: Sequence[int]) -> bool:
+    """Whether a tensor may have this shape."""
+    numel = math.prod(max(size, 1) for size in shape)
+    return len(shape) <= MAX_NDIM and min(shape, default=0) >= 0 and numel <= _MAX_NBYTES // 16
+
+
 def _file_problem(m: Manifest) -> str | None:
+    """What is wrong with the data files, in words."""
     if len({file.name for file in m.files}) != len(m.files):
         return "a data file is listed twice"
     for file in m.files:
-        if not is_data_file(file.name):
+        if _DATA_FILE.fullmatch(file.name) is None:
             return f"data file name {file.name!r} is not of the form 'data/00000.safetensors'"
         if not 8 <= file.header_nbytes <= min(MAX_HEADER_NBYTES + 8, file.nbytes):
             return f"{file.name}: a header of {file.header_nbytes} bytes in {file.nbytes} bytes"
@@ -388,18 +402,19 @@ def _file_problem(m: Manifest) -> str | None:
 
 
 def _total_problem(m: Manifest) -> str | None:
+    """What is wrong with index and totals, in words."""
     if not 8 <= m.index.nbytes <= MAX_INDEX_NBYTES or _HEX128.fullmatch(m.index.digest) is None:
         return f"an index of {m.index.nbytes} bytes with digest {m.index.digest!r} cannot be"
     if m.totals.num_tensors != len(m.tensors):
         return f"totals state {m.totals.num_tensors} tensors, {len(m.tensors)} are listed"
-    nbytes = sum(tensor.nbytes for tensor in m.tensors)
+    nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in m.tensors)
     if m.totals.nbytes != nbytes:
         return f"totals state {m.totals.nbytes} bytes of tensors, they have {nbytes}"
     return None
 
 
-def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
-    """The JSON of the node that stands for a user's object; empty for None and for `{}`.
+def encode_metadata(metadata: Mapping[str, object]) -> bytes:
+    """The JSON of the node that stands for a user's object; empty for `{}`.
 
     Args:
         metadata: texts, finite numbers, booleans, None, and lists and dicts of them with texts as
@@ -408,8 +423,6 @@ def encode_metadata(metadata: Mapping[str, object] | None) -> bytes:
     Raises:
         ConfigError: anything else, or more than `MAX_METADATA_NBYTES`.
     """
-    if metadata is None:
-        return b""
     if not isinstance(metadata, Mapping):
         raise ConfigError(f"metadata must be a dict, got {type(metadata).__name__}")
     try:

@@ -22,7 +22,6 @@ _STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
 _SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-([0-9A-Za-z_.]{1,64})", re.ASCII)
 _ASIDE = re.compile(r"\.old-(iter_[0-9]{7,18})-[0-9a-f]{8}", re.ASCII)
 _REPLACED = re.compile(r"\.replaced-(iter_[0-9]{7,18})-[0-9a-f]{12}", re.ASCII)
-_DATA_FILE = re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII)
 
 
 def step_dir(step: int) -> str:
@@ -89,11 +88,6 @@ def parse_replaced_dir(name: str) -> int | None:
 def data_file(number: int) -> str:
     """Name of a data file inside a checkpoint directory, `data/00000.safetensors`."""
     return f"{DATA_DIR}/{number:05d}.safetensors"
-
-
-def is_data_file(name: str) -> bool:
-    """Whether a name in a manifest is one that a data file may have (no other path is opened)."""
-    return _DATA_FILE.fullmatch(name) is not None
 
 
 def list_steps(storage: Storage) -> list[int]:

@@ -1,21 +1,17 @@
-"""Reading a committed checkpoint: any box of any tensor, byte ranges only, every block verified."""
+"""Reading boxes of tensors from a checkpoint: byte ranges only, every block verified."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from itertools import pairwise
-from types import TracebackType
 
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box, contiguous_start
 from holdfast.arrays.types import IntArray
-from holdfast.errors import CorruptionError, HoldfastError, MismatchError, StorageError
+from holdfast.errors import MismatchError
 from holdfast.format.byte_ranges import (
     PIECE_NBYTES,
     Overlaps,
@@ -25,133 +21,33 @@ from holdfast.format.byte_ranges import (
     requested_ranges,
     split_ranges,
 )
-from holdfast.format.digest import find_wrong_block, num_blocks
+from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.index import ChunkIndex, decode_index, describe_row, validate_index
-from holdfast.format.manifest import Manifest, TensorInfo, decode_manifest
-from holdfast.format.names import INDEX, MANIFEST
+from holdfast.format.manifest import Manifest, TensorInfo
 from holdfast.format.values import Node
-from holdfast.format.versions import (
-    Identity,
-    Records,
-    check_index_digest,
-    join_path,
-    pin_version,
-    read_records,
-)
-from holdfast.storage import Source, Storage
+from holdfast.format.versions import Records
+from holdfast.storage import Storage
 
-_NUM_LOOKS = 5
 _UNVERIFIED_GAP_NBYTES = 64 << 10
 """Without verification, requested runs no farther apart than this are read in one piece."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ReadStats:
-    """What reading has cost so far; `fallbacks` names each damaged copy that was replaced."""
+class Snapshot(CheckpointFiles):
+    """One committed checkpoint, open for reading any box of any tensor.
 
-    opens: int = 0
-    nbytes_read: int = 0
-    nbytes_needed: int = 0
-    fallbacks: list[str] = field(default_factory=list)
-
-
-class Snapshot:
-    """One committed checkpoint, open for reading. A context manager: closes its data files.
-
-    Data files are opened on first use and kept open, all from the one directory that `identity`
-    was found in, so that a checkpoint that is replaced meanwhile is read as it was. Any number of
-    threads may read at once. Without a lease (`read_lease`) that version may be removed; then
-    a read raises StorageError and says so.
+    A context manager: closes its data files. Any number of threads may read at once.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        directory: str,
-        *,
-        manifest: Manifest,
-        index: ChunkIndex,
-        identity: Identity,
+        self, storage: Storage, directory: str, *, records: Records, manifest: Manifest
     ) -> None:
-        self._identity = identity
-        self._pin = ExitStack()
-        self._held: tuple[Storage, str] | None = None
-        self.storage = storage
-        self.directory = directory
-        self.manifest = manifest
-        self.index = index
-        self.stats = ReadStats()
-        self._ids = {tensor.key: i for i, tensor in enumerate(manifest.tensors)}
-        self._rows = np.argsort(index.tensor, kind="stable")
-        bounds = np.searchsorted(index.tensor[self._rows], np.arange(len(manifest.tensors) + 1))
+        super().__init__(storage, directory, records=records, manifest=manifest)
+        tensor = self.index.tensor
+        self._ids = {info.key: i for i, info in enumerate(manifest.tensors)}
+        self._rows = np.argsort(tensor, kind="stable")
+        bounds = np.searchsorted(tensor[self._rows], np.arange(len(manifest.tensors) + 1))
         self._bounds: list[int] = bounds.tolist()
-        self._sources: dict[int, Source] = {}
-        self._lock = threading.Lock()
-        self._block_nbytes = manifest.block_nbytes
         self._local = threading.local()
-        self._copies: dict[int, tuple[int, ...]] | None = None
-
-    @classmethod
-    def open(cls, storage: Storage, directory: str) -> Snapshot:
-        """Open and prove a checkpoint: digests, version, bounds, tiling; no data file is touched.
-
-        Raises StorageError when it is not a committed checkpoint, CorruptionError for damage.
-        """
-        for left in reversed(range(_NUM_LOOKS)):
-            records = read_records(storage, directory)
-            try:
-                return cls.from_records(storage, directory, records=records)
-            except StorageError:  # replaced between the two looks
-                if not left:
-                    raise
-        raise StorageError(f"{storage.describe(directory)} is replaced too often to be opened")
-
-    @classmethod
-    def from_records(
-        cls, storage: Storage, directory: str, *, records: Records, proven: bool = False
-    ) -> Snapshot:
-        """Open a checkpoint whose records were read elsewhere, for example by another rank.
-
-        `proven` skips the proof of the table (about a second for a million rows) when the sender
-        has made it; digests are checked in any case. Raises StorageError when this version is not
-        there any more.
-        """
-        manifest = records.decoded
-        if manifest is None:
-            place = storage.describe(join_path(directory, MANIFEST))
-            manifest = decode_manifest(records.manifest, place=place)
-        place = storage.describe(join_path(directory, INDEX))
-        check_index_digest(records.index, manifest.index.digest, place)
-        index = decode_index(records.index, place=place)
-        if not proven:
-            validate_index(index, manifest)
-        identity = Identity.of(records.manifest)
-        snapshot = cls(storage, directory, manifest=manifest, index=index, identity=identity)
-        snapshot._hold()
-        return snapshot
-
-    def __enter__(self) -> Snapshot:
-        """The snapshot itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the data files."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the data files and the directory; a later read opens them again."""
-        with self._lock:
-            for source in self._sources.values():
-                source.close()
-            self._sources.clear()
-            self._pin.close()
-            self._held = None
 
     @property
     def keys(self) -> list[str]:
@@ -292,7 +188,7 @@ class Snapshot:
         start, stop, number = split_ranges(start, stop, grain=grain)
         owner = owner[number]
         row = overlaps.row
-        if self.copies:
+        if self.has_copies:
             row = np.array([self.choose_copy(r, prefer_files) for r in row.tolist()])
         row = row[owner]
         place = index.start[row] + start
@@ -329,112 +225,6 @@ class Snapshot:
             buffer = self._local.buffer = np.empty(capacity, dtype=np.uint8).data
         return buffer[:nbytes]
 
-    @property
-    def copies(self) -> Mapping[int, tuple[int, ...]]:
-        """Primary row -> all rows of its box, itself first; only boxes stored more than once."""
-        if self._copies is None:
-            self._copies = _find_copies(self.index)
-        return self._copies
-
-    def choose_copy(self, row: int, prefer_files: Collection[int]) -> int:
-        """The copy of a primary row to read: one in a preferred file, else the row itself."""
-        copies = self.copies.get(row)
-        if copies is None:
-            return row
-        return next((copy for copy in copies if int(self.index.file[copy]) in prefer_files), row)
-
-    def read_pieces(
-        self,
-        rows: Sequence[int],
-        bounds: Sequence[tuple[int, int]],
-        out: memoryview,
-        *,
-        verify: bool,
-    ) -> None:
-        """Fill `out` with pieces that lie one behind the other in one file, in one read.
-
-        A piece that is damaged or cannot be read is replaced from another copy of its box, which is
-        noted in `stats.fallbacks`. Any number of threads may call.
-
-        Args:
-            rows: The index row of each piece.
-            bounds: First byte of each piece in the payload of its row, and the byte past its end.
-                With `verify`, it begins at a digest block and ends at one or with the payload.
-            out: Their bytes, end to end; undefined after an error.
-            verify: Check the digest of every block.
-
-        Raises:
-            CorruptionError: Where no copy is good, naming tensor, file and byte.
-        """
-        first = rows[0]
-        bad: list[int] = []
-        try:
-            source = self._source(int(self.index.file[first]))
-            source.readinto(out, start=int(self.index.start[first]) + bounds[0][0])
-            self._count(read=len(out))
-            if verify:
-                bad = self._find_damaged(rows, bounds, out)
-        except (CorruptionError, StorageError):
-            bad = list(range(len(rows)))
-        if bad:
-            ends = list(itertools.accumulate(stop - start for start, stop in bounds))
-        for number in bad:
-            start, stop = bounds[number]
-            data = out[ends[number] - (stop - start) : ends[number]]
-            self._read_again(rows[number], start, stop, data, verify)
-
-    def _find_damaged(
-        self, rows: Sequence[int], bounds: Sequence[tuple[int, int]], data: memoryview
-    ) -> list[int]:
-        """Which pieces, laid end to end in `data`, have a block that is not what was saved."""
-        block, digest = self._block_nbytes, self.index.digest
-        pointers = self.index.digest_ptr[np.asarray(rows, dtype=np.int64)].tolist()
-        damaged, at = [], 0
-        for number, ((start, stop), pointer) in enumerate(zip(bounds, pointers, strict=True)):
-            first, end = pointer + start // block, at + stop - start
-            stated = digest[first : first + num_blocks(stop - start, block)].tolist()
-            if find_wrong_block(data[at:end], stated, block) is not None:
-                damaged.append(number)
-            at = end
-        return damaged
-
-    def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
-        """One piece on its own, from the row itself or any other copy of its box."""
-        group = next((rows for rows in self.copies.values() if row in rows), (row,))
-        problems: list[CorruptionError] = []
-        for copy in (row, *(other for other in group if other != row)):
-            try:
-                self._read_piece(copy, start, stop, out, verify)
-            except (CorruptionError, StorageError) as error:
-                problems.append(self._damage(copy, error))
-                continue
-            if problems:
-                with self._lock:
-                    self.stats.fallbacks += [str(problem) for problem in problems]
-            return
-        if not self._identity.is_of(self.storage, self.directory):
-            raise StorageError(
-                f"{self.storage.describe(self.directory)} has been replaced or removed while it "
-                f"was read: read it again ({problems[0]})"
-            ) from problems[0]
-        others = "".join(f"; copy: {problem}" for problem in problems[1:])
-        raise CorruptionError(f"{problems[0]}{others}") from problems[0]
-
-    def _read_piece(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
-        """One piece of this very copy; CorruptionError naming the byte of a wrong block."""
-        place, block = int(self.index.start[row]), self._block_nbytes
-        self._source(int(self.index.file[row])).readinto(out, start=place + start)
-        self._count(read=len(out))
-        if not verify:
-            return
-        stated = self.index.digests(row)[start // block : num_blocks(stop, block)].tolist()
-        at = find_wrong_block(out, stated, block)
-        if at is not None:
-            raise CorruptionError(
-                f"damaged: the {min(block, len(out) - at)} bytes from byte {place + start + at} "
-                f"of the file have not the digest of the index"
-            )
-
     def _check_request(
         self, info: TensorInfo, box: Box, out: memoryview, itemsize: int
     ) -> memoryview:
@@ -450,51 +240,3 @@ class Snapshot:
                 f"not one of {out.nbytes}"
             )
         return out if (out.format == "B" and out.ndim == 1) or not nbytes else out.cast("B")
-
-    def _damage(self, row: int, error: HoldfastError) -> CorruptionError:
-        what = f"{describe_row(self.index, self.manifest, row)}: {error}"
-        damage = CorruptionError(f"{self.storage.describe(self.directory)}: {what}")
-        damage.__cause__ = error
-        return damage
-
-    def _hold(self) -> tuple[Storage, str]:
-        """The directory that this version is in, held open, and its name when that was done."""
-        if self._held is None:
-            version = pin_version(self.storage, self.directory, self._identity)
-            self._held = self._pin.enter_context(version)
-        return self._held
-
-    def _source(self, file: int) -> Source:
-        source = self._sources.get(file)
-        if source is not None:
-            return source
-        with self._lock:
-            if file not in self._sources:
-                info = self.manifest.files[file]
-                held, directory = self._hold()
-                source = held.open(join_path(directory, info.name))
-                self.stats.opens += 1
-                if source.nbytes != info.nbytes:
-                    source.close()
-                    raise CorruptionError(
-                        f"{info.name} has {source.nbytes} bytes, the manifest states {info.nbytes}"
-                    )
-                self._sources[file] = source
-            return self._sources[file]
-
-    def _count(self, *, read: int = 0, needed: int = 0) -> None:
-        with self._lock:
-            self.stats.nbytes_read += read
-            self.stats.nbytes_needed += needed
-
-
-def _find_copies(index: ChunkIndex) -> dict[int, tuple[int, ...]]:
-    """Primary row -> the rows of its box by number of the copy, where there are several."""
-    if not (index.copy != 0).any():
-        return {}
-    boxes = np.column_stack([index.tensor, index.offset, index.extent])
-    rows = np.lexsort((index.copy, *boxes.T[::-1]))
-    boxes = boxes[rows]
-    heads = np.flatnonzero(np.concatenate([[True], (boxes[1:] != boxes[:-1]).any(axis=1)]))
-    groups = np.split(rows, heads[1:])
-    return {int(group[0]): tuple(group.tolist()) for group in groups if len(group) > 1}

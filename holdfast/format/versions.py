@@ -33,7 +33,6 @@ from typing import Literal
 import msgspec
 
 from holdfast.errors import CorruptionError, StorageError
-from holdfast.format.digest import digest128
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from holdfast.format.names import (
     INDEX,
@@ -61,22 +60,20 @@ _TAIL_NBYTES = 48
 _NUM_LOOKS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Records:
-    """The two records of a checkpoint as stored; enough to open it elsewhere without reading.
-
-    `decoded`: the manifest's bytes decoded and proven, where that has been done.
-    """
+    """The two records of a checkpoint as stored; enough to open it elsewhere without reading."""
 
     manifest: bytes
     index: bytes
-    decoded: Manifest | None = None
 
 
 def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
     """The manifest of a checkpoint, as bytes and decoded; its digest is checked. One read.
 
-    Raises as `read_records`.
+    Raises:
+        StorageError: It is not a committed checkpoint, or cannot be read.
+        CorruptionError: The manifest is damaged.
     """
     path = join_path(directory, MANIFEST)
     if not storage.exists(path):
@@ -90,39 +87,37 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
     return data, decode_manifest(data, place=place)
 
 
-def read_records(storage: Storage, directory: str) -> Records:
-    """Read manifest and index of a checkpoint and check the digests of both.
+def read_records(storage: Storage, directory: str) -> tuple[Records, Manifest]:
+    """Read manifest and index of a checkpoint; the manifest is proven, the index is not.
 
-    Both are of one version, also when it is replaced just then. `directory` is relative to the
-    storage, "" for its root. Two reads. Raises StorageError when it is not a committed checkpoint,
-    CorruptionError when a record is damaged.
+    Args:
+        storage: One in which the directory is pinned, so that both are of one version.
+        directory: Its name there, "" for the root.
+
+    Raises:
+        StorageError: It is not a committed checkpoint, or cannot be read.
+        CorruptionError: The manifest is damaged, or the index is missing or of another size.
     """
-    if not storage.exists(join_path(directory, MANIFEST)):
-        read_manifest(storage, directory)  # which says what is wrong
-    with storage.pin(directory) as held:
-        return _read_records(held, directory)
+    data, manifest = read_manifest(storage, directory)
+    return Records(data, read_index(storage, directory, manifest)), manifest
 
 
-def _read_records(storage: Storage, directory: str) -> Records:
-    data, decoded = read_manifest(storage, directory)
-    index_path = join_path(directory, INDEX)
-    info = decoded.index
-    place = storage.describe(index_path)
-    if not storage.exists(index_path):
+def read_index(storage: Storage, directory: str, manifest: Manifest) -> bytes:
+    """The index, as many bytes as the manifest states; their digest is not checked. One read.
+
+    Raises:
+        StorageError: It cannot be read.
+        CorruptionError: It is missing or of another size.
+    """
+    path = join_path(directory, INDEX)
+    place, nbytes = storage.describe(path), manifest.index.nbytes
+    if not storage.exists(path):
         raise CorruptionError(f"{place}: missing, though the manifest lists it")
-    if storage.size(index_path) != info.nbytes:
+    if storage.size(path) != nbytes:
         raise CorruptionError(
-            f"{place}: has {storage.size(index_path)} bytes, the manifest states {info.nbytes}"
+            f"{place}: has {storage.size(path)} bytes, the manifest states {nbytes}"
         )
-    index = storage.read(index_path)
-    check_index_digest(index, info.digest, place)
-    return Records(manifest=data, index=index, decoded=decoded)
-
-
-def check_index_digest(index: bytes, digest: str, place: str) -> None:
-    """CorruptionError unless these bytes are the index that the manifest states."""
-    if digest128(index) != digest:
-        raise CorruptionError(f"{place}: damaged: its digest is not the one in the manifest")
+    return storage.read(path)
 
 
 def join_path(directory: str, name: str) -> str:
@@ -144,7 +139,7 @@ class Identity:
 
     def is_of(self, storage: Storage, directory: str) -> bool:
         """Whether this version is in that directory; one small read."""
-        path = f"{directory}/{MANIFEST}" if directory else MANIFEST
+        path = join_path(directory, MANIFEST)
         try:
             if storage.size(path) != self.nbytes:
                 return False
@@ -194,7 +189,7 @@ def _asides(storage: Storage, directory: str) -> Iterator[str]:
 
 def save_id_of(storage: Storage, directory: str) -> str | None:
     """The save id at the beginning of a committed manifest, or None; reads half a kilobyte."""
-    path = f"{directory}/{MANIFEST}" if directory else MANIFEST
+    path = join_path(directory, MANIFEST)
     try:
         if not storage.exists(path):
             return None
@@ -394,7 +389,7 @@ def _await_removers(storage: Storage, directory: str, wait_s: float) -> None:
 
 def _owners(storage: Storage, directory: str, kind: Kind, save_id: str | None = None) -> list[str]:
     """Owners of the leases of one kind that have not expired."""
-    if not storage.is_dir(LEASES_DIR):
+    if not storage.exists(LEASES_DIR):
         return []
     owners = []
     for name in storage.list(LEASES_DIR):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +13,15 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.bucket_layout import BucketLayout, OwnedSpan, lay_out
+from holdfast.optim.collectives import Pending
 from holdfast.optim.in_flight import (
-    change_class,
-    in_flight_class,
+    Hiding,
     num_uses,
-    placeholder,
     set_storage,
     storage_of,
 )
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.tensors import local_of
-
-if TYPE_CHECKING:
-    from torch.distributed import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,32 +56,36 @@ class Bucket:
         first = local_of(self.parameters[0])
         self.values = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self._classes = [type(parameter) for parameter in self.parameters]
-        self._in_flight_classes: dict[type[Tensor], type[Tensor]] = {}
         self._lock = threading.RLock()
         self._views = [self._make_view(i) for i in range(len(self.parameters))]
+        self._pointers = [view.data_ptr() for view in self._views]
+        self._hiding: Hiding | None = None
+        self.owned = tuple(
+            self.layout.owned(span, shard_groups.index) for span in self.layout.spans
+        )
         begin = shard_groups.index * self.layout.share
-        self.share = self.values[begin : begin + self.layout.share]
+        end = begin + self.layout.share
+        self.share = self.values[begin:end]
         wide = torch.promote_types(torch.float32, first.dtype)
         self.main = self.share if wide == first.dtype else self.share.to(wide)
         self.gradient = torch.zeros(self.layout.share, dtype=wide, device=first.device)
         self._unreduced: Tensor | None = None
+        self._targets: list[Tensor] = []
         if keeps_whole:
-            self._unreduced = (
-                self.gradient if shard_groups.num_shares == 1 else self._new_unreduced()
-            )
+            self._use_unreduced(self.gradient if shard_groups.num_shares == 1 else None)
         self._arrived: set[int] = set()
         self._is_summed = False
         self._is_reducing = False
-        self._reducing: Work | None = None
+        self._reducing: Pending | None = None
         self._partial: Tensor | None = None
-        self._gathering: Work | None = None
+        self._gathering: Pending | None = None
         self._failure: Exception | None = None
-        self._is_hidden = False
         self._num_own_uses = self._num_uses = 0
         # The same memory as another storage: a backend's thread may keep a reference to what it
         # gathered for a while after the wait, which `num_uses` would count as a view.
         as_bytes = self.values.view(torch.uint8)
         self._for_gather = torch.utils.dlpack.from_dlpack(as_bytes).view(self.values.dtype)
+        self._share_for_gather = self._for_gather[begin:end]
 
     @property
     def is_in_flight(self) -> bool:
@@ -98,26 +97,21 @@ class Bucket:
         """Whether the main parameters are a copy, not the parameters themselves."""
         return self.main is not self.share
 
-    def owned(self, number: int) -> OwnedSpan | None:
-        """Which elements of a parameter this rank updates."""
-        return self.layout.owned(self.layout.spans[number], self._shard_groups.index)
-
     def all_owned(self) -> Iterator[tuple[nn.Parameter, OwnedSpan]]:
         """The parameters of which this rank updates elements, and which."""
-        for number, parameter in enumerate(self.parameters):
-            owned = self.owned(number)
+        for parameter, owned in zip(self.parameters, self.owned, strict=True):
             if owned is not None:
                 yield parameter, owned
 
-    def check_views(self, names: Sequence[str]) -> None:
+    def check_views(self, names: Mapping[nn.Parameter, str]) -> None:
         """ConfigError naming a parameter whose memory is not the bucket any more."""
-        for parameter, view, name in zip(self.parameters, self._views, names, strict=True):
-            local = storage_of(parameter)
-            if local.data_ptr() != view.data_ptr() or local.dtype != view.dtype:
+        for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if local.data_ptr() != pointer or local.dtype != self.values.dtype:
                 raise ConfigError(
-                    f"{name}: its memory was replaced after the sharded optimizer was built (a "
-                    f"module.to(...) or an assignment?); move the model first, then build the "
-                    f"optimizer"
+                    f"{names[parameter]}: its memory was replaced after the sharded optimizer was "
+                    f"built (a module.to(...) or an assignment?); move the model first, then build "
+                    f"the optimizer"
                 )
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
@@ -127,9 +121,8 @@ class Bucket:
         """
         self.finish_reduction()
         if self._unreduced is None:
-            self._unreduced = self._new_unreduced()
-        span = self.layout.spans[number]
-        target = self._unreduced[span.start : span.stop].view(self._views[number].shape)
+            self._use_unreduced(None)
+        target = self._targets[number]
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if number in self._arrived:
@@ -144,22 +137,20 @@ class Bucket:
         An earlier reduction of the same step is waited for first. Cost: one reduce-scatter.
         """
         self.finish_reduction()
-        if self._unreduced is None:
-            self._unreduced = self._new_unreduced()
+        unreduced = self._use_unreduced(None) if self._unreduced is None else self._unreduced
         # The memory is used again in every step: what no gradient overwrites is of the last one.
-        for number, span in enumerate(self.layout.spans):
-            if number not in self._arrived:
-                self._unreduced[span.start : span.stop].zero_()
+        for number in set(range(len(self._targets))).difference(self._arrived):
+            self._targets[number].zero_()
         self._arrived.clear()
         self._is_reducing = True
         if self._shard_groups.reduce is None or self.layout.share == 0:
-            if self._unreduced is not self.gradient:
-                self._partial = self._unreduced
+            if unreduced is not self.gradient:
+                self._partial = unreduced
             return
         # `gradient` holds the sum of earlier microbatches then, which the result is added to.
         out = self.gradient if not self._is_summed else torch.empty_like(self.gradient)
         self._partial = out if self._is_summed else None
-        self._reducing = collectives.reduce_scatter(out, self._unreduced, self._shard_groups.reduce)
+        self._reducing = collectives.reduce_scatter(out, unreduced, self._shard_groups.reduce)
 
     def finish_reduction(self) -> None:
         """Wait for a reduction in progress and add it to the share's sum; else nothing happens."""
@@ -179,7 +170,7 @@ class Bucket:
             self._partial = None
         self._is_summed = True
         if not self._keeps_whole:
-            self._unreduced = None
+            self._unreduced, self._targets = None, []
 
     def drop_gradients(self) -> None:
         """Forget all gradients; the next step begins."""
@@ -187,7 +178,7 @@ class Bucket:
         self._arrived.clear()
         self._is_summed = False
         if not self._keeps_whole:
-            self._unreduced = None
+            self._unreduced, self._targets = None, []
 
     def launch_gather(self) -> None:
         """Round the main parameters into this rank's share, and start gathering all shares.
@@ -202,10 +193,8 @@ class Bucket:
         if self._shard_groups.gather is not None and self.layout.share > 0:
             # Not `values`: torch would count a change of the parameters when the gather ends, and
             # a graph that saved them after the step would be called stale.
-            begin = self._shard_groups.index * self.layout.share
-            share = self._for_gather[begin : begin + self.layout.share]
             self._gathering = collectives.all_gather(
-                self._for_gather, share, self._shard_groups.gather
+                self._for_gather, self._share_for_gather, self._shard_groups.gather
             )
 
     def hide(self, *, num_other_uses: int) -> bool:
@@ -226,21 +215,18 @@ class Bucket:
         if self._num_uses > self._num_own_uses + num_other_uses:
             return False
         with self._lock:
-            self._is_hidden = True
             try:
-                for parameter, kind, view in zip(
-                    self.parameters, self._classes, self._views, strict=True
-                ):
-                    if kind not in self._in_flight_classes:
-                        self._in_flight_classes[kind] = in_flight_class(kind, self.finish_gather)
-                    set_storage(parameter, placeholder(view))
-                    change_class(parameter, self._in_flight_classes[kind])
+                if self._hiding is None:
+                    self._hiding = Hiding(
+                        self.parameters, self._classes, self._views, finish=self.finish_gather
+                    )
+                self._hiding.hide()
             except (TypeError, RuntimeError):
-                self._unhide()
+                if self._hiding is not None:
+                    self._hiding.show()
                 return False
         return True
 
-    @torch.no_grad()
     def finish_gather(self) -> None:
         """Wait for the parameters to be whole; nothing happens the second time.
 
@@ -260,13 +246,14 @@ class Bucket:
             except Exception as error:
                 self._failure = error
                 raise
-            self._unhide()
+            if self._hiding is not None:
+                self._hiding.show()
             self._gathering = None
 
     def bump_versions(self) -> None:
         """Let autograd know that parameters change: a graph that saved them is stale."""
-        for parameter in self.parameters:
-            torch.autograd.graph.increment_version([parameter, storage_of(parameter)])
+        local = [p._local_tensor for p in self.parameters if isinstance(p, DTensor)]
+        torch.autograd.graph.increment_version([*self.parameters, *local])
 
     def take_written_values(self) -> None:
         """Set main parameters that do not round to what this rank's share of parameters holds.
@@ -284,7 +271,7 @@ class Bucket:
 
         `exactly`: all of them; otherwise only those that do not round to what the parameter holds.
         """
-        owned = self.owned(number)
+        owned = self.owned[number]
         if owned is None or not self.has_main:
             return
         rounded = self.share[owned.offset : owned.offset + owned.numel]
@@ -298,16 +285,6 @@ class Bucket:
         """Count the present references to the memory as the bucket's and its optimizer's own."""
         self._num_own_uses = num_uses(self.values)
 
-    def _unhide(self) -> None:
-        """Give parameters their class and their memory back."""
-        if self._is_hidden:
-            for parameter, kind, view in zip(
-                self.parameters, self._classes, self._views, strict=True
-            ):
-                change_class(parameter, kind)
-                set_storage(parameter, view)
-            self._is_hidden = False
-
     def _make_view(self, number: int) -> Tensor:
         parameter, span = self.parameters[number], self.layout.spans[number]
         local = storage_of(parameter)
@@ -316,8 +293,18 @@ class Bucket:
         set_storage(parameter, view)
         return view
 
-    def _new_unreduced(self) -> Tensor:
-        return torch.zeros(self.layout.numel, dtype=self.gradient.dtype, device=self.values.device)
+    def _use_unreduced(self, memory: Tensor | None) -> Tensor:
+        """Take memory for whole gradients, by default new memory of zeros."""
+        if memory is None:
+            memory = torch.zeros(
+                self.layout.numel, dtype=self.gradient.dtype, device=self.values.device
+            )
+        self._unreduced = memory
+        self._targets = [
+            memory[span.start : span.stop].view(view.shape)
+            for span, view in zip(self.layout.spans, self._views, strict=True)
+        ]
+        return memory
 
 
 def plan_buckets(

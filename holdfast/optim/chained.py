@@ -10,6 +10,7 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.optim.norms import GradientPart
+from holdfast.optim.reducer import GradientReducer
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.stepping import SteppingOptimizer
 from holdfast.parallel import ProcessGroups
@@ -68,24 +69,24 @@ class ChainedOptimizer(SteppingOptimizer):
                 stack.enter_context(optimizer.microbatch(is_last=is_last))
             yield
 
-    def finish_gradients(self) -> None:
-        """As `ShardedOptimizer.finish_gradients`, for all."""
-        for optimizer in self._optimizers.values():
-            optimizer.finish_gradients()
-
     def gradient_parts(self) -> list[GradientPart]:
         """As `ShardedOptimizer.gradient_parts`, of all."""
         return [part for o in self._optimizers.values() for part in o.gradient_parts()]
 
-    def count_gradients(self) -> tuple[int, int]:
-        """As `ShardedOptimizer.count_gradients`, over all."""
-        used, trained = zip(*(o.count_gradients() for o in self._optimizers.values()), strict=True)
-        return sum(used), sum(trained)
+    @property
+    def reducers(self) -> Sequence[GradientReducer]:
+        """Those of all."""
+        return [reducer for o in self._optimizers.values() for reducer in o.reducers]
 
     def update(self, factor: float) -> None:
         """As `ShardedOptimizer.update`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.update(factor)
+
+    def launch_gathers(self) -> None:
+        """As `ShardedOptimizer.launch_gathers`, for all."""
+        for optimizer in self._optimizers.values():
+            optimizer.launch_gathers()
 
     def publish(self) -> None:
         """As `ShardedOptimizer.publish`, for all."""

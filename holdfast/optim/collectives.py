@@ -1,49 +1,146 @@
 """The collectives of sharded optimizers, started without waiting for them.
 
 Callers use them through the module (`collectives.all_gather`), so that tests can replace them.
+
+Gloo makes a reduce-scatter from a copy, an all-reduce of the whole and another copy, and gathers
+into memory of its own first. On the host shares are therefore sent directly between the ranks,
+each to where it is needed: half the bytes of a sum, and no copy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from holdfast.errors import GroupError, HoldfastError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_TAG = 1_886
+"""Of the messages made here, so that what a model sends over the same communicator is not taken."""
+
+_SMALL_NBYTES = 1 << 16
+"""Up to here an all-reduce is messages of the whole: what counts is how often ranks wait."""
 
 
-def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Work:
+class Pending(Protocol):
+    """A collective that was started: torch's `Work`, or `_Messages`."""
+
+    def wait(self) -> Any:
+        """Return when it is complete."""
+
+
+def _untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that torch.compile calls: it traces what hooks of a compiled model call."""
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
+
+
+class _Messages:
+    """Messages between ranks that make up one collective; `finish` is called when all are there."""
+
+    def __init__(
+        self, works: Sequence[Pending], finish: Callable[[], object] = lambda: None
+    ) -> None:
+        self._works = works
+        self._finish = finish
+
+    @_untraced
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._finish()
+
+
+def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Pending:
     """Start summing `source` over the group; each rank's share of the sum arrives in `out`.
 
-    Cost: one reduce-scatter of the bytes of `source`.
+    Over gloo the sum is made in `wait`, in the order of the group's ranks.
+
+    Cost: one reduce-scatter of the bytes of `source`; over gloo a message of one share to and from
+    each other rank, and memory for all of these but one.
     """
-    # renamed in torch 2.13, which warns about the older name
-    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: Work = call(_real(out), _real(source), group=group, async_op=True)
-    return work
+    out, source = _real(out), _real(source)
+    if not _sends_directly(out, group):
+        # renamed in torch 2.13, which warns about the older name
+        call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work: Pending = call(out, source, group=group, async_op=True)
+        return work
+    index, shares = group.rank(), torch.split(source, out.numel())
+    first = 1 if index == 0 else 0
+    arriving = [out if i in (index, first) else torch.empty_like(out) for i in range(len(shares))]
+    works = _send(shares, arriving, group)
+    arriving[index] = shares[index]
+
+    def add() -> None:
+        torch.add(arriving[0], arriving[1], out=out)
+        for share in arriving[2:]:
+            out.add_(share)
+
+    return _Messages(works, add)
 
 
-def all_gather(out: Tensor, share: Tensor, group: ProcessGroup) -> Work:
-    """Start filling `out` with every rank's share; `share` may be this rank's part of `out`.
+def all_gather(out: Tensor, share: Tensor, group: ProcessGroup) -> Pending:
+    """Start filling `out` with every rank's share; `share` is this rank's part of `out`.
 
-    Cost: one all-gather of the bytes of `out`.
+    Cost: one all-gather of the bytes of `out`; over gloo a message of one share to and from each
+    other rank.
     """
-    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work = call(_real(out), _real(share), group=group, async_op=True)
-    return work
+    out, share = _real(out), _real(share)
+    if not _sends_directly(out, group):
+        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work: Pending = call(out, share, group=group, async_op=True)
+        return work
+    arriving = torch.split(out, share.numel())
+    return _Messages(_send([share] * len(arriving), arriving, group))
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Start summing a tensor over the group, in place. Cost: one all-reduce of its bytes."""
-    work: Work | None = dist.all_reduce(_real(tensor), group=group, async_op=True)
-    if work is None:
-        raise GroupError("this rank is not in the group of an all-reduce")
-    return work
+def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """Start summing a tensor over the group, in place.
+
+    Cost: one all-reduce of its bytes; over gloo, where it is small, a message of it to and from
+    each other rank.
+    """
+    if not (_sends_directly(tensor, group) and tensor.nbytes <= _SMALL_NBYTES):
+        work: Pending | None = dist.all_reduce(_real(tensor), group=group, async_op=True)
+        if work is None:
+            raise GroupError("this rank is not in the group of an all-reduce")
+        return work
+    arriving = [torch.empty_like(tensor) for _ in range(group.size())]
+    works = _send([tensor] * len(arriving), arriving, group)
+    arriving[group.rank()] = tensor
+    # in the order of the group on every rank, so that all have the same bits
+    return _Messages(works, lambda: tensor.copy_(torch.stack(arriving).sum(dim=0)))
+
+
+def _sends_directly(tensor: Tensor, group: ProcessGroup) -> bool:
+    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+@_untraced
+def _send(
+    leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: ProcessGroup
+) -> list[Pending]:
+    """Start sending to, and receiving from, every other rank of a group, by position in it."""
+    others = [i for i in range(len(leaving)) if i != group.rank()]
+    works: list[Pending] = [group.recv([arriving[i]], i, _TAG) for i in others]
+    works += [group.send([leaving[i]], i, _TAG) for i in others]
+    return works
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -51,7 +148,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def wait(work: Work, what: str) -> None:
+def wait(work: Pending, what: str) -> None:
     """Wait for a collective; GroupError that says `what` it was if it fails or is late."""
     try:
         work.wait()

@@ -9,7 +9,8 @@ parameters do; plain code never notices, and nothing is left of it afterwards.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -56,9 +57,8 @@ def set_storage(parameter: nn.Parameter, local: Tensor) -> None:
         parameter.data = local
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """What lies in `.grad`, whatever class the parameter has at the moment."""
-    return cast("Tensor | None", _tensor.grad.__get__(parameter))
+gradient_of: Callable[[Tensor], Tensor | None] = _tensor.grad.__get__
+"""What lies in `.grad`, whatever class the parameter has at the moment."""
 
 
 def forget_gradient(parameter: Tensor) -> None:
@@ -118,32 +118,62 @@ def in_flight_class(base: type[Tensor], finish: Callable[[], None]) -> type[Tens
     return type(f"InFlight{base.__name__}", (base,), members)
 
 
-class GradientHook:
-    """Takes the gradient of a parameter as autograd makes it, for one sharded optimizer.
+class Hiding:
+    """Exchanges the class and the memory of parameters in flight, and gives them back.
 
     Args:
-        name: the optimizer's.
-        on_gradient: called when autograd has put a gradient into `.grad`.
-        on_read: called before `.grad` of a parameter of a bucketed class is read.
-        on_clear: called before it is set to None.
+        parameters: those of a bucket.
+        kinds: the class of each.
+        views: the memory of each.
+        finish: waits for the parameters, and calls `show`.
     """
 
     def __init__(
         self,
-        name: str,
-        on_gradient: Callable[[Tensor], None],
+        parameters: Sequence[nn.Parameter],
+        kinds: Sequence[type[Tensor]],
+        views: Sequence[Tensor],
         *,
-        on_read: Callable[[Tensor], None],
-        on_clear: Callable[[Tensor], None],
+        finish: Callable[[], None],
     ) -> None:
-        self.name = name
-        self.on_read = on_read
-        self.on_clear = on_clear
-        self._on_gradient = on_gradient
+        in_flight = {kind: in_flight_class(kind, finish) for kind in set(kinds)}
+        # One NaN, expanded: code that reads the tensor past Python (an extension that takes it as
+        # it is) gets NaN, not a mixture of old and new values.
+        self._nan = torch.full((), torch.nan, dtype=views[0].dtype, device=views[0].device)
+        self._members = [
+            (parameter, kind, view, in_flight[kind], self._nan.expand(view.shape))
+            for parameter, kind, view in zip(parameters, kinds, views, strict=True)
+        ]
+        self._is_hidden = False
 
-    def __call__(self, parameter: Tensor) -> None:
-        """Autograd has put a gradient into `.grad`."""
-        self._on_gradient(parameter)
+    def hide(self) -> None:
+        """Make every read wait; TypeError or RuntimeError where a class cannot be exchanged."""
+        self._nan.fill_(torch.nan)  # past Python one of no dims can be written to
+        self._is_hidden = True
+        for parameter, _, _, in_flight, placeholder in self._members:
+            set_storage(parameter, placeholder)
+            change_class(parameter, in_flight)
+
+    def show(self) -> None:
+        """Give parameters their class and their memory back, where they were hidden."""
+        if self._is_hidden:
+            for parameter, kind, view, _, _ in self._members:
+                change_class(parameter, kind)
+                set_storage(parameter, view)
+            self._is_hidden = False
+
+
+class GradientHook:
+    """Takes the gradient of one parameter as autograd makes it, for one sharded optimizer."""
+
+    name: str
+    """The optimizer's."""
+
+    def on_read(self) -> None:
+        """Called before `.grad` is read where the parameter is of a bucketed class."""
+
+    def on_clear(self) -> None:
+        """Called before it is set to None there."""
 
 
 def gradient_hook(parameter: Tensor) -> GradientHook | None:
@@ -155,21 +185,21 @@ def gradient_hook(parameter: Tensor) -> GradientHook | None:
 def _read_gradient(self: Any) -> Tensor | None:
     hook = gradient_hook(self)
     if hook is not None:
-        hook.on_read(self)
+        hook.on_read()
     return gradient_of(self)
 
 
 def _write_gradient(self: Any, value: Tensor | None) -> None:
     hook = gradient_hook(self)
     if value is None and hook is not None:
-        hook.on_clear(self)
+        hook.on_clear()
     _tensor.grad.__set__(self, value)
 
 
 def _delete_gradient(self: Any) -> None:
     hook = gradient_hook(self)
     if hook is not None:
-        hook.on_clear(self)
+        hook.on_clear()
     _tensor.grad.__delete__(self)
 
 
@@ -208,30 +238,18 @@ class BucketedDTensor(DTensor):
         return _as(DTensor, self, lambda p: p.__reduce_ex__(protocol))
 
 
-def bucketed_class(kind: type[Tensor]) -> type[Tensor] | None:
-    """The class for parameters whose `.grad` must not be read; None for users' own classes.
+BUCKETED: Mapping[type[Tensor], type[Tensor]] = MappingProxyType(
+    {nn.Parameter: BucketedParameter, DTensor: BucketedDTensor}
+)
+"""The class for parameters whose `.grad` must not be read; there is none for users' own classes.
 
-    Autograd itself, which writes gradients, is not affected, and torch.compile finds it by name.
-    """
-    kinds: dict[type[Tensor], type[Tensor]] = {
-        nn.Parameter: BucketedParameter,
-        DTensor: BucketedDTensor,
-    }
-    return kinds.get(kind)
+Autograd itself, which writes gradients, is not affected, and torch.compile finds it by name.
+"""
 
 
 def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
     """Give a tensor another class of the same layout; TypeError where it has another one."""
     parameter.__class__ = kind
-
-
-def placeholder(local: Tensor) -> Tensor:
-    """The memory of a parameter whose values are in flight: one NaN, expanded.
-
-    Code that reads the tensor past Python (an extension that takes it as it is) gets NaN, not a
-    mixture of old and new values, and cannot write to it.
-    """
-    return torch.full((), torch.nan, dtype=local.dtype, device=local.device).expand(local.shape)
 
 
 def num_uses(values: Tensor) -> int:

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
+from holdfast.optim import collectives
 from holdfast.optim.checks import check_limit
-from holdfast.optim.collectives import flag_device
 from holdfast.parallel import Layout, ProcessGroups
 
 _CHUNK = 1 << 20
@@ -96,11 +95,40 @@ def gradient_parts(
     return parts
 
 
-@torch.no_grad()
+class LayoutSum:
+    """Sums a few numbers over all ranks of a layout, to the same bits on every rank.
+
+    Args:
+        groups: the layout, and its communicators `tp`, `dp_cp` and `pp` where they have several
+            ranks.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.layout = groups.layout
+        self.index = groups.layout.ranks.index(groups.rank)
+        names = [name for name in _WORLD if groups.size(name) > 1]
+        groups.require(*names)
+        members = [groups.group(name) for name in names]
+        self._steps = [(group, collectives.flag_device(group)) for group in members]
+        self.is_on_host = all(device.type == "cpu" for _, device in self._steps)
+
+    def __call__(self, values: Sequence[float], *, what: str) -> list[float]:
+        """The sum of each value over the ranks, in float64; as many values on every rank.
+
+        Cost: one all-reduce over each of the communicators.
+        """
+        total = torch.tensor(values, dtype=torch.float64)
+        for group, device in self._steps:
+            total = total.to(device)
+            collectives.wait(collectives.all_reduce(total, group), what)
+        sums: list[float] = total.tolist()
+        return sums
+
+
 def measure(
     parts: Iterable[GradientPart],
     *,
-    groups: ProcessGroups,
+    total: LayoutSum,
     count_zeros: bool = False,
     scale: float = 1.0,
     counts: Sequence[int] = (),
@@ -115,7 +143,7 @@ def measure(
 
     Args:
         parts: what this rank holds of the gradients.
-        groups: the layout, and its communicators `tp`, `dp_cp` and `pp`.
+        total: sums over the layout.
         count_zeros: whether to count the elements that are exactly zero.
         scale: of the loss that the gradients come from; the norm is that of unscaled ones.
         counts: integers to sum over the ranks in the same all-reduce; as many on every rank.
@@ -123,29 +151,19 @@ def measure(
     Raises:
         ConfigError: A number of copies does not divide the ranks.
 
-    Cost: collective over the layout; one all-reduce of 3 + number of counts + world size float64
-    over each of `tp`, `dp_cp` and `pp` that has several ranks; at most 16 MiB of extra memory.
+    Cost: collective over the layout; one sum of 3 + number of counts + world size numbers; at most
+    16 MiB of extra memory.
     """
-    layout = groups.layout
-    names = [name for name in _WORLD if groups.size(name) > 1]
-    groups.require(*names)
+    layout = total.layout
     unit = 2 * layout.world_size
     square, zeros = _local_sums(parts, layout=layout, unit=unit, count_zeros=count_zeros)
-    head = 3 + len(counts)
-    total = torch.zeros(head + layout.world_size, dtype=torch.float64)
-    if math.isfinite(square):
-        total[0] = square
-    else:
-        total[head + layout.ranks.index(groups.rank)] = 1.0
+    flags = [0.0] * layout.world_size
+    if not math.isfinite(square):
+        square, flags[total.index] = 0.0, 1.0
     # A float64 holds integers up to 2**53: two words keep the sum exact for any model.
-    total[1], total[2] = divmod(zeros, _WORD)
-    for position, count in enumerate(counts):
-        total[3 + position] = count
-    for name in names:
-        group = groups.group(name)
-        total = total.to(flag_device(group))
-        dist.all_reduce(total, group=group)
-    sums: list[float] = total.tolist()
+    values = [square, *divmod(zeros, _WORD), *counts, *flags]
+    sums = total(values, what="the sum of the norms of all ranks' gradients")
+    head = 3 + len(counts)
     bad = tuple(sorted(r for r, flag in zip(layout.ranks, sums[head:], strict=True) if flag))
     counted = (int(sums[1]) * _WORD + int(sums[2])) // unit
     return GradientNorm(
@@ -156,6 +174,7 @@ def measure(
     )
 
 
+@torch.no_grad()
 def _local_sums(
     parts: Iterable[GradientPart], *, layout: Layout, unit: int, count_zeros: bool
 ) -> tuple[float, int]:
@@ -173,7 +192,7 @@ def _local_sums(
 
 def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) -> GradientNorm:
     """`measure` of the gradients in `.grad`, which are reduced already. Cost: as `measure`."""
-    return measure(gradient_parts(parameters, groups=groups), groups=groups)
+    return measure(gradient_parts(parameters, groups=groups), total=LayoutSum(groups))
 
 
 def clip_factor(norm: GradientNorm, *, limit: float) -> float:
@@ -211,6 +230,6 @@ def _square(local: Tensor) -> float:
     flat = local.reshape(-1)
     if flat.is_complex():  # |z|² is the sum of two squares; a NaN in either part counts
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    chunks: Sequence[Tensor] = torch.split(flat, _CHUNK)
+    chunks: Sequence[Tensor] = torch.split(flat, _CHUNK) if flat.numel() > _CHUNK else (flat,)
     sums = [wide.dot(wide) for wide in (chunk.double() for chunk in chunks)]
-    return float(torch.stack(sums).sum())
+    return float(torch.stack(sums).sum() if len(sums) > 1 else sums[0])

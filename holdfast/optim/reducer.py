@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -19,8 +20,8 @@ from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import (
+    BUCKETED,
     GradientHook,
-    bucketed_class,
     change_class,
     forget_gradient,
     gradient_of,
@@ -34,6 +35,49 @@ _MAX_IN_FLIGHT = 2
 
 _MACHINERY = ("torch._", "torch.distributed.pipelining")
 """Modules that check whether `.grad` is None and work either way: compilers, schedules."""
+
+
+@dataclass(eq=False)
+class Slot(GradientHook):
+    """A parameter's place in the buckets, and what is known of its gradient in this step."""
+
+    name: str
+    """The optimizer's."""
+    reducer: GradientReducer
+    parameter: nn.Parameter
+    bucket: Bucket
+    position: int
+    """Of the bucket."""
+    number: int
+    """In the bucket."""
+    is_used: bool = False
+    """Whether there was a gradient: here, after `exchange_used` on any rank that shares it."""
+    is_missing: bool = True
+    """Whether the gradient of this microbatch has not come yet."""
+    kind: type[Tensor] | None = None
+    """The parameter's own class while it has the one of `BUCKETED`."""
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Autograd has put a gradient into `.grad`: it moves into its bucket."""
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            self.reducer.on_gradient(self, gradient)
+
+    def on_read(self) -> None:
+        """An error or a warning, unless torch's own code reads."""
+        if not _is_machinery():
+            self.reducer.gradient_read(self)
+
+    def on_clear(self) -> None:
+        """An error, unless torch's own code clears."""
+        if not _is_machinery():
+            self.reducer.gradient_forgotten(self)
+
+
+def _is_machinery() -> bool:
+    """Whether torch's own code accesses `.grad`: two frames above the property of a class."""
+    caller = str(sys._getframe(3).f_globals.get("__name__", ""))
+    return caller.startswith(_MACHINERY)
 
 
 class GradientReducer:
@@ -67,41 +111,29 @@ class GradientReducer:
         self._stage = stage
         self._divisor = divisor
         self._names = names
-        self._location = {
-            parameter: (position, number)
+        self.name = name
+        self.slots = [
+            Slot(name, self, parameter, bucket, position, number)
             for position, bucket in enumerate(buckets)
             for number, parameter in enumerate(bucket.parameters)
-        }
-        self._used: set[nn.Parameter] = set()
+        ]
+        """One for each parameter whose gradients are taken, bucket by bucket."""
         self._next = 0
-        self._arrived_parameters: list[set[nn.Parameter]] = [set() for _ in buckets]
+        self._num_missing = [len(bucket.parameters) for bucket in buckets]
         self._is_eager = False
         self._is_inside = False
         self._is_reduced = False
         self._is_finished = False
         self._handles: list[RemovableHandle] = [
-            cast("Any", parameter).register_post_accumulate_grad_hook(
-                GradientHook(
-                    name,
-                    self._on_gradient,
-                    on_read=self._gradient_read,
-                    on_clear=self._gradient_forgotten,
-                )
-            )
-            for parameter in self._location
+            cast("Any", slot.parameter).register_post_accumulate_grad_hook(slot)
+            for slot in self.slots
         ]
-        self._bucketed: dict[nn.Parameter, type[Tensor]] = {}
         self._has_warned = False
 
     @property
-    def parameters(self) -> KeysView[nn.Parameter]:
-        """All parameters whose gradients are taken."""
-        return self._location.keys()
-
-    @property
-    def used(self) -> frozenset[nn.Parameter]:
-        """After `finish`: the parameters that got a gradient on any rank that shares them."""
-        return frozenset(self._used)
+    def is_finished(self) -> bool:
+        """Whether shares hold the averaged gradients of this step."""
+        return self._is_finished
 
     def close(self) -> None:
         """Take the hooks off, and forget gradients not used."""
@@ -124,7 +156,9 @@ class GradientReducer:
             )
         self._is_eager = is_last or self._stage == 2
         self._is_inside = True
-        self._arrived_parameters = [set() for _ in self._buckets]
+        for slot in self.slots:
+            slot.is_missing = True
+        self._num_missing = [len(bucket.parameters) for bucket in self._buckets]
         try:
             yield
             if self._is_eager:
@@ -132,8 +166,9 @@ class GradientReducer:
                     self._finish_round()
                 self._is_reduced = is_last
             if is_last:
-                for parameter in self._location:
-                    self._mark_bucketed(parameter)
+                for slot in self.slots:
+                    if slot.kind is None:
+                        self._mark_bucketed(slot)
         finally:
             self._is_eager = self._is_inside = False
 
@@ -143,8 +178,8 @@ class GradientReducer:
 
         Nothing happens the second time in a step. Every rank makes the same calls.
 
-        Cost: a reduce-scatter per bucket not launched yet, an all-reduce of one number per
-        parameter, and with hybrid sharding or tied stages an all-reduce per bucket.
+        Cost: a reduce-scatter per bucket not launched yet, and with hybrid sharding or tied stages
+        an all-reduce per bucket.
         """
         if self._is_inside:
             raise ConfigError(
@@ -156,12 +191,9 @@ class GradientReducer:
         if not self._is_reduced:
             self._finish_round()
         self._is_reduced = True
-        for parameter in self._location:
-            if gradient_of(parameter) is not None:
-                self._take(parameter)  # raises: its bucket has been reduced
+        self._take_rest()  # raises where there is one: its bucket has been reduced
         for bucket in self._buckets:
             bucket.finish_reduction()
-        self._agree_on_used()
         self._sum_between()
         if self._divisor != 1:
             for bucket in self._buckets:
@@ -173,61 +205,62 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.drop_gradients()
         self.show_gradients()
-        for parameter in self._location:
-            forget_gradient(parameter)
-        self._used.clear()
+        for slot in self.slots:
+            forget_gradient(slot.parameter)
+            slot.is_used = False
         self._next = 0
         self._is_reduced = self._is_finished = False
 
     def show_gradients(self) -> None:
         """Reading `.grad` is harmless from here on."""
-        for parameter, kind in self._bucketed.items():
-            change_class(parameter, kind)
-        self._bucketed.clear()
+        for slot in self.slots:
+            if slot.kind is not None:
+                change_class(slot.parameter, slot.kind)
+                slot.kind = None
         self._has_warned = False
 
-    @torch.no_grad()
-    def _on_gradient(self, parameter: Tensor) -> None:
-        """Autograd's hook: move the gradient into its bucket, and empty `.grad`."""
-        if not isinstance(parameter, nn.Parameter) or gradient_of(parameter) is None:
-            return
-        position = self._take(parameter)
-        self._mark_bucketed(parameter)
+    def on_gradient(self, slot: Slot, gradient: Tensor) -> None:
+        """Move a gradient that autograd has made into its bucket, and launch what is full."""
+        self._take(slot, gradient)
+        self._mark_bucketed(slot)
         if self._is_eager:
-            self._arrived_parameters[position].add(parameter)
-            while self._next < len(self._buckets) and self._is_full(self._next):
+            if slot.is_missing:
+                slot.is_missing = False
+                self._num_missing[slot.position] -= 1
+            while self._next < len(self._buckets) and not self._num_missing[self._next]:
                 self._launch_next()
 
-    def _is_full(self, position: int) -> bool:
-        """Whether every parameter of a bucket has got its gradient of this microbatch."""
-        return len(self._arrived_parameters[position]) == len(self._buckets[position].parameters)
-
-    def _take(self, parameter: nn.Parameter) -> int:
-        """Move a gradient into its bucket; the bucket's position."""
-        position, number = self._location[parameter]
-        if self._is_reduced or position < self._next:
+    def _take(self, slot: Slot, gradient: Tensor) -> None:
+        """Move a gradient into its bucket."""
+        if self._is_reduced or slot.position < self._next:
             raise ConfigError(
-                f"{self._names[parameter]}: a gradient came after its bucket was reduced, and "
+                f"{self._names[slot.parameter]}: a gradient came after its bucket was reduced, and "
                 f"would be lost. Make one backward call in each microbatch(...), mark only the "
                 f"last one is_last=True, and step() before the next. (A model in "
                 f"DistributedDataParallel is reduced twice: take it out, the sharded optimizer "
                 f"reduces gradients itself)"
             )
-        gradient = gradient_of(parameter)
-        forget_gradient(parameter)
-        if gradient is not None:
-            self._used.add(parameter)
-            self._buckets[position].add_gradient(number, self._local(parameter, gradient))
-        return position
+        forget_gradient(slot.parameter)
+        slot.is_used = True
+        if gradient.requires_grad:  # of a backward with create_graph
+            gradient = gradient.detach()
+        if isinstance(gradient, DTensor):
+            gradient = self._local(slot.parameter, gradient)
+        slot.bucket.add_gradient(slot.number, gradient)
 
-    def _local(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    def _take_rest(self) -> None:
+        """Move what lies in `.grad`, put there past autograd's hooks, into buckets."""
+        for slot in self.slots:
+            gradient = gradient_of(slot.parameter)
+            if gradient is not None:
+                self._take(slot, gradient)
+
+    def _local(self, parameter: nn.Parameter, gradient: DTensor) -> Tensor:
         """This rank's own gradient, placed like the parameter but for what the reduction adds up.
 
         Autograd may produce another placement than the parameter's (a sum not yet reduced over
         tensor ranks, or a whole where the parameter is split); it is redistributed here.
         """
-        if not isinstance(gradient, DTensor):
-            return gradient
         if not isinstance(parameter, DTensor):
             return gradient.full_tensor()
         mesh = parameter.device_mesh
@@ -248,53 +281,45 @@ class GradientReducer:
         along = mesh.get_group(dim)
         return set(dist.get_process_group_ranks(along)) <= self._shard_groups.data_ranks
 
-    def _mark_bucketed(self, parameter: nn.Parameter) -> None:
+    def _mark_bucketed(self, slot: Slot) -> None:
         """From here to the end of the step, reading `.grad` is an error or a warning.
 
         It is None there, as if backward had found no gradient: torch's `clip_grad_norm_` would
         return 0 and clip nothing. Parameters of classes of their own are left as they are.
         """
-        self._buckets[self._location[parameter][0]].finish_gather()
-        kind = bucketed_class(type(parameter))
-        if kind is not None:
-            self._bucketed[parameter] = type(parameter)
-            change_class(parameter, kind)
+        slot.bucket.finish_gather()
+        kind = type(slot.parameter)
+        if kind in BUCKETED:
+            slot.kind = kind
+            change_class(slot.parameter, BUCKETED[kind])
 
-    def _gradient_read(self, parameter: Tensor) -> None:
+    def gradient_read(self, slot: Slot) -> None:
         """Before `.grad` of a marked parameter is read.
 
         Outside of `microbatch` more may come into `.grad`, put there by a schedule that looks
         first: there it is a warning, once a step.
         """
-        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
-        if caller.startswith(_MACHINERY):
-            return
         if self._is_reduced or self._is_inside:
-            raise ConfigError(self._where_gradients_are(parameter))
-        if gradient_of(cast("nn.Parameter", parameter)) is None and not self._has_warned:
+            raise ConfigError(self._where_gradients_are(slot))
+        if gradient_of(slot.parameter) is None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(self._where_gradients_are(parameter), RuntimeWarning, stacklevel=3)
+            warnings.warn(self._where_gradients_are(slot), RuntimeWarning, stacklevel=4)
 
-    def _gradient_forgotten(self, parameter: Tensor) -> None:
+    def gradient_forgotten(self, slot: Slot) -> None:
         """Before `.grad` of a marked parameter is set to None, which would forget nothing."""
-        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
-        if not caller.startswith(_MACHINERY):
-            raise ConfigError(self._where_gradients_are(parameter))
+        raise ConfigError(self._where_gradients_are(slot))
 
-    def _where_gradients_are(self, parameter: Tensor) -> str:
-        name = self._names[cast("nn.Parameter", parameter)]
+    def _where_gradients_are(self, slot: Slot) -> str:
         return (
-            f"{name}: its gradient is in the sharded optimizer's buckets, .grad is None; functions "
-            f"that read .grad (torch.nn.utils.clip_grad_norm_, norms for logs) would find nothing. "
-            f"Clip with step(max_norm=...), which returns the norm; forget gradients with "
-            f"zero_grad() of the optimizer"
+            f"{self._names[slot.parameter]}: its gradient is in the sharded optimizer's buckets, "
+            f".grad is None; functions that read .grad (torch.nn.utils.clip_grad_norm_, norms for "
+            f"logs) would find nothing. Clip with step(max_norm=...), which returns the norm; "
+            f"forget gradients with zero_grad() of the optimizer"
         )
 
     def _finish_round(self) -> None:
         """Launch every bucket not launched yet, with what lies in `.grad`, in order."""
-        for parameter in self._location:
-            if gradient_of(parameter) is not None:
-                self._take(parameter)
+        self._take_rest()
         while self._next < len(self._buckets):
             self._launch_next()
         self._next = 0
@@ -318,24 +343,22 @@ class GradientReducer:
                 for work in works:
                     collectives.wait(work, f"the reduction of gradients {what}")
 
-    def _agree_on_used(self) -> None:
-        """Find the parameters that got a gradient on any rank; the others are left alone."""
-        flags = torch.tensor([float(p in self._used) for p in self._location])
-        is_tied = [self._buckets[position].is_tied for position, _ in self._location.values()]
-        for group in (self._shard_groups.reduce, self._shard_groups.between):
-            if group is not None and len(flags):
-                flags = flags.to(collectives.flag_device(group))
+    def exchange_used(self) -> None:
+        """Find the parameters that got a gradient on any rank; the others are left alone.
+
+        Cost: an all-reduce of one number per parameter over the ranks that share them.
+        """
+        tied = [slot for slot in self.slots if slot.bucket.is_tied]
+        for group, slots in (
+            (self._shard_groups.reduce, self.slots),
+            (self._shard_groups.between, self.slots),
+            (self._shard_groups.tied, tied),
+        ):
+            if group is not None and slots:
+                device = collectives.flag_device(group)
+                flags = torch.tensor([float(slot.is_used) for slot in slots], device=device)
                 collectives.wait(
                     collectives.all_reduce(flags, group), "the exchange of used parameters"
                 )
-        if self._shard_groups.tied is not None and any(is_tied):
-            chosen = torch.tensor(is_tied)
-            tied = flags[chosen].to(collectives.flag_device(self._shard_groups.tied))
-            collectives.wait(
-                collectives.all_reduce(tied, self._shard_groups.tied),
-                "the exchange of tied parameters",
-            )
-            flags = flags.cpu()
-            flags[chosen] = tied.cpu()
-        pairs = zip(self._location, flags.tolist(), strict=True)
-        self._used = {parameter for parameter, flag in pairs if flag > 0}
+                for slot, flag in zip(slots, flags.tolist(), strict=True):
+                    slot.is_used = flag > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +23,7 @@ from holdfast.optim.checks import (
 from holdfast.optim.elementwise import check_elementwise
 from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
-from holdfast.optim.reducer import GradientReducer, Stage
+from holdfast.optim.reducer import GradientReducer, Slot, Stage
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.stepping import SteppingOptimizer
 from holdfast.parallel import ProcessGroups
@@ -113,8 +113,7 @@ class ShardedOptimizer(SteppingOptimizer):
     ) -> None:
         self.name = name
         self._groups = groups
-        self._overlap = overlap
-        self._stage = stage
+        self._overlap, self._stage = overlap, stage
         self._bucket_nbytes = bucket_nbytes
         self._shard_groups = ShardGroups.of(groups, over=over, gather=gather)
         self._names = parameter_names(module)
@@ -127,12 +126,13 @@ class ShardedOptimizer(SteppingOptimizer):
             stage=stage,
             sizes={"bucket_nbytes": bucket_nbytes, "align_nbytes": align_nbytes},
         )
+        self._frozen = [p for p, _ in self._all if not p.requires_grad]
         self._buckets = self._make_buckets(bucket_nbytes, align_nbytes)
-        self._copies = [num_copies(b.parameters[0], groups=groups) for b in self._buckets]
         self._updated = self._updated_views()
         self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
         super().__init__([self.inner])
         self._parameters = self._make_parameters()
+        self._markers = self._bucket_markers()
         self._reducer = GradientReducer(
             self._buckets,
             shard_groups=self._shard_groups,
@@ -141,9 +141,10 @@ class ShardedOptimizer(SteppingOptimizer):
             names=self._names,
             name=name,
         )
-        self._is_stale = False
+        self._gradients = self._gradient_views()
+        self._parts = self._make_parts()
         self._is_closed = False
-        self._main_requested = self._main_loaded = False
+        self._is_stale = self._main_requested = self._main_loaded = False
         self._watch = ParameterWatch(
             module,
             self._buckets,
@@ -174,70 +175,66 @@ class ShardedOptimizer(SteppingOptimizer):
     def finish_gradients(self) -> None:
         """Reduce what is not reduced yet and wait; `step` calls it.
 
-        Cost: a reduce-scatter per bucket not launched yet, and one all-reduce of a number per
-        parameter, by which parameters without a gradient on any rank are found and left alone.
+        Cost: a reduce-scatter per bucket not launched yet.
         """
         self._check_open()
+        if self._reducer.is_finished:
+            return
         self.synchronize()
         self._watch.check()
         for bucket in self._buckets:
-            bucket.check_views([self._names[p] for p in bucket.parameters])
-        self._check_frozen()
+            bucket.check_views(self._names)
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{self._names[parameter]} was frozen when optimizer '{self.name}' was "
+                    f"built and is trained now; build another optimizer"
+                )
         self._reducer.finish()
 
     def gradient_parts(self) -> list[GradientPart]:
         """This rank's shares of the reduced gradients, for `norms.measure`."""
         self.finish_gradients()
-        parts = []
-        for bucket, copies in zip(self._buckets, self._copies, strict=True):
-            num_filled = sum(owned.numel for _, owned in bucket.all_owned())
-            parts.append(
-                GradientPart(
-                    local=bucket.gradient,
-                    num_copies=copies // self._shard_groups.num_shares,
-                    num_padding=bucket.gradient.numel() - num_filled,
-                )
-            )
-        return parts
+        return self._parts
 
-    def count_gradients(self) -> tuple[int, int]:
-        """On this rank: parameters that got a gradient in this step, and those that could."""
-        return len(self._reducer.used), len(self._reducer.parameters)
+    @property
+    def reducers(self) -> Sequence[GradientReducer]:
+        """What takes the gradients."""
+        return [self._reducer]
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
         """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
-        used = self._reducer.used
         self._reducer.show_gradients()
         for bucket in self._buckets:
             bucket.take_written_values()
             bucket.bump_versions()
-        for bucket in self._buckets:
             if factor != 1.0:
                 bucket.gradient.mul_(factor)
-            for parameter, owned in bucket.all_owned():
-                gradient = bucket.gradient[owned.offset : owned.offset + owned.numel]
-                self._updated[parameter].grad = gradient if parameter in used else None
+        for slot, updated, gradient in self._gradients:
+            updated.grad = gradient if slot.is_used else None
         self.inner.step()
         self._main_requested = self._main_loaded = False
 
-    @torch.no_grad()
-    def publish(self) -> None:
+    def launch_gathers(self) -> None:
         """Start gathering the updated parameters; every rank calls this, whatever happened.
-
-        With overlap a bucket stays in flight where no code can read it unnoticed; any other one
-        is waited for here.
 
         Cost: an all-gather per bucket.
         """
         for bucket in reversed(self._buckets):
             bucket.launch_gather()
-        num_markers = self._count_markers() if self._overlap else []
+
+    def publish(self) -> None:
+        """Let parameters be used again.
+
+        With overlap a bucket stays in flight where no code can read it unnoticed; any other one
+        is waited for here.
+        """
         for position, bucket in enumerate(self._buckets):
             is_kept = (
                 self._overlap
                 and self._watch.was_entered(position)
-                and bucket.hide(num_other_uses=num_markers[position])
+                and bucket.hide(num_other_uses=sum(map(len, self._markers[position])))
             )
             if not is_kept:
                 bucket.finish_gather()
@@ -246,8 +243,8 @@ class ShardedOptimizer(SteppingOptimizer):
     def drop_gradients(self) -> None:
         """Forget all gradients; `step` calls it."""
         self._reducer.drop()
-        for tensor in self._updated.values():
-            tensor.grad = None
+        for _, updated, _ in self._gradients:
+            updated.grad = None
 
     def synchronize(self) -> None:
         """Wait until this rank's parameters are whole and up to date."""
@@ -307,13 +304,11 @@ class ShardedOptimizer(SteppingOptimizer):
 
     # ---- inside ----
 
-    @torch.no_grad()
     def _gather_loaded(self) -> None:
         """After a load of main parameters: round and gather them, on all ranks."""
         if self._is_stale:
             self._is_stale = False
-            for bucket in reversed(self._buckets):
-                bucket.launch_gather()
+            self.launch_gathers()
             for bucket in self._buckets:
                 bucket.finish_gather()
 
@@ -373,6 +368,27 @@ class ShardedOptimizer(SteppingOptimizer):
             for parameter, owned in bucket.all_owned()
         }
 
+    def _gradient_views(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """What this rank updates of each parameter, with its gradient."""
+        owned = [owned for bucket in self._buckets for owned in bucket.owned]
+        return [
+            (slot, self._updated[slot.parameter], slot.bucket.gradient[at.offset :][: at.numel])
+            for slot, at in zip(self._reducer.slots, owned, strict=True)
+            if at is not None
+        ]
+
+    def _make_parts(self) -> list[GradientPart]:
+        """This rank's shares of gradients, with how many ranks of the layout have the same."""
+        return [
+            GradientPart(
+                local=bucket.gradient,
+                num_copies=num_copies(bucket.parameters[0], groups=self._groups)
+                // self._shard_groups.num_shares,
+                num_padding=bucket.layout.share - sum(o.numel for _, o in bucket.all_owned()),
+            )
+            for bucket in self._buckets
+        ]
+
     def _make_inner(
         self,
         param_groups: Sequence[Mapping[str, Any]],
@@ -415,10 +431,10 @@ class ShardedOptimizer(SteppingOptimizer):
             )
         return parameters
 
-    def _count_markers(self) -> list[int]:
-        """Per bucket, the views of it that earlier saves keep; read after `synchronize` only."""
-        num_markers = {p.parameter: len(p.markers) for p in self._parameters}
-        return [sum(num_markers[p] for p in bucket.parameters) for bucket in self._buckets]
+    def _bucket_markers(self) -> list[list[Sized]]:
+        """By bucket, the views of it that saves keep; these are read after `synchronize` only."""
+        markers = {member.parameter: member.markers for member in self._parameters}
+        return [[markers[p] for p in bucket.parameters] for bucket in self._buckets]
 
     @torch.no_grad()
     def _after_load(self, buckets: Sequence[Bucket], owner: nn.Module) -> None:
@@ -436,11 +452,3 @@ class ShardedOptimizer(SteppingOptimizer):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"optimizer '{self.name}' is closed; build another one")
-
-    def _check_frozen(self) -> None:
-        for parameter, _ in self._all:
-            if parameter.requires_grad and parameter not in self._reducer.parameters:
-                raise ConfigError(
-                    f"{self._names[parameter]} was frozen when optimizer '{self.name}' was "
-                    f"built and is trained now; build another optimizer"
-                )

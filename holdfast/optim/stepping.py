@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
-
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, GroupError
 from holdfast.optim.checks import check_limit
-from holdfast.optim.norms import GradientNorm, GradientPart, clip_factor, measure
+from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, clip_factor, measure
+from holdfast.optim.reducer import GradientReducer
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface, refuse_closure
 from holdfast.parallel import ProcessGroups
@@ -41,33 +43,30 @@ class SteppingOptimizer(TorchInterface):
     def groups(self) -> ProcessGroups:
         """The communicators in use."""
 
+    @property
     @abstractmethod
-    def finish_gradients(self) -> None:
-        """Reduce what is not reduced yet and wait."""
+    def reducers(self) -> Sequence[GradientReducer]:
+        """What takes the gradients, one for each sharded optimizer."""
 
     @abstractmethod
     def gradient_parts(self) -> list[GradientPart]:
-        """This rank's shares of the reduced gradients, for `norms.measure`."""
-
-    @abstractmethod
-    def count_gradients(self) -> tuple[int, int]:
-        """On this rank: parameters that got a gradient in this step, and those that could."""
+        """This rank's shares of the gradients, reduced: what is not yet is so here."""
 
     @abstractmethod
     def update(self, factor: float) -> None:
         """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
 
     @abstractmethod
-    def publish(self) -> None:
+    def launch_gathers(self) -> None:
         """Start gathering the updated parameters; every rank calls this, whatever happened."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Let parameters be used again: wait for those that cannot be overlapped."""
 
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until this rank's parameters are whole and up to date."""
-
-    @abstractmethod
-    def num_groups(self) -> dict[str, int]:
-        """How many parameter groups each optimizer has, by its name."""
 
     def step(  # type: ignore[override]
         self,
@@ -96,8 +95,11 @@ class SteppingOptimizer(TorchInterface):
                 equal on all ranks afterwards: training can go on with the next step, or from the
                 last checkpoint.
 
-        Cost: the reductions not made yet, the all-reduces of `norms.measure`, an all-gather per
-        bucket that may run concurrently with the next forward, and one agreement.
+        Cost: the reductions not made yet; one small sum over the layout, by which all is decided
+        before anything is updated, and one after the update, of whether it worked (a sum is an
+        all-reduce over each of `tp`, `dp_cp` and `pp` that has several ranks); an all-gather per
+        bucket, which with overlap runs concurrently with the next forward. Where a parameter got no
+        gradient on some rank, also an all-reduce of a number per parameter.
         """
         refuse_closure(closure)
         max_norm = check_limit(max_norm)
@@ -121,34 +123,58 @@ class SteppingOptimizer(TorchInterface):
         )
 
     def _measure(self, scale: float, *, count_zeros: bool) -> GradientNorm:
-        self.finish_gradients()
+        parts = self.gradient_parts()
+        slots = [slot for reducer in self.reducers for slot in reducer.slots]
         norm = measure(
-            self.gradient_parts(),
-            groups=self.groups,
+            parts,
+            total=self._total,
             count_zeros=count_zeros,
             scale=scale,
-            counts=self.count_gradients(),
+            counts=(sum(slot.is_used for slot in slots), len(slots)),
         )
         num_used, num_trained = norm.counts
         if num_trained and not num_used:
             raise ConfigError(
-                f"optimizer {', '.join(map(repr, self.num_groups()))}: no parameter got a "
-                f"gradient on any rank since the last step; call backward first, on the loss of "
-                f"the model that the optimizer was built for"
+                f"optimizer {', '.join(repr(each.name) for each in self.reducers)}: no parameter "
+                f"got a gradient on any rank since the last step; call backward first, on the loss "
+                f"of the model that the optimizer was built for"
             )
+        if num_used < num_trained:
+            for reducer in self.reducers:
+                reducer.exchange_used()
         return norm
 
-    @torch.no_grad()
+    @cached_property
+    def _total(self) -> LayoutSum:
+        return LayoutSum(self.groups)
+
     def _update_together(self, factor: float) -> None:
-        """Update and publish on every rank, then agree on whether it worked everywhere."""
+        """Update and gather on every rank, and agree on whether it worked everywhere."""
         failure: Exception | None = None
         try:
             self.update(factor)
         except Exception as error:
             failure = error
-        self.publish()
+        self.launch_gathers()
         try:
-            self.groups.control.agree(failure, phase="optimizer: update")
+            self._agree(failure)
         except BaseException:
-            self.synchronize()
+            with contextlib.suppress(GroupError):  # of a rank that the agreement has named
+                self.synchronize()
             raise
+        self.publish()
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise on all ranks what any rank has.
+
+        Cost: one sum of a number over the layout; where that would make the host wait for a device,
+        and where there is an error, one agreement of `Control`.
+        """
+        is_in_doubt = True
+        if self._total.is_on_host:
+            with contextlib.suppress(GroupError):  # `agree` names the ranks that are missing
+                is_in_doubt = any(
+                    self._total([failure is not None], what="the agreement after an update")
+                )
+        if is_in_doubt:
+            self.groups.control.agree(failure, phase="optimizer: update")

@@ -35,6 +35,21 @@ GROUP_NAMES = (*NAMED_AXES, "embd", *SLICED, *CLONED)
 """Every named group but `control`, in the order in which communicators are created."""
 
 
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes that a group runs along, as its name says; `embd` and the like give themselves."""
+    name = CLONED.get(name, name)
+    return NAMED_AXES.get(SLICED.get(name, name)) or tuple(name.split("-"))
+
+
+def runs_along_data(name: str) -> bool:
+    """Whether a group is over data ranks, and so has a communicator of its own.
+
+    Gradients and parameters travel on it while the model computes. Their collectives have no fixed
+    place among those of other groups: a gradient may come later on one rank, or not at all.
+    """
+    return not {"dp", "expt_dp", "intra_dist_opt"}.isdisjoint(axes_of(name))
+
+
 ALIASES: Mapping[str, str] = {
     "tensor_model_parallel": "tp",
     "pipeline_model_parallel": "pp",

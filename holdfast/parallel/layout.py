@@ -22,9 +22,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import LayoutError
-from holdfast.parallel.group_names import ALIASES, CLONED, GROUP_NAMES, NAMED_AXES, SLICED
+from holdfast.parallel.group_names import (
+    ALIASES,
+    CLONED,
+    GROUP_NAMES,
+    NAMED_AXES,
+    SLICED,
+    axes_of,
+)
 from holdfast.parallel.ranks import (
     STAGES,
+    Lookups,
     checked_ranks,
     checked_size,
     shorten_ranks,
@@ -41,7 +49,7 @@ _EXPERT_TOKEN = {"tp": "expt_tp", "ep": "ep", "dp": "expt_dp", "pp": "pp"}
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Layout:
+class Layout(Lookups):
     """Axis sizes and the ranks they span; equal layouts have equal fields and equal digests.
 
     `expt_tp` defaults to `tp`, `ranks` to ``range(tp * cp * dp * pp)``. `ranks` may be any
@@ -50,8 +58,9 @@ class Layout:
     `replicas` cuts data parallelism for hybrid sharding: that many contiguous slices of `dp_cp`
     (and of `expt_dp`) hold the same shards.
 
-    Raises LayoutError, with the arithmetic in the message, if sizes, order, ranks or replicas do
-    not fit each other, or if there are experts and the two views do not enumerate `pp` identically.
+    Raises:
+        LayoutError: Sizes, order, ranks or replicas do not fit each other, or there are experts and
+            the two views do not enumerate `pp` identically. The arithmetic is in the message.
     """
 
     tp: int
@@ -114,7 +123,8 @@ class Layout:
     ) -> Layout:
         """The layout that fills `world_size` ranks: `dp` is what the other axes leave.
 
-        Raises LayoutError if the sizes do not multiply to `world_size`.
+        Raises:
+            LayoutError: The sizes do not multiply to `world_size`.
         """
         rest = math.prod(
             checked_size(axis, n, name) for axis, n in (("tp", tp), ("cp", cp), ("pp", pp))
@@ -134,17 +144,9 @@ class Layout:
                 f"but there are {world_size}. Leave dp out to have it derived."
             )
         return cls(
-            tp=tp,
-            cp=cp,
-            ep=ep,
-            dp=dp,
-            pp=pp,
-            expt_tp=expt_tp,
-            order=order,
-            ranks=ranks,
-            name=name,
-            replicas=replicas,
-        )
+            tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, expt_tp=expt_tp, order=order, ranks=ranks,
+            name=name, replicas=replicas,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
@@ -190,14 +192,14 @@ class Layout:
 
         Always, with experts; a layout without experts need not.
         """
-        views = [self._enumerate(axes)["pp"] for axes in (DENSE_AXES, EXPERT_AXES)]
-        return self.pp == 1 or views[0] == views[1]
+        views = self._views()
+        return self.pp == 1 or views[DENSE_AXES]["pp"] == views[EXPERT_AXES]["pp"]
 
     def resolve(self, name: str) -> str:
         """The name that a group has here: that of an alias (docs/layouts.md), or the name itself.
 
-        Raises LayoutError for `inter_dist_opt` and `intra_dist_opt` where dense and expert
-        parameters have different ones.
+        Raises:
+            LayoutError: `inter_dist_opt` or `intra_dist_opt`, where dense and expert ones differ.
         """
         name = ALIASES.get(name, name)
         if name == "intra_dist_opt":
@@ -217,10 +219,7 @@ class Layout:
 
     def is_expert_group(self, axes: str) -> bool:
         """Whether a group belongs to the expert view alone."""
-        axes = self.resolve(axes)
-        axes = CLONED.get(axes, axes)
-        tokens = NAMED_AXES.get(SLICED.get(axes, axes)) or axes.split("-")
-        return not set(tokens).isdisjoint(set(EXPERT_AXES) - {"pp"})
+        return not set(axes_of(self.resolve(axes))).isdisjoint(set(EXPERT_AXES) - {"pp"})
 
     def size(self, axes: str) -> int:
         """Number of ranks in each group of `axes`: a named group, or axes joined with ``-``."""
@@ -265,8 +264,8 @@ class Layout:
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The ordered ranks of the group of `axes` that has `rank`.
 
-        Raises LayoutError if the rank is not in the layout, or is a stage that is in no `embd` or
-        `pos_embd` group.
+        Raises:
+            LayoutError: The rank is not in the layout, or in no `embd` or `pos_embd` group.
         """
         axes = self._own_name(axes)
         position = self._position(rank)
@@ -311,21 +310,6 @@ class Layout:
         dense = self.coordinate(rank)
         return {**dense, **self.expert_coordinate(rank)} if self.has_expert_view else dense
 
-    def rank_at(self, **coordinate: int) -> int:
-        """The rank at a dense or an expert coordinate; axes of size 1 may be left out."""
-        strides = self._strides(self._axes_of(coordinate, "coordinate"))
-        position = 0
-        for axis, (size, stride) in strides.items():
-            if axis not in coordinate and size > 1:
-                raise LayoutError(f"No coordinate for axis {axis!r} (size {size}) of {self}.")
-            value = coordinate.get(axis, 0)
-            if not 0 <= value < size:
-                raise LayoutError(
-                    f"Coordinate {axis}={value} is outside of {self}: {axis} has size {size}."
-                )
-            position += value * stride
-        return self.ranks[position]
-
     def __str__(self) -> str:
         """One line for messages, without the whole list of ranks."""
         sizes = " ".join(f"{axis}={getattr(self, axis)}" for axis in _TOKENS)
@@ -337,15 +321,28 @@ class Layout:
         )
 
     def _position(self, rank: int) -> int:
+        """Where a rank is in the list of ranks."""
+        positions: dict[int, int] = self._once(
+            "_position_of", lambda: {rank: place for place, rank in enumerate(self.ranks)}
+        )
         try:
-            return self.ranks.index(rank)
-        except ValueError:
+            return positions[rank]
+        except KeyError:
             raise LayoutError(f"Rank {rank} is not in {self}.") from None
 
     def _coordinate(self, rank: int, axes: tuple[str, ...]) -> dict[str, int]:
+        """The coordinates of a rank along the axes of one view."""
         position = self._position(rank)
         strides = self._strides(axes)
         return {axis: position // strides[axis][1] % strides[axis][0] for axis in axes}
+
+    def _views(self) -> dict[tuple[str, ...], dict[str, tuple[int, int]]]:
+        """Size and stride of each axis, of both views."""
+        views: dict[tuple[str, ...], dict[str, tuple[int, int]]] = self._once(
+            "_strides_of",
+            lambda: {axes: self._enumerate(axes) for axes in (DENSE_AXES, EXPERT_AXES)},
+        )
+        return views
 
     def _strides(self, axes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         """Size and stride of each axis of a view; LayoutError for an expert view it has not."""
@@ -354,7 +351,7 @@ class Layout:
                 f"{self} has no experts (ep = 1, expt_tp = tp) and no expert view: its order would "
                 f"give them pipelines of other ranks. {self._views_of_pp()}"
             )
-        return self._enumerate(axes)
+        return self._views()[axes]
 
     def _enumerate(self, axes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         """Size and stride of each axis of a view, fastest first; left-out axes come last."""
@@ -369,12 +366,13 @@ class Layout:
             stride *= size
         return strides
 
-    def _axes_of(self, tokens: Iterable[str], what: str) -> tuple[str, ...]:
+    def _axes_of(self, tokens: Iterable[str]) -> tuple[str, ...]:
+        """The axes of the view that all of `tokens` belong to."""
         for axes in (DENSE_AXES, EXPERT_AXES):
             if set(tokens) <= set(axes):
                 return axes
         raise LayoutError(
-            f"{what} {'-'.join(tokens)!r} of {self} is in neither view: the dense one has the axes "
+            f"Group {'-'.join(tokens)!r} of {self} is in neither view: the dense one has the axes "
             f"{', '.join(DENSE_AXES)}, the expert one {', '.join(EXPERT_AXES)}. Named groups are "
             f"{', '.join(GROUP_NAMES)} and control."
         )
@@ -386,7 +384,7 @@ class Layout:
         tokens = tuple(axes.split("-")) if named is None else named
         if len(set(tokens)) != len(tokens):
             raise LayoutError(f"Axes {axes!r} name an axis twice.")
-        strides = self._strides(self._axes_of(tokens, "Group"))
+        strides = self._strides(self._axes_of(tokens))
         return [axis for axis in strides if axis in tokens], strides
 
     def _own_name(self, axes: str) -> str:
@@ -413,6 +411,7 @@ class Layout:
         return by_view[0]
 
     def _instances_over(self, whole: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks with the same number of slice, by that number."""
         length = self.size(whole) // self.replicas
         slice_of = {
             rank: i // length for group in self.groups(whole) for i, rank in enumerate(group)
@@ -423,12 +422,14 @@ class Layout:
         )
 
     def _slices(self, whole: tuple[int, ...], inter: bool) -> list[tuple[int, ...]]:
+        """A group cut into one slice for each replica, or the groups between these slices."""
         length = len(whole) // self.replicas
         if inter:
             return [whole[start::length] for start in range(length)]
         return [whole[start : start + length] for start in range(0, len(whole), length)]
 
     def _check_world(self, world: int) -> None:
+        """LayoutError unless both views have as many ranks as there are."""
         dense = f"tp * cp * dp * pp = {self.tp} * {self.cp} * {self.dp} * {self.pp} = {world}"
         if len(self.ranks) != world:
             raise LayoutError(
@@ -444,6 +445,7 @@ class Layout:
             )
 
     def _check_order(self) -> None:
+        """LayoutError unless the order names every axis of several ranks, each once."""
         tokens = self.order.split("-") if isinstance(self.order, str) else [repr(self.order)]
         where = f"Layout {self.name!r}: order {self.order!r}"
         unknown = [token for token in tokens if token not in _TOKENS]
@@ -463,6 +465,7 @@ class Layout:
                     )
 
     def _check_replicas(self) -> None:
+        """LayoutError unless data ranks can be cut into equal slices."""
         for whole in ("dp_cp", "expt_dp")[: 1 + self.has_experts]:
             size = self.size(whole)
             if size % self.replicas:
@@ -472,6 +475,7 @@ class Layout:
                 )
 
     def _check_pipeline(self) -> None:
+        """LayoutError for experts whose view has other pipelines than the dense one."""
         if self.has_experts and not self.has_expert_view:
             raise LayoutError(
                 f"Layout {self.name!r}: with order {self.order!r} the dense and the expert view "
@@ -480,13 +484,15 @@ class Layout:
             )
 
     def _views_of_pp(self) -> str:
-        dense, expert = (self._enumerate(axes)["pp"][1] for axes in (DENSE_AXES, EXPERT_AXES))
+        """The pipelines of both views, for messages."""
+        dense, expert = (self._views()[axes]["pp"][1] for axes in (DENSE_AXES, EXPERT_AXES))
         return (
             f"Dense: {self._pipelines(dense)} (stride {dense}). Expert: {self._pipelines(expert)} "
             f"(stride {expert})."
         )
 
     def _pipelines(self, stride: int) -> str:
+        """The first pipelines of a view in which `pp` has this stride."""
         span = stride * self.pp
         firsts = [p for p in range(self.world_size) if p % span < stride]
         shown = [list(self.ranks[p : p + span : stride]) for p in firsts[:8]]

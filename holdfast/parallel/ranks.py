@@ -1,11 +1,12 @@
-"""Small arithmetic over ranks, and how they are written in messages."""
+"""Small arithmetic over ranks, how they are written in messages, and what is looked up in them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from holdfast.errors import LayoutError
+from holdfast.errors import LayoutError, PlanError
 
 
 def shorten_ranks(ranks: Sequence[int]) -> str:
@@ -14,6 +15,20 @@ def shorten_ranks(ranks: Sequence[int]) -> str:
         return f"{ranks[0]}-{ranks[-1]}"
     shown = ", ".join(map(str, ranks[:16]))
     return shown if len(ranks) <= 16 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def disagreement(
+    operation: str, what: str, values: Sequence[object], *, ranks: Sequence[int]
+) -> PlanError:
+    """The error for ranks with different values of what must be one; names the ranks of each."""
+    ranks_by_value: dict[object, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        ranks_by_value.setdefault(value, []).append(rank)
+    text = "; ".join(
+        f"{value} on rank{'s' if len(held) > 1 else ''} {shorten_ranks(held)}"
+        for value, held in ranks_by_value.items()
+    )
+    return PlanError(f"{operation}: the ranks disagree on {what}: {text}")
 
 
 def checked_size(field: str, value: int, name: str) -> int:
@@ -53,12 +68,30 @@ def sums_of_strides(axes: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    """Its first and its last stage."""
     return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])
 
 
 def _first(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    """Its first stage."""
     return pipeline[:1]
 
 
 STAGES = {"embd": _ends, "pos_embd": _first}
 """Which ranks of a pipeline hold what: by the token of the group."""
+
+
+class Lookups:
+    """What a layout computes once, at its first use; no part of its value, nor of a copy."""
+
+    __slots__ = ("_position_of", "_strides_of")
+    _position_of: dict[int, int]
+    _strides_of: dict[tuple[str, ...], dict[str, tuple[int, int]]]
+
+    def _once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The value of the lookup `name`, computed the first time."""
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            object.__setattr__(self, name, compute())  # a layout is frozen
+            return getattr(self, name)

@@ -174,6 +174,7 @@ def number_at(parts: Mapping[str, Node], path: str) -> float | None:
 
 
 def _number(node: Node, path: str) -> float | None:
+    """The number at a path below a node, or None."""
     if isinstance(node, dict) and node.get(TAG) in ("tuple", "dataclass", "odict", "dict"):
         node = _untagged(node)
     if not path:
@@ -199,6 +200,7 @@ def _untagged(node: dict[str, Node]) -> Node:
 
 
 def _as_number(node: Node) -> float | None:
+    """A node as a float, or None; a bool is no number."""
     if isinstance(node, dict):
         if node.get(TAG) not in _SCALARS:
             return None
@@ -220,6 +222,7 @@ def _as_number(node: Node) -> float | None:
 
 
 def _parse_time(text: str) -> datetime | None:
+    """The time of a manifest, UTC where it states no zone; None when it cannot be read."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
@@ -228,6 +231,7 @@ def _parse_time(text: str) -> datetime | None:
 
 
 def _in_time(seconds: float) -> str:
+    """A length of time in words."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:g} {unit}"

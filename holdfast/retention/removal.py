@@ -8,8 +8,7 @@ link. A checkpoint is renamed before it is removed, so that it is either whole o
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -17,40 +16,10 @@ from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.versions import announce_removal, read_lease, read_manifest
-from holdfast.retention.policies import (
-    AnyOf,
-    Candidate,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepTagged,
-    KeepWithin,
-    Policy,
-)
+from holdfast.format.versions import announce_removal, read_manifest
+from holdfast.retention.policies import Candidate, Policy
 from holdfast.retention.tags import list_tags
 from holdfast.storage import Storage
-
-__all__ = [
-    "AnyOf",
-    "Candidate",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "KeepTagged",
-    "KeepWithin",
-    "Policy",
-    "Removal",
-    "RetentionPlan",
-    "RetentionResult",
-    "apply_retention",
-    "plan_retention",
-    "prove_sound",
-    "read_lease",
-]
-
-Prove = Callable[[Storage, str], str | None]
-"""Says what is wrong with the checkpoint in a directory; None when it is sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +63,6 @@ class RetentionResult:
     """Why the pointer file may name a step that is gone; None when it does not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Committed:
-    """A step whose manifest is good."""
-
-    stamp: str
-    candidate: Candidate
-    stored_nbytes: int
-
-
 def prove_sound(storage: Storage, directory: str) -> str | None:
     """What is wrong with a checkpoint, or None: records prove out, files have their sizes.
 
@@ -123,11 +83,7 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
 
 
 def plan_retention(
-    storage: Storage,
-    policy: Policy,
-    *,
-    now: datetime | None = None,
-    prove: Prove = prove_sound,
+    storage: Storage, policy: Policy, *, now: datetime | None = None
 ) -> RetentionPlan:
     """Decide what stays and what goes; touches nothing.
 
@@ -135,7 +91,6 @@ def plan_retention(
         storage: The directory of checkpoints.
         policy: Chooses among the newest sound step and the older ones.
         now: The time that ages are counted from; by default this machine's.
-        prove: Called from the newest step down until one is sound.
 
     Raises:
         CorruptionError: A tag cannot be read: what it protects is unknown.
@@ -148,47 +103,31 @@ def plan_retention(
     steps = list_steps(storage)
     spared = _not_committed(storage, set(steps))
     tags = _tags_of_steps(storage)
-    newest = _newest_sound(storage, steps, prove, spared)
-    judged: dict[int, _Committed] = {}
+    newest = _newest_sound(storage, steps, spared)
+    judged: dict[int, tuple[Candidate, Removal]] = {}
     for step in steps:
         try:
-            judged[step] = _read_step(storage, step, tags)
+            judged[step] = _read_step(storage, step, tags.get(step, ()))
         except HoldfastError as error:
             spared.setdefault(step_dir(step), f"cannot be judged: {error}")
     if newest is None or newest not in judged:
         for step in judged:
             spared.setdefault(step_dir(step), "no checkpoint here proves sound")
         return RetentionPlan(keep={}, remove=(), spared=spared, newest=None, newest_stamp="")
-    old = [committed for step, committed in judged.items() if step <= newest]
-    keep = policy.keep([c.candidate for c in old], now=now or datetime.now(UTC))
+    old = [both for step, both in judged.items() if step <= newest]
+    keep = policy.keep([candidate for candidate, _ in old], now=now or datetime.now(UTC))
     reason = "the newest sound checkpoint"
     keep[newest] = f"{reason}; {keep[newest]}" if newest in keep else reason
-    remove = tuple(
-        Removal(
-            step=committed.candidate.step,
-            directory=step_dir(committed.candidate.step),
-            stamp=committed.stamp,
-            stored_nbytes=committed.stored_nbytes,
-            tags=committed.candidate.tags,
-        )
-        for committed in old
-        if committed.candidate.step not in keep
-    )
     return RetentionPlan(
         keep=dict(sorted(keep.items())),
-        remove=remove,
+        remove=tuple(removal for _, removal in old if removal.step not in keep),
         spared=spared,
         newest=newest,
-        newest_stamp=judged[newest].stamp,
+        newest_stamp=judged[newest][1].stamp,
     )
 
 
-def apply_retention(
-    storage: Storage,
-    plan: RetentionPlan,
-    *,
-    on_step: Callable[[Removal], None] | None = None,
-) -> RetentionResult:
+def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
     """Remove what a plan says, oldest first, checking each again before it is removed.
 
     A checkpoint that is being read, was saved again or tagged since, or has become a link is
@@ -198,14 +137,11 @@ def apply_retention(
     Args:
         storage: The directory of checkpoints.
         plan: From `plan_retention`.
-        on_step: Called before each removal.
 
     Cost: per removal two small files, one rename, the deletions.
     """
     result = RetentionResult()
     for removal in plan.remove:
-        if on_step is not None:
-            on_step(removal)
         try:
             obstacle = _remove(storage, plan, removal)
         except (HoldfastError, OSError) as error:
@@ -237,17 +173,17 @@ def _not_committed(storage: Storage, committed: set[int]) -> dict[str, str]:
 
 
 def _tags_of_steps(storage: Storage) -> dict[int, tuple[str, ...]]:
-    tags: dict[int, tuple[str, ...]] = defaultdict(tuple)
+    """The tags of each step that has any."""
+    tags: dict[int, tuple[str, ...]] = {}
     for name, step in list_tags(storage).items():
-        tags[step] += (name,)
-    return dict(tags)
+        tags[step] = (*tags.get(step, ()), name)
+    return tags
 
 
-def _newest_sound(
-    storage: Storage, steps: list[int], prove: Prove, spared: dict[str, str]
-) -> int | None:
+def _newest_sound(storage: Storage, steps: list[int], spared: dict[str, str]) -> int | None:
+    """The newest step that proves sound; those newer than it are added to `spared`."""
     for step in reversed(steps):
-        problem = prove(storage, step_dir(step))
+        problem = prove_sound(storage, step_dir(step))
         if problem is None:
             return step
         spared[step_dir(step)] = f"newer than the newest sound checkpoint, and damaged: {problem}"
@@ -255,19 +191,23 @@ def _newest_sound(
 
 
 def _stamp(storage: Storage, directory: str) -> str:
+    """The digest of a manifest, which says that a checkpoint is still the same."""
     return digest128(read_manifest(storage, directory)[0])
 
 
-def _read_step(storage: Storage, step: int, tags: Mapping[int, tuple[str, ...]]) -> _Committed:
+def _read_step(storage: Storage, step: int, tags: tuple[str, ...]) -> tuple[Candidate, Removal]:
+    """A step whose manifest is good: what policies see of it, and its removal."""
     data, manifest = read_manifest(storage, step_dir(step))
     if manifest.step != step:
         raise CorruptionError(f"its manifest is of step {manifest.step}")
-    candidate = Candidate(
-        step=step, created=manifest.created, parts=manifest.parts, tags=tags.get(step, ())
+    removal = Removal(
+        step=step,
+        directory=step_dir(step),
+        stamp=digest128(data),
+        stored_nbytes=manifest.totals.stored_nbytes,
+        tags=tags,
     )
-    return _Committed(
-        stamp=digest128(data), candidate=candidate, stored_nbytes=manifest.totals.stored_nbytes
-    )
+    return Candidate(step=step, created=manifest.created, parts=manifest.parts, tags=tags), removal
 
 
 def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | None:

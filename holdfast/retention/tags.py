@@ -72,6 +72,7 @@ def list_tags(storage: Storage) -> dict[str, int]:
 
 
 def _path(name: str) -> str:
+    """The file of a tag; ConfigError for a name that no tag can have."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
             f"tag {name!r} must be 1 to 100 of the characters 0-9 A-Z a-z _ . + - "

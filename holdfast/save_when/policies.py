@@ -100,7 +100,7 @@ class EverySteps(SavePolicy):
 
 @dataclass(frozen=True)
 class AtStep(SavePolicy):
-    """Save at one step: the last one of the run, as a rule. No communication."""
+    """Save at one step: usually the last one of the run. No communication."""
 
     step: int
 
@@ -271,7 +271,7 @@ class OnSignal(SavePolicy):
             self._earlier[number] = signal.signal(number, self._receive)
 
     def close(self) -> None:
-        """Bring back the earlier handlers, but where somebody has set another one since."""
+        """Bring back the earlier handlers, unless another one was set since."""
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._receive:
                 # None: a handler that was not set from Python, which Python cannot set again.

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.errors import ConfigError, PlanError
+from holdfast.errors import ConfigError
 from holdfast.parallel import Control
 from holdfast.parallel.control.guard import Guard
+from holdfast.parallel.ranks import disagreement
 from holdfast.save_when.policies import Moment, SavePolicy
 
 PHASE = "save when: decide"
@@ -109,6 +110,7 @@ class SaveSchedule:
             policy.close()
 
     def _decide(self, step: int) -> SaveDecision:
+        """The decision of one step; communicates where a policy needs it."""
         looks = [
             number not in self._fired and step % policy.check_every == 0
             for number, policy in enumerate(self._policies)
@@ -150,13 +152,12 @@ class SaveSchedule:
             ("save_when", [ballot.policies for ballot in ballots]),
         ):
             if len(set(values)) > 1:
-                pairs = zip(self._control.ranks, values, strict=True)
-                text = "; ".join(f"{value} on rank {rank}" for rank, value in pairs)
-                raise PlanError(f"maybe_save: the ranks disagree on {name}: {text}")
+                raise disagreement("maybe_save", name, values, ranks=self._control.ranks)
         self._is_first = False
         return bytes(map(max, zip(*(ballot.votes for ballot in ballots), strict=True)))
 
     def _conclude(self, step: int, votes: bytes) -> SaveDecision:
+        """The decision that the votes of all ranks make."""
         asking = [number for number, vote in enumerate(votes) if vote]
         stopping = [number for number in asking if self._policies[number].stop]
         self._fired.update(stopping)

@@ -2,7 +2,6 @@
 
 from holdfast.state.flatten import flatten_state
 from holdfast.state.generators import Stream
-from holdfast.state.leaves import FlatState, ReplicaSet, TensorLeaf
 from holdfast.state.markers import (
     FlatShard,
     FromPart,
@@ -16,7 +15,7 @@ from holdfast.state.markers import (
     Transient,
     Union,
 )
-from holdfast.state.match.stored import StoredPart, StoredTensor
+from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.module.part import ModuleState
 from holdfast.state.module.tree import declare_padding, declare_wrapper
 from holdfast.state.optimizer.part import OptimizerState
@@ -27,7 +26,6 @@ from holdfast.state.rng import RNG
 __all__ = [
     "RNG",
     "FlatShard",
-    "FlatState",
     "FromPart",
     "ModuleState",
     "OnLayout",
@@ -38,7 +36,6 @@ __all__ = [
     "PartitionedOptimizer",
     "PerRank",
     "PerRankValues",
-    "ReplicaSet",
     "Replicated",
     "Sharded",
     "Stateful",
@@ -46,7 +43,6 @@ __all__ = [
     "StoredPart",
     "StoredTensor",
     "Stream",
-    "TensorLeaf",
     "Transient",
     "Union",
     "declare_padding",

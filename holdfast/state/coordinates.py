@@ -153,6 +153,7 @@ def _by_label_along(
 def _other_axes(
     marker: PerRank, axes: Sequence[str], trees: Mapping[str, Any], *, path: str
 ) -> str:
+    """Why a value per other axes than the requested ones cannot be taken, in words."""
     message = (
         f"{path}: the state has a value per {','.join(marker.axes)} here, the checkpoint a value "
         f"per {','.join(axes)}"
@@ -190,7 +191,8 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 def fill_from_merged(template: object, merged: object, path: str) -> object:
     """A merged tree, with the template's own tensors filled where it has some.
 
-    Raises MismatchError where one of them would be left as it was, or filled with rounded values.
+    Raises:
+        MismatchError: One of them would be left as it was, or filled with rounded values.
     """
     target = template.local if isinstance(template, Marked) else template
     if isinstance(target, torch.Tensor):

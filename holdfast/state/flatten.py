@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+import gc
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import UNION, Codecs, Node, encode_tree, is_unicode
 from holdfast.parallel.layout import Layout
-from holdfast.state.leaves import FlatState, TensorLeaf
+from holdfast.state.leaves import FlatState, TensorLeaf, held_tensor
 from holdfast.state.markers import (
     FlatShard,
     Marked,
@@ -31,55 +32,46 @@ from holdfast.state.markers import (
     Union,
     coordinate_label,
 )
-from holdfast.state.module.part import ModulePart
+from holdfast.state.module.part import ModuleState
 from holdfast.state.numpy_arrays import array_tensor
 from holdfast.state.optimizer.part import OptimizerState
 from holdfast.state.parts import Part, check_part_name, is_last, part_of
 from holdfast.state.placement import ReplicaSets, tensor_leaf
 
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _TENSORS = (torch.Tensor, *get_args(Marked))
-_CACHED_KEYS = (str, int)
-"""Types of which two equal keys are the same one; not so 0.0 and -0.0, (1,) and (True,)."""
+_NONE: Any = None
+"""A leaf that is still to be made."""
 _MAX_MARKERS = 50
 """How deep PerRank and Union may be nested, to see a cycle through them."""
 
 
-class _CachedLeaf(NamedTuple):
-    """A tensor or marker, everything of it that may change (`_made_from`), and the leaf of that."""
-
-    obj: object
-    made_from: object
-    leaf: TensorLeaf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CachedDict:
-    """A dict of nothing but tensors as it was met: what is in it, and what it was made into."""
-
-    keys: list[object]
-    key_types: list[type]
-    values: list[object]
-    made_from: list[object]
-    """Of each of `values`."""
-    layout: Layout
-    leaves: dict[str, _CachedLeaf]
-    """What it added to a pass, by key."""
-    keys_of: dict[object, str]
-    """What it added to the pass's `_keys_of`."""
-    node: Node
-
-
 class LeafCache:
-    """Leaves of the last state that was flattened, so that unchanged tensors cost almost nothing.
+    """What the last pass over a state has met, so that unchanged tensors cost little.
 
-    A leaf is used again only for the same tensor object with the same memory, shape, strides,
-    dtype, and for a DTensor the same mesh and placements: all that a leaf is made from. Dicts of
-    tensors alone are compared and used again as a whole.
+    What a tensor claims is taken from the last pass where its key, traits and layout are the same,
+    whatever object or memory it is now: a state made again for each save is as good as one that
+    stays.
     """
 
     def __init__(self) -> None:
-        self.leaves: dict[str, _CachedLeaf] = {}
-        self.dicts: dict[str, _CachedDict] = {}
+        self.last = _Pass()
+
+
+class _Pass:
+    """What one pass has met, as columns."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.traits: list[object] = []
+        """Everything that decides what is claimed of each tensor, see `_traits`."""
+        self.layouts: list[Layout] = []
+        self.leaves: dict[str, TensorLeaf] = {}
+        self.memory: dict[str, object] = {}
+        """Of each tensor whose leaf has views of it, see `_memory`."""
+        self.meshes: dict[int, DeviceMesh] = {}
+        """Kept, so that no other mesh has the `id` of one of the last pass."""
+        self.structure = object()
 
 
 def flatten_state(
@@ -108,7 +100,9 @@ def flatten_state(
 
     Cost: no collectives, no tensor bytes copied.
     """
-    flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache or LeafCache())
+    flattener = _Flattener(
+        layout=layout, rank=rank, codecs=codecs, before=(cache or LeafCache()).last
+    )
     nodes: dict[str, object] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
     for name, value in sorted(state.items(), key=lambda item: is_last(item[1])):
@@ -121,7 +115,7 @@ def flatten_state(
             )
         try:
             part = part_of(name, value.value if isinstance(value, OnLayout) else value)
-            tree = _declared(part, part.tree())
+            tree = _declared_tree(part)
         except HoldfastError as error:
             raise type(error)(f"state part '{name}': {error}") from error
         except Exception as error:
@@ -129,57 +123,62 @@ def flatten_state(
             raise
         flattener.layout = home
         nodes[name] = flattener.encode(tree, path=name)
+    made, tensors = flattener.finish()
     if cache is not None:
-        cache.leaves, cache.dicts = flattener.made.leaves, flattener.made.dicts
-    leaves = {key: cached.leaf for key, cached in flattener.made.leaves.items()}
-    return FlatState(leaves=leaves, nodes={name: nodes[name] for name in state})
+        cache.last = made
+    return FlatState(
+        leaves=made.leaves,
+        tensors=tensors,
+        labels=flattener.labels,
+        nodes={name: nodes[name] for name in state},
+        structure=made.structure,
+    )
 
 
-def _declared(part: Part, tree: object) -> object:
-    """The tree of a module or an optimizer, its parts by parameter name declared as unions.
+def _declared_tree(part: Part) -> object:
+    """The part's tree; that of a module or an optimizer with its dicts by name declared as unions.
 
     Ranks of other pipeline stages hold other parameters; what several hold must still be equal.
     """
-    if isinstance(part, ModulePart) and isinstance(tree, Mapping):
-        return Union(tree)
-    if isinstance(part, OptimizerState) and isinstance(tree, Mapping):
-        return _optimizer_union(tree)
-    return tree
+    if isinstance(part, ModuleState):
+        return Union(part.tree())
+    return _optimizer_union(part.tree()) if isinstance(part, OptimizerState) else part.tree()
 
 
-def _optimizer_union(tree: Mapping[str, object]) -> Union:
+def _optimizer_union(tree: Mapping[str, Any]) -> Union:
     """The tree of an optimizer, and of those inside of it, whose stages hold other parameters."""
-    declared: dict[str, object] = {}
-    for key, value in tree.items():
-        if key == "inner" and isinstance(value, Mapping):
-            value = {path: _optimizer_union(inner) for path, inner in value.items()}
-        declared[key] = Union(value) if type(value) is dict else value
+    declared = {key: Union(each) if type(each) is dict else each for key, each in tree.items()}
+    if "inner" in tree:
+        inner = {path: _optimizer_union(each) for path, each in tree["inner"].items()}
+        declared["inner"] = Union(inner)
     return Union(declared)
 
 
 class _Flattener:
     """One pass over a state; lives as long as the pass."""
 
-    def __init__(self, *, layout: Layout, rank: int, codecs: Codecs, before: LeafCache) -> None:
+    def __init__(self, *, layout: Layout, rank: int, codecs: Codecs, before: _Pass) -> None:
         self.layout = layout
         """Of the part that is being flattened."""
-        self.made = LeafCache()
-        """The leaves of this pass, for the next one."""
         self._before = before
-        self._replica_sets: ReplicaSets = {}
         self._rank = rank
         self._codecs = codecs
-        # Keys of the tensors met so far, by `id` of the object and by `_identity`. The ids stay
-        # valid during the pass: each object is kept by its cached leaf.
-        self._keys_of: dict[object, str] = {}
         self._num_markers = 0
+        self.labels: dict[str, tuple[tuple[int, int], ...]] = {}
+        """Of each path inside of `PerRank`, where coordinates stand in it: position and length."""
+        self._open: tuple[tuple[int, int], ...] = ()
+        # What was met, in order: path, tensor or marker, the node that refers to it, layout.
+        self._paths: list[str] = []
+        self._objects: list[Any] = []
+        self._nodes: list[dict[str, Node]] = []
+        self._layouts: list[Layout] = []
 
     def encode(self, tree: object, *, path: str) -> Node:
         return encode_tree(tree, path=path, codecs=self._codecs, on_leaf=self._on_leaf)
 
     def _on_leaf(self, path: str, obj: object) -> Node | None:
         if isinstance(obj, _TENSORS):
-            return {"$": "tensor", "k": self._add_tensor(path, obj)}
+            return self._add(path, obj, "tensor")
         if type(obj) is dict:
             return self._dict_node(path, obj)
         if isinstance(obj, np.ndarray) and self._codecs.codec_for(type(obj)) is None:
@@ -187,7 +186,9 @@ class _Flattener:
         if isinstance(obj, PerRank):
             axes = tuple(obj.axes)
             label = coordinate_label(self.layout, self._rank, axes, path=path)
+            outside, self._open = self._open, (*self._open, (len(path) + 1, len(label)))
             inner = self._encode_marked(obj.tree, path=f"{path}[{label}]")
+            self._open = outside
             named: list[Node] = [*sorted(axes)]
             return {"$": "per_rank", "axes": named, "v": {label: inner}}
         if isinstance(obj, Union):
@@ -225,139 +226,197 @@ class _Flattener:
     def _array_node(self, path: str, array: np.ndarray) -> Node:
         """A NumPy array: its elements as a tensor; its dtype where the tensor's does not say it."""
         tensor, dtype = array_tensor(path, array)
-        node: dict[str, Node] = {"$": "array", "k": self._add_tensor(path, tensor)}
-        return node if dtype is None else {**node, "d": dtype}
-
-    def _dict_node(self, path: str, obj: dict[object, object]) -> Node | None:
-        """The node of a dict of nothing but tensors; None for any other."""
-        cached = self._before.dicts.get(path)
-        if cached is None or not self._is_same(cached, obj):
-            return self._new_dict_node(path, obj)
-        self.made.leaves.update(cached.leaves)
-        self.made.dicts[path] = cached
-        self._keys_of.update(cached.keys_of)
-        return cached.node
-
-    def _is_same(self, cached: _CachedDict, obj: dict[object, object]) -> bool:
-        """Whether nothing that a node was made from has changed, and no tensor was met before."""
-        return (
-            len(obj) == len(cached.keys)
-            and all(map(operator.is_, obj.values(), cached.values))
-            and list(obj) == cached.keys
-            and list(map(type, obj)) == cached.key_types
-            and cached.layout is self.layout
-            # A tensor that another part has shown before is stored under that part's key.
-            and self._keys_of.keys().isdisjoint(cached.keys_of)
-            and self.made.leaves.keys().isdisjoint(cached.leaves)
-            and [_made_from(value) for value in obj.values()] == cached.made_from
-        )
-
-    def _new_dict_node(self, path: str, obj: dict[object, object]) -> Node | None:
-        values = list(obj.values())
-        if not values or not all(isinstance(value, _TENSORS) for value in values):
-            return None
-        if any(type(key) not in _CACHED_KEYS for key in obj):
-            return None
-        num_leaves, num_keys = len(self.made.leaves), len(self._keys_of)
-        node = encode_tree(
-            obj, path=path, codecs=self._codecs,
-            on_leaf=lambda where, each: None if type(each) is dict else self._on_leaf(where, each),
-        )  # fmt: skip
-        leaves = _latest(self.made.leaves, since=num_leaves)
-        # Fewer: one was met before. Its key is another's, which may not be there next time.
-        if len(leaves) == len(values):
-            self.made.dicts[path] = _CachedDict(
-                keys=list(obj),
-                key_types=list(map(type, obj)),
-                values=values,
-                made_from=[cached.made_from for cached in leaves.values()],
-                layout=self.layout,
-                leaves=leaves,
-                keys_of=_latest(self._keys_of, since=num_keys),
-                node=node,
-            )
+        node = self._add(path, tensor, "array")
+        if dtype is not None:
+            node["d"] = dtype
         return node
 
-    def _add_tensor(self, path: str, obj: torch.Tensor | Marked) -> str:
-        known = self._keys_of.get(id(obj))
-        if known is not None:
-            return known
-        made_from = _made_from(obj)
-        identity = _identity(obj, made_from)
-        known = self._keys_of.get(identity) if identity is not None else None
-        if known is not None:
-            return known
-        if path == "__metadata__":
-            raise PlacementError("the key '__metadata__' is reserved by safetensors; rename it")
-        if not path.isascii() and not is_unicode(path):
+    def _dict_node(self, path: str, obj: dict[Any, Any]) -> Node | None:
+        """The node of a dict of nothing but tensors, by text; None for any other."""
+        if set(map(type, obj)) != {str}:
+            return None
+        if not all(issubclass(kind, _TENSORS) for kind in set(map(type, obj.values()))):
+            return None
+        if not all(map(str.isascii, obj)) or any(key.startswith("$") for key in obj):
+            return None
+        paths = [f"{path}.{key}" for key in obj]
+        nodes: list[dict[str, Node]] = [{"$": "tensor", "k": each} for each in paths]
+        self._paths += paths
+        self._objects += obj.values()
+        self._nodes += nodes
+        self._layouts += [self.layout] * len(paths)
+        if self._open:
+            self.labels.update(dict.fromkeys(paths, self._open))
+        return dict(zip(obj, nodes, strict=True))
+
+    def _add(self, path: str, obj: torch.Tensor | Marked, tag: str) -> dict[str, Node]:
+        """The node of a tensor, which refers to its key; `_tie` makes it refer to another one's."""
+        node: dict[str, Node] = {"$": tag, "k": path}
+        self._paths.append(path)
+        self._objects.append(obj)
+        self._nodes.append(node)
+        self._layouts.append(self.layout)
+        if self._open:
+            self.labels[path] = self._open
+        return node
+
+    def finish(self) -> tuple[_Pass, dict[str, Any]]:
+        """The leaves of everything that was met, as the next pass wants them; and what was met.
+
+        Raises:
+            PlacementError: For a tensor that cannot be stored, and for two of one key.
+        """
+        self._tie()
+        before, made = self._before, _Pass()
+        made.keys, made.layouts = self._paths, self._layouts
+        tensors = dict(zip(made.keys, self._objects, strict=True))
+        if len(tensors) < len(made.keys):
+            key = next(key for key, number in Counter(made.keys).items() if number > 1)
             raise PlacementError(
-                f"{path!r}: a tensor's key must be text that UTF-8 can hold; it has a lone "
-                f"surrogate; rename it"
-            )
-        if path in self.made.leaves:
-            raise PlacementError(
-                f"{path}: two tensors of the state have this key (a name with a dot in it, or a "
+                f"{key}: two tensors of the state have this key (a name with a dot in it, or a "
                 f"number and the same number as text?); rename one"
             )
-        # The objects are compared first: for an unchanged state that is all that is looked at.
-        cached = self._before.leaves.get(path)
-        if (
-            cached is None
-            or cached.obj is not obj
-            or cached.made_from != made_from
-            or cached.leaf.layout is not self.layout
-        ):
-            leaf = _renewed(cached, obj, self.layout) or tensor_leaf(
-                obj, key=path, layout=self.layout, rank=self._rank, replica_sets=self._replica_sets
+        made.traits = _all_traits(self._objects, made.meshes)
+        columns = (made.keys, made.traits, made.layouts)
+        last = (before.keys, before.traits, before.layouts)
+        again: list[str] = []
+        if columns == last:
+            made.leaves, made.structure = before.leaves.copy(), before.structure
+        else:
+            known = {key: facts for key, *facts in zip(*last, strict=True)}
+            again = [key for key, *facts in zip(*columns, strict=True) if known.get(key) != facts]
+            made.leaves = {key: before.leaves.get(key, _NONE) for key in made.keys}
+        made.memory = {key: each for key, each in before.memory.items() if key in tensors}
+        # Views of a tensor are of the memory that it had.
+        again += [
+            key for key, each in made.memory.items() if _memory(held_tensor(tensors[key])) != each
+        ]
+        self._make_again(again, made, tensors)
+        return made, tensors
+
+    def _make_again(self, keys: list[str], made: _Pass, tensors: dict[str, Any]) -> None:
+        """Make the leaves of some tensors.
+
+        Tensors that are held whole and have the same traits are alike in everything but the key.
+        """
+        if not keys:
+            return
+        facts = dict(zip(made.keys, zip(made.traits, made.layouts, strict=True), strict=True))
+        replica_sets: ReplicaSets = {}
+        alike: dict[object, TensorLeaf] = {}
+        for key in keys:
+            _check_key(key)
+            obj, (traits, layout) = tensors[key], facts[key]
+            name = (traits, id(layout)) if isinstance(obj, torch.Tensor) and traits else None
+            leaf = alike.get(name)
+            if leaf is not None:
+                made.leaves[key] = leaf._replace(key=key)
+                continue
+            leaf = tensor_leaf(
+                obj, key=key, layout=layout, rank=self._rank, replica_sets=replica_sets
             )
-            cached = _CachedLeaf(obj, made_from, leaf)
-        self.made.leaves[path] = cached
-        self._keys_of[id(obj)] = path
-        if identity is not None:
-            self._keys_of[identity] = path
-        return path
+            made.memory.pop(key, None)
+            if name is not None and _is_whole(leaf, obj):
+                leaf = alike[name] = leaf._replace(locals=())
+            else:
+                made.memory[key] = _memory(held_tensor(obj))
+            made.leaves[key] = leaf
+
+    def _tie(self) -> None:
+        """Let nodes of tensors that were met before refer to the first one's key."""
+        addresses = list(map(_address, self._objects))
+        counts = Counter(addresses)
+        if len(counts) == len(addresses) and 0 not in counts:
+            return
+        keys: dict[object, str] = {}
+        tied: set[int] = set()
+        for i, address in enumerate(addresses):
+            if address and counts[address] == 1:
+                continue
+            obj, path = self._objects[i], self._paths[i]
+            identity = _identity(obj)
+            names: list[object] = [id(obj)] if identity is None else [id(obj), identity]
+            known = next((keys[name] for name in names if name in keys), None)
+            if known is None:
+                keys.update(dict.fromkeys(names, path))
+            else:
+                self._nodes[i]["k"] = known
+                tied.add(i)
+        if tied:
+            for column in (self._paths, self._objects, self._layouts):
+                column[:] = [each for i, each in enumerate(column) if i not in tied]
 
 
-def _renewed(cached: _CachedLeaf | None, obj: object, layout: Layout) -> TensorLeaf | None:
-    """The leaf of a plain tensor that took the place of one of equal shape and dtype.
-
-    It claims the same, so that a state made again for each save (a random stream, clones in a
-    `state_dict`) is known by its numbers; None where it may claim anything else.
-    """
-    if cached is None or type(obj) is not torch.Tensor or type(cached.obj) is not torch.Tensor:
-        return None
-    leaf = cached.leaf
-    was = leaf.locals[0]
-    if (
-        leaf.layout is not layout
-        or obj.shape != was.shape
-        or obj.dtype is not was.dtype
-        or obj.layout is not torch.strided
-        or obj.is_meta
-    ):
-        return None
-    return replace(leaf, locals=(obj.detach(),))
+def _check_key(path: str) -> None:
+    """PlacementError for a path that cannot be a key."""
+    if path == "__metadata__":
+        raise PlacementError("the key '__metadata__' is reserved by safetensors; rename it")
+    if not path.isascii() and not is_unicode(path):
+        raise PlacementError(
+            f"{path!r}: a tensor's key must be text that UTF-8 can hold; it has a lone "
+            f"surrogate; rename it"
+        )
 
 
-def _made_from(obj: object) -> object:
-    """Everything of a tensor that its leaf depends on and that may change on the same object.
+def _is_whole(leaf: TensorLeaf, obj: object) -> bool:
+    """Whether the leaf of a tensor is just what the tensor holds, in one piece."""
+    return isinstance(obj, torch.Tensor) and [box.shape for box in leaf.boxes] == [
+        tuple(held_tensor(obj).shape)
+    ]
 
-    The objects named are kept, so that none is mistaken for another one at its address; the leaf
-    keeps the memory, so that no other tensor can be where it was.
+
+def _address(obj: Any) -> int:
+    """Where the elements of a tensor begin; 0 where it has none or that cannot be known."""
+    try:
+        return (obj if type(obj) in _PLAIN else held_tensor(obj)).data_ptr()
+    except (RuntimeError, ValueError):  # sparse and lazy tensors
+        return 0
+
+
+def _all_traits(objects: list[Any], meshes: dict[int, DeviceMesh]) -> list[object]:
+    """The traits of each tensor or marker."""
+    try:
+        return [
+            (each.dtype, each.shape, each.layout, each.is_meta)
+            if type(each) in _PLAIN
+            else _traits(each, meshes)
+            for each in objects
+        ]
+    except RuntimeError:  # a nested tensor, which has no shape
+        return [_traits(each, meshes) for each in objects]
+
+
+def _traits(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
+    """Everything that decides what a tensor or marker claims, but for its key and layout.
+
+    A mesh is compared by identity, since another one of the same ranks may have other
+    communicators; placements by type, too, since some of different types are equal. None for a
+    tensor that has no shape; its leaf is refused.
     """
     if isinstance(obj, DTensor):
         local, spec = obj._local_tensor, obj._spec
-        return (*_memory(local), spec.placements, spec.mesh, spec.tensor_meta, obj.shape, obj.dtype)
+        placements, mesh = spec.placements, spec.mesh
+        meshes[id(mesh)] = mesh
+        return (
+            obj.dtype, obj.shape, id(mesh), placements, *map(type, placements),
+            type(local), local.dtype, local.shape,
+        )  # fmt: skip
     if isinstance(obj, torch.Tensor):
-        return _memory(obj)
+        if is_lazy(obj) or obj.is_nested:
+            return None
+        plain = (obj.dtype, obj.shape, obj.layout, obj.is_meta)
+        # A class that answers for its tensors is refused by its name; any other one is like plain.
+        is_own = type(obj).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        return (*plain, type(obj)) if is_own else plain
     if isinstance(obj, Sharded):
         dims = None if obj.dims is None else tuple(obj.dims.items())
-        return _memory(obj.local), obj.local, obj.shape, dims, obj.offset, obj.over
+        return "sharded", _traits(obj.local, meshes), obj.shape, dims, obj.offset, obj.over
     if isinstance(obj, FlatShard):
-        return _memory(obj.local), _made_from(obj.like), obj.start, obj.over
+        like = _traits(obj.like, meshes)
+        return "flat", _traits(obj.local, meshes), like, obj.start, obj.over
     if isinstance(obj, Padded):
-        return _made_from(obj.value), obj.shape
-    return _memory(obj.local) if isinstance(obj, Replicated) else None
+        return "padded", _traits(obj.value, meshes), obj.shape
+    return "replicated", _traits(obj.local, meshes)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -372,41 +431,43 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _latest(table: dict[Any, Any], *, since: int) -> dict[Any, Any]:
-    """What came to a dict since it had so many entries; costs no look at the ones before."""
-    keys = [*itertools.islice(reversed(table), len(table) - since)][::-1]
-    return {key: table[key] for key in keys}
-
-
-def _identity(obj: torch.Tensor | Marked, made_from: Any) -> object:
+def _identity(obj: Any) -> object:
     """What two tensors have in common that are one: all of memory, form and placement.
 
     None for what is the same only as the same object: runs of a flat bucket, which are empty on
     some ranks, and then alike. Tensors without elements have no memory; two of them are one where
     their storages are, on all ranks alike.
     """
-    if isinstance(obj, DTensor):
-        where = _memory_if_known(obj._local_tensor, made_from[:7])
-        return where and ("DTensor", where, id(obj.device_mesh), obj.placements, obj.shape)
-    if isinstance(obj, torch.Tensor):
-        return _memory_if_known(obj, made_from)
-    if isinstance(obj, Replicated):
-        return _memory_if_known(obj.local, made_from)
-    if isinstance(obj, Padded):
-        where = _identity(obj.value, made_from[0])
-        return where and ("Padded", where, obj.shape)
-    if isinstance(obj, Sharded):
-        empty = obj.local.numel() == 0
-        where = id(obj.local) if empty else _memory_if_known(obj.local, made_from[0])
-        dims = None if obj.dims is None else tuple(obj.dims.items())
-        return where and ("Sharded", where, obj.shape, dims, obj.offset, obj.over)
-    return None
+    inner = obj.value if isinstance(obj, Padded) else obj
+    if isinstance(inner, FlatShard):
+        return None
+    local = held_tensor(inner)
+    is_empty_shard = isinstance(inner, Sharded) and local.numel() == 0
+    where = id(local) if is_empty_shard else _known_memory(local)
+    placed = local if isinstance(inner, Replicated) else inner
+    return where and (where, _traits(placed, {}), obj.shape if inner is not obj else None)
 
 
-def _memory_if_known(tensor: torch.Tensor, memory: tuple[object, ...]) -> object:
+def _known_memory(tensor: torch.Tensor) -> object:
     """Where a tensor's elements are; None where that cannot be known."""
+    memory = _memory(tensor)
     if len(memory) == 1:  # not strided; refused where its leaf is made
         return None
     if tensor.numel() == 0:
         return ("empty", tensor.untyped_storage()._cdata, tensor.storage_offset(), *memory[1:])
     return memory if memory[0] else None
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without a collection of cyclic garbage in the body, which makes many objects and no cycles.
+
+    A full collection of a training process takes a tenth of a second and more.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

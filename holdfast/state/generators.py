@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from holdfast.state.markers import PerRank, axis_names
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 State = dict[str, object] | torch.Tensor
+_Accessors = tuple[Callable[[], State], Callable[[Any], object]]
 
 DIGESTS = "digests"
 """Key under which the digests of stored streams lie next to them."""
@@ -88,20 +90,20 @@ class RandomStreams:
         return trees
 
     def _states(self) -> dict[str, State]:
-        own = {name: _generator_state(each) for name, each in self._generators.items()}
-        return {**_global_states(), **own}
+        """Stream -> its state now."""
+        own = {name: _accessors(each) for name, each in self._generators.items()}
+        return {name: get() for name, (get, _) in (_global_accessors() | own).items()}
 
     def _declared(self, name: str) -> tuple[str, ...] | None:
+        """The axes along which a stream is declared shared; None: not declared."""
         return self._shared_by_name.get(name, self._shared)
 
     def _set_state(self, name: str, state: Any) -> None:
         """Set a stream; MismatchError where the state is one of another kind of generator."""
         generator = self._generators.get(name)
         try:
-            if generator is None:
-                _set_global_state(name, state)
-            else:
-                _set_generator_state(generator, state)
+            _, put = _global_accessors()[name] if generator is None else _accessors(generator)
+            put(state)
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             kind = f"{name} generator" if generator is None else type(generator).__name__
             if isinstance(generator, np.random.Generator):
@@ -121,49 +123,32 @@ def _check_generator(name: str, generator: object) -> None:
         )
 
 
-def _generator_state(generator: Generator) -> State:
-    """What `_set_generator_state` takes; arrays and tensors in it are new."""
+def _accessors(generator: Any) -> _Accessors:
+    """How to read the state of a generator, arrays and tensors in it new, and how to set it."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state, generator.set_state
     if isinstance(generator, np.random.Generator):
-        return dict(generator.bit_generator.state)
+        bits: Any = generator.bit_generator
+        return lambda: dict(bits.state), lambda state: setattr(bits, "state", dict(state))
     if isinstance(generator, np.random.RandomState):
-        return dict(generator.get_state(legacy=False))
-    return _python_state(generator.getstate())
+        read = partial(generator.get_state, legacy=False)
+        return lambda: dict(read()), lambda state: generator.set_state(dict(state))
+    return (
+        lambda: _python_state(generator.getstate()),
+        lambda state: generator.setstate(_python_tuple(state)),
+    )
 
 
-def _set_generator_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = dict(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(dict(state))
-    else:
-        generator.setstate(_python_tuple(state))
-
-
-def _global_states() -> dict[str, State]:
+def _global_accessors() -> dict[str, _Accessors]:
     """The streams that every process has: Python's, NumPy's, torch's, the current device's."""
-    streams: dict[str, State] = {
-        "python": _python_state(random.getstate()),
-        "numpy": _numpy_state(),
-        "torch": torch.get_rng_state(),
+    streams: dict[str, _Accessors] = {
+        "python": _accessors(random),
+        "numpy": (_numpy_state, lambda state: np.random.set_state(_numpy_tuple(state))),
+        "torch": _accessors(torch.default_generator),
     }
     if torch.cuda.is_available():
-        streams["cuda"] = torch.cuda.get_rng_state()
+        streams["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     return streams
-
-
-def _set_global_state(name: str, state: Any) -> None:
-    if name == "python":
-        random.setstate(_python_tuple(state))
-    elif name == "numpy":
-        np.random.set_state(_numpy_tuple(state))
-    elif name == "torch":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state)
 
 
 def state_digest(state: object) -> str:
@@ -174,6 +159,7 @@ def state_digest(state: object) -> str:
 
 
 def _add_to_digest(value: object, digest: hashlib.blake2b) -> None:
+    """Digest a state with the names of its entries, so that no two states look alike."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
@@ -189,16 +175,19 @@ def _add_to_digest(value: object, digest: hashlib.blake2b) -> None:
 
 
 def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
+    """The state of a `random.Random` as a dict."""
     # 625 words as one array: as a list they would be most of a manifest.
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What `setstate` takes, from the dict of `_python_state`."""
     return state["version"], tuple(int(word) for word in state["words"]), state["gauss"]
 
 
 def _numpy_state() -> dict[str, object]:
+    """The state of NumPy's global generator, whose bit generator may have been replaced."""
     result: Any = np.random.get_state(legacy=False)
     if result["bit_generator"] != "MT19937":
         return {"name": str(result["bit_generator"]), "state": result}
@@ -212,6 +201,7 @@ def _numpy_state() -> dict[str, object]:
 
 
 def _numpy_tuple(state: Mapping[str, Any]) -> Any:
+    """What `np.random.set_state` takes, from the dict of `_numpy_state`."""
     if "state" in state:
         return dict(state["state"])
     names = ("name", "keys", "position", "has_gauss", "cached")

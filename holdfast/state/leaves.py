@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.arrays.boxes import Box
 from holdfast.parallel.layout import Layout
@@ -15,16 +17,15 @@ from holdfast.parallel.layout import Layout
 class ReplicaSet:
     """Which ranks hold the same bytes, by declaration."""
 
-    replicas: tuple[int, ...]
+    replicas: Collection[int]
     """The ranks (ascending, this one included) that hold the same boxes of the tensor."""
-    span: tuple[int, ...]
+    span: Collection[int]
     """The ranks (ascending) that the declaration covers; those that are no replicas must hold other
     boxes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLeaf:
-    """One tensor of the state as this rank holds it."""
+class TensorLeaf(NamedTuple):
+    """One tensor of the state as this rank holds it; made for every tensor of every save."""
 
     key: str
     dtype: str
@@ -46,6 +47,24 @@ class FlatState:
     """A flattened state: its tensors, and the tree of everything else."""
 
     leaves: Mapping[str, TensorLeaf] = field(default_factory=dict)
-    """By key, in the order of the tree."""
+    """By key, in the order of the tree; without locals where a tensor is held whole."""
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    """Key -> the tensor or marker."""
     nodes: Mapping[str, object] = field(default_factory=dict)
     """Part name -> encoded tree, in which each tensor is a reference to its key."""
+    labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Key -> where coordinates of this rank stand in it, as position and length, in order."""
+    structure: object = field(default_factory=object)
+    """The same object as that of the pass before where all leaves claim the same, in its order."""
+
+    def local(self, key: str, number: int) -> torch.Tensor:
+        """The tensor of one box of a leaf, as it is now."""
+        locals_ = self.leaves[key].locals
+        return locals_[number] if locals_ else held_tensor(self.tensors[key]).detach()
+
+
+def held_tensor(obj: Any) -> torch.Tensor:
+    """What a tensor or marker holds on this rank; nothing waits, and nothing is recorded."""
+    if isinstance(obj, DTensor):
+        return obj._local_tensor
+    return obj if isinstance(obj, torch.Tensor) else held_tensor(obj.local)

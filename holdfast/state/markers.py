@@ -70,6 +70,7 @@ class Sharded:
             self._check_offset()
 
     def _check_dims(self, ndim: int) -> None:
+        """PlacementError unless each dim exists, and no dim or axis is named twice."""
         if self.over:
             raise PlacementError("Sharded: `over` goes with offset=; dims= names the axes itself")
         clean: dict[int, tuple[str, ...]] = {}
@@ -91,6 +92,7 @@ class Sharded:
         object.__setattr__(self, "dims", clean)
 
     def _check_offset(self) -> None:
+        """PlacementError unless the piece lies inside the global shape."""
         offset = tuple(int(o) for o in self.offset or ())
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "over", tuple(self.over))
@@ -164,7 +166,7 @@ class Replicated:
     local: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Padded:
     """A tensor of which only the elements inside `shape` are real; the rest is padding.
 
@@ -199,11 +201,7 @@ class Padded:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """The global shape with padding."""
-        if isinstance(self.value, Sharded):
-            return self.value.shape
-        if isinstance(self.value, FlatShard):
-            return tuple(self.value.like.shape)
-        return tuple(self.local.shape)
+        return global_shape(self.value)
 
     @property
     def local(self) -> torch.Tensor:
@@ -408,6 +406,13 @@ class Fresh:
 
 Marked = Sharded | FlatShard | Replicated | Padded
 """Markers that wrap the local tensor of one global tensor."""
+
+
+def global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:
+    """The shape of the whole tensor that a tensor or marker is a piece of, without padding."""
+    if isinstance(target, FlatShard | Replicated):
+        target = target.like if isinstance(target, FlatShard) else target.local
+    return tuple(target.shape)
 
 
 def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:

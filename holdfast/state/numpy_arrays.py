@@ -16,9 +16,11 @@ def array_tensor(path: str, array: np.ndarray) -> tuple[torch.Tensor, str | None
     """The array's elements as a tensor, and its dtype's code where the tensor's does not say it.
 
     Shares memory where NumPy's layout allows. Dates and time spans are stored as 64-bit integers,
-    foreign byte orders as the native one; strides and memory order are not kept. Raises
-    PlacementError naming `path` for a subclass, whose mask or names would be lost, and for a dtype
-    of no numbers (objects, texts, records, more than 64 bits).
+    foreign byte orders as the native one; strides and memory order are not kept.
+
+    Raises:
+        PlacementError: Naming `path`, for a subclass, whose mask or names would be lost, and for a
+            dtype of no numbers (objects, texts, records, more than 64 bits).
     """
     if type(array) is not np.ndarray:
         kind = type(array)
@@ -50,7 +52,8 @@ def array_tensor(path: str, array: np.ndarray) -> tuple[torch.Tensor, str | None
 def tensor_array(tensor: torch.Tensor, code: object, *, path: str) -> np.ndarray:
     """The array of `array_tensor` again; shares the tensor's memory where it can.
 
-    Raises CorruptionError for a code that `array_tensor` does not write, or that does not fit.
+    Raises:
+        CorruptionError: For a code that `array_tensor` does not write, or that does not fit.
     """
     array = tensor.numpy()
     if code is None:

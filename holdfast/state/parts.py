@@ -10,9 +10,9 @@ from torch import nn
 from holdfast.errors import ConfigError
 from holdfast.format.values import is_unicode
 from holdfast.state.markers import FromPart, OnLayout
-from holdfast.state.match.stored import StoredPart
+from holdfast.state.match.nodes import StoredPart
 from holdfast.state.match.templates import PlacedTemplates
-from holdfast.state.module.part import ModulePart
+from holdfast.state.module.part import ModuleState
 from holdfast.state.optimizer.protocol import PartitionedOptimizer
 from holdfast.state.rng import RNG
 
@@ -23,7 +23,6 @@ class Part(Protocol):
 
     def tree(self) -> object:
         """What to save: containers, values, tensors, markers. It must not copy tensors."""
-        ...
 
     def template(self, stored: StoredPart) -> object:
         """What to load into: tensors are filled in place, `Stored()` takes what there is.
@@ -31,7 +30,6 @@ class Part(Protocol):
         Args:
             stored: What the checkpoint has of the part.
         """
-        ...
 
     def restore(self, tree: object) -> None:
         """Take what was loaded.
@@ -39,7 +37,6 @@ class Part(Protocol):
         Args:
             tree: The template's tree, filled.
         """
-        ...
 
 
 @runtime_checkable
@@ -48,11 +45,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, object]:
         """The object's state."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, object]) -> object:
         """Take a state."""
-        ...
 
 
 class StatefulPart:
@@ -125,7 +120,7 @@ def part_of(name: str, value: object) -> Part:
     if isinstance(value, type):
         raise ConfigError(f"state part '{name}': {value!r} is a class; pass an object of it")
     if isinstance(value, nn.Module):
-        return ModulePart(value)
+        return ModuleState(value)
     if isinstance(value, torch.optim.Optimizer | PartitionedOptimizer):
         raise ConfigError(
             f"state part '{name}' is a bare optimizer, whose state is numbered, not named; pass "

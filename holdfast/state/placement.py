@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -42,6 +41,17 @@ class _Site(NamedTuple):
     rank: int
     replica_sets: ReplicaSets
 
+    def replica_set(self, tensor: DTensor, over: str | None = None) -> ReplicaSet:
+        """Replicas of a DTensor, or of a run of it that differs along `over`."""
+        name = (id(tensor.device_mesh), (*tensor.placements, over))
+        result = self.replica_sets.get(name)
+        if result is None:
+            result = _mesh_replica_set(tensor)
+            if over is not None:
+                result = _flat_replica_set(result, over, self)
+            self.replica_sets[name] = result
+        return result
+
     def leaf(
         self,
         dtype: torch.dtype,
@@ -49,6 +59,7 @@ class _Site(NamedTuple):
         pieces: Iterable[tuple[Box, torch.Tensor]],
         replica_set: ReplicaSet | None,
     ) -> TensorLeaf:
+        """The leaf of this site from pairs of box and local tensor."""
         boxes, locals_ = zip(*pieces, strict=True) if pieces else ((), ())
         return TensorLeaf(
             key=self.key,
@@ -88,6 +99,7 @@ def tensor_leaf(
 
 
 def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
+    """The leaf of a tensor or marker whose padding, if any, is not declared."""
     if isinstance(obj, Replicated) and isinstance(obj.local, DTensor):
         raise PlacementError(
             f"{site.key}: Replicated(...) around a DTensor; pass the DTensor itself"
@@ -109,17 +121,13 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
     return site.leaf(tensor.dtype, tensor.shape, [(whole, tensor.detach())], replica_set)
 
 
-def shard_intervals(intervals: Intervals, *, num_chunks: int, index: int) -> Intervals:
-    """The `index`-th of `num_chunks` pieces of an index set, cut as `torch.chunk` cuts."""
-    total = sum(stop - start for start, stop in intervals)
-    chunk = -(-total // num_chunks)
-    return _cut(intervals, min(chunk * index, total), min(chunk * (index + 1), total))
-
-
-def strided_shard_intervals(
-    intervals: Intervals, *, num_chunks: int, index: int, split_factor: int
+def shard_intervals(
+    intervals: Intervals, *, num_chunks: int, index: int, split_factor: int = 1
 ) -> Intervals:
-    """The piece that torch's `_StridedShard` gives: cut into `split_factor`, then each cut again.
+    """The `index`-th of `num_chunks` pieces of an index set, cut as `torch.chunk` cuts.
+
+    With a `split_factor` the piece that torch's `_StridedShard` gives: the set is cut into so many
+    pieces, and each of them again.
 
     Source: torch.distributed.tensor `_StridedShard._split_tensor` (first split, second split,
     concatenation of the `index`-th pieces). Eight rows over two ranks:
@@ -131,8 +139,8 @@ def strided_shard_intervals(
     """
     pieces: list[tuple[int, int]] = []
     for part in range(split_factor):
-        outer = shard_intervals(intervals, num_chunks=split_factor, index=part)
-        for start, stop in shard_intervals(outer, num_chunks=num_chunks, index=index):
+        outer = _chunk(intervals, split_factor, part)
+        for start, stop in _chunk(outer, num_chunks, index):
             if pieces and pieces[-1][1] == start:
                 start = pieces.pop()[0]
             pieces.append((start, stop))
@@ -154,6 +162,12 @@ def boxes_of(intervals: tuple[Intervals, ...]) -> list[tuple[Box, tuple[slice, .
         (Box(tuple(c[0] for c in chosen), tuple(c[1] for c in chosen)), tuple(c[2] for c in chosen))
         for chosen in itertools.product(*per_dim)
     ]
+
+
+def _chunk(intervals: Intervals, num_chunks: int, index: int) -> Intervals:
+    """The positions of an ordered index set that `torch.chunk` puts into one of its pieces."""
+    size = -(-_length(intervals) // num_chunks)
+    return _cut(intervals, size * index, size * (index + 1))
 
 
 def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
@@ -178,11 +192,13 @@ def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
     return tuple(cut)
 
 
-def _lengths(dims: tuple[Intervals, ...]) -> tuple[int, ...]:
-    return tuple(sum(stop - start for start, stop in dim) for dim in dims)
+def _length(intervals: Intervals) -> int:
+    """How many positions an index set has."""
+    return sum(stop - start for start, stop in intervals)
 
 
 def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
+    """PlacementError naming the key, where a local tensor cannot be stored."""
     reason = unreadable(tensor)
     if reason:
         raise PlacementError(f"{key}: {reason}")
@@ -219,6 +235,7 @@ def unreadable(tensor: torch.Tensor) -> str:
 
 
 def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
+    """The leaf of a hand-made shard; PlacementError where it is not what its axes give."""
     local = obj.local.detach()
     dims = {dim: axis_names(axes) for dim, axes in (obj.dims or {}).items()}
     axes = obj.over if obj.dims is None else tuple(itertools.chain(*dims.values()))
@@ -238,7 +255,7 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
             held.append(intervals)
     except (LayoutError, PlacementError) as error:
         raise PlacementError(f"{site.key}: {error}") from error
-    expected = _lengths(tuple(held))
+    expected = tuple(map(_length, held))
     if expected != tuple(local.shape):
         split = ", ".join(f"dim {dim}: {'+'.join(axes)}" for dim, axes in dims.items())
         raise PlacementError(
@@ -261,10 +278,7 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
                 f"{site.key}: rank {site.rank} is not on the mesh of the parameter"
             )
         dims = _dtensor_dims(like, key=site.key)
-        name = (id(like.device_mesh), (*like.placements, obj.over, site.rank))
-        replica_set = site.replica_sets.get(name)
-        if replica_set is None:
-            replica_set = site.replica_sets[name] = _flat_replica_set(like, obj.over, site)
+        replica_set = site.replica_set(like, obj.over)
     flat = obj.local.detach()
     if 0 in like.shape:
         empty = Box((0,) * like.ndim, tuple(like.shape))
@@ -283,9 +297,8 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
     return site.leaf(flat.dtype, like.shape, pieces, replica_set)
 
 
-def _flat_replica_set(like: DTensor, over: str, site: _Site) -> ReplicaSet:
+def _flat_replica_set(whole: ReplicaSet, over: str, site: _Site) -> ReplicaSet:
     """Replicas of a run: those of the parameter that have this rank's index along `over`."""
-    whole = _mesh_replica_set(like)
     try:
         index = site.layout.group(over, site.rank).index(site.rank)
         same = tuple(r for r in whole.replicas if site.layout.group(over, r).index(r) == index)
@@ -312,6 +325,7 @@ def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Replica
 
 
 def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
+    """The leaf of a DTensor; without boxes on ranks that are not on its mesh."""
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
@@ -320,13 +334,9 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
     dims = _dtensor_dims(tensor, key=site.key)
     if local.numel() == 0:
         # FSDP2 gives an empty local the shape [0, …]; boxes need the one of the placements.
-        local = local.new_empty(_lengths(dims))
-    name = (id(mesh), tensor.placements)
-    replica_set = site.replica_sets.get(name)
-    if replica_set is None:
-        replica_set = site.replica_sets[name] = _mesh_replica_set(tensor)
+        local = local.new_empty([*map(_length, dims)])
     pieces = [(box, local[where]) for box, where in boxes_of(dims)]
-    return site.leaf(tensor.dtype, tensor.shape, pieces, replica_set)
+    return site.leaf(tensor.dtype, tensor.shape, pieces, site.replica_set(tensor))
 
 
 def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
@@ -347,13 +357,10 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
         where = {"num_chunks": mesh.size(mesh_dim), "index": coordinate[mesh_dim]}
         dim = placement.dim % tensor.ndim
         split_factor = getattr(placement, "split_factor", None)
-        if split_factor is not None:
-            dims[dim] = strided_shard_intervals(dims[dim], split_factor=int(split_factor), **where)
-        elif isinstance(placement, Shard):
-            dims[dim] = shard_intervals(dims[dim], **where)
-        else:
+        if split_factor is None and not isinstance(placement, Shard):
             raise PlacementError(f"{key}: placement {placement} is not known to this version")
-    expected = _lengths(tuple(dims))
+        dims[dim] = shard_intervals(dims[dim], split_factor=int(split_factor or 1), **where)
+    expected = tuple(map(_length, dims))
     # FSDP2 gives a rank without elements a local of shape [0, …], whichever dim has none.
     if expected != tuple(local.shape) and (local.numel() or 0 not in expected):
         raise PlacementError(
@@ -402,8 +409,12 @@ def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
     """The leaf of the real part of a tensor: boxes and views cut at `shape`, which it then has.
 
     A rank that holds nothing but padding holds no boxes. A real part without elements is one empty
-    box, held where the first element of the padded tensor is: its replicas are declared. Raises
-    PlacementError naming the key for a shape that does not fit. Cost: views, no copies.
+    box, held where the first element of the padded tensor is: its replicas are declared.
+
+    Raises:
+        PlacementError: Naming the key, for a shape that does not fit.
+
+    Cost: views, no copies.
     """
     check_real_shape(shape, leaf.shape, where=leaf.key)
     if shape == leaf.shape:
@@ -415,17 +426,17 @@ def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
             if not any(box.offset) and (box.numel or 0 in leaf.shape)
         ][:1]
         origin = Box((0,) * len(shape), shape)
-        return replace(leaf, shape=shape, boxes=(origin,) * len(first), locals=tuple(first))
-    boxes: list[Box] = []
-    locals_: list[torch.Tensor] = []
+        return leaf._replace(shape=shape, boxes=(origin,) * len(first), locals=tuple(first))
+    pieces: list[tuple[Box, torch.Tensor]] = []
     for box, local in zip(leaf.boxes, leaf.locals, strict=True):
         ends = zip(box.offset, box.stop, shape, strict=True)
         size = tuple(min(stop, real) - start for start, stop, real in ends)
         if size and min(size) <= 0:
             continue
-        boxes.append(Box(box.offset, size))
-        locals_.append(local if size == box.shape else local[tuple(slice(n) for n in size)])
-    return replace(leaf, shape=shape, boxes=tuple(boxes), locals=tuple(locals_))
+        view = local if size == box.shape else local[tuple(slice(n) for n in size)]
+        pieces.append((Box(box.offset, size), view))
+    boxes, locals_ = zip(*pieces, strict=True) if pieces else ((), ())
+    return leaf._replace(shape=shape, boxes=boxes, locals=locals_)
 
 
 def padding_views(leaf: TensorLeaf, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

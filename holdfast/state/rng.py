@@ -16,9 +16,9 @@ from holdfast.state.coordinates import (
     PickedPerRank,
     parse_label,
 )
-from holdfast.state.generators import DIGESTS, Generator, RandomStreams, State, Stream, state_digest
+from holdfast.state.generators import DIGESTS, RandomStreams, State, state_digest
 from holdfast.state.markers import PerRank, Stored, coordinate_label
-from holdfast.state.match.stored import StoredPart
+from holdfast.state.match.nodes import StoredPart
 
 _REPLICATING = ("tp", "expt_tp")
 """Axes whose ranks compute the same activations, so that they have to draw the same masks."""
@@ -60,15 +60,7 @@ class RNG(RandomStreams):
         A save hashes some kB for each stream.
     """
 
-    def __init__(
-        self,
-        *,
-        axes: Sequence[str] = DENSE_AXES,
-        shared: Sequence[str] | None = None,
-        generators: Mapping[str, Generator | Stream] | None = None,
-    ) -> None:
-        super().__init__(axes=axes, shared=shared, generators=generators)
-        self._loading: _StreamLoad | None = None
+    _loading: _StreamLoad | None = None
 
     def template(self, stored: StoredPart) -> object:
         """Ask for the streams of this rank, wherever the checkpoint has them."""
@@ -235,6 +227,7 @@ class _StoredStreams:
         return ConsistencyCheck(f"{request.path}.{name}", shown, label, digest, is_certain)
 
     def _replicating(self) -> list[str]:
+        """The axes of the streams whose ranks have to draw the same."""
         return [axis for axis in _REPLICATING if axis in self._axes]
 
     def _found_shared(self, name: str) -> tuple[tuple[str, ...], bool]:
@@ -274,6 +267,7 @@ class _StoredStreams:
 
 
 def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
+    """That streams that are declared shared were stored different, in words."""
     return (
         f"{what} is declared shared along {', '.join(declared)}, but the checkpoint holds "
         f"different streams along it, for {'; '.join(labels)}: load them as they are with "
@@ -282,6 +276,7 @@ def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
 
 
 def _is_per_rank(node: object) -> bool:
+    """Whether a node is a value per coordinate."""
     return isinstance(node, Mapping) and node.get("$") == "per_rank"
 
 

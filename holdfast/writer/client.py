@@ -17,14 +17,8 @@ from pathlib import Path
 
 from holdfast.errors import ErrorRecord, StorageError
 from holdfast.storage import Storage
-from holdfast.writer.job import (
-    JobGate,
-    SaveOutcome,
-    WriteJob,
-    perform_job,
-    publish_failure,
-    run_job,
-)
+from holdfast.writer.failure import publish_failure
+from holdfast.writer.job import run_job
 from holdfast.writer.memory import SharedMemory
 from holdfast.writer.process import (
     PLANS_KEPT,
@@ -37,7 +31,7 @@ from holdfast.writer.process import (
     Message,
     RunJob,
 )
-from holdfast.writer.records import EncodedPlan
+from holdfast.writer.records import EncodedPlan, SaveOutcome, WriteJob
 
 
 class Ticket:
@@ -65,10 +59,13 @@ class Ticket:
         self.written = threading.Event()
         self.finished = threading.Event()
         self.outcome: SaveOutcome | None = None
-        self.error: BaseException | None = None
         self._after = after
         self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
+
+    def progress(self, nbytes: int) -> None:
+        """Record how many bytes storage has."""
+        self.nbytes_written = nbytes
 
     def finish(self, outcome: SaveOutcome) -> None:
         """Record the outcome, then call what waits for it."""
@@ -82,12 +79,10 @@ class Ticket:
         for callback in callbacks:
             callback()
 
-    def fail(self, error: BaseException) -> None:
-        """Record the failure of a job, as it is where this process met it."""
-        self.error = error
-        record = ErrorRecord.of(error, foreign=StorageError)
+    def fail(self, error: ErrorRecord) -> None:
+        """Record the failure of a job that no writer can report."""
         self.finish(
-            SaveOutcome(save_id=self.job.header.save_id, directory=self.job.directory, error=record)
+            SaveOutcome(save_id=self.job.header.save_id, directory=self.job.directory, error=error)
         )
 
     def when_finished(self, callback: Callable[[], object]) -> None:
@@ -97,18 +92,6 @@ class Ticket:
                 self._callbacks.append(callback)
                 return
         callback()
-
-    def wait_written(self) -> None:
-        """Return when the rank's share is durable; raise what the job has failed with here."""
-        self.written.wait()
-        if self.error is not None:
-            raise self.error
-
-    def wait_finished(self) -> None:
-        """Return when the job is done; raise what it has failed with here."""
-        self.finished.wait()
-        if self.error is not None:
-            raise self.error
 
 
 class WriterProcess:
@@ -204,6 +187,7 @@ class WriterProcess:
             self._connection.close()
 
     def _send(self, message: Message, *descriptors: int) -> None:
+        """Send a message; StorageError where the writer is gone."""
         try:
             if self.dead:
                 raise BrokenPipeError(self.dead)
@@ -214,14 +198,14 @@ class WriterProcess:
             ) from error
 
     def _listen(self) -> None:
+        """Record what the writer reports until it is gone."""
         while True:
             message, _ = self._connection.receive()
             if isinstance(message, JobProgress):
                 if (ticket := self._tickets.get(message.save_id)) is not None:
-                    ticket.nbytes_written = message.nbytes
+                    ticket.progress(message.nbytes)
             elif isinstance(message, JobWritten):
                 if (ticket := self._tickets.get(message.save_id)) is not None:
-                    ticket.nbytes_written = ticket.nbytes
                     ticket.written.set()
             elif isinstance(message, JobFinished):
                 with self._lock:
@@ -248,13 +232,13 @@ class WriterProcess:
             )
             record = ErrorRecord.of(error)
             publish_failure(self._storage, ticket.job, record, committer=ticket.commits)
-            ticket.fail(error)
+            ticket.fail(record)
 
 
 class WriterThread:
-    """The same service by a thread of this process, one job after the other.
+    """The same service by a thread of this process, for storages that no other process can open.
 
-    For storages that no other process can open, and for synchronous saves.
+    One job runs after the other.
     """
 
     pid: int | None = None
@@ -264,7 +248,8 @@ class WriterThread:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[Ticket, memoryview, EncodedPlan | None] | None]
+        self._jobs = queue.Queue()
         self._thread = threading.Thread(target=self._serve, name="holdfast-writer", daemon=True)
         self._thread.start()
 
@@ -277,54 +262,29 @@ class WriterThread:
         image: memoryview,
         plan: EncodedPlan | None,
         after: Callable[[SaveOutcome], object] | None = None,
-        gate: JobGate | None = None,
     ) -> Ticket:
-        """Queue one save's job; see `WriterProcess.submit`.
-
-        Args:
-            gate: of a synchronous save: its failure is raised by the ticket and is not published
-                on storage, since the ranks wait for each other.
-        """
+        """Queue one save's job; see `WriterProcess.submit`."""
         del buffer, memory
         ticket = Ticket(job, commits=plan is not None, nbytes=image.nbytes, after=after)
-
-        def progress(nbytes: int) -> None:
-            ticket.nbytes_written = nbytes
-
-        def run() -> None:
-            on_written = ticket.written.set
-            if gate is None:
-                ticket.finish(
-                    run_job(
-                        self._storage, job, image, plan=plan, on_progress=progress,
-                        on_written=on_written,
-                    )
-                )  # fmt: skip
-                return
-            try:
-                outcome = perform_job(
-                    self._storage, job, image, plan=plan, gate=gate, on_written=on_written
-                )
-            except BaseException as error:
-                ticket.fail(error)
-            else:
-                ticket.finish(outcome)
-
-        self._jobs.put(run)
+        self._jobs.put((ticket, image, plan))
         return ticket
 
-    def close(self, *, timeout_s: float | None) -> None:
+    def close(self, *, timeout_s: float) -> None:
         """Finish what is queued and end."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
-        while True:
-            run = self._jobs.get()
-            if run is None:
-                return
-            run()
-            del run  # it holds a view of staging memory, which is not given back before that goes
+        """Run the jobs in their order, until `close`."""
+        while (item := self._jobs.get()) is not None:
+            ticket, image, plan = item
+            outcome = run_job(
+                self._storage, ticket.job, image, plan=plan, on_progress=ticket.progress,
+                on_written=ticket.written.set,
+            )  # fmt: skip
+            # Views of staging memory, which is not given back before these go.
+            del item, image
+            ticket.finish(outcome)
 
 
 Writer = WriterProcess | WriterThread
@@ -337,6 +297,7 @@ def start_writer(storage: Storage) -> Writer:
 
 
 def _how_it_ended(code: int | None) -> str:
+    """The end of a process, for messages."""
     if code is None:
         return "closed its socket"
     if code < 0:

@@ -7,73 +7,75 @@ done-records are on storage.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+import numpy as np
+
+from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, HoldfastError, PlanError, StorageError
-from holdfast.format.index import encode_index, validate_index
+from holdfast.format.digest import digest128
+from holdfast.format.fingerprint import Partial, combine
+from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
+    FileInfo,
+    IndexInfo,
     Manifest,
+    TensorInfo,
+    Totals,
+    decode_metadata,
     encode_manifest,
 )
-from holdfast.format.names import (
-    INDEX,
-    LATEST,
-    MANIFEST,
-    latest_step,
-    parse_saving_dir,
-    step_dir,
-    unclaimed,
-)
-from holdfast.format.reader import Snapshot
+from holdfast.format.names import INDEX, LATEST, MANIFEST, data_file, latest_step, step_dir
+from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.assembly import build_index, build_manifest, compare_checks, merge_values
-from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader, done_file, unseal
+from holdfast.writer.records import (
+    CommitPlan,
+    DoneRecord,
+    EncodedPlan,
+    SaveHeader,
+    done_file,
+    unseal,
+)
 
 _LOG = logging.getLogger("holdfast")
 _NUM_LOOKS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """What a commit made: its directory, and sizes in bytes."""
-
-    directory: str
-    num_tensors: int
-    nbytes: int
-    stored_nbytes: int
-
-
-def commit_save(
-    storage: Storage,
-    directory: str,
-    *,
-    plan: CommitPlan,
-    plan_digest: str,
-    header: SaveHeader,
-) -> Committed:
+def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: SaveHeader) -> None:
     """Check that every planned byte is accounted for, then give the checkpoint its name.
 
     Order: records checked, index and manifest written and synced, directories synced, one rename,
-    parent synced, pointer replaced. Raises PlanError (values or replicas that differ between
-    ranks, naming key and ranks), CorruptionError (a record that is not this save's), StorageError;
-    the previous checkpoint is untouched in each case but one, which the error names: the rename was
-    made, could not be made durable and could not be taken back. What fails after the commit (the
-    pointer, removing what was replaced) is logged as a warning, and set right by the next save or
-    repair. What was replaced goes once nobody reads it; until then it is kept under another name.
+    parent synced, pointer replaced. What fails after the commit (the pointer, removing what was
+    replaced) is logged as a warning, and set right by the next save or repair. What was replaced
+    goes once nobody reads it; until then it is kept under another name.
+
+    Args:
+        directory: of the save in progress, with the done-records of all ranks.
+        plan: of all ranks, whose digest every record states.
+        header: of the save.
+
+    Raises:
+        PlanError: values or replicas differ between ranks; names key and ranks.
+        CorruptionError: a record is not this save's.
+        StorageError: as its message says. In all these cases the previous checkpoint is untouched,
+            but in one, which the error names: the rename was made, could not be made durable and
+            could not be taken back.
+
     Cost: O(rows) vector work, two small files, five syncs and two for the pointer.
     """
+    final = step_dir(header.step)
     try:
-        manifest = _complete(storage, directory, plan, plan_digest, header)
+        _complete(storage, directory, plan, header)
     except StorageError:
-        final = step_dir(header.step)
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
-        # A repair took this save for abandoned, and has finished it.
-        manifest = Snapshot.open(storage, final).manifest
+        # Else a repair took this save for abandoned, and has finished it.
     else:
-        _publish(storage, directory, step_dir(header.step), header)
+        _publish(storage, directory, final, header)
     try:
         point_to_newest(storage)
     except HoldfastError as error:
@@ -84,20 +86,16 @@ def commit_save(
             storage.describe(LATEST),
             error,
         )
-    return Committed(
-        directory=step_dir(header.step),
-        num_tensors=len(plan.keys),
-        nbytes=manifest.totals.nbytes,
-        stored_nbytes=manifest.totals.stored_nbytes,
-    )
 
 
-def _complete(
-    storage: Storage, directory: str, plan: CommitPlan, plan_digest: str, header: SaveHeader
-) -> Manifest:
+def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveHeader) -> None:
     """Make a durable checkpoint of what the ranks wrote, which lacks only its name."""
     try:
-        index_bytes, manifest = _assemble(storage, directory, plan, plan_digest, header)
+        records = [
+            _read_done(storage, directory, position, plan, header)
+            for position in range(len(plan.plan.ranks))
+        ]
+        index_bytes, manifest = assemble(plan.plan, records, header)
     except HoldfastError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -105,31 +103,52 @@ def _complete(
             f"{storage.describe(directory)}: the plan and the records do not fit each other: "
             f"{error!r}; save again"
         ) from error
-    _check_sizes(storage, directory, manifest)
-    _write_synced(storage, f"{directory}/{INDEX}", index_bytes)
-    _write_synced(storage, f"{directory}/{MANIFEST}", encode_manifest(manifest))
+    for info in manifest.files:
+        path = f"{directory}/{info.name}"
+        nbytes = storage.size(path)
+        if nbytes != info.nbytes:
+            raise StorageError(
+                f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
+                f"reported {info.nbytes}"
+            )
+    for name, data in ((INDEX, index_bytes), (MANIFEST, encode_manifest(manifest))):
+        path = f"{directory}/{name}"
+        if storage.exists(path):  # of an earlier, killed commit
+            storage.remove_tree(path, durable=False)
+        # No process looks for the name yet: its bytes are durable now, its name is below.
+        with storage.create(path, nbytes=len(data)) as sink:
+            sink.write_at(0, memoryview(data))
+            sink.sync()
     unnamed = [name for name in storage.list(directory) if name.startswith((".tmp-", ".trash-"))]
     for name in ("plan", "done", *unnamed):  # the latter are of an earlier, killed commit
         storage.remove_tree(f"{directory}/{name}", durable=False)
-    if plan.writers:
+    if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
-    return manifest
 
 
-def _assemble(
-    storage: Storage, directory: str, plan: CommitPlan, plan_digest: str, header: SaveHeader
+def assemble(
+    plan: CommitPlan, records: list[DoneRecord], header: SaveHeader
 ) -> tuple[bytes, Manifest]:
-    """Index and manifest of what the records say, proven against the plan."""
-    records = [
-        _read_done(storage, directory, position, plan, plan_digest, header)
-        for position in range(len(plan.ranks))
-    ]
+    """Index and manifest of what the records say, proven against the plan.
+
+    Args:
+        plan: of all ranks.
+        records: of all ranks, in the order of the plan.
+        header: of the save.
+
+    Raises:
+        PlanError, CorruptionError: as `commit_save`.
+
+    Cost: linear in rows and ranks.
+    """
+    planned = plan.row_nbytes
+    files = [data_file(number) for number in range(len(plan.writers))]
+    index = build_index(plan, records, files, planned=planned)
     compare_checks(plan, records)
-    parts = merge_values(plan, records)
-    index = build_index(plan, records)
+    parts = _merge_values(plan, records)
     index_bytes = encode_index(index)
-    manifest = build_manifest(plan, header, records, index, index_bytes, parts)
+    manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts)
     validate_index(index, manifest)
     return index_bytes, manifest
 
@@ -138,7 +157,10 @@ def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
     """Let the pointer file name the newest committed step; that step if it named another.
 
     Looks again after writing, since a save may commit meanwhile. Nothing where nothing is
-    committed. `dry_run`: only look.
+    committed.
+
+    Args:
+        dry_run: only look.
     """
     changed: int | None = None
     for _ in range(_NUM_LOOKS):
@@ -153,15 +175,6 @@ def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
             return changed
         storage.replace_file(LATEST, word)
     return changed
-
-
-def _write_synced(storage: Storage, path: str, data: bytes) -> None:
-    """Write a file whose name nobody looks for yet: its bytes are durable, its name is not."""
-    if storage.exists(path):  # of an earlier, killed commit
-        storage.remove_tree(path, durable=False)
-    with storage.create(path, nbytes=len(data)) as sink:
-        sink.write_at(0, memoryview(data))
-        sink.sync()
 
 
 def _publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
@@ -240,51 +253,220 @@ def _take_back(
 
 
 def _read_done(
-    storage: Storage,
-    directory: str,
-    position: int,
-    plan: CommitPlan,
-    plan_digest: str,
-    header: SaveHeader,
+    storage: Storage, directory: str, position: int, plan: EncodedPlan, header: SaveHeader
 ) -> DoneRecord:
+    """The record of one rank, which is of this save and plan."""
     path = f"{directory}/{done_file(position)}"
     record = unseal(storage.read(path), DoneRecord, where=storage.describe(path))
-    rank = plan.ranks[position]
+    rank = plan.plan.ranks[position]
     if record.position != position or record.save_id != header.save_id:
         raise CorruptionError(
             f"{storage.describe(path)}: this is the record of save {record.save_id}, position "
             f"{record.position}; save {header.save_id}, position {position} (rank {rank}) is needed"
         )
-    if record.plan_digest != plan_digest:
+    if record.plan_digest != plan.digest:
         raise PlanError(
             f"{storage.describe(path)}: rank {rank} wrote under plan {record.plan_digest}, the "
-            f"commit is of plan {plan_digest}"
+            f"commit is of plan {plan.digest}"
         )
     return record
 
 
-def _check_sizes(storage: Storage, directory: str, manifest: Manifest) -> None:
-    for info in manifest.files:
-        path = f"{directory}/{info.name}"
-        nbytes = storage.size(path)
-        if nbytes != info.nbytes:
-            raise StorageError(
-                f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
-                f"reported {info.nbytes}"
-            )
+def build_index(
+    plan: CommitPlan, records: list[DoneRecord], files: list[str], *, planned: IntArray
+) -> ChunkIndex:
+    """Where every planned chunk is; PlanError where what was written is not what was planned."""
+    bounds = np.searchsorted(plan.row_file, np.arange(len(files) + 1))
+    if (np.diff(plan.row_file) < 0).any() or bounds[0] != 0 or bounds[-1] != len(planned):
+        raise PlanError("the rows of the plan do not lie in the order of its files")
+    num_blocks = -(-planned // plan.block_nbytes)
+    digest_ptr = np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int64)
+    written = [records[position] for position in plan.writers]
+    for number, record in enumerate(written):
+        first, stop = int(bounds[number]), int(bounds[number + 1])
+        where = f"rank {plan.ranks[record.position]}, {files[number]}"
+        if record.file != files[number]:
+            raise PlanError(f"{where}: the rank reports file {record.file} instead")
+        if record.row_nbytes != planned[first:stop].tobytes():
+            raise PlanError(_first_difference(plan, first, planned[first:stop], record, where))
+        if len(record.starts) != len(record.row_nbytes):
+            raise PlanError(f"{where}: the places of chunks are missing from its record")
+        pointers = digest_ptr[first : stop + 1] - digest_ptr[first]
+        if record.digest_ptr != pointers.tobytes() or len(record.digests) != 8 * int(pointers[-1]):
+            raise PlanError(f"{where}: block digests are missing from its record")
+    writers = set(plan.writers)
+    for position, record in enumerate(records):
+        if position not in writers and record.file is not None:
+            raise PlanError(f"rank {plan.ranks[position]} wrote {record.file}, which no plan has")
+    return ChunkIndex(
+        tensor=plan.row_tensor,
+        file=plan.row_file,
+        offset=plan.row_offset,
+        extent=plan.row_extent,
+        start=np.frombuffer(b"".join(record.starts for record in written), dtype=np.int64),
+        nbytes=planned,
+        copy=plan.row_copy,
+        digest_ptr=digest_ptr,
+        digest=np.frombuffer(b"".join(record.digests for record in written), dtype=np.uint64),
+    )
 
 
-def discard_save(storage: Storage, directory: str) -> None:
-    """Remove what an abandoned save left; a failure to do so is not an error of the save.
+def _first_difference(
+    plan: CommitPlan, first: int, planned: IntArray, record: DoneRecord, where: str
+) -> str:
+    """The first chunk of a file whose length is not the planned one, in words."""
+    written = np.frombuffer(record.row_nbytes, dtype=np.int64)
+    if len(planned) != len(written):
+        return f"{where}: {len(planned)} chunks were planned, {len(written)} were written"
+    row = int(np.flatnonzero(planned != written)[0])
+    key = plan.keys[int(plan.row_tensor[first + row])]
+    return f"{where}: {key} was planned with {planned[row]} bytes and written with {written[row]}"
 
-    What such a directory holds is kept where the save is at its final name: then it is the version
-    that was replaced, and may be needed if the replacement turns out not to be durable.
-    """
-    try:
-        parsed = parse_saving_dir(directory)
-        if parsed is not None and save_id_of(storage, step_dir(parsed[0])) == unclaimed(parsed[1]):
-            return
-        if storage.exists(directory):
-            storage.remove_tree(directory)
-    except HoldfastError:
+
+def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
+    """Boxes held by several ranks without a declaration must have equal bytes on all of them."""
+    if len(plan.check_group) == 0:
         return
+    num_planned = np.bincount(plan.check_position, minlength=len(records)).tolist()
+    for rank, record, num in zip(plan.ranks, records, num_planned, strict=True):
+        if len(record.checks) != 8 * num:
+            raise PlanError(
+                f"rank {rank} vouches for {len(record.checks) // 8} replicated boxes, {num} were "
+                f"planned"
+            )
+    reported = np.zeros(len(plan.check_group), dtype=np.uint64)
+    # Each rank's are in plan order.
+    by_rank = np.argsort(plan.check_position, kind="stable")
+    reported[by_rank] = np.frombuffer(b"".join(r.checks for r in records), dtype=np.uint64)
+    order = np.argsort(plan.check_group, kind="stable")
+    group = plan.check_group[order]
+    first = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
+    low = np.minimum.reduceat(reported[order], first)
+    high = np.maximum.reduceat(reported[order], first)
+    bad = np.flatnonzero(low != high)
+    if len(bad) == 0:
+        return
+    sentences = [
+        _describe_drift(plan, reported, np.flatnonzero(plan.check_group == group[first[b]]))
+        for b in bad[:5].tolist()
+    ]
+    more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
+    raise PlanError(
+        f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key and nothing "
+        f"declares them different: give each its own key, or declare the shards with a DTensor or "
+        f"Sharded(...)"
+    )
+
+
+def _describe_drift(plan: CommitPlan, reported: WordArray, rows: IntArray) -> str:
+    """Which ranks hold which content of one box, in words."""
+    by_content: dict[int, list[int]] = defaultdict(list)
+    for row in rows.tolist():
+        by_content[int(reported[row])].append(plan.ranks[int(plan.check_position[row])])
+    ordered = sorted(by_content.values(), key=len, reverse=True)
+    key = plan.keys[int(plan.check_tensor[rows[0]])]
+    groups = " | ".join("ranks " + ", ".join(map(str, sorted(ranks))) for ranks in ordered)
+    odd = ""
+    if len(ordered) > 1 and len(ordered[0]) > len(ordered[1]):
+        odd = f" (the odd ones by majority: {sorted(r for ranks in ordered[1:] for r in ranks)})"
+    return f"{key}: different bytes on {groups}{odd}"
+
+
+def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node]:
+    """One tree of all ranks' trees; ranks with identical bytes are looked at once."""
+    trees: dict[bytes, dict[str, Node]] = {}
+    labelled: list[tuple[str, dict[str, Node]]] = []
+    for position, record in enumerate(records):
+        label = f"rank {plan.ranks[position]}"
+        if record.values not in trees:
+            try:
+                trees[record.values] = msgspec.json.decode(record.values, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise CorruptionError(f"{label}: its values cannot be read: {error}") from error
+        labelled.append((label, trees[record.values]))
+    names: dict[str, None] = {}
+    for _, tree in labelled:
+        names.update(dict.fromkeys(tree))
+    parts: dict[str, Node] = {}
+    for name in names:
+        having = [(label, tree[name]) for label, tree in labelled if name in tree]
+        parts[name] = merge_nodes(having, path=name)
+    return parts
+
+
+def _build_manifest(
+    plan: CommitPlan,
+    header: SaveHeader,
+    records: list[DoneRecord],
+    files: list[str],
+    index: ChunkIndex,
+    index_bytes: bytes,
+    parts: dict[str, Node],
+) -> Manifest:
+    """The manifest of a complete save."""
+    nbytes = np.asarray(index.nbytes, dtype=np.int64)
+    primary = np.asarray(index.copy) == 0
+    return Manifest(
+        step=header.step,
+        save_id=header.save_id,
+        created=header.created,
+        holdfast=header.holdfast,
+        torch=header.torch,
+        layouts=list(plan.layouts),
+        signature=plan.signature,
+        block_nbytes=plan.block_nbytes,
+        tensors=[
+            TensorInfo(key=key, dtype=dtype, shape=list(shape), layout=layout, fingerprint=print_)
+            for key, dtype, shape, layout, print_ in zip(
+                plan.keys,
+                plan.dtypes,
+                plan.shapes,
+                plan.tensor_layouts,
+                _fingerprints(plan, records),
+                strict=True,
+            )
+        ],
+        parts=parts,
+        metadata=decode_metadata(msgspec.json.decode(header.metadata)) if header.metadata else {},
+        files=[
+            FileInfo(
+                name=files[number],
+                nbytes=records[position].nbytes,
+                header_nbytes=records[position].header_nbytes,
+                header_digest=records[position].header_digest,
+                writer=plan.ranks[position],
+                coordinate=plan.coordinates[position],
+            )
+            for number, position in enumerate(plan.writers)
+        ],
+        index=IndexInfo(
+            nbytes=len(index_bytes), digest=digest128(index_bytes), num_rows=len(plan.row_tensor)
+        ),
+        totals=Totals(
+            num_tensors=len(plan.keys),
+            nbytes=int(nbytes[primary].sum()),
+            stored_nbytes=int(nbytes.sum()),
+        ),
+    )
+
+
+def _fingerprints(plan: CommitPlan, records: list[DoneRecord]) -> list[str | None]:
+    """The fingerprint of each tensor from the writers' shares; None where they gave none."""
+    if not any(record.lanes for record in records):
+        return [None] * len(plan.keys)
+    written = [records[position] for position in plan.writers]
+    num_rows = np.bincount(plan.row_file, minlength=len(written)).tolist()
+    for record, num in zip(written, num_rows, strict=True):
+        if len(record.lanes) != 16 * num:
+            rank = plan.ranks[record.position]
+            raise PlanError(f"rank {rank}: {num} chunks, {len(record.lanes) // 16} fingerprints")
+    lanes = np.frombuffer(b"".join(record.lanes for record in written), dtype=np.uint64)
+    shares: list[list[Partial]] = [[] for _ in plan.keys]
+    numel = plan.row_extent.prod(axis=1, dtype=np.int64)
+    for row in np.flatnonzero(plan.row_copy == 0).tolist():
+        pair = (int(lanes[2 * row]), int(lanes[2 * row + 1]))
+        shares[plan.row_tensor[row]].append(Partial(lanes=pair, numel=int(numel[row])))
+    return [
+        combine(partials, dtype=dtype, shape=shape)
+        for partials, dtype, shape in zip(shares, plan.dtypes, plan.shapes, strict=True)
+    ]

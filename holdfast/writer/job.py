@@ -8,93 +8,43 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import IntArray, WordArray
-from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, StorageError
-from holdfast.format.digest import block_digests, digest128
+from holdfast.errors import DeadlineError, ErrorRecord, StorageError
+from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import fingerprint_box
-from holdfast.format.names import step_dir
-from holdfast.format.versions import save_id_of
-from holdfast.storage import Storage
+from holdfast.format.names import parse_saving_dir, step_dir
+from holdfast.format.versions import LEASES_DIR
+from holdfast.storage import PosixStorage, Storage
 from holdfast.writer.commit import commit_save
+from holdfast.writer.failure import committers_failure, publish_failure, read_failure
 from holdfast.writer.records import (
     ALIVE_FILE,
     DONE_DIR,
-    FAILED_FILE,
     HEADER_FILE,
     PLAN_FILE,
     DoneRecord,
     EncodedPlan,
-    Heartbeat,
-    SaveHeader,
+    SaveOutcome,
+    WriteJob,
     column,
     done_file,
-    failed_file,
+    heartbeat_file,
     seal,
-    unseal,
 )
+from holdfast.writer.waiting import pause_s, wait_for_commit
 
+HEARTBEAT_S = 2.0
 _WRITE_NBYTES = 16 << 20
-_FIRST_PAUSE_S = 0.002
-_LONGEST_PAUSE_S = 0.1
-_LONGER = 1.25
-
-
-class RowBox(msgspec.Struct, frozen=True, array_like=True):
-    """What a row is of its tensor: element type, global shape, and the chunk's box."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
-
-
-class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's share of a save.
-
-    Args:
-        directory: of the save in progress.
-        position: of the rank in the plan.
-        file: path of the data file inside the directory; None for a rank that writes no tensor.
-        starts: int64 column, byte at which each row's payload starts in the image, in plan order.
-        row_nbytes: int64 column, length of each row's payload.
-        checks: uint64 column, digests of the boxes that this rank must vouch for.
-        values: the rank's encoded tree as JSON.
-        row_boxes: one per row where fingerprints are stored, else empty.
-        deadline_s: for the whole save, from the start of the writing.
-    """
-
-    directory: str
-    position: int
-    rank: int
-    header: SaveHeader
-    plan_digest: str
-    block_nbytes: int
-    deadline_s: float
-    file: str | None = None
-    header_nbytes: int = 0
-    starts: bytes = b""
-    row_nbytes: bytes = b""
-    checks: bytes = b""
-    values: bytes = b""
-    row_boxes: tuple[RowBox, ...] = ()
-
-
-class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a save, as one rank's writer saw it; `error` is None for success."""
-
-    save_id: str
-    directory: str
-    error: ErrorRecord | None = None
-    nbytes: int = 0
-    write_s: float = 0.0
-    commit_s: float = 0.0
 
 
 class JobGate:
@@ -106,7 +56,8 @@ class JobGate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._nbytes = 0
-        self._checks: bytes | None = None
+        self._nbytes_needed = 0
+        self._staged: tuple[bytes, RowDigests] | None = None
         self._may_commit = False
         self._is_closed = False
 
@@ -114,12 +65,14 @@ class JobGate:
         """The first `nbytes` bytes of the image are in place and do not change any more."""
         with self._changed:
             self._nbytes = max(self._nbytes, nbytes)
-            self._changed.notify_all()
+            # Not each time: it is called for each MiB, and a job waits for more of them.
+            if self._nbytes >= self._nbytes_needed:
+                self._changed.notify_all()
 
-    def finish_staging(self, checks: bytes) -> None:
+    def finish_staging(self, checks: bytes, digests: RowDigests) -> None:
         """The whole image is in place; `checks` are those of `WriteJob`."""
         with self._changed:
-            self._checks = checks
+            self._staged = checks, digests
             self._changed.notify_all()
 
     def allow_commit(self) -> None:
@@ -135,26 +88,144 @@ class JobGate:
             self._changed.notify_all()
 
     def wait(self, nbytes: int) -> None:
-        """Return when the first `nbytes` bytes are in place."""
+        """Return when the first `nbytes` bytes are in place; for one thread."""
+        with self._changed:
+            self._nbytes_needed = nbytes
         self._wait_for(
             lambda: self._nbytes >= nbytes,
             lambda: f"only {self._nbytes} bytes of the image were staged, {nbytes} are needed",
         )
 
-    def wait_for_checks(self) -> bytes:
-        """The digests of the boxes to vouch for, which are known once the image is staged."""
-        self._wait_for(lambda: self._checks is not None, lambda: "the staging was not finished")
-        return self._checks or b""
+    def wait_for_digests(self) -> tuple[bytes, RowDigests]:
+        """Those of the boxes to vouch for and of all rows, known once the image is staged."""
+        self._wait_for(lambda: self._staged is not None, lambda: "the staging was not finished")
+        assert self._staged is not None
+        return self._staged
 
     def wait_for_commit(self) -> None:
         """Return when all ranks have written their shares."""
         self._wait_for(lambda: self._may_commit, lambda: "the save failed before its commit")
 
     def _wait_for(self, is_open: Callable[[], bool], why: Callable[[], str]) -> None:
+        """Return when it is open; StorageError with the reason when it never will be."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or is_open())
             if not is_open():
                 raise StorageError(why())
+
+
+class RowDigests(NamedTuple):
+    """Columns of a `DoneRecord`: where each row's digests begin, digests, and fingerprints."""
+
+    digest_ptr: IntArray
+    digests: WordArray
+    lanes: WordArray
+
+
+class ImageHasher:
+    """Digests of the rows of an image, made block by block as their bytes come into place.
+
+    Args:
+        job: where the rows are, and bytes per digest.
+        image: as far as it is in place.
+
+    Cost: one pass over the bytes; XXH3 releases the interpreter's lock while it runs.
+    """
+
+    def __init__(self, job: WriteJob, image: memoryview) -> None:
+        starts = np.frombuffer(job.file.starts, dtype=np.int64)
+        ends = starts + np.frombuffer(job.file.row_nbytes, dtype=np.int64)
+        num_blocks = -(-(ends - starts) // job.block_nbytes)
+        self._digest_ptr = np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int64)
+        # Blocks in the order of the image, of which a file may have its rows in another than the
+        # plan: their rows, and how many blocks of its row are before each.
+        order = np.lexsort((ends, starts))
+        row = np.repeat(order, num_blocks[order])
+        first = np.cumsum(num_blocks[order]) - num_blocks[order]
+        before = np.arange(len(row)) - np.repeat(first, num_blocks[order])
+        begin = starts[row] + before * job.block_nbytes
+        stop = np.minimum(begin + job.block_nbytes, ends[row])
+        self._place = self._digest_ptr[row] + before
+        self._blocks = list(zip(begin.tolist(), stop.tolist(), strict=True))
+        self._stops = stop
+        self._job = job
+        self._image = image
+        self._digests: list[int] = []
+
+    def advance(self, end: int) -> None:
+        """The first `end` bytes of the image are in place: hash what is new and whole of them."""
+        done = len(self._digests)
+        ready = done + int(np.searchsorted(self._stops[done:], end, side="right"))
+        image, digest = self._image, xxhash.xxh3_64_intdigest
+        self._digests += [digest(image[begin:stop]) for begin, stop in self._blocks[done:ready]]
+
+    def finish(self) -> RowDigests:
+        """The whole image is in place: what its rows have, in the order of the plan."""
+        self.advance(self._image.nbytes)
+        digests = np.zeros(len(self._place), dtype=np.uint64)
+        digests[self._place] = np.array(self._digests, dtype=np.uint64)
+        starts = np.frombuffer(self._job.file.starts, dtype=np.int64).tolist()
+        nbytes = np.frombuffer(self._job.file.row_nbytes, dtype=np.int64).tolist()
+        lanes = [
+            fingerprint_box(
+                self._image[start : start + size],
+                dtype=of.dtype, shape=of.shape, box=Box(of.offset, of.extent),
+            ).lanes
+            for start, size, of in zip(starts, nbytes, self._job.row_boxes, strict=False)
+        ]  # fmt: skip
+        return RowDigests(self._digest_ptr, digests, np.array(lanes, dtype=np.uint64).reshape(-1))
+
+
+class JobThread:
+    """The job of a synchronous save, in a thread of its own, held back by its gate."""
+
+    def __init__(
+        self, storage: Storage, job: WriteJob, image: memoryview, *, plan: EncodedPlan | None
+    ) -> None:
+        self.gate = JobGate()
+        self._written = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(storage, job, image, plan), name="holdfast-job", daemon=True
+        )
+
+    def start(self) -> None:
+        """Let it begin."""
+        self._thread.start()
+
+    def wait_written(self) -> None:
+        """Return when the rank's share is durable; raise what the job has failed with."""
+        self._written.wait()
+        self._raise_error()
+
+    def wait_finished(self) -> None:
+        """Return when the job is done; raise what it has failed with."""
+        self._thread.join()
+        self._raise_error()
+
+    def stop(self) -> None:
+        """End the job, which fails where it waits for the gate; nothing where it has ended."""
+        self.gate.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(
+        self, storage: Storage, job: WriteJob, image: memoryview, plan: EncodedPlan | None
+    ) -> None:
+        """Perform the job, and keep what it raises."""
+        try:
+            perform_job(
+                storage, job, image, plan=plan, gate=self.gate, on_written=self._written.set
+            )
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._written.set()
+
+    def _raise_error(self) -> None:
+        """Raise what the job has failed with."""
+        if self._error is not None:
+            raise self._error
 
 
 def run_job(
@@ -176,7 +247,7 @@ def run_job(
         )
     except Exception as caught:
         # The committer's failure record is the cause, where the error here only follows from it.
-        error = _committers_failure(storage, job) or caught
+        error = committers_failure(storage, job) or caught
         record = ErrorRecord.of(error, foreign=StorageError)
         publish_failure(storage, job, record, committer=plan is not None)
         return SaveOutcome(save_id=job.header.save_id, directory=job.directory, error=record)
@@ -207,7 +278,10 @@ def perform_job(
     """
     began = time.monotonic()
     deadline = began + job.deadline_s
-    with Heartbeat(storage, job.directory, position=job.position) as heartbeat:
+    with (
+        storage.holding_dirs() if isinstance(storage, PosixStorage) else nullcontext(),
+        heartbeat(storage, job.directory, position=job.position) as is_written,
+    ):
         _prepare_directory(storage, job, plan)
         write_share(storage, job, image, gate=gate, on_progress=on_progress)
         written = time.monotonic()
@@ -218,12 +292,11 @@ def perform_job(
                 gate.wait_for_commit()
             _commit_when_complete(storage, job, plan, deadline)
         elif gate is None:
-            heartbeat.rest()
-            _wait_for_commit(storage, job, deadline)
+            is_written.set()
+            wait_for_commit(storage, job, deadline)
     return SaveOutcome(
         save_id=job.header.save_id,
         directory=step_dir(job.header.step),
-        nbytes=image.nbytes,
         write_s=written - began,
         commit_s=time.monotonic() - written,
     )
@@ -256,45 +329,39 @@ def write_share(
 ) -> None:
     """Write and sync a rank's data file, then publish its done-record.
 
-    Raises StorageError naming the path; nothing is visible as a checkpoint whatever happens here.
-    Without a gate the whole image is in place.
-    Cost: one pass of writes, one of hashing concurrently with it, one sync.
+    Nothing is visible as a checkpoint whatever happens here.
+
+    Args:
+        gate: of an image that is still being staged, and hashed as it is; without it the whole
+            image is in place.
+
+    Raises:
+        StorageError: names the path.
+
+    Cost: one pass of writes, one sync; without a gate, one pass of hashing concurrently with it.
     """
-    if gate is None:
-        gate = JobGate()
-        gate.open_to(image.nbytes)
-        gate.finish_staging(job.checks)
-    hasher = _Hasher(job, image, gate)
-    hasher.start()
-    try:
-        if job.file is not None:
-            path = f"{job.directory}/{job.file}"
-            with storage.create(path, nbytes=image.nbytes) as sink:
-                for start in range(0, image.nbytes, _WRITE_NBYTES):
-                    end = min(start + _WRITE_NBYTES, image.nbytes)
-                    gate.wait(end)
-                    sink.write_at(start, image[start:end])
-                    if on_progress is not None:
-                        on_progress(end)
-                sink.sync()
-    finally:
-        hasher.join()
-    if hasher.error is not None:
-        raise hasher.error
+    if gate is not None:
+        _write_image(storage, job, image, gate=gate, on_progress=on_progress)
+        checks, digests = gate.wait_for_digests()
+    else:
+        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-hash") as pool:
+            hashing = pool.submit(ImageHasher(job, image).finish)
+            _write_image(storage, job, image, gate=None, on_progress=on_progress)
+        checks, digests = job.checks, hashing.result()
     record = DoneRecord(
         position=job.position,
         plan_digest=job.plan_digest,
         save_id=job.header.save_id,
-        file=job.file,
-        nbytes=image.nbytes if job.file is not None else 0,
-        header_nbytes=job.header_nbytes,
-        header_digest=digest128(image[: job.header_nbytes]),
-        starts=job.starts,
-        row_nbytes=job.row_nbytes,
-        digest_ptr=column(hasher.pointers),
-        digests=column(hasher.digests),
-        checks=gate.wait_for_checks(),
-        lanes=column(hasher.lanes),
+        file=job.file.name,
+        nbytes=image.nbytes if job.file.name is not None else 0,
+        header_nbytes=job.file.header_nbytes,
+        header_digest=digest128(image[: job.file.header_nbytes]),
+        starts=job.file.starts,
+        row_nbytes=job.file.row_nbytes,
+        digest_ptr=column(digests.digest_ptr),
+        digests=column(digests.digests),
+        checks=checks,
+        lanes=column(digests.lanes),
         values=job.values,
     )
     # The record need not be durable: without it, after the machine stopped, the save is abandoned.
@@ -302,67 +369,26 @@ def write_share(
     storage.write_file(f"{job.directory}/{done_file(job.position)}", data, durable=False)
 
 
-class _Hasher(threading.Thread):
-    """Digests of all rows of an image; XXH3 releases the interpreter's lock while it runs."""
-
-    def __init__(self, job: WriteJob, image: memoryview, gate: JobGate) -> None:
-        super().__init__(name="holdfast-hash", daemon=True)
-        self._job = job
-        self._image = image
-        self._gate = gate
-        self.pointers: IntArray = np.zeros(1, dtype=np.int64)
-        self.digests: WordArray = np.zeros(0, dtype=np.uint64)
-        self.lanes: WordArray = np.zeros(0, dtype=np.uint64)
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Hash every row, in the order of the image; an exception is kept for the caller."""
-        try:
-            starts = np.frombuffer(self._job.starts, dtype=np.int64)
-            ends = starts + np.frombuffer(self._job.row_nbytes, dtype=np.int64)
-            digests: list[WordArray] = [self.digests] * len(starts)
-            lanes = [(0, 0)] * len(self._job.row_boxes)
-            for row in np.lexsort((ends, starts)).tolist():
-                start, end = int(starts[row]), int(ends[row])
-                self._gate.wait(end)
-                payload = self._image[start:end]
-                digests[row] = block_digests(payload, self._job.block_nbytes)
-                if lanes:
-                    of = self._job.row_boxes[row]
-                    box = Box(of.offset, of.extent)
-                    lanes[row] = fingerprint_box(
-                        payload, dtype=of.dtype, shape=of.shape, box=box
-                    ).lanes
-            self.lanes = np.array(lanes, dtype=np.uint64).reshape(-1)
-            self.pointers = np.cumsum([0, *map(len, digests)], dtype=np.int64)
-            if digests:
-                self.digests = np.concatenate(digests)
-        except BaseException as error:
-            self.error = error
-
-
-def publish_failure(
-    storage: Storage, job: WriteJob, record: ErrorRecord, *, committer: bool
+def _write_image(
+    storage: Storage,
+    job: WriteJob,
+    image: memoryview,
+    *,
+    gate: JobGate | None,
+    on_progress: Callable[[int], object] | None,
 ) -> None:
-    """Publish a failure record for the other ranks; a storage that refuses even that is ignored.
-
-    It need not outlive the machine: neither do those who wait for it.
-    """
-    if not committer:
-        record = msgspec.structs.replace(record, message=f"rank {job.rank}: {record.message}")
-    path = f"{job.directory}/{FAILED_FILE if committer else failed_file(job.position)}"
-    data = seal(msgspec.msgpack.encode(record))
-    try:
-        storage.make_dir(f"{job.directory}/{DONE_DIR}", durable=False)
-        storage.write_file(path, data, durable=False)
-    except HoldfastError:
-        # The data of a failed save is of no use, and may be what filled the disk. But where its
-        # replacement of a step could not be taken back, this is what was replaced.
-        with suppress(HoldfastError):
-            in_place = save_id_of(storage, step_dir(job.header.step)) == job.header.save_id
-            if job.file is not None and not in_place:
-                storage.remove_tree(f"{job.directory}/{job.file}")
-            storage.write_file(path, data, durable=False)
+    """Write and sync the data file, if the rank has one."""
+    if job.file.name is None:
+        return
+    with storage.create(f"{job.directory}/{job.file.name}", nbytes=image.nbytes) as sink:
+        for start in range(0, image.nbytes, _WRITE_NBYTES):
+            end = min(start + _WRITE_NBYTES, image.nbytes)
+            if gate is not None:
+                gate.wait(end)
+            sink.write_at(start, image[start:end])
+            if on_progress is not None:
+                on_progress(end)
+        sink.sync()
 
 
 def _commit_when_complete(
@@ -371,22 +397,15 @@ def _commit_when_complete(
     """Wait for every rank's done-record, then commit."""
     ranks = plan.plan.ranks
     expected = {done_file(p).rpartition("/")[2] for p in range(len(ranks))}
-    pause = _FIRST_PAUSE_S
+    began = time.monotonic()
     while True:
         present = set(storage.list(f"{job.directory}/{DONE_DIR}"))
         failed = sorted(name for name in present if name.endswith(".failed"))
         if failed:
-            raise _read_failure(storage, f"{job.directory}/{DONE_DIR}/{failed[0]}")
+            raise read_failure(storage, f"{job.directory}/{DONE_DIR}/{failed[0]}")
         missing = expected - present
         if not missing:
-            commit_save(
-                storage,
-                job.directory,
-                plan=plan.plan,
-                plan_digest=job.plan_digest,
-                header=job.header,
-            )
-            return
+            return commit_save(storage, job.directory, plan=plan, header=job.header)
         now = time.monotonic()
         if now > deadline:
             late = [ranks[int(name.partition(".")[0])] for name in sorted(missing)]
@@ -394,45 +413,51 @@ def _commit_when_complete(
                 f"save of step {job.header.step}: ranks {late} did not finish writing within "
                 f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone"
             )
-        time.sleep(min(pause, max(deadline - now, 0.0)))
-        pause = min(pause * _LONGER, _LONGEST_PAUSE_S)
+        time.sleep(min(pause_s(now - began), max(deadline - now, 0.0)))
 
 
-def _wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:
-    """Wait until the committer has committed this save, or recorded its failure, and raise that."""
-    final = step_dir(job.header.step)
-    pause = _FIRST_PAUSE_S
-    while True:
-        if save_id_of(storage, final) == job.header.save_id:
-            return
-        if storage.exists(f"{job.directory}/{FAILED_FILE}"):
-            raise _read_failure(storage, f"{job.directory}/{FAILED_FILE}")
-        if not storage.exists(job.directory):
-            # Renamed between the two looks, or discarded; a committed one has its name by now.
-            if save_id_of(storage, final) == job.header.save_id:
-                return
-            raise StorageError(
-                f"{storage.describe(job.directory)} is gone and step {job.header.step} was not "
-                f"committed: the save was discarded"
-            )
-        now = time.monotonic()
-        if now > deadline:
-            raise DeadlineError(
-                f"save of step {job.header.step}: no commit within {job.deadline_s:.0f} s (phase: "
-                f"commit); the committing rank's writer may be gone"
-            )
-        time.sleep(min(pause, max(deadline - now, 0.0)))
-        pause = min(pause * _LONGER, _LONGEST_PAUSE_S)
+@contextmanager
+def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[threading.Event]:
+    """While the body runs, a thread renews this rank's heartbeat on storage.
 
+    Every two seconds; nothing is written in the first two, in which the directory itself is young
+    enough. A storage that cannot be written to is tried again at the next beat.
 
-def _committers_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
-    """What the committer has recorded as the failure of this save, if anything."""
-    path = f"{job.directory}/{FAILED_FILE}"
+    Args:
+        directory: of the save.
+        position: of the rank in the plan.
+
+    Returns:
+        An event for the body to set when this rank has written its share: from then on it beats
+        only where the committer cannot. So a save whose committer is gone is finished without
+        waiting for ranks that wait for it.
+    """
+    stop, is_written = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=_beat, args=(storage, directory, position, stop, is_written),
+        name="holdfast-heartbeat", daemon=True,
+    )  # fmt: skip
+    thread.start()
     try:
-        return _read_failure(storage, path) if storage.exists(path) else None
-    except HoldfastError:
-        return None
+        yield is_written
+    finally:
+        stop.set()
+        thread.join()
 
 
-def _read_failure(storage: Storage, path: str) -> HoldfastError:
-    return unseal(storage.read(path), ErrorRecord, where=storage.describe(path)).to_error()
+def _beat(
+    storage: Storage, directory: str, position: int, stop: threading.Event, written: threading.Event
+) -> None:
+    """Renew the heartbeat until it is to stop, and remove it."""
+    path = ""
+    while not stop.wait(HEARTBEAT_S):
+        with suppress(StorageError):
+            if written.is_set() and storage.exists(f"{directory}/{ALIVE_FILE}"):
+                break
+            storage.make_dir(LEASES_DIR, durable=False)
+            step, save_id = parse_saving_dir(directory) or (0, "")
+            path = heartbeat_file(step, save_id, position)
+            storage.replace_file(path, f"{time.time():.3f}".encode(), durable=False)
+    if path:
+        with suppress(StorageError):
+            storage.remove_tree(path)

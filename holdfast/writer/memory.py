@@ -99,4 +99,5 @@ class SharedMemory:
 
     @staticmethod
     def _address(mapped: mmap.mmap) -> int:
+        """Where mapped memory begins."""
         return ctypes.addressof(ctypes.c_char.from_buffer(mapped))

@@ -22,8 +22,8 @@ import msgspec
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import PosixStorage, Storage
-from holdfast.writer.job import SaveOutcome, WriteJob, run_job
-from holdfast.writer.records import EncodedPlan, decode_plan
+from holdfast.writer.job import run_job
+from holdfast.writer.records import EncodedPlan, SaveOutcome, WriteJob, decode_plan
 
 PLANS_KEPT = 2
 _PROGRESS_S = 0.2
@@ -148,14 +148,14 @@ class WriterServer:
                 self._buffers[message.buffer] = mmap.mmap(descriptors[0], message.nbytes)
                 os.close(descriptors[0])
             elif isinstance(message, KeepPlan):
-                plan = decode_plan(message.plan, where="plan")
-                self._plans[message.digest] = EncodedPlan(plan, message.plan)
+                self._plans[message.digest] = decode_plan(message.plan, where="plan")
                 while len(self._plans) > PLANS_KEPT:
                     self._plans.popitem(last=False)
             elif isinstance(message, RunJob):
                 self._run(message)
 
     def _run(self, message: RunJob) -> None:
+        """Run one job and report its outcome."""
         job = message.job
         image = memoryview(self._buffers[message.buffer])[: message.nbytes]
         outcome = run_job(

@@ -1,27 +1,24 @@
-"""What a save in progress has on storage: plan, done-records, failure records, heartbeats.
+"""What a writer is given, and what a save in progress has on storage: plan, records, heartbeats.
 
-They are sufficient to finish a save, or to name what is missing of it, without any of the processes
-that began it. The heartbeats prevent that it is taken for abandoned while one of these still works:
-a small file for each rank of a save that lasts, among the leases of readers and not in the save's
-directory, which may not exist yet, and becomes the checkpoint.
+What is on storage is sufficient to finish a save, or to name what is missing of it, without any of
+the processes that began it. The heartbeats prevent that it is taken for abandoned while one of
+these still works: a small file for each rank of a save that lasts, among the leases of readers and
+not in the save's directory, which may not exist yet, and becomes the checkpoint.
 """
 
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from holdfast.arrays.types import IntArray, WordArray
-from holdfast.errors import CorruptionError, StorageError
+from holdfast.errors import CorruptionError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import LayoutInfo
@@ -34,7 +31,6 @@ HEADER_FILE = "plan/header.msgpack"
 ALIVE_FILE = "plan/alive"
 FAILED_FILE = "failed.msgpack"
 DONE_DIR = "done"
-HEARTBEAT_S = 2.0
 _DIGEST_NBYTES = 32
 _HEARTBEAT_NBYTES = 64
 _HEARTBEAT = re.compile(r"iter_[0-9]{7,18}\.save-([0-9A-Za-z_]{1,64})-[0-9]{5,}", re.ASCII)
@@ -46,20 +42,19 @@ def done_file(position: int) -> str:
     return f"{DONE_DIR}/{position:05d}.msgpack"
 
 
-def failed_file(position: int) -> str:
-    """Path of the failure record of a rank that could not write."""
-    return f"{DONE_DIR}/{position:05d}.failed"
+def heartbeat_file(step: int, save_id: str, position: int) -> str:
+    """Path of a rank's heartbeat, from the root of the storage."""
+    return f"{LEASES_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitPlan:
-    """What all ranks together write, as arrays.
+class _PlanTables(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a plan says of ranks and tensors.
 
-    Tensors are numbered by position in `keys`. Rows are ordered by file, then by place in the
-    file; a row is one stored copy of one box. `ranks`: every rank that takes part, in control
-    order; `writers[file]` is the position in `ranks` of the file's writer. `check_*`: boxes that
-    several ranks hold without a declaration; all holders of one `check_group` must report equal
-    digests.
+    Args:
+        ranks: every rank that takes part, in control order.
+        coordinates: of each rank on its layout.
+        keys, dtypes, shapes, tensor_layouts: of each tensor.
+        writers: of each file, the position of its writer in `ranks`.
     """
 
     signature: str
@@ -72,6 +67,20 @@ class CommitPlan:
     shapes: tuple[tuple[int, ...], ...]
     tensor_layouts: tuple[int, ...]
     writers: tuple[int, ...]
+
+
+class CommitPlan(_PlanTables, frozen=True, kw_only=True, eq=False):
+    """What all ranks together write, as arrays.
+
+    Rows are ordered by file, then by place in the file; a row is one stored copy of one box.
+
+    Args:
+        row_*: (n,) or (n, dims) per row: position in `keys`, of the file, offset, extent, and which
+            copy of the box it is.
+        check_*: (m,) boxes that several ranks hold without a declaration, once for each holder.
+            All holders of one `check_group` must report equal digests.
+    """
+
     row_tensor: IntArray
     row_file: IntArray
     row_offset: IntArray
@@ -84,7 +93,7 @@ class CommitPlan:
     @property
     def row_nbytes(self) -> IntArray:
         """Payload bytes of each row."""
-        if self.num_rows == 0:
+        if len(self.row_tensor) == 0:
             return np.zeros(0, dtype=np.int64)
         itemsize = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
         numel: IntArray = self.row_extent.prod(axis=1, dtype=np.int64)
@@ -95,69 +104,43 @@ class CommitPlan:
         """Bytes of all tensors, each counted once."""
         return int(self.row_nbytes[self.row_copy == 0].sum())
 
-    @property
-    def num_rows(self) -> int:
-        """Stored copies of chunks."""
-        return len(self.row_tensor)
+
+_TABLES = _PlanTables.__struct_fields__
+_COLUMNS = tuple(name for name in CommitPlan.__struct_fields__ if name not in _TABLES)
 
 
-_COLUMNS = (
-    "row_tensor",
-    "row_file",
-    "row_offset",
-    "row_extent",
-    "row_copy",
-    "check_group",
-    "check_position",
-    "check_tensor",
-)
+class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False):
+    """A plan as bytes: columns of 64-bit integers, and the widths of those with two dims."""
 
-
-class _PlanWire(msgspec.Struct, frozen=True, kw_only=True):
-    signature: str
-    block_nbytes: int
-    layouts: tuple[LayoutInfo, ...]
-    ranks: tuple[int, ...]
-    coordinates: tuple[dict[str, int], ...]
-    keys: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    tensor_layouts: tuple[int, ...]
-    writers: tuple[int, ...]
     columns: dict[str, bytes]
     widths: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPlan:
-    """A plan, and the bytes that `encode_plan` makes of it."""
+    """A plan, the bytes that `encode_plan` makes of it, and their digest."""
 
     plan: CommitPlan
     data: bytes
+    digest: str
 
 
-def encode_plan(plan: CommitPlan) -> bytes:
-    """The plan as bytes with a digest at the end."""
-    values = {
-        name: getattr(plan, name) for name in _PlanWire.__struct_fields__ if hasattr(plan, name)
-    }
+def encode_plan(plan: CommitPlan) -> EncodedPlan:
+    """The plan as sealed bytes."""
     columns = {name: np.ascontiguousarray(getattr(plan, name)) for name in _COLUMNS}
     wire = _PlanWire(
-        **values,
+        **{name: getattr(plan, name) for name in _TABLES},
         columns={name: column.tobytes() for name, column in columns.items()},
         widths={name: column.shape[1] for name, column in columns.items() if column.ndim == 2},
     )
-    return seal(msgspec.msgpack.encode(wire))
+    data = seal(msgspec.msgpack.encode(wire))
+    return EncodedPlan(plan, data, digest128(data))
 
 
-def decode_plan(data: bytes, *, where: str) -> CommitPlan:
+def decode_plan(data: bytes, *, where: str) -> EncodedPlan:
     """The plan of `encode_plan`; CorruptionError naming `where` for anything else."""
     wire = unseal(data, _PlanWire, where=where)
-    values = {
-        name: getattr(wire, name)
-        for name in _PlanWire.__struct_fields__
-        if name not in ("columns", "widths")
-    }
+    values = {name: getattr(wire, name) for name in _TABLES}
     if wire.block_nbytes < 1:
         raise CorruptionError(f"{where}: {wire.block_nbytes} bytes per digest cannot be")
     try:
@@ -167,7 +150,7 @@ def decode_plan(data: bytes, *, where: str) -> CommitPlan:
             # Not -1: where no tensor has a dim, the width is 0 and says nothing of the rows.
             num_rows = len(values.get("row_tensor", ()))
             values[name] = column if width is None else column.reshape(num_rows, width)
-        return CommitPlan(**values)
+        return EncodedPlan(CommitPlan(**values), data, digest128(data))
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{where}: not a save plan: {error}") from error
 
@@ -175,7 +158,11 @@ def decode_plan(data: bytes, *, where: str) -> CommitPlan:
 class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What differs between two saves under one plan.
 
-    `metadata`: the JSON of `format.metadata.encode_metadata`.
+    Args:
+        created: time, ISO 8601, UTC.
+        holdfast, torch: versions.
+        overwrite: whether it may replace a checkpoint of the step.
+        metadata: the JSON of `encode_metadata`; empty for none.
     """
 
     step: int
@@ -187,12 +174,81 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     metadata: bytes = b""
 
 
+class RowBox(msgspec.Struct, frozen=True, array_like=True):
+    """What a row is of its tensor: element type, global shape, and the chunk's box."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's data file as it is planned, the same in each save under a plan.
+
+    Args:
+        name: path inside the directory of the save; None for a rank that writes no tensor.
+        header_nbytes: of its safetensors header, padding included.
+        starts: int64 column, byte at which each row's payload starts in the image, in plan order.
+        row_nbytes: int64 column, length of each row's payload.
+    """
+
+    name: str | None = None
+    header_nbytes: int = 0
+    starts: bytes = b""
+    row_nbytes: bytes = b""
+
+
+class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's share of a save.
+
+    Args:
+        directory: of the save in progress.
+        position: of the rank in the plan.
+        rank: its number, for messages.
+        header: what distinguishes this save from others under the plan.
+        plan_digest: of the plan; empty where the save failed before there was one.
+        block_nbytes: bytes per digest.
+        deadline_s: for the whole save, from the start of the writing.
+        file: where the rows of its image are.
+        checks: uint64 column, digests of the boxes that this rank must vouch for.
+        values: the rank's encoded tree as JSON.
+        row_boxes: one per row where fingerprints are stored, else empty.
+    """
+
+    directory: str
+    position: int
+    rank: int
+    header: SaveHeader
+    plan_digest: str
+    block_nbytes: int
+    deadline_s: float
+    file: PlannedFile = PlannedFile()
+    checks: bytes = b""
+    values: bytes = b""
+    row_boxes: tuple[RowBox, ...] = ()
+
+
+class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a save, as one rank's writer saw it; `error` is None for success."""
+
+    save_id: str
+    directory: str
+    error: ErrorRecord | None = None
+    write_s: float = 0.0
+    commit_s: float = 0.0
+
+
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's record that its bytes are on storage: lengths and digests of all of them.
 
-    `starts`, `digest_ptr`, `digests`, `checks`: little-endian 64-bit columns. `lanes`: two words of
-    fingerprint per row, or none. `values`: the rank's
-    encoded tree, part name -> node, as JSON.
+    Args:
+        file, header_nbytes, starts, row_nbytes: as of `PlannedFile`.
+        nbytes: of the file.
+        digest_ptr: int64 column, where the digests of each row begin.
+        digests: uint64 column, one of each block.
+        checks, values: as of `WriteJob`.
+        lanes: uint64 column, two words of fingerprint per row, or none.
     """
 
     position: int
@@ -235,63 +291,6 @@ def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
     return array.astype(array.dtype.newbyteorder("<")).tobytes()
 
 
-class Heartbeat:
-    """A context manager: while it is open, a thread renews this rank's heartbeat on storage.
-
-    Every two seconds; nothing is written in the first two, in which the directory itself is young
-    enough. A storage that cannot be written to is tried again at the next beat.
-
-    Args:
-        directory: of the save.
-        position: of the rank in the plan.
-    """
-
-    def __init__(self, storage: Storage, directory: str, *, position: int) -> None:
-        self._storage = storage
-        self._directory = directory
-        step, save_id = parse_saving_dir(directory) or (0, "")
-        self._path = f"{LEASES_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
-        self._stop = threading.Event()
-        self._is_resting = False
-        self._thread = threading.Thread(target=self._run, name="holdfast-heartbeat", daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        """Begin."""
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop, and remove the heartbeat."""
-        self._stop.set()
-        self._thread.join()
-
-    def rest(self) -> None:
-        """This rank has written its share: from now on it beats only where the committer cannot.
-
-        So a save whose committer is gone is finished without waiting for ranks that wait for it.
-        """
-        self._is_resting = True
-
-    def _run(self) -> None:
-        is_written = False
-        while not self._stop.wait(HEARTBEAT_S):
-            with suppress(StorageError):
-                if self._is_resting and self._storage.exists(f"{self._directory}/{ALIVE_FILE}"):
-                    break
-                self._storage.make_dir(LEASES_DIR, durable=False)
-                now = f"{time.time():.3f}".encode()
-                is_written = True
-                self._storage.replace_file(self._path, now, durable=False)
-        if is_written:
-            with suppress(StorageError):
-                self._storage.remove_tree(self._path)
-
-
 def silent_s(storage: Storage, directory: str) -> float:
     """Seconds since the last heartbeat of any process of a save.
 
@@ -329,6 +328,7 @@ def _heartbeats(storage: Storage) -> list[tuple[str, str]]:
 
 
 def _time_in(data: bytes) -> float | None:
+    """The time that a heartbeat holds; None where it is damaged."""
     try:
         return float(data)
     except ValueError:

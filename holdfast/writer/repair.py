@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
-from holdfast.format.digest import digest128
 from holdfast.format.names import (
     LATEST,
     MANIFEST,
@@ -22,7 +21,8 @@ from holdfast.format.names import (
 )
 from holdfast.format.versions import readers_of, retire, save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.commit import commit_save, discard_save, point_to_newest
+from holdfast.writer.commit import commit_save, point_to_newest
+from holdfast.writer.failure import discard_save
 from holdfast.writer.records import (
     DONE_DIR,
     FAILED_FILE,
@@ -48,8 +48,12 @@ Fate = Literal["finished", "removed", "alive", "read", "kept"]
 class Leftover:
     """One leftover and what was (or would be) done with it.
 
-    `fate`: "finished", "removed"; left alone because its owner is "alive" or it is being "read";
-    "kept" because nothing could be done.
+    Args:
+        name: of the directory or file, under the root.
+        step: that its name states.
+        fate: "finished", "removed"; left alone because its owner is "alive" or it is being "read";
+            "kept" because nothing could be done.
+        why: in words.
     """
 
     name: str
@@ -124,6 +128,7 @@ def _look(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list
 def _treat(
     storage: Storage, name: str, step: int, save_id: str, *, alive_s: float, dry_run: bool
 ) -> Leftover:
+    """Finish, remove or leave one save in progress."""
     try:
         if save_id_of(storage, step_dir(step)) == unclaimed(save_id):
             return _retire(storage, name, step, "its save is committed", dry_run)
@@ -144,6 +149,7 @@ def _treat(
 
 
 def _stuck(storage: Storage, name: str, step: int, error: StorageError) -> Leftover:
+    """What is reported of a leftover with which nothing could be done."""
     if not storage.exists(name):
         return Leftover(name=name, step=step, fate="finished", why="another process did it")
     return Leftover(name=name, step=step, fate="kept", why=str(error))
@@ -226,7 +232,7 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
         plan = decode_plan(data, where=storage.describe(f"{claimed}/{PLAN_FILE}"))
         path = f"{claimed}/{HEADER_FILE}"
         header = unseal(storage.read(path), SaveHeader, where=storage.describe(path))
-        commit_save(storage, claimed, plan=plan, plan_digest=digest128(data), header=header)
+        commit_save(storage, claimed, plan=plan, header=header)
     except StorageError as error:
         with suppress(StorageError):
             storage.rename_dir(claimed, name, durable=False)
@@ -266,7 +272,7 @@ def _why_incomplete(storage: Storage, name: str) -> str:
         if not storage.exists(f"{name}/{path}"):
             return f"{path} was not written"
     data = storage.read(f"{name}/{PLAN_FILE}")
-    plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}"))
+    plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}")).plan
     has_records = storage.is_dir(f"{name}/{DONE_DIR}")
     present = set(storage.list(f"{name}/{DONE_DIR}")) if has_records else set()
     missing = [
@@ -288,6 +294,7 @@ def _why_incomplete(storage: Storage, name: str) -> str:
 
 
 def _remove(storage: Storage, name: str, step: int | None, why: str, dry_run: bool) -> Leftover:
+    """Remove one leftover."""
     if not dry_run:
         try:
             storage.remove_tree(name)

@@ -11,7 +11,8 @@ import torch
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.reference.models import GPT, GPTConfig
+from holdfast.reference.models.config import GPTConfig
+from holdfast.reference.models.gpt import GPT
 from holdfast.reference.models.stages import Pipeline
 from holdfast.storage import PosixStorage
 from tests.checkpoint.common import full

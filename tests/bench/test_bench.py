@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench import report, scale, tiny
-from bench.__main__ import main
+from bench import report, scale, step, tiny
+from bench.__main__ import cases, main
+from bench.floor import FloorMemory, drop_pages, has_direct_io, write_file
 from bench.results import BenchResults, Row, Target
 from bench.timing import interleave, slowest
+from holdfast import RNG, Codecs
 from holdfast.checkpoint.plan.make_plan import make_plan
+from holdfast.state import flatten_state
 
 
 def test_every_arm_runs_once_a_round_in_turning_order_and_warm_ups_are_dropped() -> None:
@@ -48,9 +53,10 @@ def test_a_target_is_met_at_its_bound_and_missed_above(
 ) -> None:
     row = Row(
         case="c", name="n", unit="ms", holdfast=4.0, floor=2.0, dcp=8.0,
-        target=Target(against=against, bound=bound),  # type: ignore[arg-type]
+        targets=(Target(against=against, bound=bound),),  # type: ignore[arg-type]
     )  # fmt: skip
     assert row.met is met
+    assert f"{'met' if met else 'missed'}[/]" in report.targets_text(row)
 
 
 def test_the_best_arm_of_dcp_and_of_the_floor_is_what_counts() -> None:
@@ -60,8 +66,45 @@ def test_the_best_arm_of_dcp_and_of_the_floor_is_what_counts() -> None:
         floors={"slow": [9, 9, 9], "fast": [1, 1, 7]}, dcp={"x": [8, 8, 8], "y": [4, 5, 4]},
     )  # fmt: skip
     row = results.rows[0]
-    assert (row.holdfast, row.floor, row.dcp, row.dcp_arm) == (20, 10, 40, "y")
+    assert (row.holdfast, row.floor, row.floor_arm) == (20, 10, "fast")
+    assert (row.dcp, row.dcp_arm) == (40, "y")
     assert (row.to_floor, row.to_dcp) == (2, 0.5)
+
+
+def test_the_floor_reads_what_it_wrote_in_both_ways(tmp_path: Path) -> None:
+    for nbytes in (1, 4096, (17 << 20) + 5):
+        memory = FloorMemory(nbytes)
+        for direct in (False, True) if has_direct_io(tmp_path) else (False,):
+            path = tmp_path / f"{nbytes}-{direct}"
+            memory.write(path, direct=direct)
+            assert path.stat().st_size >= nbytes
+            memory.read(path, direct=direct)
+            with pytest.raises(OSError, match="short read"):
+                FloorMemory(2 * nbytes + 4096).read(path, direct=direct)
+    write_file(tmp_path / "file", nbytes)
+    assert (tmp_path / "file").stat().st_size == nbytes
+    memory.read(tmp_path / "file", direct=False)
+
+
+def test_dropped_pages_are_read_from_the_disk_again(tmp_path: Path) -> None:
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True)
+    if kind.stdout.strip() in ("tmpfs", "ramfs"):
+        pytest.skip("a file system without a disk")
+    (tmp_path / "deep").mkdir()
+    path = tmp_path / "deep" / "file"
+    path.write_bytes(b"x" * (1 << 20))
+
+    def is_in_memory() -> bool:
+        with path.open("rb", buffering=0) as file:
+            try:
+                return os.preadv(file.fileno(), [bytearray(4096)], 0, os.RWF_NOWAIT) == 4096
+            except BlockingIOError:
+                return False
+
+    assert is_in_memory()
+    drop_pages(tmp_path)
+    assert not is_in_memory()
+    assert path.read_bytes() == b"x" * (1 << 20)
 
 
 def test_the_boxes_of_simulated_ranks_cover_their_tensors() -> None:
@@ -74,8 +117,10 @@ def test_the_boxes_of_simulated_ranks_cover_their_tensors() -> None:
         signature="0" * 32,
         block_nbytes=1 << 20,
     )
-    assert plan.num_rows == 32 * 40
-    assert [len(each.rows) for each in assignments] == [40] * 32
+    streams = flatten_state({"rng": RNG()}, layout=layout, rank=0, codecs=Codecs()).leaves
+    num_rows = 40 + len(streams)
+    assert len(plan.row_tensor) == 32 * num_rows
+    assert [len(each.rows) for each in assignments] == [num_rows] * 32
 
 
 def test_tiny_tensors_end_to_end_with_a_baseline(
@@ -107,3 +152,63 @@ def test_tiny_tensors_end_to_end_with_a_baseline(
     printed = capsys.readouterr().out
     assert "change" in printed
     assert "-100%" in printed
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_every_case_and_every_bar(tmp_path: Path) -> None:
+    """Holdfast and DCP bring back what was saved, in all arms, or the run ends with an error."""
+    out = tmp_path / "out"
+    assert main(["--quick", "--out", str(out)]) == 0
+    document = json.loads((out / "bench.json").read_text())
+    rows = {(row["case"], row["name"]): row for row in document["rows"]}
+    dense = [case for case, _ in rows if case.startswith("dense")]
+    assert len(set(dense)) == 2
+    for case in {*dense, "100 small tensors"}:
+        for name in (
+            "save, durable",
+            "async save, stall",
+            "async save, until durable",
+            *(
+                f"{load}, {cache}, {how}"
+                for load in ("load, same layout", "load to TP4", "load to TP1 x DP2")
+                for cache in ("warm", "cold")
+                for how in ("defaults", "exchange=False")
+            ),
+        ):
+            row = rows[case, name]
+            assert min(row["holdfast"], row["floor"], row["dcp"]) > 0
+            assert {"against": "dcp", "bound": 1.0} in [
+                {key: bar[key] for key in ("against", "bound")} for bar in row["targets"]
+            ]
+        stall = rows[case, "async save, stall"]["samples"]
+        assert {arm for arm in stall if arm.startswith("dcp.")} == {
+            "dcp.async_save",
+            "dcp.async_save, cached plan and staging",
+            "dcp.async_save, process, cached plan and staging",
+        }
+        warm = rows[case, "load, same layout, warm, defaults"]
+        assert [bar["against"] for bar in warm["targets"]] == ["floor", "dcp"]
+        assert "read, buffered" in warm["samples"]
+        ratio = rows[case, "load, same layout, warm, defaults / exchange=False"]
+        assert ratio["targets"][0]["bound"] == 1.05
+    steps = [name for case, name in rows if case.startswith("a training step")]
+    assert len(steps) == 2
+    assert set(document["curves"]) == {"scale"}
+    assert not (tmp_path / "tmp").exists(), "scratch files were left behind"
+    assert set(cases(quick=True, megabytes=None, repeats=None)) == {
+        "large", "medium", "small", "tiny", "steady", "training", "scale",
+    }  # fmt: skip
+
+
+def test_a_sharded_step_is_measured_next_to_ddp(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"num_layers": 2, "width": 4, "num_blocks": 3, "steps_a_block": 1}
+    for bound, code in ((1e9, 0), (1e-9, 1)):
+        case = step.Case(**shape, bounds=(bound, bound))
+        monkeypatch.setattr(step, "CASES", {"40 tiny parameters": case})
+        assert step.main([]) == code
+        printed = capsys.readouterr().out
+        for arm in ("DDP", "overlap", "no overlap"):
+            assert arm in printed
+        assert "3 receive dp_cp" in printed

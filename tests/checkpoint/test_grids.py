@@ -21,9 +21,9 @@ from holdfast import (
     Replicated,
     SaveReport,
 )
-from holdfast.format.fingerprint import snapshot_fingerprints
 from holdfast.format.reader import Snapshot
 from tests.checkpoint.common import assert_equal, make_state
+from tests.format.fingerprints import snapshot_fingerprints
 from tests.harness import RankContext, run_ranks
 
 LEFT = {"tp": 2, "dp": 2, "ranks": (0, 1, 2, 3), "name": "vision"}

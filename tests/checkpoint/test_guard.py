@@ -435,14 +435,14 @@ def hold_different_plans(context: RankContext, root: str) -> list[bool]:
     with ProcessGroups.create(LAYOUT) as groups, Checkpointer(root, groups=groups) as checkpointer:
         state = make_state(LAYOUT, context.rank)
         planned.append(checkpointer.save(1, state).planned)
-        plans = checkpointer._saver._plans._plans
+        plans = checkpointer._saver._handshake.plans._plans
         for step, save in ((2, checkpointer.save), (4, checkpointer.save_async)):
             if context.rank == 1:
                 # A plan that fits this rank and is not the one that the others hold.
                 object.__setattr__(plans[False], "plan_digest", "f" * 32)
             planned.append(_finished(save(step, state)).planned)
             planned.append(checkpointer.save(step + 1, state).planned)
-            plans = checkpointer._saver._plans._plans
+            plans = checkpointer._saver._handshake.plans._plans
         blank = make_state(LAYOUT, context.rank, blank=True)
         checkpointer.load(blank)
         assert_equal(blank, LAYOUT, context.rank)
@@ -587,11 +587,12 @@ def test_what_is_used_again_is_what_would_be_made_again() -> None:
         num_kept += before is not None and found.table is before.table
         assert found.signature == fresh.signature
         assert found.names == fresh.names
-        assert found.keys == fresh.keys
+        assert found.rows == fresh.rows
         assert found.values == fresh.values
         assert found.table.names == fresh.table.names
-        assert [t.data_ptr() for t in found.sources] == [t.data_ptr() for t in fresh.sources]
-        assert [t.shape for t in found.sources] == [t.shape for t in fresh.sources]
+        sources = [[each.source(i) for i in range(len(each.rows))] for each in (found, fresh)]
+        assert [t.data_ptr() for t in sources[0]] == [t.data_ptr() for t in sources[1]]
+        assert [t.shape for t in sources[0]] == [t.shape for t in sources[1]]
         before = found
     assert 50 < num_kept < 400
 

@@ -120,8 +120,12 @@ def test_what_json_does_not_hold_is_refused_before_anything_is_written(
     assert not (tmp_path / "root").exists()
 
 
-def test_none_and_an_empty_object_are_none() -> None:
-    assert encode_metadata(None) == encode_metadata({}) == b""
+def test_none_and_an_empty_object_are_none(tmp_path: Path) -> None:
+    assert encode_metadata({}) == b""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, metadata in ((1, None), (2, {})):
+            checkpointer.save(step, {"t": {"x": 1}}, metadata=metadata)
+            assert checkpointer.inspect(step).metadata == {}
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from holdfast.checkpoint.save import executor as send
 from holdfast.format.names import parse_saving_dir
 from holdfast.format.verify import verify_snapshot
 from holdfast.format.versions import LEASES_DIR, read_lease, readers_of
-from holdfast.writer import job, records
+from holdfast.writer import job
 from holdfast.writer import repair as repairing
-from holdfast.writer.records import Heartbeat, silent_s
+from holdfast.writer.job import heartbeat
+from holdfast.writer.records import silent_s
 from holdfast.writer.repair import repair, wait_for_writers
 from tests.crash.common import leftovers, state_of, versions
 from tests.harness import RankContext, run_ranks
@@ -26,7 +27,7 @@ ALIVE_S = 1.5
 
 def _slow(context: RankContext, root: str, slow: int, mode: str) -> list[str]:
     """A save in which one rank is slow for longer than a heartbeat lasts."""
-    records.HEARTBEAT_S = 0.3
+    job.HEARTBEAT_S = 0.3
     with ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups:
         storage = _Unshared(root)
         real = send.stage_by_slices if mode == "sync" else job.write_share
@@ -84,7 +85,7 @@ def test_a_save_with_a_slow_rank_is_left_alone(tmp_path: Path, slow: int, mode: 
 
 
 def _die(context: RankContext, root: str) -> None:
-    records.HEARTBEAT_S = 0.1
+    job.HEARTBEAT_S = 0.1
     with ProcessGroups.create(Layout(dp=2), timeout_s=20) as groups:
 
         def never(*args: object, **kwargs: object) -> None:
@@ -115,11 +116,11 @@ def test_signs_are_judged_by_the_clock_of_the_storage(
     storage = PosixStorage(tmp_path)
     saving = ".saving-iter_0000001-abc"
     storage.make_dir(f"{saving}/plan")
-    monkeypatch.setattr(records, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(job, "HEARTBEAT_S", 0.05)
     real = time.time
     with monkeypatch.context() as there:
         there.setattr(time, "time", lambda: real() + off_s)
-        with Heartbeat(storage, saving, position=3), read_lease(storage, "iter_0000001"):
+        with heartbeat(storage, saving, position=3), read_lease(storage, "iter_0000001"):
             time.sleep(0.5)
             (beat,) = (tmp_path / LEASES_DIR).glob("*.save-*")
             os.utime(tmp_path / saving, (1, 1))

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from holdfast.arrays.boxes import Box
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.image import ImageEntry, chunk_name, layout_image
-from holdfast.format.index import ChunkIndex, encode_index
+from holdfast.format.index import ChunkIndex, ImageEntry, chunk_name, encode_index, layout_image
 from holdfast.format.manifest import (
     FileInfo,
     IndexInfo,

@@ -22,11 +22,11 @@ from holdfast.format.fingerprint import (
     add,
     combine,
     fingerprint_box,
-    snapshot_fingerprints,
 )
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.arrays.test_tiling import split
+from tests.format.fingerprints import snapshot_fingerprints
 from tests.format.making import Chunk, Tensor, make, random_tensor, sample_tensors, write
 
 

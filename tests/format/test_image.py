@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from holdfast.errors import CorruptionError, PlacementError, PlanError
 from holdfast.format.dtypes import DTYPES, dtype_named
-from holdfast.format.image import ImageEntry, chunk_name, layout_image, parse_header
+from holdfast.format.index import ImageEntry, chunk_name, layout_image, parse_header
 
 ENTRIES = st.lists(
     st.builds(

@@ -19,11 +19,12 @@ from safetensors.numpy import load as load_safetensors
 from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.digest import block_digests, digest128, num_blocks
-from holdfast.format.image import ImageEntry, layout_image
 from holdfast.format.index import (
     ChunkIndex,
+    ImageEntry,
     decode_index,
     encode_index,
+    layout_image,
     validate_index,
 )
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals

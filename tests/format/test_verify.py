@@ -12,7 +12,7 @@ import pytest
 from holdfast.arrays.boxes import Box
 from holdfast.errors import StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.image import ImageEntry, layout_image
+from holdfast.format.index import ImageEntry, layout_image
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import Damage, verify_snapshot
 from holdfast.storage import PosixStorage

@@ -19,7 +19,7 @@ from holdfast.checkpoint.save.staging import (
     stage,
     unlock_pages,
 )
-from holdfast.format.image import ImageEntry, layout_image
+from holdfast.format.index import ImageEntry, layout_image
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.writer.memory import SharedMemory
 

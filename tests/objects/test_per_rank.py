@@ -117,7 +117,7 @@ def test_who_gets_what_is_what_brute_force_says(
             kept.append(rank)
             continue
         assert result.kept + result.missing + result.mismatched == []
-        built = matcher.build(marker, node, "p", closed=False)
+        built = matcher.build(marker, node, "p")
         if is_merged:
             order = [axis for axis in asked if axis in stored_axes]
             order += sorted(set(stored_axes) - set(asked))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from holdfast import Layout, ProcessGroups
 from holdfast.optim import ShardedOptimizer, clip_gradients, gradient_norm
-from holdfast.optim.norms import GradientPart, measure
+from holdfast.optim.norms import GradientPart, LayoutSum, measure
 from tests.harness import RankContext, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -45,7 +45,7 @@ def test_norms_are_torchs(data: st.DataObject) -> None:
     assert norm.value == pytest.approx(expected, rel=1e-12)
     parts = [GradientPart(local=p.grad, num_copies=1) for p in parameters]
     zeros = sum(int((p.grad == 0).sum()) for p in parameters)
-    assert measure(parts, groups=groups, count_zeros=True).num_zeros == zeros
+    assert measure(parts, total=LayoutSum(groups), count_zeros=True).num_zeros == zeros
     copies = [nn.Parameter(p.detach().clone()) for p in parameters]
     for p, q in zip(parameters, copies, strict=True):
         q.grad = p.grad.clone()

@@ -1,17 +1,26 @@
-"""What is launched where: gradients on the main communicator, parameters on their own (F4)."""
+"""What is launched where: gradients on the main communicator, parameters on their own (F4).
+
+Over gloo a collective is messages between the ranks: `called` has the collectives, a LaunchRecorder
+what went out.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast import Layout, ProcessGroups
-from holdfast.optim import ShardedOptimizer
+from holdfast.optim import ShardedOptimizer, collectives
 from holdfast.parallel.groups.launches import Launch, LaunchRecorder
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import adamw, build, sharded, train
@@ -23,6 +32,42 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 4, "replicas": 2, "ranks": (2, 4, 1, 3)},
 ]
 DATA = ("dp_cp", "dp_cp_ag", "dp_cp_intra", "dp_cp_intra_ag", "dp_cp_inter")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a sharded optimizer, and what it launched."""
+
+    op: str
+    purpose: str
+    nbytes: int
+    launches: tuple[Launch, ...]
+
+
+@contextlib.contextmanager
+def called(groups: ProcessGroups) -> Iterator[list[Call]]:
+    """The collectives of sharded optimizers; nothing of them is launched anywhere else."""
+    calls: list[Call] = []
+    real = {op: getattr(collectives, op) for op in ("reduce_scatter", "all_gather", "all_reduce")}
+
+    def noted(op: str, *args: Any) -> Any:
+        purpose = next(name for name in groups.held() if groups.group(name) is args[-1])
+        with LaunchRecorder(groups) as recorder:
+            work = real[op](*args)
+        launches = recorder.launches
+        assert {launch.purpose for launch in launches} == {purpose}
+        others = len(groups.ranks(purpose)) - 1
+        assert Counter(each.op for each in launches) == {"receive": others, "send": others}
+        calls.append(Call(op, purpose, args[0].nbytes, launches))
+        return work
+
+    for op in real:
+        setattr(collectives, op, partial(noted, op))
+    try:
+        yield calls
+    finally:
+        for op, function in real.items():
+            setattr(collectives, op, function)
 
 
 def recorded(context: RankContext) -> list[list[Launch]]:
@@ -43,6 +88,9 @@ def recorded(context: RankContext) -> list[list[Launch]]:
                 with LaunchRecorder(groups) as recorder:
                     train(net, optimizer, groups, steps=range(2))
                     optimizer.synchronize()
+                with called(groups) as calls:
+                    train(net, optimizer, groups, steps=range(2, 4))
+                    optimizer.synchronize()
                 optimizer.close()
                 mine = [launch for launch in recorder.launches if launch.purpose in DATA]
                 for launch in recorder.launches:
@@ -51,20 +99,25 @@ def recorded(context: RankContext) -> list[list[Launch]]:
                         if launch.purpose == "control"
                         else groups.ranks(launch.purpose)
                     )
-                check(mine, over=over, stage=stage)
+                check(calls, over=over, stage=stage)
+                sent = [launch for call in calls for launch in call.launches]
+                assert Counter((each.op, each.purpose, each.nbytes) for each in sent) == Counter(
+                    (each.op, each.purpose, each.nbytes)
+                    for each in recorder.launches
+                    if each.op in ("send", "receive")
+                )
                 found.append(mine)
     return found
 
 
-def check(launches: list[Launch], *, over: str, stage: int) -> None:
-    gathers = [launch for launch in launches if launch.op == "all_gather"]
-    scatters = [launch for launch in launches if launch.op == "reduce_scatter"]
-    assert {launch.purpose for launch in gathers} == {f"{over}_ag"}
-    assert {launch.purpose for launch in scatters} == {over}
+def check(calls: list[Call], *, over: str, stage: int) -> None:
+    gathers = [call for call in calls if call.op == "all_gather"]
+    scatters = [call for call in calls if call.op == "reduce_scatter"]
+    assert {call.purpose for call in gathers} == {f"{over}_ag"}
+    assert {call.purpose for call in scatters} == {over}
     assert len(gathers) >= 6  # several buckets in each of two steps
     assert len(scatters) == len(gathers) * stage  # two microbatches: one round, or two
-    others = {launch.op for launch in launches} - {"all_gather", "reduce_scatter"}
-    assert others == {"all_reduce"}
+    assert {call.op for call in calls} == {"all_gather", "reduce_scatter", "all_reduce"}
     per_step = len(gathers) // 2
     assert [g.nbytes for g in gathers[:per_step]] == [g.nbytes for g in gathers[per_step:]]
 
@@ -105,15 +158,17 @@ def overlapping(context: RankContext) -> list[int]:
         )
         seen: list[int] = []
         for layer in net:
-            layer.weight.register_hook(lambda g: seen.append(len(recorder.of("reduce_scatter"))))
+            layer.weight.register_hook(lambda g: seen.append(len(calls)))
         x = torch.ones(2, 8)
         for is_last in (False, True):
-            with LaunchRecorder(groups) as recorder, optimizer.microbatch(is_last=is_last):
+            with called(groups) as calls, optimizer.microbatch(is_last=is_last):
                 net(x).sum().backward()
-            assert len(recorder.of("reduce_scatter")) == (4 if is_last else 0)
-        with LaunchRecorder(groups) as recorder:
+            assert [call.op for call in calls] == ["reduce_scatter"] * (4 if is_last else 0)
+        with LaunchRecorder(groups) as recorder, called(groups) as calls:
             optimizer.step()
-        assert len(recorder.of("all_gather")) == 4 + 1  # and one of the agreement
+        # of the norm with all else that decides about the step; and whether it worked
+        assert [call.op for call in calls] == ["all_reduce", *["all_gather"] * 4, "all_reduce"]
+        assert not recorder.of("all_gather")  # of the control communicator
         before = net[3].weight.detach()
         with torch.no_grad():
             after = net(x)
@@ -130,14 +185,47 @@ def test_full_buckets_are_reduced_beside_the_backward() -> None:
         assert seen == [0, 0, 0, 0, 0, 1, 2, 3]  # layers come last to first
 
 
-def experts(context: RankContext) -> list[tuple[str, str, tuple[int, ...]]]:
+def small(context: RankContext) -> list[list[Tensor]]:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        torch.manual_seed(0)
+        net = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        optimizer = ShardedOptimizer(
+            net, net.parameters(), make=adamw, groups=groups, over="dp_cp", divisor=2
+        )
+        after = []
+        for used in (net, net[: 1 + context.rank], net[1:]):
+            with called(groups) as calls:
+                with optimizer.microbatch(is_last=True):
+                    torch.stack([layer(torch.ones(3)) for layer in used]).sum().backward()
+                assert not optimizer.step(max_norm=1.0).skipped
+            sums = [call.nbytes for call in calls if call.op == "all_reduce"]
+            # of all that decides about the step; of each parameter's use; of whether it worked
+            assert sums == [8 * 7, *([] if used is net else [4 * 6]), 8]
+            after.append([p.detach().clone() for p in net.parameters()])
+        return after
+
+
+def test_a_step_makes_one_small_sum_before_and_one_after_the_update() -> None:
+    """And one more where a rank had no gradient for a parameter: it is updated if any had one."""
+    for first, second, third in run_ranks(2, small).results:
+        assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [
+            *[False] * 4,
+            *[True] * 2,
+        ]
+        assert [torch.equal(a, b) for a, b in zip(second, third, strict=True)] == [
+            *[True] * 2,
+            *[False] * 4,
+        ]
+
+
+def experts(context: RankContext) -> list[tuple[str, str]]:
     layout = Layout(dp=4, ep=2, ranks=(4, 3, 2, 1), order="tp-cp-dp-ep-pp")
     if context.rank not in layout.ranks:
         return []
     with ProcessGroups.create(layout) as groups:
         net = build_sparse(groups)
         optimizer = chain(net, adamw, groups)
-        with LaunchRecorder(groups) as recorder:
+        with LaunchRecorder(groups) as recorder, called(groups) as calls:
             with optimizer.microbatch(is_last=True):
                 net(rows_of(0, groups)).mean().backward()
             optimizer.step()
@@ -145,23 +233,23 @@ def experts(context: RankContext) -> list[tuple[str, str, tuple[int, ...]]]:
             dist.broadcast(torch.ones(1), group=groups.group("ep"), group_src=0)
         assert recorder.launches[-1].op == "broadcast"
         assert [launch.order for launch in recorder.launches] == list(range(len(recorder.launches)))
-        assert recorder.of("all_reduce")
         for launch in recorder.launches:
             if launch.purpose.startswith("expt_dp"):
                 assert launch.ranks == layout.group("expt_dp", context.rank)
-        return [(launch.op, launch.purpose, launch.ranks) for launch in recorder.launches]
+        assert len([call for call in calls if call.op == "all_reduce"]) == 2  # for both optimizers
+        return [(call.op, call.purpose) for call in calls]
 
 
 def test_experts_use_the_expert_communicators() -> None:
     for reports in run_ranks(5, experts).results[1:]:
-        places = {(op, purpose) for op, purpose, _ in reports}
+        places = set(reports)
         assert ("reduce_scatter", "expt_dp") in places
         assert ("all_gather", "expt_dp_ag") in places
         assert ("reduce_scatter", "dp_cp") in places
         assert ("all_gather", "dp_cp_ag") in places
         assert ("all_gather", "dp_cp") not in places
         assert ("all_gather", "expt_dp") not in places
-        assert ("all_gather", "control") in places
+        assert {purpose for op, purpose in places if op == "all_reduce"} == {"dp_cp"}
 
 
 def test_missing_gather_communicator_is_an_error() -> None:
@@ -188,6 +276,7 @@ def versions(context: RankContext) -> tuple[list[int], list[int]]:
         optimizer = sharded(net, adamw, groups, over="dp_cp", divisor=2)
         train(net, optimizer, groups, steps=range(1))
         before = local_versions(net)
+        optimizer.launch_gathers()
         optimizer.publish()
         optimizer.synchronize()
         return before, local_versions(net)

@@ -15,18 +15,15 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptionError, StorageError
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_lease
-from holdfast.retention.removal import (
+from holdfast.retention.policies import (
     KeepBest,
     KeepEvery,
     KeepLast,
     KeepTagged,
     KeepWithin,
     Policy,
-    Removal,
-    RetentionResult,
-    apply_retention,
-    plan_retention,
 )
+from holdfast.retention.removal import Removal, RetentionResult, apply_retention, plan_retention
 from holdfast.retention.tags import set_tag
 from holdfast.storage import PosixStorage
 from tests.retention.common import DAMAGES, LATEST, damage, fill, is_whole, put, steps_of

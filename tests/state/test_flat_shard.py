@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast import Layout, PlacementError, ProcessGroups
 from holdfast.state import FlatShard
 from holdfast.state.leaves import TensorLeaf
-from holdfast.state.placement import strided_shard_intervals, tensor_leaf
+from holdfast.state.placement import shard_intervals, tensor_leaf
 from tests.harness import RankContext, run_ranks
 
 LONE = Layout()
@@ -87,7 +87,7 @@ def leaf_of(value: DTensor, groups: ProcessGroups) -> TensorLeaf:
 def strided(full: torch.Tensor, groups: ProcessGroups) -> DTensor:
     """Cut over tp first and dp second, as FSDP over TP does: several intervals of one dim."""
     mesh = groups.mesh("dp_cp", "tp")
-    rows = strided_shard_intervals(
+    rows = shard_intervals(
         ((0, full.shape[0]),), num_chunks=2, index=groups.index("dp_cp"), split_factor=2
     )
     indices = torch.cat([torch.arange(a, b) for a, b in rows] or [torch.arange(0)])

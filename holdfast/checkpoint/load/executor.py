@@ -1,31 +1,30 @@
-"""Carrying out the read plan of a load on one rank: read, verify, fill targets, exchange."""
+"""The reads of a load on one rank: planned, verified, brought to their targets, exchanged."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, union_nbytes
+from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
-from holdfast.checkpoint.load.assign_readers import ReadPlan, plan_reads
-from holdfast.checkpoint.load.requests import ReadRequests, gather_requests
-from holdfast.checkpoint.load.targets import Target
+from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
+from holdfast.checkpoint.load.targets import Target, make_targets
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.reports import JobReading
 from holdfast.format.byte_ranges import elements, join_neighbours
+from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
-from holdfast.format.reader import Snapshot
 from holdfast.parallel import Control
-from holdfast.state.match.result import TensorRequest
-from holdfast.state.torch_dtypes import torch_dtype
+from holdfast.state.match.result import LocalMemory, TensorRequest
+from holdfast.state.torch_dtypes import TORCH_TO_NAME
 
 _COUNTERS = struct.Struct("<4Q")
 _MAX_THREADS = 8
@@ -38,55 +37,79 @@ _ALONE = -1
 class LoadExecutor:
     """Plans and carries out the reads of one load on one rank.
 
-    The plan is made at once, without communication; `run` is collective.
-
     Args:
-        snapshot: The checkpoint.
+        files: The checkpoint.
         control: Of all ranks of the load.
         requests: What this rank fills.
-        boxes: What each rank requests, by position.
-        hosts: The machine of each rank, by position.
+        memory: The local tensors of the requests.
         verify: Check the digests of what is read.
-        exchange: Read what several ranks request once, and send it; otherwise each rank reads for
-            itself.
+        num_threads: How many threads read and hash.
 
-    Cost: see `plan_reads`.
+    Attributes:
+        boxes: What this rank requests.
     """
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        files: CheckpointFiles,
         control: Control,
         requests: Sequence[TensorRequest],
         *,
-        boxes: Sequence[BoxTable],
-        hosts: Sequence[str],
+        memory: LocalMemory,
         verify: bool,
-        exchange: bool,
+        num_threads: int,
     ) -> None:
-        self._snapshot = snapshot
+        self._files = files
         self._control = control
+        self._requests = requests
+        self._memory = memory
         self._verify = verify
-        manifest, position = snapshot.manifest, control.index
-        itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
-        # All ranks' requests, also without exchange: the report counts what the job needs.
-        everything, numbers = gather_requests(boxes)
-        own = boxes[position]
-        self._nbytes_unique = union_nbytes(everything.boxes, itemsize)
-        self.nbytes_needed = int((own.numel() * itemsize[own.tensor]).sum())
-        self.nbytes_received = 0
-        own_numbers, num_ranks = numbers[position], len(boxes)
-        if not exchange:
-            # The same plan, for a load of one rank.
-            everything, (own_numbers,) = gather_requests([own])
-            num_ranks, position = 1, 0
-        plan = self._plan(everything, itemsize, num_ranks)
-        self._targets = _make_targets(requests, own_numbers, manifest)
-        self._transfers = RankTransfers(plan, position=position)
-        own_files = {i for i, info in enumerate(manifest.files) if info.writer == control.rank}
-        self._order_reads(plan, frozenset(own_files))
-        self._num_threads = num_reading_threads(hosts.count(hosts[control.index]))
+        self._num_threads = num_threads
         self._has_failed = threading.Event()
+        self._local = threading.local()
+        self._written: list[tuple[int, int]] = []
+        self._transfers: RankTransfers | None = None
+        self._nbytes_unique: int | None = None
+        tensors = files.manifest.tensors
+        self._itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], dtype=np.int64)
+        self.boxes = requested_boxes(requests, files.manifest)
+        self.nbytes_needed = int(self.boxes.extent.prod(axis=1) @ self._itemsize[self.boxes.tensor])
+        self.nbytes_received = 0
+
+    def plan(
+        self, boxes: Sequence[BoxTable] | None = None, *, hosts: Sequence[str] | None = None
+    ) -> None:
+        """Plan the reads, without communication.
+
+        Args:
+            boxes: What each rank requests, by position; None where each rank reads for itself.
+            hosts: Of each rank; what only ranks of one host request, each of them reads for itself.
+                None: what several ranks request is read once, wherever they are.
+
+        Cost: see `plan_reads`.
+        """
+        manifest, ranks = self._files.manifest, self._control.ranks
+        position = 0 if boxes is None else self._control.index
+        tables = [self.boxes] if boxes is None else boxes
+        # Files of ranks that are not here (another layout wrote them) have no preferred reader.
+        positions = {rank: i for i, rank in enumerate(ranks)} if boxes is not None else {}
+        writer = [positions.get(info.writer, -1) for info in manifest.files]
+        block = manifest.block_nbytes
+        plan = plan_reads(
+            self._files.index,
+            tables,
+            itemsize=self._itemsize,
+            writer=np.array(writer, dtype=np.int64),
+            hosts=np.array([hosts.index(each) for each in hosts] if hosts else range(len(tables))),
+            grain=block if self._verify else min(block, _UNVERIFIED_NBYTES),
+        )
+        kept = np.arange(len(plan.piece)) if boxes is None else plan.kept(position)
+        self._order_reads(plan, position, kept)
+        self._find_places(plan, plan.numbers[position], is_alone=boxes is None)
+        if boxes is not None:
+            self._transfers = RankTransfers(plan, position=position)
+        if boxes is not None or self._control.size == 1:
+            self._nbytes_unique = union_nbytes(plan.requests.boxes, self._itemsize)
 
     def run(self) -> JobReading:
         """Read everything and exchange it; what all ranks read. All ranks together.
@@ -94,53 +117,32 @@ class LoadExecutor:
         Raises:
             HoldfastError: Any rank's error, on all of them, before anything is waited for.
 
-        Cost: a collective for each round and one at the end; in each round one message, and one for
-        each large transfer, to and from every other rank that has something.
+        Cost: a collective at the end; with an exchange one more for each round, in which one
+        message, and one for each large transfer, goes to and from every other rank that has
+        something.
         """
-        num_rounds = self._transfers.plan.num_rounds
-        with ExitStack() as stack:
+        error: Exception | None = None
+        if self._num_threads == 1 and self._transfers is None:
+            try:
+                for pieces in self._reads_of(_ALONE):
+                    self._read(pieces, None)
+            except Exception as caught:
+                error = caught
+        else:
             # Reading releases the interpreter, and so does hashing: threads help on one core, too,
             # where a round is read while another one is exchanged.
-            pool: ThreadPoolExecutor | None = None
-            if self._num_threads > 1 or num_rounds:
-                pool = ThreadPoolExecutor(self._num_threads, "holdfast-load")
-                stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            alone, error = self._start(_ALONE, pool)
-            # While a round is exchanged, the next one is read.
-            following, late = self._start(0, pool) if num_rounds else (alone, None)
-            error = error or alone.first_error() or late
-            for number in range(num_rounds):
-                current = following
-                error = error or current.first_error()
-                if error is None and number + 1 < num_rounds:
-                    following, error = self._start(number + 1, pool)
-                self._control.exchange(
-                    current.sends() if error is None else [],
-                    current.receives if error is None else [],
-                    phase="load: exchange",
-                    error=error,
-                )
-                # An error of this rank takes the place of the messages: `exchange` has raised it on
-                # all ranks. One from here on is raised by the next collective.
-                try:
-                    self.nbytes_received += current.unpack()
-                except Exception as caught:
-                    error = caught
-        return self._gather_counters(error)
-
-    def touched(self) -> list[str]:
-        """Paths of the targets that something was written to."""
-        return [t.path for each in self._targets.values() for t in each if t.is_touched]
-
-    def _gather_counters(self, error: Exception | None) -> JobReading:
+            pool = ThreadPoolExecutor(self._num_threads, "holdfast-load")
+            try:
+                error = self._run_rounds(pool)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
         # One collective for two things: whether all ranks have read, and what it cost.
-        stats = self._snapshot.stats
+        stats = self._files.stats
         counters = _COUNTERS.pack(
             self.nbytes_needed, stats.nbytes_read, self.nbytes_received, stats.opens
         )
         reports = self._control.agree(error, phase="load: read", payload=counters)
-        columns = zip(*(_COUNTERS.unpack(report) for report in reports), strict=True)
-        needed, read, received, opens = columns
+        needed, read, received, opens = zip(*map(_COUNTERS.unpack, reports), strict=True)
         return JobReading(
             nbytes_unique=self._nbytes_unique,
             nbytes_needed=sum(needed),
@@ -150,139 +152,256 @@ class LoadExecutor:
             max_nbytes_read=max(read),
         )
 
-    def _plan(self, requests: ReadRequests, itemsize: IntArray, num_ranks: int) -> ReadPlan:
-        manifest, ranks = self._snapshot.manifest, self._control.ranks
-        # Files of ranks that are not here (another layout wrote them) have no preferred reader.
-        positions = {rank: i for i, rank in enumerate(ranks)}
-        writer = [positions.get(info.writer, -1) for info in manifest.files]
-        block = manifest.block_nbytes
-        return plan_reads(
-            self._snapshot.index,
-            requests,
-            itemsize=itemsize,
-            writer=np.array(writer, dtype=np.int64),
-            num_ranks=num_ranks,
-            grain=block if self._verify else min(block, _UNVERIFIED_NBYTES),
-        )
+    def touched(self) -> list[str]:
+        """Paths of the targets that something was written to."""
+        boxes = [self._kept_box[first:last] for first, last in self._written]
+        requests = np.unique(self._request_of[np.concatenate([*boxes, []]).astype(np.int64)])
+        paths = [self._requests[number].path for number in requests.tolist()]
+        return paths + [t.path for each in self._targets.values() for t in each if t.is_touched]
 
-    def _order_reads(self, plan: ReadPlan, own_files: frozenset[int]) -> None:
+    def _order_reads(self, plan: ReadPlan, position: int, kept: IntArray) -> None:
         """Choose a copy for each piece of this rank, and order them by round, file and byte.
 
-        Everything that threads look up per piece becomes a list here: indexing arrays one by one
-        is slow.
+        Everything that is looked up per piece becomes a list here: indexing arrays one by one is
+        slow.
         """
-        index, pieces = self._snapshot.index, self._transfers.pieces
+        self._plan = plan
+        files, index = self._files, self._files.index
+        pieces = np.flatnonzero(plan.reader == position)
         row = plan.row[pieces]
-        if self._snapshot.copies:
-            choose = self._snapshot.choose_copy
-            row = np.array([choose(r, own_files) for r in row.tolist()], dtype=np.int64)
+        if files.has_copies:
+            own = {i for i, f in enumerate(files.manifest.files) if f.writer == self._control.rank}
+            row = np.array([files.choose_copy(r, own) for r in row.tolist()], dtype=np.int64)
         file, place = index.file[row], index.start[row] + plan.start[pieces]
         order = np.lexsort((place, file, plan.round[pieces]))
-        self._pieces = pieces[order]
-        self._file, self._place = file[order], place[order]
-        self._rounds = plan.round[self._pieces]
+        self._pieces = pieces = pieces[order]
+        start, stop, rounds = plan.start[pieces], plan.stop[pieces], plan.round[pieces]
         self._rows: list[int] = row[order].tolist()
-        self._bounds: list[tuple[int, int]] = list(
-            zip(plan.start[self._pieces].tolist(), plan.stop[self._pieces].tolist(), strict=True)
-        )
+        self._bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
+        # Pieces are read together where they are neighbours, in one round and one file.
+        place_of_round = (rounds + 1) * len(files.manifest.files) + file[order]
+        self._cuts = join_neighbours(place_of_round, place[order], stop - start)
+        self._round_of_cut = rounds[self._cuts[:-1]]
         # What this rank keeps of each piece, in the order of the pieces.
-        number = np.empty(len(plan.row), dtype=np.int64)
-        number[self._pieces] = np.arange(len(self._pieces))
-        local = self._transfers.local
-        local = local.take(np.argsort(number[local.piece], kind="stable"))
-        counts = np.searchsorted(number[local.piece], np.arange(len(self._pieces) + 1))
-        self._local_ptr: list[int] = counts.tolist()
-        self._local_overlap = local.overlap
-        self._local: list[tuple[int, bool, int, int, int]] = list(
-            zip(
-                local.request.tolist(),
-                local.is_run.tolist(),
-                local.source.tolist(),
-                local.target.tolist(),
-                local.nbytes.tolist(),
-                strict=True,
-            )
+        number = np.full(len(plan.row), -1, dtype=np.int64)
+        number[pieces] = np.arange(len(pieces))
+        kept = kept[np.argsort(number[plan.piece[kept]], kind="stable")]
+        piece, overlap = plan.piece[kept], plan.overlap[kept]
+        self._kept_ptr: list[int] = np.searchsorted(
+            number[piece], np.arange(len(pieces) + 1)
+        ).tolist()
+        source, at, nbytes = plan.overlaps.run_copies(overlap, plan.start[piece], plan.stop[piece])
+        self._kept_box, self._kept_at = plan.overlaps.request[overlap], at
+        self._kept_nbytes, self._kept_is_run = nbytes, plan.overlaps.is_run[overlap]
+        # Where each kept run begins in the bytes that are read together.
+        size = stop - start
+        before = np.cumsum(size) - size
+        group = np.searchsorted(self._cuts, np.arange(len(pieces)), side="right") - 1
+        begin = before - before[self._cuts[group]] if len(pieces) else before
+        self._kept_source: list[int] = (begin[number[piece]] + source).tolist()
+        self._kept_size: list[int] = nbytes.tolist()
+        columns = (overlap, self._kept_box, self._kept_is_run, source, at, nbytes)
+        self._kept: list[tuple[int, int, bool, int, int, int]] = list(
+            zip(*(column.tolist() for column in columns), strict=True)
         )
 
+    def _find_places(self, plan: ReadPlan, numbers: IntArray, *, is_alone: bool) -> None:
+        """Where the kept bytes go: by address into plain memory, else through a `Target`.
+
+        Args:
+            plan: Of the load.
+            numbers: Of the box of each local tensor of the requests, in order; -1 for empty ones.
+            is_alone: Whether nothing is exchanged, which needs a `Target` for each box.
+        """
+        stored = [info.dtype for info in self._files.manifest.tensors]
+        memory = self._memory
+        is_alike = [
+            TORCH_TO_NAME.get(local.dtype) == stored[self._requests[number].tensor]
+            for local, number in zip(memory.tensors, memory.request.tolist(), strict=True)
+        ]
+        num_boxes = max(len(plan.requests.boxes), 1)
+        counts = np.bincount(numbers[numbers >= 0], minlength=num_boxes)
+        # No box that several tensors get, or of which some piece is copied with strides.
+        counts[self._kept_box[~self._kept_is_run]] = 0
+        is_direct = memory.is_plain & np.array(is_alike, dtype=np.bool_) & is_alone
+        is_direct &= (numbers >= 0) & (counts[numbers] == 1)
+        address = np.full(num_boxes, -1, dtype=np.int64)
+        nbytes = np.zeros(num_boxes, dtype=np.int64)
+        address[numbers[is_direct]] = memory.address[is_direct]
+        nbytes[numbers[is_direct]] = memory.nbytes[is_direct]
+        self._request_of = np.zeros(num_boxes, dtype=np.int64)
+        self._request_of[numbers[is_direct]] = memory.request[is_direct]
+        self._targets = make_targets(
+            self._requests, np.where(is_direct, -1, numbers).tolist(), stored
+        )
+        # A kept run goes to an address where its box is plain memory, and it lies inside.
+        box, at, size = self._kept_box, self._kept_at, self._kept_nbytes
+        fits = (address[box] >= 0) & (at + size <= nbytes[box])
+        self._kept_address: list[int] = np.where(fits, address[box] + at, -1).tolist()
+
+    def _reads_of(self, number: int) -> list[range]:
+        """The pieces of a round that are read together."""
+        first, last = np.searchsorted(self._round_of_cut, [number, number + 1]).tolist()
+        cuts = self._cuts[first : last + 1].tolist()
+        return [range(a, b) for a, b in pairwise(cuts)]
+
+    def _run_rounds(self, pool: ThreadPoolExecutor) -> Exception | None:
+        """Read what is kept, then each round while the one before is exchanged; an own error."""
+        alone = [pool.submit(self._read, pieces, None) for pieces in self._reads_of(_ALONE)]
+        if self._transfers is None or not self._plan.num_rounds:
+            return first_error(alone)
+        following, late = self._start(self._transfers, 0, pool)
+        error = first_error(alone) or late
+        for number in range(self._plan.num_rounds):
+            current = following
+            error = error or first_error(current.reads)
+            if error is None and number + 1 < self._plan.num_rounds:
+                following, error = self._start(self._transfers, number + 1, pool)
+            self._control.exchange(
+                current.sends() if error is None else [],
+                current.receives if error is None else [],
+                phase="load: exchange",
+                error=error,
+            )
+            # An error of this rank takes the place of the messages: `exchange` has raised it on
+            # all ranks. One from here on is raised by the next collective.
+            try:
+                self.nbytes_received += current.unpack()
+            except Exception as caught:
+                error = caught
+        return error
+
     def _start(
-        self, number: int, pool: ThreadPoolExecutor | None
+        self, transfers: RankTransfers, number: int, pool: ThreadPoolExecutor
     ) -> tuple[Round, Exception | None]:
-        """Make a round's messages and start to read its pieces; at once where there is no pool."""
-        current = Round(self._transfers, number, self._targets)
+        """Make a round's messages and start to read its pieces."""
+        current = Round(transfers, number, self._targets)
         try:
             current.prepare()
-            first, last = np.searchsorted(self._rounds, [number, number + 1]).tolist()
-            nbytes = np.array([b - a for a, b in self._bounds[first:last]], dtype=np.int64)
-            cuts = join_neighbours(self._file[first:last], self._place[first:last], nbytes)
-            for a, b in pairwise((first + cuts).tolist()):
-                if pool is None:
-                    self._read(range(a, b), current)
-                else:
-                    current.reads.append(pool.submit(self._read, range(a, b), current))
+            reads = self._reads_of(number)
+            current.reads += [pool.submit(self._read, pieces, current) for pieces in reads]
         except Exception as caught:
             # Reads that are in flight finish by themselves; the pool waits for them.
             return current, caught
         return current, None
 
-    def _read(self, numbers: range, current: Round) -> None:
+    def _read(self, numbers: range, messages: Round | None) -> None:
         """Read and distribute pieces that lie next to each other, unless a read has failed."""
         if self._has_failed.is_set():
             return
         try:
-            self._read_pieces(numbers, current)
+            self._read_pieces(numbers, messages)
         except BaseException:  # an interrupt, too, must stop the other threads
             self._has_failed.set()
             raise
 
-    def _read_pieces(self, numbers: range, current: Round) -> None:
+    def _read_pieces(self, numbers: range, messages: Round | None) -> None:
+        """Read pieces, keep what this rank requests of each, and pack what it sends."""
         rows = self._rows[numbers.start : numbers.stop]
         bounds = self._bounds[numbers.start : numbers.stop]
         nbytes = sum(stop - start for start, stop in bounds)
+        first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
+        addresses = self._kept_address[first:last]
         # Straight into the target where possible: no copy, and no page of a buffer to touch first.
+        if last == first + 1 and addresses[0] >= 0 and self._kept_size[first] == nbytes:
+            self._written.append((first, last))
+            data = memoryview((ctypes.c_char * nbytes).from_address(addresses[0])).cast("B")
+            self._files.read_pieces(rows, bounds, data, verify=self._verify)
+            return
         direct = self._direct_target(numbers)
         if direct is not None:
             target, start = direct
             data = target.region(start, start + nbytes)
-        else:
+        elif messages is not None:
             data = host_memory(nbytes)
-        self._snapshot.read_pieces(rows, bounds, data, verify=self._verify)
+        else:
+            data = self._scratch(nbytes)
+        self._files.read_pieces(rows, bounds, data, verify=self._verify)
         if direct is not None:
             direct[0].done(nbytes)
+        elif last > first and min(addresses) >= 0:
+            # Many small tensors: the least work for each. The plan has checked every bound.
+            self._written.append((first, last))
+            base = ctypes.addressof(ctypes.c_char.from_buffer(data))
+            sources, sizes = self._kept_source[first:last], self._kept_size[first:last]
+            for address, source, size in zip(addresses, sources, sizes, strict=True):
+                ctypes.memmove(address, base + source, size)
+            return
         at = 0
         for number, (start, stop) in zip(numbers, bounds, strict=True):
             piece = data[at : at + stop - start]
             if direct is None:
                 self._keep(number, piece)
-            # A piece that is sent is sent from where it lies now, the target included.
-            current.pack(int(self._pieces[number]), piece)
+            if messages is not None:
+                # A piece that is sent is sent from where it lies now, the target included.
+                messages.pack(int(self._pieces[number]), piece)
             at += stop - start
+
+    def _scratch(self, nbytes: int) -> memoryview:
+        """The buffer of this thread: memory that is used again stays in the cache."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._local.buffer = np.empty(nbytes, dtype=np.uint8).data
+        return buffer[:nbytes]
 
     def _direct_target(self, numbers: range) -> tuple[Target, int] | None:
         """The one target that a piece read alone belongs to as it is, and the byte to write at."""
-        first, last = self._local_ptr[numbers.start], self._local_ptr[numbers.start + 1]
+        first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.start + 1]
         if len(numbers) != 1 or last != first + 1:
             return None
-        request, is_run, source, at, nbytes = self._local[first]
+        _, request, is_run, source, at, nbytes = self._kept[first]
         start, stop = self._bounds[numbers.start]
-        targets = self._targets[request]
+        targets = self._targets.get(request, ())
         is_whole = is_run and source == 0 and nbytes == stop - start
         return (targets[0], at) if is_whole and len(targets) == 1 else None
 
     def _keep(self, number: int, data: memoryview) -> None:
         """Copy what this rank requests of a piece to its targets."""
-        for entry in range(self._local_ptr[number], self._local_ptr[number + 1]):
-            request, is_run, source, at, nbytes = self._local[entry]
+        for entry in range(self._kept_ptr[number], self._kept_ptr[number + 1]):
+            overlap, request, is_run, source, at, nbytes = self._kept[entry]
+            address = self._kept_address[entry]
+            if address >= 0:
+                self._written.append((entry, entry + 1))
+                memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+                memory[:] = data[source : source + nbytes]
+                continue
             targets = self._targets[request]
             if is_run:
                 for target in targets:
                     target.put(at, data[source : source + nbytes])
                 continue
-            overlap = int(self._local_overlap[entry])
-            size = int(self._transfers.plan.overlaps.itemsize[overlap])
-            for copy in self._transfers.strided_copies(int(self._pieces[number]), overlap):
+            size = int(self._plan.overlaps.itemsize[overlap])
+            for copy in self._plan.overlaps.strided_copies(overlap, *self._bounds[number]):
                 values = elements(data, copy.start, copy.shape, size)[copy.source]
                 for target in targets:
                     target.put_strided(copy, values, size)
+
+
+def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> BoxTable:
+    """The boxes of one rank's requests, one row for each of their local tensors, in order."""
+    # As wide as the widest tensor of the checkpoint, so that tables of all ranks fit together.
+    shapes = [info.shape for info in manifest.tensors]
+    num_dims = max(1, max(map(len, shapes), default=1))
+    counts = np.fromiter((len(each.locals) for each in requests), np.int64, len(requests))
+    tensors = np.fromiter((each.tensor for each in requests), np.int64, len(requests))
+    tensor = np.repeat(tensors, counts)
+    offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
+    extent = pad_shapes(shapes, num_dims)[tensor]
+    # Most requests are for whole tensors: only the others need a step of their own.
+    first = (np.cumsum(counts) - counts).tolist()
+    cut = [(row + i, box) for each, row in zip(requests, first, strict=True)
+           for i, box in enumerate(each.boxes or ())]  # fmt: skip
+    if cut:
+        rows = [row for row, _ in cut]
+        offset[rows] = pad_shapes([box.offset for _, box in cut], num_dims, fill=0)
+        extent[rows] = pad_shapes([box.shape for _, box in cut], num_dims)
+    return BoxTable(tensor=tensor, offset=offset, extent=extent)
+
+
+def first_error(reads: Sequence[Future[None]]) -> Exception | None:
+    """Wait for all reads; the error of the first one that failed."""
+    errors = [read.exception() for read in reads]
+    return next((error for error in errors if isinstance(error, Exception)), None)
 
 
 def num_reading_threads(num_local_ranks: int) -> int:
@@ -290,23 +409,3 @@ def num_reading_threads(num_local_ranks: int) -> int:
     # The cores that this process may use, not those of the machine: containers have fewer.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(_MAX_THREADS, cores // max(num_local_ranks, 1)))
-
-
-def _make_targets(
-    requests: Sequence[TensorRequest], numbers: IntArray, manifest: Manifest
-) -> dict[int, list[Target]]:
-    """Number of a requested box -> what to fill with it.
-
-    `numbers` has one entry for each local tensor of the requests, in order; -1 for empty ones.
-    """
-    dtypes = {name: torch_dtype(name) for name in {t.dtype for t in manifest.tensors}}
-    targets: dict[int, list[Target]] = {}
-    number = iter(numbers.tolist())
-    for request in requests:
-        stored = dtypes[manifest.tensors[request.tensor].dtype]
-        for local in request.locals:
-            box = next(number)
-            if box >= 0:
-                target = Target(local, path=request.path, stored=stored)
-                targets.setdefault(box, []).append(target)
-    return targets

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint.save.handshake import refuse_disagreement
 from holdfast.errors import HoldfastError, StorageError
+from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.names import list_steps, step_dir
-from holdfast.format.versions import Records, read_lease, read_records, save_id_of
+from holdfast.format.versions import Records, read_lease, save_id_of
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage
 from holdfast.writer.repair import wait_for_writers
+
+HOST_ID = "HOLDFAST_HOST_ID"
+"""Environment variable: names the host of a process, where the kernel's boot id would be wrong."""
 
 _NUM_TRIES = 8
 """How often to look for a checkpoint that is replaced or removed meanwhile."""
@@ -26,62 +33,70 @@ _FIRST = "load: find"
 Candidate = tuple[int | None, list[int]]
 
 
-LoadProposal = tuple[dict[str, object], Candidate]
-"""The first message of each rank in a load: by name what all ranks must load alike, and of a
-fallback the coordinator's next checkpoint, see `Finder.candidate`."""
+LoadProposal = tuple[dict[str, object], str, Candidate]
+"""The first message of each rank in a load: by name what all ranks must load alike, its host, and
+of a fallback the coordinator's next checkpoint, see `Finder.candidate`."""
 
 
 class Finder:
-    """Finds checkpoints for all ranks: the coordinator looks and broadcasts the result."""
+    """Finds checkpoints for all ranks: the coordinator looks and broadcasts the result.
+
+    Attributes:
+        version: Step and save id of what was found last; None before that.
+    """
 
     def __init__(self, storage: Storage, groups: ProcessGroups, *, settle_s: float) -> None:
         self._storage = storage
         self._groups = groups
         self._settle_s = settle_s
-        self._version: tuple[int, str] | None = None
+        self._is_complete = False
+        self._host = host_id()
+        self.version: tuple[int, str] | None = None
 
     def find(
-        self, step: int | None, leases: ExitStack, settings: Mapping[str, object]
-    ) -> tuple[int, Records]:
-        """The step and its records; all ranks get the same bytes.
+        self, step: int | None, stack: ExitStack, settings: Mapping[str, object]
+    ) -> tuple[int, CheckpointFiles, list[str]]:
+        """Find a checkpoint and open it: all ranks the same version.
 
         Args:
             step: The step to find; None for the newest.
-            leases: Gets a lease on this version, which is not removed until it is closed.
+            stack: Closes the files and gives the lease back that keeps this version from being
+                removed.
             settings: By name, what every rank must load alike.
 
+        Returns:
+            The step; its files, whose index the coordinator has yet to prove; and the host of each
+            rank, by position.
+
         Raises:
-            StorageError: On all ranks, where there is no such checkpoint.
-            CorruptionError: On all ranks, where its records are damaged.
-            PlanError: On all ranks, where their settings differ.
+            StorageError: There is no such checkpoint.
+            CorruptionError: Its records are damaged.
+            PlanError: The settings of the ranks differ.
 
-        Cost: two collectives, of which one carries the records.
+        Cost: one collective and one broadcast of the records.
         """
-        error: Exception | None = None
-        payload = b""
-        opened: Records | None = None
+        control, storage = self._groups.control, self._storage
+        files: CheckpointFiles | None = None
+        data: bytes | None = None
         # One rank looks, so that all load the same step, whatever is saved or removed meanwhile.
-        if self._groups.control.is_coordinator:
-            try:
+        if control.is_coordinator:
+            if not self._is_complete:  # once they are, they stay so
                 self._groups.require_complete()
-                chosen, save_id, opened = self._open(step, leases)
-                payload = msgspec.msgpack.encode((chosen, save_id, opened.manifest, opened.index))
-            except Exception as caught:
-                error = caught
-        proposal = msgspec.msgpack.encode((dict(settings), (None, [])))
-        proposals = self._groups.control.agree(error, phase=_FIRST, payload=proposal)
-        _refuse_other_settings(proposals, self._groups.control.ranks)
-        data = self._groups.control.broadcast(payload or None, phase="load: records")
-        chosen, save_id, manifest, index = msgspec.msgpack.decode(
-            data, type=tuple[int, str, bytes, bytes]
-        )
-        self._version = (chosen, save_id)
-        # The coordinator keeps its decoded manifest.
-        return chosen, opened or Records(manifest=manifest, index=index)
-
-    def forget(self) -> None:
-        """Start a new load: no version has been found."""
-        self._version = None
+                self._is_complete = True
+            chosen, files = self._open(step, stack)
+            save_id = files.manifest.save_id
+            data = msgspec.msgpack.encode((chosen, save_id, files.records))
+        proposal = msgspec.msgpack.encode((dict(settings), self._host, (None, [])))
+        answers, data = control.gather_and_broadcast(proposal, data, phase=_FIRST)
+        proposals = _read_proposals(answers, control.ranks)
+        if files is None:
+            chosen, save_id, records = msgspec.msgpack.decode(data, type=tuple[int, str, Records])
+        # Before a rank may fail: all of them know by it whether to compare versions then.
+        self.version = (chosen, save_id)
+        if files is None:
+            files = CheckpointFiles.from_records(storage, step_dir(chosen), records=records)
+            stack.callback(files.close)
+        return chosen, files, [host for _, host, _ in proposals]
 
     def was_replaced(self) -> bool:
         """Whether the version found last has been replaced since.
@@ -91,9 +106,9 @@ class Finder:
 
         Cost: one collective if a version had been found.
         """
-        if self._version is None:
+        if self.version is None:
             return False
-        step, save_id = self._version
+        step, save_id = self.version
         report = b""
         if self._groups.control.is_coordinator:
             try:
@@ -123,29 +138,24 @@ class Finder:
 
         Cost: one collective.
         """
-        error: Exception | None = None
         candidate: Candidate = (None, [])
         control = self._groups.control
         if control.is_coordinator:
-            try:
-                # The first time, as any load: an empty directory is an error of its own.
-                if not failed:
-                    self._choose(None)
-                steps = list_steps(self._storage)
-                present = [step for step in failed if step in steps]
-                left = [step for step in steps if step not in failed]
-                too_many = max_fallbacks is not None and len(present) > max_fallbacks
-                candidate = (None if too_many else max(left, default=None), present)
-            except Exception as caught:
-                error = caught
-        proposal = msgspec.msgpack.encode((dict(settings), candidate))
-        proposals = control.agree(error, phase=_FIRST, payload=proposal)
-        _refuse_other_settings(proposals, control.ranks)
-        of_coordinator: LoadProposal = msgspec.msgpack.decode(proposals[0], type=LoadProposal)
-        return of_coordinator[1]
+            # The first time, as any load: an empty directory is an error of its own.
+            if not failed:
+                self._choose(None)
+            steps = list_steps(self._storage)
+            present = [step for step in failed if step in steps]
+            left = [step for step in steps if step not in failed]
+            too_many = max_fallbacks is not None and len(present) > max_fallbacks
+            candidate = (None if too_many else max(left, default=None), present)
+        proposal = msgspec.msgpack.encode((dict(settings), self._host, candidate))
+        # The same call as in `find`, so that ranks with and without fallbacks meet here.
+        answers, _ = control.gather_and_broadcast(proposal, None, phase=_FIRST)
+        return _read_proposals(answers, control.ranks)[0][2]
 
-    def _open(self, step: int | None, leases: ExitStack) -> tuple[int, str, Records]:
-        """Choose a step, take a lease on it, and read its records, both of one version.
+    def _open(self, step: int | None, leases: ExitStack) -> tuple[int, CheckpointFiles]:
+        """Choose a step, take a lease on it, and open it.
 
         Where retention removes it in between, there is a newer one: look again.
         """
@@ -156,42 +166,67 @@ class Finder:
                 try:
                     # The lease first, so that what is read cannot be removed.
                     lease = stack.enter_context(read_lease(self._storage, directory))
-                    records = read_records(self._storage, directory)
+                    files = CheckpointFiles.open(self._storage, directory, prove=False)
                 except StorageError:
                     # Still there: then it is unreadable, and was not removed.
                     if not left or save_id_of(self._storage, directory) is not None:
                         raise
                     continue
-                save_id = records.decoded.save_id if records.decoded is not None else ""
-                lease.set_version(save_id)
+                stack.callback(files.close)
+                lease.set_version(files.manifest.save_id)
                 leases.push(stack.pop_all())
-                return chosen, save_id, records
+                return chosen, files
         raise StorageError(f"{self._storage.describe('')}: no checkpoint there stays long enough")
 
     def _choose(self, step: int | None) -> int:
-        where = self._storage.describe("")
-        if not self._storage.is_dir(""):
-            raise StorageError(f"{where} is not a directory: there is no checkpoint to load")
+        """The step to load, None for the newest; StorageError where there is none."""
+        storage = self._storage
         # Once per run: what a crashed writer left may be a checkpoint to finish.
-        if self._settle_s > 0:
-            wait_for_writers(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
+        if self._settle_s > 0 and storage.is_dir(""):
+            wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
             self._settle_s = 0.0
-        steps = list_steps(self._storage)
+        try:
+            steps = list_steps(storage)
+        except StorageError:
+            if storage.is_dir(""):
+                raise
+            where = storage.describe("")
+            raise StorageError(
+                f"{where} is not a directory: there is no checkpoint to load"
+            ) from None
+        if steps and (step is None or step in steps):
+            return steps[-1] if step is None else step
+        where = storage.describe("")
         if step is None:
-            if not steps:
-                raise StorageError(
-                    f"{where} holds no committed checkpoint (no iter_… directory with a manifest)"
-                )
-            return steps[-1]
-        if step not in steps:
-            have = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
-            raise StorageError(f"{where} has no committed checkpoint of step {step}; it has {have}")
-        return step
+            raise StorageError(
+                f"{where} holds no committed checkpoint (no iter_… directory with a manifest)"
+            )
+        have = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
+        raise StorageError(f"{where} has no committed checkpoint of step {step}; it has {have}")
 
 
-def _refuse_other_settings(proposals: Sequence[bytes], ranks: Sequence[int]) -> None:
-    """PlanError where the ranks are to load different things."""
-    settings = [msgspec.msgpack.decode(data, type=LoadProposal)[0] for data in proposals]
-    for name in settings[0]:
-        values = [each.get(name) for each in settings]
-        refuse_disagreement(name, ranks, values, operation="load")
+def host_id() -> str:
+    """What distinguishes the machine of this process, whose page cache it shares, from others.
+
+    Containers of one machine have names of their own, but the kernel's boot id in common.
+    """
+    given = os.environ.get(HOST_ID)
+    if given:
+        return given
+    for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
+        with suppress(OSError):
+            number = Path(path).read_text().strip()
+            return number if "boot_id" in path else f"{socket.gethostname()} {number}"
+    return socket.gethostname()
+
+
+def _read_proposals(answers: Sequence[bytes], ranks: Sequence[int]) -> list[LoadProposal]:
+    """The proposals of all ranks; PlanError where they are to load different things."""
+    proposals = [msgspec.msgpack.decode(data, type=LoadProposal) for data in answers]
+    settings = proposals[0][0]
+    if any(each != settings for each, _, _ in proposals):
+        for name in settings:
+            values = [each.get(name) for each, _, _ in proposals]
+            if len(set(values)) > 1:
+                raise disagreement("load", name, values, ranks=ranks)
+    return proposals

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint.load.executor import LoadExecutor
+from holdfast.checkpoint.load.executor import LoadExecutor, num_reading_threads
 from holdfast.checkpoint.load.finding import Finder
 from holdfast.checkpoint.load.requests import (
     MAX_NAMED,
@@ -28,7 +27,6 @@ from holdfast.checkpoint.load.requests import (
 from holdfast.checkpoint.load.targets import shared_memory, without_ties
 from holdfast.checkpoint.options import LoadOptions
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport
-from holdfast.checkpoint.save.handshake import collector_paused
 from holdfast.errors import (
     ConfigError,
     CorruptionError,
@@ -36,16 +34,17 @@ from holdfast.errors import (
     MismatchError,
     StorageError,
 )
+from holdfast.format.checkpoint_files import CheckpointFiles
+from holdfast.format.index import validate_index
 from holdfast.format.names import step_dir
-from holdfast.format.reader import Snapshot
 from holdfast.format.values import Codecs
-from holdfast.format.versions import Records
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
+from holdfast.state.flatten import collector_paused
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
-from holdfast.state.match.result import MatchResult
-from holdfast.state.match.stored import StoredPart
+from holdfast.state.match.nodes import StoredPart
+from holdfast.state.match.result import LocalMemory, MatchResult
 from holdfast.state.parts import TreePart, check_part_name, is_closed, is_last, part_of
 from holdfast.storage import Storage
 
@@ -63,18 +62,15 @@ class Loader:
         self._codecs = codecs
         self._finder = Finder(storage, groups, settle_s=settle_s)
 
-    def load(
-        self, state: Mapping[str, object] | None, *, step: int | None, options: LoadOptions
-    ) -> LoadReport:
+    def load(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
-        _check_arguments(state, step, options)
-        self._finder.forget()
+        self._finder.version = None
         # A load makes many objects that stay: each pass of the garbage collector would visit them.
         with collector_paused():
-            if options.max_fallbacks == 0:
-                with ExitStack() as leases:
-                    return self._load(state, step, options, leases, set())
-            return self._load_newest_good(state, options)
+            if options.max_fallbacks != 0:
+                return self._load_newest_good(state, options)
+            with ExitStack() as stack:
+                return self._load(state, options.step, options, stack, set())
 
     def was_replaced(self, error: BaseException) -> bool:
         """After a failure of all ranks: whether the checkpoint has been replaced meanwhile.
@@ -99,14 +95,14 @@ class Loader:
         first: HoldfastError | None = None
 
         def attempt(step: int) -> LoadReport:
-            with ExitStack() as leases:
-                return self._load(state, step, options, leases, written)
+            with ExitStack() as stack:
+                return self._load(state, step, options, stack, written)
 
         # Bounded, because another process may write checkpoints all the time.
         for _ in range(_MAX_CANDIDATES):
             failed_steps = [each.step for each in failed]
             step, present = self._finder.candidate(
-                failed_steps, options.max_fallbacks, _settings(None, options)
+                failed_steps, options.max_fallbacks, _settings(options)
             )
             failed = [each for each in failed if each.step in present]
             if step is None:
@@ -140,72 +136,120 @@ class Loader:
         state: Mapping[str, object] | None,
         step: int | None,
         options: LoadOptions,
-        leases: ExitStack,
+        stack: ExitStack,
         written: set[str],
     ) -> LoadReport:
         """Load one checkpoint.
 
+        What fails on one rank, at any line, is raised on all by the guard around this.
+
         Args:
             state: What to load into; None for all that is stored.
             step: None for the newest.
-            leases: Gets the lease that keeps retention from removing the checkpoint.
+            options: Of the load.
+            stack: Closes the checkpoint, and gives back the lease that keeps retention from
+                removing it.
             written: Paths of the caller's targets that damaged checkpoints wrote to on this rank;
                 this one's are added if it is damaged.
         """
         start = time.perf_counter()
-        chosen, records = self._finder.find(step, leases, _settings(step, options))
-        directory = step_dir(chosen)
-        matched: tuple[Snapshot, Matcher, list[PartRequest]] | None = None
-        payload = b""
-        error: Exception | None = None
-        try:
-            snapshot = self._open(directory, records)
-            if state is None:
-                state = dict.fromkeys(snapshot.manifest.parts, Stored(all_ranks=True))
-            matcher, parts = self._match(snapshot, state, options)
-            matched = snapshot, matcher, parts
-            raise_mismatch(matcher.result, snapshot)
-            _refuse_left_over(written, matcher.result, chosen)
-            payload = encode_request(snapshot, parts, matcher.result, self._codecs)
-        except Exception as caught:
-            error = caught
-        payloads = self._groups.control.agree(error, phase="load: match", payload=payload)
-        if matched is None or state is None:
-            raise MismatchError(f"{directory}: nothing could be matched")
-        snapshot, matcher, parts = matched
-        with snapshot:
-            requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
-            unexpected = find_unexpected(
-                snapshot.manifest.parts, requests, self._codecs, ignore=options.ignore_unexpected
-            )
-            dropped = self._check_coordinates(snapshot, requests, options)
-            executor, job = self._fill(snapshot, requests, matcher.result, options, written)
-            values = self._restore(matcher, parts)
-            warn_of_kept(matcher.result, self._groups.rank)
-            return make_report(
-                snapshot,
-                matcher.result,
-                executor,
-                step=chosen,
-                path=self._storage.describe(directory),
-                unexpected=tuple(unexpected),
-                dropped=(*dropped, *matcher.result.dropped),
-                not_requested=_not_requested(snapshot, state, parts),
-                values=values,
-                job=job,
-                seconds=time.perf_counter() - start,
-            )
+        control = self._groups.control
+        chosen, files, hosts = self._finder.find(step, stack, _settings(options))
+        if control.is_coordinator:
+            # One rank proves the chunk table for all, while the others match.
+            validate_index(files.index, files.manifest)
+        if state is None:
+            state = dict.fromkeys(files.manifest.parts, Stored(all_ranks=True))
+        matcher, parts, memory = self._match(files, state, options)
+        result = matcher.result
+        raise_mismatch(result, chosen)
+        _refuse_left_over(written, result, chosen)
+        executor, unexpected, dropped = self._agree_on_reads(
+            files, hosts, result, memory, parts, options
+        )
+        job = self._fill(executor, files, result, written)
+        values = self._restore(matcher, parts)
+        warn_of_kept(result, control.rank)
+        return LoadReport(
+            step=chosen,
+            path=self._storage.describe(step_dir(chosen)),
+            loaded=tuple(entry.path for entry in result.tensors),
+            missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
+            fresh=tuple(result.fresh),
+            unexpected=tuple(unexpected),
+            cast=tuple(result.cast),
+            kept=tuple(result.kept),
+            dropped=(*dropped, *result.dropped),
+            not_requested=_not_requested(files, state, parts),
+            values=values,
+            metadata=files.manifest.metadata,
+            nbytes_needed=executor.nbytes_needed,
+            nbytes_read=files.stats.nbytes_read,
+            nbytes_received=executor.nbytes_received,
+            num_opens=files.stats.opens,
+            job=job,
+            replaced=tuple(files.stats.fallbacks),
+            seconds=time.perf_counter() - start,
+        )
 
-    def _open(self, directory: str, records: Records) -> Snapshot:
-        # One rank proves the chunk table for all: that takes a second for a million rows.
-        is_proven = not self._groups.control.is_coordinator
-        return Snapshot.from_records(self._storage, directory, records=records, proven=is_proven)
+    def _agree_on_reads(
+        self,
+        files: CheckpointFiles,
+        hosts: Sequence[str],
+        result: MatchResult,
+        memory: LocalMemory,
+        parts: Sequence[PartRequest],
+        options: LoadOptions,
+    ) -> tuple[LoadExecutor, list[str], list[str]]:
+        """Plan the reads, and check the requests of all ranks.
+
+        Returns:
+            The reads; what no rank requests; and what no rank takes of the values per coordinate.
+        """
+        control = self._groups.control
+        num_threads = num_reading_threads(hosts.count(hosts[control.index]))
+        executor = LoadExecutor(
+            files,
+            control,
+            result.tensors,
+            memory=memory,
+            verify=options.verify,
+            num_threads=num_threads,
+        )
+        # Ranks of one host share its page cache: none needs to know what the others request.
+        has_other_hosts = len(set(hosts)) > 1
+        is_shared = control.size > 1 and (options.exchange is True or has_other_hosts)
+        is_shared = is_shared and options.exchange is not False
+        if not is_shared:
+            executor.plan()
+        payload = encode_request(
+            parts, result, self._codecs, boxes=executor.boxes if is_shared else None
+        )
+        payloads = control.agree(None, phase="load: match", payload=payload)
+        requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
+        stored = files.manifest.parts
+        unexpected = find_unexpected(
+            stored, requests, self._codecs, ignore=options.ignore_unexpected
+        )
+        checks = [request.checks for request in requests]
+        check_consistency(control.ranks, checks, warn=control.is_coordinator)
+        taken = [labels for request in requests for labels in request.taken]
+        dropped = find_dropped(stored, taken, allow=options.allow_dropped)
+        if is_shared:
+            # Ranks that request the same boxes send equal bytes, which are decoded once.
+            tables = {data: decode_boxes(data) for data in {each.boxes for each in requests}}
+            executor.plan(
+                [tables[each.boxes] for each in requests],
+                hosts=hosts if options.exchange == "auto" else None,
+            )
+        return executor, unexpected, dropped
 
     def _match(
-        self, snapshot: Snapshot, state: Mapping[str, object], options: LoadOptions
-    ) -> tuple[Matcher, list[PartRequest]]:
+        self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions
+    ) -> tuple[Matcher, list[PartRequest], LocalMemory]:
         """Match the state with what is stored; no target is written."""
-        tensors = {info.key: (info.dtype, tuple(info.shape)) for info in snapshot.manifest.tensors}
+        entries = {name: _unwrap(each, name, self._groups.layout) for name, each in state.items()}
+        tensors = {info.key: (info.dtype, tuple(info.shape)) for info in files.manifest.tensors}
         matcher = Matcher(
             tensors=tensors,
             layout=self._groups.layout,
@@ -215,84 +259,53 @@ class Loader:
             cast=options.cast,
         )
         parts: list[PartRequest] = []
-        stored = StoredPart(snapshot.manifest.parts, tensors)
-        for name, value in state.items():
-            check_part_name(name)
-            layout, source, value = _unwrap(value, name, self._groups.layout)
-            scope = name if source is not None else ""
-            matcher.move_to(layout, scope=scope)
-            part = part_of(name, value)
+        stored = StoredPart(files.manifest.parts, tensors)
+        for name, (layout, source, value) in entries.items():
             # A part may be stored as None: then it is there, and has nothing.
-            node = stored.part_or_below(name if source is None else source)
+            node = stored.part_or_below(source or name)
             if node is None and not stored.has_part_or_below(source or name):
                 result = matcher.result
                 paths = result.allowed if matcher.may_miss(name) else result.missing
                 paths.append(name if source is None else f"{name} (from {source})")
                 continue
+            part = part_of(name, value)
             try:
                 template = part.template(StoredPart(node, tensors, name))
             except Exception as error:
                 if not isinstance(error, HoldfastError):
                     error.add_note(f"state part '{name}'")
                 raise
-            matcher.match_part(template, node, name, closed=is_closed(part))
-            parts.append(
-                PartRequest(
-                    name=name,
-                    source=source or name,
-                    scope=scope,
-                    part=part,
-                    template=template,
-                    node=node,
-                    layout=layout,
-                )
+            request = PartRequest(
+                name=name,
+                source=source or name,
+                scope=name if source is not None else "",
+                layout=layout,
+                part=part,
+                is_closed=is_closed(part),
+                node=node,
+                template=template,
             )
+            matcher.move_to(layout, scope=request.scope, closed=request.is_closed)
+            matcher.match(template, node, name)
+            parts.append(request)
         # The caller's memory, before anything is written to it.
         result = matcher.result
-        result.tensors = without_ties(result.tensors)
-        result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
-        return matcher, parts
-
-    def _check_coordinates(
-        self, snapshot: Snapshot, requests: Sequence[LoadRequest], options: LoadOptions
-    ) -> list[str]:
-        """What no rank takes of the values per coordinate; an error where that is not allowed."""
-        control = self._groups.control
-        checks = [request.checks for request in requests]
-        check_consistency(control.ranks, checks, warn=control.is_coordinator)
-        taken = [labels for request in requests for labels in request.taken]
-        return find_dropped(snapshot.manifest.parts, taken, allow=options.allow_dropped)
+        memory = LocalMemory(result.tensors)
+        # Nearly every state is contiguous host tensors, each with memory of its own.
+        if result.cleared or not memory.is_disjoint():
+            result.tensors = without_ties(result.tensors)
+            result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
+            memory = LocalMemory(result.tensors)
+        return matcher, parts, memory
 
     def _fill(
         self,
-        snapshot: Snapshot,
-        requests: Sequence[LoadRequest],
+        executor: LoadExecutor,
+        files: CheckpointFiles,
         result: MatchResult,
-        options: LoadOptions,
         written: set[str],
-    ) -> tuple[LoadExecutor, JobReading]:
+    ) -> JobReading:
         """Fill every target; if one rank meets damage, all ranks raise."""
-        control = self._groups.control
-        executor: LoadExecutor | None = None
-        error: Exception | None = None
-        try:
-            # Ranks that request the same boxes send equal bytes, which are decoded once.
-            tables = {data: decode_boxes(data) for data in {each.boxes for each in requests}}
-            executor = LoadExecutor(
-                snapshot,
-                control,
-                result.tensors,
-                boxes=[tables[each.boxes] for each in requests],
-                hosts=[each.host for each in requests],
-                verify=options.verify,
-                exchange=options.exchange,
-            )
-        except Exception as caught:
-            error = caught
-        # Nothing is sent before all ranks have a plan: a rank without one could not receive.
-        control.agree(error, phase="load: plan")
-        if executor is None:
-            raise CorruptionError("the load could not be planned")
         try:
             job = executor.run()
         except HoldfastError as caught:
@@ -305,14 +318,14 @@ class Loader:
                 f"{shorten_list(touched) or 'none'}; load again from a good checkpoint before "
                 f"using them"
             ) from caught
-        if snapshot.stats.fallbacks:
+        if files.stats.fallbacks:
             logging.getLogger("holdfast").warning(
                 "rank %s: %s damaged or missing copies were replaced by good ones: %s",
                 self._groups.rank,
-                len(snapshot.stats.fallbacks),
-                "; ".join(snapshot.stats.fallbacks[:MAX_NAMED]),
+                len(files.stats.fallbacks),
+                "; ".join(files.stats.fallbacks[:MAX_NAMED]),
             )
-        return executor, job
+        return job
 
     def _restore(self, matcher: Matcher, parts: Sequence[PartRequest]) -> dict[str, object]:
         """Restore the parts from the loaded trees, after every byte on every rank was good.
@@ -323,9 +336,8 @@ class Loader:
         # All trees first: what cannot be built fails before any part has changed.
         trees: list[object] = []
         for each in parts:
-            matcher.move_to(each.layout, scope=each.scope)
-            closed = is_closed(each.part)
-            trees.append(matcher.build(each.template, each.node, each.name, closed=closed))
+            matcher.move_to(each.layout, scope=each.scope, closed=each.is_closed)
+            trees.append(matcher.build(each.template, each.node, each.name))
         # Random streams last: other parts may draw from them while they are restored.
         built = zip(parts, trees, strict=True)
         for each, tree in sorted(built, key=lambda pair: is_last(pair[0].part)):
@@ -351,7 +363,12 @@ def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None
 
 
 def _unwrap(value: object, name: str, layout: Layout) -> tuple[Layout, str | None, object]:
-    """A state's entry without its markers: its layout, the path if one is given, itself."""
+    """A state's entry without its markers: its layout, the path if one is given, itself.
+
+    Raises:
+        ConfigError: The name can be no part's, or markers contradict each other.
+    """
+    check_part_name(name)
     source: str | None = None
     while isinstance(value, OnLayout | FromPart):
         if isinstance(value, OnLayout):
@@ -364,50 +381,24 @@ def _unwrap(value: object, name: str, layout: Layout) -> tuple[Layout, str | Non
 
 
 def _not_requested(
-    snapshot: Snapshot, state: Mapping[str, object], requests: Sequence[PartRequest]
+    files: CheckpointFiles, state: Mapping[str, object], requests: Sequence[PartRequest]
 ) -> tuple[str, ...]:
     """Parts of the checkpoint of which the state requests nothing."""
-    parts = snapshot.manifest.parts
+    parts = files.manifest.parts
+    sources = {request.source for request in requests}
     stored = StoredPart(parts, {})
-    requested = set(state) | {stored.name_in(request.source) for request in requests}
+    requested = {each if each in parts else stored.name_in(each) for each in sources} | set(state)
     return tuple(sorted(set(parts) - requested))
 
 
-def _settings(step: int | None, options: LoadOptions) -> dict[str, object]:
+def _settings(options: LoadOptions) -> dict[str, object]:
     """What all ranks must request alike."""
     return {
-        "step": step,
+        "step": options.step,
         "verify": options.verify,
         "exchange": options.exchange,
         "max_fallbacks": options.max_fallbacks,
     }
-
-
-def _check_arguments(state: object, step: int | None, options: LoadOptions) -> None:
-    """ConfigError for a state or a step of a wrong type."""
-    if state is not None and not isinstance(state, Mapping):
-        raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
-    options.check_step(step)
-
-
-def make_report(
-    snapshot: Snapshot, result: MatchResult, executor: LoadExecutor, **fields: Any
-) -> LoadReport:
-    """The report of a load; `fields` are those that only the caller knows."""
-    return LoadReport(
-        loaded=tuple(entry.path for entry in result.tensors),
-        missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
-        fresh=tuple(result.fresh),
-        cast=tuple(result.cast),
-        kept=tuple(result.kept),
-        metadata=snapshot.manifest.metadata,
-        nbytes_needed=executor.nbytes_needed,
-        nbytes_read=snapshot.stats.nbytes_read,
-        nbytes_received=executor.nbytes_received,
-        num_opens=snapshot.stats.opens,
-        replaced=tuple(snapshot.stats.fallbacks),
-        **fields,
-    )
 
 
 def warn_of_kept(result: MatchResult, rank: int) -> None:
@@ -426,7 +417,7 @@ def describe_fallbacks(failed: Sequence[FellBack]) -> str:
     return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
 
 
-def raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
+def raise_mismatch(result: MatchResult, step: int) -> None:
     """Raise MismatchError with everything that does not fit and what to do; nothing if all fits."""
     sentences = []
     if result.missing:
@@ -449,7 +440,7 @@ def raise_mismatch(result: MatchResult, snapshot: Snapshot) -> None:
             f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
         )
     if sentences:
-        raise MismatchError(f"step {snapshot.manifest.step}: " + "; ".join(sentences))
+        raise MismatchError(f"step {step}: " + "; ".join(sentences))
 
 
 def _patterns(unagreed: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ Every rank checks the same messages in the same way, so all of them raise or non
 from __future__ import annotations
 
 import logging
-import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +14,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast.arrays.box_table import (
-    BoxTable,
-    concatenate,
-    enumerate_ranges,
-    pad_shapes,
-    unique_boxes,
-)
+from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
-from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.errors import CorruptionError, MismatchError
-from holdfast.format.manifest import Manifest
-from holdfast.format.reader import Snapshot
 from holdfast.format.values import Codecs, Node
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.coordinates import ConsistencyCheck, matches
-from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
-from holdfast.state.match.stored import StoredPart, leaf_paths
-from holdfast.state.parts import Part, is_closed
+from holdfast.state.match.nodes import StoredPart, leaf_paths
+from holdfast.state.match.result import MatchResult, PerRankUse
+from holdfast.state.parts import Part
 
 MAX_NAMED = 10
 """How many names a message lists."""
@@ -65,19 +55,21 @@ class PartRequest:
         name: Its name in the state.
         source: Where it is stored: its name, or the path of a `FromPart`.
         scope: See `Matcher.move_to`.
-        part: How to load it.
-        template: Its tree with targets in place of tensors.
-        node: The stored tree.
         layout: The layout it lives on.
+        part: How to load it.
+        is_closed: Whether stored entries that it does not request are unexpected.
+        node: The stored tree.
+        template: Its tree with targets in place of tensors.
     """
 
     name: str
     source: str
     scope: str
-    part: Part
-    template: object
-    node: Any
     layout: Layout
+    part: Part
+    is_closed: bool
+    node: Any
+    template: object
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -86,80 +78,15 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     Args:
         used: By stored part (or path of one's branch, see `FromPart`) a bit for each stored entry,
             1 where the rank requests it; None for a part of which it loads everything.
-        boxes: See `encode_boxes`.
-        host: The machine it runs on.
+        boxes: See `encode_boxes`; empty where nothing is exchanged.
         taken: What it takes of values per coordinate.
         checks: What has to be equal on several ranks after the load.
     """
 
     used: dict[str, bytes | None]
     boxes: bytes
-    host: str
     taken: list[TakenLabels] = []
     checks: list[ConsistencyCheck] = []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReadRequests:
-    """The boxes that all ranks request, each once.
-
-    Args:
-        boxes: (n) distinct boxes, none empty, of at least one dim.
-        rank_ptr: (n + 1,) box i is requested by `rank[rank_ptr[i]:rank_ptr[i + 1]]`.
-        rank: Positions of ranks, ascending for each box.
-    """
-
-    boxes: BoxTable
-    rank_ptr: IntArray
-    rank: IntArray
-
-
-def gather_requests(tables: Sequence[BoxTable]) -> tuple[ReadRequests, list[IntArray]]:
-    """The boxes of all ranks, each once; and for each rank the number of each of its boxes.
-
-    Empty boxes have number -1 and are requested by no rank. Example, box numbers in brackets:
-
-        rank    its boxes                   numbers
-        0       a [0], b [1]                0, 1
-        1       b [1], empty                1, -1
-        2       b [1], a [0], a [0]         1, 0, 0
-
-    So `rank_ptr` is 0, 2, 5 and `rank` is 0, 2, 0, 1, 2.
-    """
-    sizes = np.array([len(table) for table in tables], dtype=np.int64)
-    rank, _ = enumerate_ranges(sizes)
-    everything = concatenate(tables)
-    is_filled: BoolArray = np.all(everything.extent > 0, axis=1)
-    boxes, number = unique_boxes(everything.take(is_filled))
-    numbers = np.full(len(everything), -1, dtype=np.int64)
-    numbers[is_filled] = number
-    # (box, rank) as one number, so that one sort removes repetitions and groups by box.
-    num_ranks = max(len(tables), 1)
-    pairs = np.unique(number * num_ranks + rank[is_filled])
-    pointers = np.searchsorted(pairs // num_ranks, np.arange(len(boxes) + 1))
-    requests = ReadRequests(boxes=boxes, rank_ptr=pointers, rank=pairs % num_ranks)
-    return requests, np.split(numbers, np.cumsum(sizes)[:-1])
-
-
-def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> BoxTable:
-    """The boxes of one rank's requests, one row for each of their local tensors, in order."""
-    # As wide as the widest tensor of the checkpoint, so that tables of all ranks fit together.
-    shapes = [info.shape for info in manifest.tensors]
-    num_dims = max(1, max(map(len, shapes), default=1))
-    counts = np.fromiter((len(each.locals) for each in requests), np.int64, len(requests))
-    tensors = np.fromiter((each.tensor for each in requests), np.int64, len(requests))
-    tensor = np.repeat(tensors, counts)
-    offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
-    extent = pad_shapes(shapes, num_dims)[tensor]
-    # Most requests are for whole tensors: only the others need a step of their own.
-    first = (np.cumsum(counts) - counts).tolist()
-    cut = [(row + i, box) for each, row in zip(requests, first, strict=True)
-           for i, box in enumerate(each.boxes or ())]  # fmt: skip
-    if cut:
-        rows = [row for row, _ in cut]
-        offset[rows] = pad_shapes([box.offset for _, box in cut], num_dims, fill=0)
-        extent[rows] = pad_shapes([box.shape for _, box in cut], num_dims)
-    return BoxTable(tensor=tensor, offset=offset, extent=extent)
 
 
 def encode_boxes(boxes: BoxTable) -> bytes:
@@ -176,14 +103,21 @@ def decode_boxes(data: bytes) -> BoxTable:
 
 
 def encode_request(
-    snapshot: Snapshot, parts: Sequence[PartRequest], result: MatchResult, codecs: Codecs
+    parts: Sequence[PartRequest], result: MatchResult, codecs: Codecs, *, boxes: BoxTable | None
 ) -> bytes:
-    """What this rank requests, as a message: see `LoadRequest`."""
+    """What this rank requests, as a message: see `LoadRequest`.
+
+    Args:
+        parts: The parts of its state.
+        result: How they match.
+        codecs: The user's types.
+        boxes: The boxes that it requests; None where no other rank needs to know them.
+    """
     used: dict[str, bytes | None] = {}
     by_source: dict[str, list[np.ndarray]] = {}
     for each in parts:
         # Only closed parts have unexpected entries: others are given everything that is stored.
-        if is_closed(each.part):
+        if each.is_closed:
             paths = leaf_paths(each.node, each.name, codecs)
             touched = map(result.touched.__contains__, paths)
             bits = np.fromiter(touched, dtype=np.bool_, count=len(paths))
@@ -194,13 +128,11 @@ def encode_request(
     for source, columns in by_source.items():
         packed = np.packbits(np.logical_or.reduce(columns)).tobytes()
         used.setdefault(source, zlib.compress(packed, 1))
-    nodes = {each.name: each.node for each in parts}
     return msgspec.msgpack.encode(
         LoadRequest(
             used=used,
-            boxes=encode_boxes(requested_boxes(result.tensors, snapshot.manifest)),
-            host=socket.gethostname(),
-            taken=taken_of(result.per_rank_uses, nodes),
+            boxes=b"" if boxes is None else encode_boxes(boxes),
+            taken=taken_of(result.per_rank_uses, {each.name: each.node for each in parts}),
             checks=result.checks,
         )
     )

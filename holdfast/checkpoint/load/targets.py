@@ -7,6 +7,7 @@ filled once.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ import torch
 
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import AnyArray, IntArray
-from holdfast.checkpoint.save.staging import tensor_bytes
 from holdfast.format.byte_ranges import StridedCopy, elements
 from holdfast.state.match.result import TensorRequest
+from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
 
 _MAX_RUNS = 1 << 22
 """Up to so many contiguous runs of strided targets are compared one by one, beyond it by a map."""
@@ -34,30 +35,30 @@ class Target:
     Args:
         tensor: What to fill.
         path: Its path in the state, for messages.
-        stored: The dtype in the checkpoint.
+        stored: Name of the dtype in the checkpoint.
 
     Cost: a host buffer of the box's stored bytes where it cannot be written in place.
     """
 
     __slots__ = ("_left", "_lock", "_stored", "_tensor", "_view", "is_direct", "is_touched", "path")
 
-    def __init__(self, tensor: torch.Tensor, *, path: str, stored: torch.dtype) -> None:
+    def __init__(self, tensor: torch.Tensor, *, path: str, stored: str) -> None:
         self.path = path
         self.is_touched = False
         self._tensor = tensor
-        self._stored = stored
         self._view: memoryview | None = None
         self._left = 0
         self.is_direct = (
             tensor.is_cpu
-            and tensor.dtype == stored
+            and TORCH_TO_NAME.get(tensor.dtype) == stored
             and tensor.is_contiguous()
             and not tensor.is_conj()
             and not tensor.is_neg()
         )
         # Direct targets need no count of what is left: a load has many, and each lock costs.
         if not self.is_direct:
-            self._left = tensor.numel() * stored.itemsize
+            self._stored = torch_dtype(stored)
+            self._left = tensor.numel() * self._stored.itemsize
             self._lock = threading.Lock()
 
     def region(self, start: int, stop: int) -> memoryview:
@@ -97,7 +98,9 @@ class Target:
     def _open(self) -> memoryview:
         if self.is_direct:
             # Two threads may do this at once: both views are of the same memory.
-            self._view = tensor_bytes(self._tensor)
+            nbytes = self._tensor.numel() * self._tensor.element_size()
+            memory = (ctypes.c_char * nbytes).from_address(self._tensor.data_ptr())
+            self._view = memoryview(memory).cast("B")
             return self._view
         with self._lock:
             if self._view is None:
@@ -112,6 +115,28 @@ class Target:
         host = torch.frombuffer(self._view, dtype=self._stored).view(self._tensor.shape)
         self._tensor.copy_(host)
         self._view = None
+
+
+def make_targets(
+    requests: Sequence[TensorRequest], numbers: Sequence[int], stored: Sequence[str]
+) -> dict[int, list[Target]]:
+    """What to fill with each requested box, by its number.
+
+    Args:
+        requests: Of this rank.
+        numbers: Of the box of each local tensor of the requests, in order; -1 for those that need
+            no target.
+        stored: Dtype name of each tensor of the checkpoint.
+    """
+    targets: dict[int, list[Target]] = {}
+    number = iter(numbers)
+    for request in requests:
+        for local in request.locals:
+            box = next(number)
+            if box >= 0:
+                target = Target(local, path=request.path, stored=stored[request.tensor])
+                targets.setdefault(box, []).append(target)
+    return targets
 
 
 _Owned = tuple[int, torch.Tensor]

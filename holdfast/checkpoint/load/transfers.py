@@ -1,4 +1,4 @@
-"""What one rank of a load keeps, sends and receives of the pieces read, and the messages for it."""
+"""What one rank of a load sends and receives of the pieces read, and the messages for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.types import BoolArray, IntArray
-from holdfast.checkpoint.load.assign_readers import ReadPlan
+from holdfast.checkpoint.load.read_plan import ReadPlan
 from holdfast.checkpoint.load.targets import Target
 from holdfast.format.byte_ranges import StridedCopy, elements, sums_before
 
@@ -36,7 +36,7 @@ class Transfers:
         source: (n,) byte of the piece where a run begins.
         target: (n,) byte of the box where it goes.
         nbytes: (n,) bytes, of runs and of others.
-        peer: (n,) position of the other rank; 0 for what a rank keeps.
+        peer: (n,) position of the other rank.
         at: (n,) byte of the packed message between the two, for all but large ones.
         is_large: (n,) whether it is a message of its own; these follow the packed one, in order.
     """
@@ -70,20 +70,18 @@ class Transfers:
 
 
 class RankTransfers:
-    """The transfers of one rank.
+    """What one rank sends and receives.
 
     Each rank works out the messages of both sides from the plan: so sender and receiver agree on
     every byte without exchanging tables. Example, three ranks, a box requested by ranks 0 and 1
     whose two pieces are read by ranks 0 and 1, and a box of rank 2 alone:
 
-        rank    reads      keeps      sends            receives
-        0       piece 0    piece 0    piece 0 to 1     piece 1 from 1
-        1       piece 1    piece 1    piece 1 to 0     piece 0 from 0
-        2       piece 2    piece 2    nothing          nothing
+        rank    reads      sends            receives
+        0       piece 0    piece 0 to 1     piece 1 from 1
+        1       piece 1    piece 1 to 0     piece 0 from 0
+        2       piece 2    nothing          nothing
 
     Attributes:
-        pieces: Numbers of the pieces it reads.
-        local: What those hold of its own boxes.
         outgoing: What it sends, sorted by round, peer, piece, overlap.
         incoming: What it receives, sorted alike.
     """
@@ -91,24 +89,18 @@ class RankTransfers:
     def __init__(self, plan: ReadPlan, *, position: int) -> None:
         self.plan = plan
         self._copies: dict[tuple[int, int], list[StridedCopy]] = {}
-        requests, request = plan.requests, plan.overlaps.request[plan.overlap]
-        reader = plan.reader[plan.piece]
-        box, _ = enumerate_ranges(np.diff(requests.rank_ptr))
-        # By box, because a table of (rank, box) would grow with the number of ranks.
-        is_requested = np.zeros(len(requests.boxes), dtype=np.bool_)
-        is_requested[box[requests.rank == position]] = True
-        reads, needs = reader == position, is_requested[request]
-        self.pieces = np.flatnonzero(plan.reader == position)
-        self.local = self._columns(np.flatnonzero(reads & needs), None)
-        incoming = np.flatnonzero(~reads & needs)
-        self.incoming = self._in_messages(incoming, reader[incoming])
+        requests, reader = plan.requests, plan.reader[plan.piece]
+        is_sent = plan.round[plan.piece] >= 0
+        incoming = np.flatnonzero(is_sent & (reader != position) & plan.is_needed(position))
+        self.incoming = self.in_messages(incoming, reader[incoming])
         # One transfer for each rank, other than this one, that requests the box.
-        read = np.flatnonzero(reads & (plan.round[plan.piece] >= 0))
-        first = requests.rank_ptr[request[read]]
-        number, i = enumerate_ranges(requests.rank_ptr[request[read] + 1] - first)
+        read = np.flatnonzero(is_sent & (reader == position))
+        request = plan.overlaps.request[plan.overlap[read]]
+        first = requests.rank_ptr[request]
+        number, i = enumerate_ranges(requests.rank_ptr[request + 1] - first)
         peer = requests.rank[first[number] + i]
         is_other = peer != position
-        self.outgoing = self._in_messages(read[number[is_other]], peer[is_other])
+        self.outgoing = self.in_messages(read[number[is_other]], peer[is_other])
 
     def of_round(self, transfers: Transfers, number: int) -> Transfers:
         """Those of one round; `transfers` are sorted by round."""
@@ -126,16 +118,14 @@ class RankTransfers:
             self._copies[piece, overlap] = copies
         return copies
 
-    def _in_messages(self, chosen: IntArray, peer: IntArray) -> Transfers:
+    def in_messages(self, chosen: IntArray, peer: IntArray) -> Transfers:
+        """Transfers of the plan to or from these peers, with their places in the messages."""
         plan = self.plan
         rounds = plan.round[plan.piece[chosen]]
         # The one order that both sides sort by; whatever it is, it must not depend on the rank.
         order = np.lexsort((plan.overlap[chosen], plan.piece[chosen], peer, rounds))
-        return self._columns(chosen[order], peer[order])
-
-    def _columns(self, chosen: IntArray, peer: IntArray | None) -> Transfers:
-        """Transfers of the plan; with peers, their places in the messages."""
-        plan, overlaps = self.plan, self.plan.overlaps
+        chosen, peer = chosen[order], peer[order]
+        overlaps = plan.overlaps
         piece, overlap = plan.piece[chosen], plan.overlap[chosen]
         is_run = overlaps.is_run[overlap]
         source, target, nbytes = overlaps.run_copies(overlap, plan.start[piece], plan.stop[piece])
@@ -145,9 +135,6 @@ class RankTransfers:
             numel = sum(int(np.prod(copy.extent, dtype=np.int64)) for copy in copies)
             nbytes[i] = numel * overlaps.itemsize[overlap[i]]
         is_large = is_run & (nbytes >= _LARGE_NBYTES)
-        at = np.zeros(len(chosen), dtype=np.int64)
-        if peer is not None:
-            at = sums_before(np.where(is_large, 0, nbytes), peer, plan.round[piece])
         return Transfers(
             piece=piece,
             overlap=overlap,
@@ -156,8 +143,8 @@ class RankTransfers:
             source=source,
             target=target,
             nbytes=nbytes,
-            peer=at if peer is None else peer,
-            at=at,
+            peer=peer,
+            at=sums_before(np.where(is_large, 0, nbytes), peer, plan.round[piece]),
             is_large=is_large,
         )
 
@@ -196,11 +183,6 @@ class Round:
         """
         self._prepare_sends()
         self._prepare_receives()
-
-    def first_error(self) -> Exception | None:
-        """Wait for all reads; the error of the first one that failed."""
-        errors = [read.exception() for read in self.reads]
-        return next((error for error in errors if isinstance(error, Exception)), None)
 
     def sends(self) -> list[tuple[int, torch.Tensor]]:
         """All messages by position of the peer: the packed one first, then the large ones.

@@ -6,7 +6,6 @@ Deterministic: equal claims give equal assignments, on any machine.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import mix_columns
 from holdfast.arrays.boxes import Box, flat_range_boxes
-from holdfast.arrays.types import BoolArray, FloatArray, IntArray
+from holdfast.arrays.types import FloatArray, IntArray
 from holdfast.arrays.water_filling import fill_groups
 
 MIN_PIECE_NBYTES = 1 << 16
@@ -94,6 +93,15 @@ class WriterAssignment:
     extent: IntArray
     """(m, d) of the piece."""
 
+    def loads(self, held: HeldBoxes) -> FloatArray:
+        """(num_ranks,) bytes that each rank writes."""
+        itemsize = held.nbytes // np.maximum(held.extent.prod(axis=1), 1)
+        nbytes = self.extent.prod(axis=1) * itemsize[self.box]
+        position = held.holders[held.holder_ptr[self.box] + self.holder]
+        loads = np.zeros(held.num_ranks)
+        np.add.at(loads, position, nbytes)
+        return loads
+
 
 _Piece = tuple[int, int, Box]
 """A box that is cut, the number of a holder, and what of the box that holder writes."""
@@ -111,11 +119,11 @@ def assign_writers(held: HeldBoxes) -> WriterAssignment:
     """
     groups = list(held.shared_boxes())
     writer, loads = _assign_whole(held, groups)
-    pieces: list[_Piece] = []
+    assignment = None
     # The mean is a bound that costs nothing; mostly it is met, and no quotas are needed.
     if len(loads) and loads.max() * held.num_ranks > _GOOD_ENOUGH * float(held.nbytes.sum()):
-        writer, pieces = _assign_by_quotas(held, groups, writer, loads)
-    return _assignment(held, writer, pieces)
+        assignment = _assign_by_quotas(held, groups, writer, loads)
+    return assignment or _assignment(held, writer, [])
 
 
 def _assign_whole(held: HeldBoxes, groups: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
@@ -141,8 +149,8 @@ def _assign_whole(held: HeldBoxes, groups: Sequence[IntArray]) -> tuple[IntArray
 
 def _assign_by_quotas(
     held: HeldBoxes, groups: Sequence[IntArray], writer: IntArray, loads: IntArray
-) -> tuple[IntArray, list[_Piece]]:
-    """Whole boxes and pieces against quotas, if that lowers the highest load."""
+) -> WriterAssignment | None:
+    """Whole boxes and pieces against quotas; None where that does not lower the highest load."""
     members = [held.holders_of(int(group[0])) for group in groups]
     alone = held.loads_alone()
     quotas = fill_groups(alone, members, [int(held.nbytes[group].sum()) for group in groups])
@@ -151,15 +159,15 @@ def _assign_by_quotas(
         ideal[positions] += quota
     # The exact bound: where one rank's own bytes are the highest load, cutting helps nobody.
     if loads.max() <= _GOOD_ENOUGH * ideal.max():
-        return writer, []
+        return None
     smallest = max(MIN_PIECE_NBYTES, int(ideal.mean() * _MIN_PIECE_SHARE))
-    again, pieces = writer.copy(), []
+    again = writer.copy()
+    pieces: list[_Piece] = []
     for group, quota in zip(groups, quotas, strict=True):
         pieces += _cut(held, group, quota, smallest, again)
     # Quotas are real numbers and boxes are not: what was rounded may be worse than whole boxes.
-    if _loads(held, again, pieces).max() < loads.max():
-        return again, pieces
-    return writer, []
+    by_quotas = _assignment(held, again, pieces)
+    return by_quotas if by_quotas.loads(held).max() < loads.max() else None
 
 
 # How `_cut` works: holders a and b with quotas of 70 and 50, boxes of 60, 40 and 20, none to be cut
@@ -223,29 +231,11 @@ def _slabs(extent: IntArray, nbytes: int, smallest: int) -> tuple[int, int]:
     return len(extent), num_slabs
 
 
-def _loads(held: HeldBoxes, writer: IntArray, pieces: Sequence[_Piece]) -> FloatArray:
-    """Bytes of every rank."""
-    loads = np.zeros(held.num_ranks, dtype=np.float64)
-    whole = _uncut(writer, pieces)
-    position = held.holders[held.holder_ptr[:-1] + writer]
-    np.add.at(loads, position[whole], held.nbytes[whole])
-    for box, holder, piece in pieces:
-        itemsize = int(held.nbytes[box]) // math.prod(held.extent[box].tolist())
-        loads[held.holders[held.holder_ptr[box] + holder]] += piece.numel * itemsize
-    return loads
-
-
-def _uncut(writer: IntArray, pieces: Sequence[_Piece]) -> BoolArray:
-    """(n,) whether a box is written whole."""
-    whole = np.ones(len(writer), dtype=np.bool_)
-    whole[[box for box, _, _ in pieces]] = False
-    return whole
-
-
 def _assignment(held: HeldBoxes, writer: IntArray, pieces: Sequence[_Piece]) -> WriterAssignment:
-    whole = np.flatnonzero(_uncut(writer, pieces))
-    extent = held.extent[whole]
+    """The assignment of writers to whole boxes, but for those that are cut into pieces."""
     cut = np.array([(box, holder) for box, holder, _ in pieces], dtype=np.int64).reshape(-1, 2)
+    whole = np.delete(np.arange(len(writer)), cut[:, 0])
+    extent = held.extent[whole]
     shape = (len(pieces), held.extent.shape[1])
     # With the shape given, since without pieces the arrays would have no second axis.
     offsets = np.array([piece.offset for _, _, piece in pieces], dtype=np.int64).reshape(shape)

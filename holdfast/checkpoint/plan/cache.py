@@ -30,7 +30,7 @@ from holdfast.storage import Storage
 from holdfast.writer.records import seal, unseal
 
 PLANS_DIR = ".plans"
-_VERSION = 2
+_VERSION = 3
 _MAX_FILES = 16
 _STALE_S = 60.0
 _LOG = logging.getLogger("holdfast")
@@ -58,7 +58,8 @@ class PlanCache:
         self._block_nbytes = block_nbytes
         self._plans: dict[bool, RankPlan] = {}
         self._looked: set[bool] = set()
-        self._to_keep: dict[str, list[bytes]] = {}
+        self.not_kept: dict[str, list[bytes]] = {}
+        """The claims of plans that this run has made and no file holds, by the plan's digest."""
         self._kept: dict[bool, str] = {}
 
     def lookup(self, local: LocalState, *, compare_all: bool) -> RankPlan | Rejected:
@@ -100,21 +101,21 @@ class PlanCache:
         self._plans = same | {plan.compare_all: plan}
         # What an earlier run has kept already need not be written again.
         if claims is not None and self._kept.get(plan.compare_all) != plan.plan_digest:
-            self._to_keep[plan.plan_digest] = claims
+            self.not_kept[plan.plan_digest] = claims
 
     def clear(self) -> None:
         """Forget all plans: after a failure they are made again."""
-        self._plans, self._to_keep = {}, {}
+        self._plans, self.not_kept = {}, {}
 
     def keep(self, plan: RankPlan) -> None:
-        """Leave a plan for later runs, once, in place of the last one of its kind.
+        """Leave a plan of `not_kept` for later runs, in place of the last one of its kind.
 
         Called when a checkpoint is committed. At most 16 files are kept. A failure is logged, and
-        costs a later run a plan. Cost: one small file, compressed.
+        costs a later run a plan.
+
+        Cost: one small file, compressed.
         """
-        claims = self._to_keep.pop(plan.plan_digest, None)
-        if claims is None:
-            return
+        claims = self.not_kept.pop(plan.plan_digest)
         path = self._path(plan.compare_all)
         self._kept[plan.compare_all] = plan.plan_digest
         try:
@@ -141,6 +142,7 @@ class PlanCache:
         return f"{PLANS_DIR}/{digest128(chr(0).join(words).encode())}.msgpack"
 
     def _plan_again(self, path: str, local: LocalState, compare_all: bool) -> RankPlan | Rejected:
+        """The plan from the claims of an earlier run, or why it does not fit this rank."""
         control = self._groups.control
         # Looked at before it is read, since a file of any size may be there.
         if self._storage.size(path) > MAX_NBYTES:
@@ -162,7 +164,7 @@ class PlanCache:
         return rank_plan(
             local,
             shares[control.index],
-            plan_digest=digest128(commit.data),
+            plan_digest=commit.digest,
             compare_all=compare_all,
             total_nbytes=commit.plan.total_nbytes,
             num_tensors=len(commit.plan.keys),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
-import torch
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box
@@ -25,7 +24,8 @@ from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import LayoutInfo
 from holdfast.parallel.layout import Layout
-from holdfast.state.leaves import FlatState, ReplicaSet, TensorLeaf
+from holdfast.parallel.rank_ranges import RankRanges
+from holdfast.state.leaves import FlatState, ReplicaSet
 
 UNDECLARED = -1
 """Number of the replica set of a box whose placement nothing declares."""
@@ -39,6 +39,8 @@ class RankClaims(BoxTable):
     # and decoded once.
     names: bytes
     """Encoded `TensorNames`; equal bytes on ranks that hold the same tensors."""
+    labels: tuple[str, ...] = ()
+    """The coordinates of this rank that stand in its keys."""
     replica_set: IntArray
     """(n,) position in `replica_sets`, or UNDECLARED."""
     replica_sets: tuple[ReplicaSet, ...]
@@ -47,7 +49,9 @@ class RankClaims(BoxTable):
 class TensorNames(msgspec.Struct, frozen=True):
     """Keys, dtypes, global shapes of tensors, and the layouts they live on.
 
-    `homes[i]` is the position in `layouts` of tensor i's layout.
+    `homes[i]` is the position in `layouts` of tensor i's layout. Keys of values per coordinate are
+    without the coordinates, so that ranks which differ in these alone have equal names: `places[i]`
+    is where in key i which of the rank's labels is inserted, in order.
     """
 
     keys: tuple[str, ...]
@@ -55,40 +59,66 @@ class TensorNames(msgspec.Struct, frozen=True):
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[LayoutInfo, ...]
     homes: tuple[int, ...]
+    places: dict[int, tuple[tuple[int, int], ...]] = msgspec.field(default_factory=dict)
+
+    def key(self, number: int, labels: Sequence[str]) -> str:
+        """The key of a tensor on the rank with these labels."""
+        key = self.keys[number]
+        for position, label in reversed(self.places.get(number, ())):
+            key = key[:position] + labels[label] + key[position:]
+        return key
 
 
-_ClaimsMessage = tuple[str, PackedBoxes, bytes, tuple[ReplicaSet, ...]]
-"""Digest of the names, boxes, replica set of each row, replica sets."""
+_ClaimsMessage = tuple[
+    str, tuple[str, ...], PackedBoxes, bytes, tuple[tuple[RankRanges, RankRanges], ...]
+]
+"""Digest of the names, labels, boxes with distances in place of tensor numbers, replica set of each
+row, replicas and span of each replica set."""
 
 
-def claims_of(flat: FlatState) -> tuple[RankClaims, list[torch.Tensor]]:
-    """What a flattened state claims, and the local tensor behind each row."""
+ClaimedRows = list[tuple[str, int]]
+"""Of each row of the claims: key of the leaf, and which of its local tensors the row is of."""
+
+
+def claims_of(flat: FlatState) -> tuple[RankClaims, ClaimedRows]:
+    """What a flattened state claims, and where the tensor of each row is."""
     leaves = list(flat.leaves.values())
     layouts: dict[Layout, int] = {}
+    labels: dict[str, int] = {}
+    places: dict[int, tuple[tuple[int, int], ...]] = {}
+    keys = [leaf.key for leaf in leaves]
+    for number, key in enumerate(keys if flat.labels else ()):
+        if key in flat.labels:
+            keys[number], places[number] = _without_labels(key, flat.labels[key], labels)
     # `homes` goes before `layouts`: working it out is what fills the dict.
     names = TensorNames(
-        keys=tuple(leaf.key for leaf in leaves),
+        keys=tuple(keys),
         dtypes=tuple(leaf.dtype for leaf in leaves),
         shapes=tuple(leaf.shape for leaf in leaves),
         homes=tuple(layouts.setdefault(leaf.layout, len(layouts)) for leaf in leaves),
         layouts=tuple(layout_info(layout) for layout in layouts),
+        places=places,
     )
     replica_sets: dict[ReplicaSet, int] = {}
     tensor: list[int] = []
     boxes: list[Box] = []
     replica_set: list[int] = []
-    sources: list[torch.Tensor] = []
+    rows: ClaimedRows = []
     for number, leaf in enumerate(leaves):
         declared = UNDECLARED
         # Numbered in the order of first use, so that equal states give equal bytes, hence
         # signatures.
         if leaf.replica_set is not None:
             declared = replica_sets.setdefault(leaf.replica_set, len(replica_sets))
-        for box, local in claimed_boxes(leaf):
-            tensor.append(number)
-            boxes.append(box)
-            replica_set.append(declared)
-            sources.append(local)
+        is_empty = 0 in leaf.shape
+        for i, box in enumerate(leaf.boxes):
+            # Boxes without elements are left out, unless the whole tensor has none: it is stored
+            # all the same, and somebody must write its (empty) chunk.
+            if is_empty or 0 not in box.shape:
+                tensor.append(number)
+                boxes.append(box)
+                replica_set.append(declared)
+                rows.append((leaf.key, i))
     # As wide as this rank's tensors need; ranks with other tensors may have other widths.
     num_dims = max((len(leaf.shape) for leaf in leaves), default=0)
     table = BoxTable.from_boxes(tensor, boxes, num_dims=num_dims)
@@ -97,34 +127,25 @@ def claims_of(flat: FlatState) -> tuple[RankClaims, list[torch.Tensor]]:
         offset=table.offset,
         extent=table.extent,
         names=msgspec.msgpack.encode(names),
+        labels=tuple(labels),
         replica_set=np.array(replica_set, dtype=np.int64),
         replica_sets=tuple(replica_sets),
     )
-    return claims, sources
+    return claims, rows
 
 
-def claimed_boxes(leaf: TensorLeaf) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of a leaf that get a row, with their local tensors.
-
-    Boxes without elements are left out, unless the whole tensor has none: it is stored all the
-    same, and somebody must write its (empty) chunk.
-    """
-    pairs = zip(leaf.boxes, leaf.locals, strict=True)
-    is_empty = 0 in leaf.shape
-    return [(box, local) for box, local in pairs if is_empty or 0 not in box.shape]
-
-
-def same_claims(one: TensorLeaf, other: TensorLeaf) -> bool:
-    """Whether two leaves have the same rows in the claims, whatever memory they are of."""
-    return (
-        one.key == other.key
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.replica_set == other.replica_set
-        # Identity first: leaves that are made again mostly share these objects.
-        and (one.boxes is other.boxes or one.boxes == other.boxes)
-        and (one.layout is other.layout or one.layout == other.layout)
-    )
+def _without_labels(
+    key: str, spans: Sequence[tuple[int, int]], labels: dict[str, int]
+) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """A key without coordinates, and where which label is inserted; `labels` are numbered."""
+    where: list[tuple[int, int]] = []
+    removed = 0
+    for start, length in spans:
+        label = key[start - removed : start - removed + length]
+        key = key[: start - removed] + key[start - removed + length :]
+        where.append((start - removed, labels.setdefault(label, len(labels))))
+        removed += length
+    return key, tuple(where)
 
 
 def layout_info(layout: Layout) -> LayoutInfo:
@@ -140,9 +161,13 @@ def encode_claims(claims: RankClaims) -> bytes:
     """The claims as bytes, with only the digest of their names; equal claims give equal bytes."""
     message: _ClaimsMessage = (
         digest128(claims.names),
-        pack_boxes(claims),
+        claims.labels,
+        # Mostly ascending by one: distances compress to almost nothing.
+        pack_boxes(replace(claims, tensor=np.diff(claims.tensor, prepend=0))),
         pack_ints(claims.replica_set),
-        claims.replica_sets,
+        tuple(
+            (RankRanges.of(each.replicas), RankRanges.of(each.span)) for each in claims.replica_sets
+        ),
     )
     return msgspec.msgpack.encode(message)
 
@@ -159,17 +184,18 @@ def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Rank
         PlanError: The bytes are no claims, or their names are missing; the rank is named.
     """
     try:
-        digest, packed, replica_set, replica_sets = msgspec.msgpack.decode(
+        digest, labels, packed, replica_set, replica_sets = msgspec.msgpack.decode(
             data, type=_ClaimsMessage
         )
         boxes = unpack_boxes(packed)
         return RankClaims(
-            tensor=boxes.tensor,
+            tensor=np.cumsum(boxes.tensor),
             offset=boxes.offset,
             extent=boxes.extent,
             names=names[digest],
+            labels=labels,
             replica_set=unpack_ints(replica_set),
-            replica_sets=replica_sets,
+            replica_sets=tuple(ReplicaSet(*each) for each in replica_sets),
         )
     except (msgspec.DecodeError, LookupError, ValueError) as error:
         raise PlanError(f"rank {rank} sent claims that cannot be read: {error!r}") from error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from holdfast.arrays.boxes import Box
@@ -21,17 +21,16 @@ from holdfast.checkpoint.plan.proof import (
 from holdfast.writer.records import CommitPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankShare:
-    """What one rank has to do by a plan."""
+class RankShare(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one rank has to do by a plan; sent to it as it is."""
 
     file: int
     """Number of its data file, -1 for none."""
-    rows: IntArray
+    rows: tuple[int, ...]
     """Rows of its own claims that it writes, in plan order."""
-    cuts: Mapping[int, Box]
+    cuts: dict[int, Box]
     """Index in `rows` -> what it writes of that row, in the tensor's coordinates; others whole."""
-    checks: IntArray
+    checks: tuple[int, ...]
     """Rows of its own claims whose digest it reports for a comparison, in plan order."""
 
 
@@ -117,6 +116,7 @@ def _checked(held: HeldBoxes, compare: BoolArray) -> tuple[IntArray, IntArray]:
 def _shares(
     claims: AllClaims, plan: CommitPlan, row: IntArray, check_row: IntArray
 ) -> list[RankShare]:
+    """What each rank has to do by the plan, in the order of ranks."""
     num_ranks = len(plan.ranks)
     rows = _split(claims.local[row], claims.position[row], num_ranks)
     checks = _split(claims.local[check_row], plan.check_position, num_ranks)
@@ -140,9 +140,9 @@ def _shares(
     ]
 
 
-def _split(values: IntArray, position: IntArray, num_ranks: int) -> list[IntArray]:
+def _split(values: IntArray, position: IntArray, num_ranks: int) -> list[tuple[int, ...]]:
     """The values of each rank, in their order."""
     # Stable, since the order within a rank is the order of its file.
     order = np.argsort(position, kind="stable")
     ends = np.searchsorted(position[order], np.arange(1, num_ranks))
-    return np.split(values[order], ends)
+    return [tuple(part.tolist()) for part in np.split(values[order], ends)]

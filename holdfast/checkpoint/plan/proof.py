@@ -68,10 +68,8 @@ def join_claims(claims: Sequence[RankClaims], ranks: Sequence[int]) -> AllClaims
     names, numbers = _number_tensors(claims, ranks)
     replica_sets: dict[ReplicaSet, int] = {}
     boxes, declared = [], []
-    for own in claims:
-        boxes.append(
-            BoxTable(tensor=numbers[own.names][own.tensor], offset=own.offset, extent=own.extent)
-        )
+    for own, own_numbers in zip(claims, numbers, strict=True):
+        boxes.append(BoxTable(tensor=own_numbers[own.tensor], offset=own.offset, extent=own.extent))
         known = [replica_sets.setdefault(each, len(replica_sets)) for each in own.replica_sets]
         # UNDECLARED is -1: it picks the last entry, which is itself.
         declared.append(np.array([*known, UNDECLARED], dtype=np.int64)[own.replica_set])
@@ -91,46 +89,50 @@ def join_claims(claims: Sequence[RankClaims], ranks: Sequence[int]) -> AllClaims
 
 def _number_tensors(
     claims: Sequence[RankClaims], ranks: Sequence[int]
-) -> tuple[TensorNames, dict[bytes, IntArray]]:
-    """One number per key; and for each rank's names the numbers of its tensors."""
+) -> tuple[TensorNames, list[IntArray]]:
+    """One number per key; and for each rank the numbers of its tensors."""
     numbers: dict[str, int] = {}
     known: list[tuple[str, tuple[int, ...], int, int]] = []
     layouts: list[LayoutInfo] = []
-    numbers_of: dict[bytes, IntArray] = {}
+    read: dict[bytes, tuple[TensorNames, list[int], IntArray]] = {}
+    numbers_of: list[IntArray] = []
     problems: list[str] = []
     for rank, own in zip(ranks, claims, strict=True):
-        # Ranks of one pipeline stage have equal names: they are looked at once.
-        if own.names in numbers_of:
-            continue
-        names = decode_names(own.names)
-        layouts.extend(info for info in names.layouts if info not in layouts)
-        homes = [layouts.index(info) for info in names.layouts]
-        own_numbers = []
-        for key, dtype, shape, home in zip(
-            names.keys, names.dtypes, names.shapes, names.homes, strict=True
-        ):
-            number = numbers.setdefault(key, len(numbers))
-            own_numbers.append(number)
-            tensor = (dtype, shape, homes[home], rank)
+        # Ranks of one pipeline stage have equal names: they are looked at once, but for the keys of
+        # values per coordinate, which each rank has its own of.
+        is_new = own.names not in read
+        if is_new:
+            names = decode_names(own.names)
+            layouts.extend(info for info in names.layouts if info not in layouts)
+            homes = [layouts.index(info) for info in names.layouts]
+            read[own.names] = names, homes, np.zeros(len(names.keys), dtype=np.int64)
+        names, homes, own_numbers = read[own.names]
+        if names.places:
+            own_numbers = own_numbers.copy()
+        for i in range(len(names.keys)) if is_new else names.places:
+            key = names.key(i, own.labels)
+            number = own_numbers[i] = numbers.setdefault(key, len(numbers))
+            tensor = (names.dtypes[i], names.shapes[i], homes[names.homes[i]], rank)
             # `setdefault` has just given out a new number: this rank is the first that has the key,
             # and others are compared with it.
             if number == len(known):
                 known.append(tensor)
             elif known[number][:3] != tensor[:3]:
                 problems.append(_disagreement(key, known[number], tensor, layouts))
-        numbers_of[own.names] = np.array(own_numbers, dtype=np.int64)
+        read[own.names] = names, homes, own_numbers
+        numbers_of.append(own_numbers)
     if problems:
         raise PlanError(
             "one key must have one dtype, shape and layout on all ranks: " + _joined(problems)
         )
-    names = TensorNames(
+    joint = TensorNames(
         keys=tuple(numbers),
         dtypes=tuple(dtype for dtype, *_ in known),
         shapes=tuple(shape for _, shape, *_ in known),
         layouts=tuple(layouts),
         homes=tuple(home for *_, home, _ in known),
     )
-    return names, numbers_of
+    return joint, numbers_of
 
 
 def _disagreement(
@@ -139,6 +141,7 @@ def _disagreement(
     other: tuple[str, tuple[int, ...], int, int],
     layouts: Sequence[LayoutInfo],
 ) -> str:
+    """How two ranks differ over one key, in words."""
     if one[:2] != other[:2]:
         return (
             f"{key}: rank {one[3]} has {one[0]} {list(one[1])}, rank {other[3]} has {other[0]} "
@@ -203,9 +206,8 @@ def prove_replicas(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) -> 
     Raises:
         PlanError: A holder declares that another holder of its box holds a different one.
     """
-    compare = np.zeros(len(held.nbytes), dtype=np.bool_)
-    if not len(compare):
-        return compare
+    if not len(held.nbytes):
+        return np.zeros(0, dtype=np.bool_)
     # Boxes with the same holders and the same declarations are judged once: they share a word, the
     # wrapping sum over holders of a hash of (holder, declaration).
     pairs = np.column_stack([claims.position, claims.replica_set])[held.row]
@@ -223,8 +225,8 @@ def prove_replicas(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) -> 
             problems.append(f"{where}{also}: {problem}")
     if problems:
         raise PlanError("two ranks claim to own one box: " + _joined(problems))
-    compare[:] = verdicts[group]
-    return compare
+    judged: BoolArray = verdicts[group]
+    return judged
 
 
 # Verdicts of `_judge`. Five boxes, each held by ranks 0 and 1:
@@ -249,8 +251,8 @@ def _judge(claims: AllClaims, rows: IntArray, ranks: Sequence[int]) -> tuple[str
         if number == UNDECLARED:
             continue
         replica_set = claims.replica_sets[number]
-        others = set(holders).difference(replica_set.replicas)
-        rivals = sorted(others.intersection(replica_set.span))
+        others = [each for each in holders if each not in replica_set.replicas]
+        rivals = sorted(each for each in others if each in replica_set.span)
         if rivals:
             return (
                 f"rank {holder} declares its replicas to be ranks {list(replica_set.replicas)}, "
@@ -262,10 +264,12 @@ def _judge(claims: AllClaims, rows: IntArray, ranks: Sequence[int]) -> tuple[str
 
 
 def _box_text(box: Box) -> str:
+    """A box as slices: `[0:4, 2:6]`."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.offset, box.stop, strict=True)) + "]"
 
 
 def _joined(problems: Sequence[str]) -> str:
+    """The first problems in one line, and how many more there are."""
     shown = "; ".join(problems[:_MAX_PROBLEMS])
     rest = len(problems) - _MAX_PROBLEMS
     return shown if rest <= 0 else f"{shown}; and {rest} more"

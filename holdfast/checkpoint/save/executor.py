@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import resource
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -28,18 +25,12 @@ from holdfast.checkpoint.save.staging import (
     stage_by_slices,
     unlock_pages,
 )
-from holdfast.errors import StorageError
-from holdfast.format.names import data_file
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.version import __version__
-from holdfast.writer.client import Ticket, Writer, WriterThread
-from holdfast.writer.job import JobGate, SaveOutcome, WriteJob
-from holdfast.writer.records import SaveHeader, column
-
-_NUM_DESCRIPTORS = 8
-_DISK_SLACK_NBYTES = 4 << 20
-_UNLIMITED_NBYTES = 1 << 60
+from holdfast.writer.client import Ticket, Writer
+from holdfast.writer.job import ImageHasher, JobThread, RowDigests
+from holdfast.writer.records import SaveHeader, SaveOutcome, WriteJob, column
 
 
 class SaveExecutor:
@@ -67,7 +58,7 @@ class SaveExecutor:
         staging = self._lay_out(buffer, plan, sources, seconds)
         with timed(seconds, "stage"):
             stage(staging, sources, plan.names, self._copiers)
-        return staging, self._checks(staging, plan, local, seconds)
+        return staging, self._checks(staging, plan, local, seconds) if plan.checks else b""
 
     def submit(
         self,
@@ -96,52 +87,47 @@ class SaveExecutor:
     def write(self, agreed: AgreedSave, request: SaveRequest, seconds: dict[str, float]) -> None:
         """Stage and write this rank's share, and commit; all ranks raise if one cannot.
 
-        The job runs in a thread: it writes and hashes segment by segment what is staged here, where
+        The job runs in a thread: it writes segment by segment what is staged and hashed here, where
         the caller's device streams are current. It commits when all ranks have written. Every shape
         and dtype is checked against the plan before the first byte is written.
         """
-        plan, local, buffer = agreed.plan_or_raise(), agreed.local, self._buffers[0]
+        plan, local = agreed.plan_or_raise(), agreed.local
+        job = self._job(agreed, plan, request, b"")
         sources = plan.sources(local)
-        staging = self._lay_out(buffer, plan, sources, seconds)
+        staging = self._lay_out(self._buffers[0], plan, sources, seconds)
         check_sources(staging, sources, plan.names)
-        gate, writer = JobGate(), WriterThread(self._storage)
+        thread = JobThread(self._storage, job, staging.view, plan=plan.commit)
+        gate, hasher = thread.gate, ImageHasher(job, staging.view)
         try:
             with timed(seconds, "write"):
+                thread.start()
                 gate.open_to(len(plan.image.header))
-                ticket = writer.submit(
-                    self._job(agreed, plan, request, b""),
-                    buffer=0,
-                    memory=buffer.memory,
-                    image=staging.view,
-                    plan=plan.commit,
-                    gate=gate,
-                )
                 with timed(seconds, "stage"):
                     for end in stage_by_slices(staging, sources, self._copiers):
                         gate.open_to(end)
-                gate.finish_staging(self._checks(staging, plan, local, seconds))
-                ticket.wait_written()
+                        hasher.advance(end)
+                    digests = hasher.finish()
+                checks = b""
+                if plan.checks:
+                    checks = self._checks(staging, plan, local, seconds, digests)
+                gate.finish_staging(checks, digests)
+                thread.wait_written()
             self._groups.control.agree(None, phase="save: written")
             with timed(seconds, "commit"):
                 gate.allow_commit()
-                ticket.wait_finished()
+                thread.wait_finished()
         finally:
             # After a failure here the job must not go on, nor be left behind.
-            gate.close()
-            writer.close(timeout_s=None)
+            thread.stop()
 
     def _job(
         self, agreed: AgreedSave, plan: RankPlan, request: SaveRequest, checks: bytes
     ) -> WriteJob:
-        job = self.empty_job(agreed.directory, agreed.save_id, request)
-        writes = plan.file >= 0
+        """The job of an agreed save, with what differs between saves under its plan."""
         return msgspec.structs.replace(
-            job,
+            self.empty_job(agreed.directory, agreed.save_id, request),
             plan_digest=plan.plan_digest,
-            file=data_file(plan.file) if writes else None,
-            header_nbytes=len(plan.image.header) if writes else 0,
-            starts=column(plan.image.starts),
-            row_nbytes=column(plan.row_nbytes),
+            file=plan.file,
             checks=checks,
             values=agreed.local.values,
             row_boxes=plan.row_boxes if self._options.fingerprints else (),
@@ -188,86 +174,31 @@ class SaveExecutor:
 
     @staticmethod
     def _checks(
-        staging: Staging, plan: RankPlan, local: LocalState, seconds: dict[str, float]
+        staging: Staging,
+        plan: RankPlan,
+        local: LocalState,
+        seconds: dict[str, float],
+        digests: RowDigests | None = None,
     ) -> bytes:
-        """Digests of the boxes this rank vouches for; of the staged bytes where it writes them."""
-        if not plan.checks:
-            return b""
+        """Digests of the boxes this rank vouches for; of the staged bytes where it writes them.
+
+        Args:
+            digests: of the staged rows, where they are known; that of a row of one block is the
+                row's own.
+        """
         with timed(seconds, "compare"):
             cut = {place for place, _ in plan.cuts}
             staged = {row: place for place, row in enumerate(plan.rows) if place not in cut}
-            digests = [
-                staging.row_digest(staged[row])
-                if row in staged
-                else content_digest(local.sources[row])
-                for row in plan.checks
-            ]
-        return column(np.array(digests, dtype=np.uint64))
-
-
-def check_budget(
-    storage: Storage, *, image_nbytes: int, held_nbytes: Sequence[int], total_nbytes: int
-) -> None:
-    """StorageError naming what is short and by how much; a few system calls.
-
-    `image_nbytes`: this rank's image, once per buffer; `held_nbytes`: what each buffer has already.
-    `total_nbytes`: the whole checkpoint, 0 on ranks that do not answer for the disk.
-    """
-    if total_nbytes:
-        needed = total_nbytes + total_nbytes // 50 + _DISK_SLACK_NBYTES
-        free = storage.free_nbytes()
-        if free < needed:
-            raise StorageError(
-                f"{storage.describe('')}: the checkpoint needs {_size(needed)}, but only "
-                f"{_size(free)} are free: {_size(needed - free)} short; remove old checkpoints "
-                f"(holdfast prune) or save elsewhere"
-            )
-    needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
-    if needed:
-        free = available_memory_nbytes()
-        if free < needed:
-            raise StorageError(
-                f"staging this rank's share needs {_size(needed)} more memory in "
-                f"{len(held_nbytes)} staging buffer(s), but only {_size(free)} are available: "
-                f"{_size(needed - free)} short; use staging_buffers=1 or more ranks to save with"
-            )
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        used = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-        if used + _NUM_DESCRIPTORS > soft:
-            raise StorageError(
-                f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
-                f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
-            )
-
-
-def available_memory_nbytes() -> int:
-    """Memory this process may still take: the machine's, or its control group's if that is less."""
-    available = _UNLIMITED_NBYTES
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except OSError:
-        return available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            most = Path(limit).read_text().strip()
-            if most != "max":
-                available = min(available, int(most) - int(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return max(available, 0)
-
-
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} B"
+            known: dict[int, int] = {}
+            if digests is not None:
+                places = np.flatnonzero(np.diff(digests.digest_ptr) == 1)
+                words = digests.digests[digests.digest_ptr[places]]
+                known = dict(zip(places.tolist(), words.tolist(), strict=True))
+            reports = []
+            for row in plan.checks:
+                place = staged.get(row)
+                if place is None:
+                    reports.append(content_digest(local.source(row)))
+                else:
+                    reports.append(known.get(place) or staging.row_digest(place))
+        return column(np.array(reports, dtype=np.uint64))

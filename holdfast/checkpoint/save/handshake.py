@@ -1,24 +1,54 @@
-"""How the ranks agree on a save: the request, the proposal of each rank, the save agreed on."""
+"""How the ranks agree on a save: the request, the proposal of each rank, the plan, the budget."""
 
 from __future__ import annotations
 
-import gc
+import os
+import resource
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.errors import ConfigError, ErrorRecord, PlanError
-from holdfast.format.names import saving_dir
+from holdfast.checkpoint.options import SaverOptions, WhenBusy
+from holdfast.checkpoint.plan.cache import PlanCache
+from holdfast.checkpoint.plan.rank_plan import (
+    LocalState,
+    RankPlan,
+    flatten_local_state,
+    plan_together,
+)
+from holdfast.checkpoint.reports import SaveReport
+from holdfast.checkpoint.save.pending import (
+    InFlightSave,
+    not_raised,
+    raise_failures,
+    shortened,
+    wait_until,
+)
+from holdfast.checkpoint.save.staging import StagingBuffer
+from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError
+from holdfast.format.digest import digest128
+from holdfast.format.names import saving_dir, step_dir
+from holdfast.format.values import Codecs
+from holdfast.parallel import ProcessGroups
+from holdfast.parallel.ranks import disagreement
+from holdfast.state.flatten import LeafCache
+from holdfast.storage import Storage
+from holdfast.writer.failure import discard_save
+from holdfast.writer.repair import repair
 
 BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
 BUDGET = "save: budget"
 """The phase of the last collective where the structure is planned."""
+_NUM_DESCRIPTORS = 16
+_DISK_SLACK_NBYTES = 4 << 20
+_UNLIMITED_NBYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +144,8 @@ class Proposals:
     def refuse_disagreement(self, ranks: Sequence[int]) -> None:
         """PlanError where the ranks do not request the same."""
         for what, values in self._to_agree_on().items():
-            refuse_disagreement(what, ranks, values)
+            if len(set(values)) > 1:
+                raise disagreement("save", what, values, ranks=ranks)
 
     def agrees(self) -> bool:
         """Whether the ranks request the same, and no failure is to be raised."""
@@ -166,6 +197,290 @@ class AgreedSave:
             raise PlanError("the save was skipped, there is no plan for it")
         return self.plan
 
+    def report(self, step: int, storage: Storage, seconds: Mapping[str, float]) -> SaveReport:
+        """What is known of the save when it is staged; `seconds` may be added to later."""
+        plan = self.plan
+        return SaveReport(
+            step=step,
+            path=storage.describe(step_dir(step)) if plan else "",
+            nbytes=plan.image.nbytes - len(plan.image.header) if plan else 0,
+            total_nbytes=plan.total_nbytes if plan else 0,
+            num_tensors=plan.num_tensors if plan else 0,
+            planned=self.planned,
+            seconds=seconds,
+            skipped=plan is None,
+        )
+
+
+class Handshake:
+    """Brings all ranks to one save: flattens the state, compares requests, plans where needed.
+
+    Keeps plans, and the asynchronous saves whose outcome not every rank knows, between saves.
+
+    Args:
+        storage: where the checkpoints are.
+        groups: the ranks that save together.
+        codecs: for values of types that are registered.
+        options: of the checkpointer.
+        buffers: this rank's staging buffers, which its share has to fit.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        groups: ProcessGroups,
+        *,
+        codecs: Codecs,
+        options: SaverOptions,
+        buffers: Sequence[StagingBuffer],
+    ) -> None:
+        self._storage = storage
+        self._groups = groups
+        self._codecs = codecs
+        self._options = options
+        self._buffers = buffers
+        self.plans = PlanCache(storage, groups, block_nbytes=options.block_nbytes)
+        self.unreported: list[InFlightSave] = []
+        self._num_saves = 0
+        self._is_repaired = False
+        self._cache = LeafCache()
+        self._local: LocalState | None = None
+
+    def forget_state(self) -> None:
+        """Let go of the plans and of the state that was saved last."""
+        self.plans.clear()
+        self._local, self._cache = None, LeafCache()
+
+    def agree(
+        self,
+        request: SaveRequest,
+        state: Mapping[str, object],
+        seconds: dict[str, float],
+        *,
+        in_flight: int = 0,
+        when_busy: WhenBusy = "wait",
+    ) -> AgreedSave:
+        """Everything up to staging.
+
+        Args:
+            seconds: receives the time of each phase.
+            in_flight: how many asynchronous saves may be in flight on a rank.
+            when_busy: what to do where there are more.
+
+        Cost: one small collective; three more and O(rows) vector work where it is planned.
+        """
+        request.check()
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
+        if when_busy == "wait":
+            with timed(seconds, "wait"):
+                wait_until(self.unreported, in_flight)
+        running = [pending for pending in self.unreported if not pending.done()]
+        failed = not_raised(self.unreported)
+        compares = self._compares(request, self._num_saves)
+        with timed(seconds, "flatten"):
+            local, plan = self._flatten(request, state, compares)
+        with timed(seconds, "plan"):
+            proposals = self._propose(
+                SaveProposal(
+                    kind=request.kind,
+                    step=request.step,
+                    overwrite=request.overwrite,
+                    check_replicas=request.check_replicas,
+                    plan=plan.plan_digest if plan is not None else "",
+                    names=local.names,
+                    compares=compares,
+                    num_saves=self._num_saves,
+                    nonce=secrets.token_hex(6),
+                    metadata=digest128(request.metadata)[:16] if request.metadata else "",
+                    busy=len(running) > in_flight,
+                    failed=tuple((pending.save_id, shortened(error)) for pending, error in failed),
+                    running=tuple(pending.save_id for pending in running),
+                )
+            )
+            if proposals.is_skipped:
+                plan = None
+            elif not proposals.is_unchanged:
+                plan = self._make_plan(local, proposals, request)
+        if not (proposals.is_skipped or request.kind == "prepare"):
+            self._num_saves = proposals.num_saves + 1
+        return AgreedSave(
+            local=local,
+            plan=plan,
+            save_id=proposals.save_id,
+            directory=proposals.directory,
+            planned=not proposals.is_unchanged,
+        )
+
+    def _flatten(
+        self, request: SaveRequest, state: Mapping[str, object], compares: bool
+    ) -> tuple[LocalState, RankPlan | None]:
+        """The state on this rank, and the plan at hand for it, if there is one and room for it."""
+        self._groups.require_complete()
+        if self._groups.control.is_coordinator and request.kind != "prepare":
+            self._check_target(request)
+        self._local = local = flatten_local_state(
+            state,
+            groups=self._groups,
+            codecs=self._codecs,
+            block_nbytes=self._options.block_nbytes,
+            cache=self._cache,
+            previous=self._local,
+        )
+        plan = self.plans.lookup(local, compare_all=compares)
+        if not isinstance(plan, RankPlan):
+            return local, None
+        self._check_room(plan)
+        return local, plan
+
+    def _check_target(self, request: SaveRequest) -> None:
+        """On the coordinator: the root is there, the step is free, what a dead run left is gone."""
+        final = step_dir(request.step)
+        self._storage.make_dir("")
+        if self._storage.exists(final) and not request.overwrite:
+            raise StorageError(
+                f"{self._storage.describe(final)} exists already; to replace it save with "
+                f"overwrite=True"
+            )
+        if not self._is_repaired:
+            repair(self._storage)
+            self._is_repaired = True
+
+    def _compares(self, request: SaveRequest, num_saves: int) -> bool:
+        """Whether declared replicas are compared: as requested, or due after so many saves."""
+        every = self._options.check_replicas_every
+        is_due = every > 0 and (num_saves + 1) % every == 0 and request.kind != "prepare"
+        return request.check_replicas or is_due
+
+    def _check_room(self, plan: RankPlan) -> None:
+        """StorageError where disk, memory or descriptors are insufficient for the plan."""
+        check_budget(
+            self._storage,
+            image_nbytes=plan.image.nbytes,
+            held_nbytes=[buffer.memory.nbytes for buffer in self._buffers],
+            total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
+        )
+
+    def _propose(self, proposal: SaveProposal) -> Proposals:
+        """One collective: the proposals of all ranks, which request one save; none has failed."""
+        control = self._groups.control
+        proposals = Proposals(
+            control.agree(None, phase=BEGIN, payload=msgspec.msgpack.encode(proposal))
+        )
+        self._close_earlier(proposals)
+        proposals.refuse_disagreement(control.ranks)
+        return proposals
+
+    def _close_earlier(self, proposals: Proposals) -> None:
+        """Where an earlier save failed and some rank has not raised that, all ranks do, together.
+
+        What all have raised, or what succeeded, is forgotten, and what is left of it removed.
+        """
+        running = {save_id for proposal in proposals.by_rank for save_id in proposal.running}
+        over = [p for p in self.unreported if p.done() and p.save_id not in running]
+        failed = proposals.failed
+        own = [each for each in not_raised(self.unreported) if each[0].save_id in failed]
+        self.unreported = [p for p in self.unreported if p not in over]
+        if self._groups.control.is_coordinator:
+            for pending in over:
+                if pending.ticket is not None and pending.error() is not None:
+                    discard_save(self._storage, pending.ticket.job.directory)
+        if failed:
+            known = {pending.save_id for pending, _ in own}
+            raise_failures(
+                own, [error for save_id, error in failed.items() if save_id not in known]
+            )
+
+    def _make_plan(self, local: LocalState, proposals: Proposals, request: SaveRequest) -> RankPlan:
+        """Plan with all ranks."""
+        plan, claims = plan_together(
+            local,
+            groups=self._groups,
+            names=[proposal.names for proposal in proposals.by_rank],
+            block_nbytes=self._options.block_nbytes,
+            compare_all=self._compares(request, proposals.num_saves),
+        )
+        self._check_room(plan)
+        self._groups.control.agree(None, phase=BUDGET)
+        self.plans.add(plan, claims)
+        return plan
+
+
+def check_budget(
+    storage: Storage, *, image_nbytes: int, held_nbytes: Sequence[int], total_nbytes: int
+) -> None:
+    """Check disk, memory and file descriptors before anything is staged.
+
+    Args:
+        image_nbytes: this rank's image, once per buffer.
+        held_nbytes: what each buffer has already.
+        total_nbytes: the whole checkpoint; 0 on ranks that do not answer for the disk.
+
+    Raises:
+        StorageError: names what is short and by how much.
+
+    Cost: a few system calls.
+    """
+    if total_nbytes:
+        needed = total_nbytes + total_nbytes // 50 + _DISK_SLACK_NBYTES
+        free = storage.free_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"{storage.describe('')}: the checkpoint needs {_size(needed)}, but only "
+                f"{_size(free)} are free: {_size(needed - free)} short; remove old checkpoints "
+                f"(holdfast prune) or save elsewhere"
+            )
+    needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
+    if needed:
+        free = available_memory_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"staging this rank's share needs {_size(needed)} more memory in "
+                f"{len(held_nbytes)} staging buffer(s), but only {_size(free)} are available: "
+                f"{_size(needed - free)} short; use staging_buffers=1 or more ranks to save with"
+            )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        used = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        if used + _NUM_DESCRIPTORS > soft:
+            raise StorageError(
+                f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
+                f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
+            )
+
+
+def available_memory_nbytes() -> int:
+    """Memory this process may still take: the machine's, or its control group's if that is less."""
+    available = _UNLIMITED_NBYTES
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        return available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            most = Path(limit).read_text().strip()
+            if most != "max":
+                available = min(available, int(most) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(available, 0)
+
+
+def _size(nbytes: int) -> str:
+    """Bytes for a message."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"
+
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
@@ -175,31 +490,3 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
         yield
     finally:
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Without a collection of cyclic garbage in the body, which makes many objects and no cycles.
-
-    A full collection of a training process takes a tenth of a second and more.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def refuse_disagreement(
-    what: str, ranks: Sequence[int], values: Sequence[object], *, operation: str = "save"
-) -> None:
-    """PlanError naming the ranks of each value, unless all ranks have the same."""
-    if len(set(values)) > 1:
-        by_value = {
-            value: [rank for rank, v in zip(ranks, values, strict=True) if v == value]
-            for value in dict.fromkeys(values)
-        }
-        text = "; ".join(f"{value!r} on ranks {held}" for value, held in by_value.items())
-        raise PlanError(f"{operation}: the ranks disagree on {what}: {text}")

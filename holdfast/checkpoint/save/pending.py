@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
 
 from holdfast.checkpoint.reports import SaveReport
 from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError
-from holdfast.storage import Storage
 from holdfast.writer.client import Ticket
 
 _MAX_MESSAGE_LENGTH = 200
@@ -94,6 +93,7 @@ class PendingSave:
         self._save.when_done(partial(self._run_callback, callback))
 
     def _run_callback(self, callback: Callable[[PendingSave], object]) -> None:
+        """Call it, log what it raises, and note a failure of the save that it dealt with."""
         thread = threading.get_ident()
         self._callbacks[thread] = False
         try:
@@ -111,19 +111,20 @@ class InFlightSave:
     """What the saver keeps of an asynchronous save until every rank knows its outcome."""
 
     step: int
-    ticket: Ticket | None
+    save_id: str
+    report: SaveReport | None = None
+    """What `result` returns, but for what the writer measures; None where it failed early."""
+    ticket: Ticket | None = None
     """The writer's job; None for a save that was skipped or failed before there was one."""
-    save_id: str = ""
-    planned: bool = False
-    total_nbytes: int = 0
-    num_tensors: int = 0
-    skipped: bool = False
     failure: HoldfastError | None = None
     """Why it failed where the writer does not know of it."""
     was_raised: bool = False
     """Whether its failure was raised on this rank, which the next save need not do again."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    storage: Storage | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was saved."""
+        return self.report is not None and self.report.skipped
 
     @property
     def phase(self) -> str:
@@ -179,25 +180,26 @@ class InFlightSave:
         error = self.error()
         if error is not None:
             raise error
-        outcome = self.ticket.outcome if self.ticket is not None else None
-        if outcome is None:
-            return SaveReport(
-                step=self.step, path="", nbytes=0, total_nbytes=0, num_tensors=0,
-                planned=False, skipped=True, seconds=dict(self.seconds),
-            )  # fmt: skip
-        where = self.storage.describe(outcome.directory) if self.storage else outcome.directory
-        return SaveReport(
-            step=self.step,
-            path=where,
-            nbytes=outcome.nbytes,
-            total_nbytes=self.total_nbytes,
-            num_tensors=self.num_tensors,
-            planned=self.planned,
-            skipped=False,
-            seconds={
-                **self.seconds, "write": outcome.write_s, "commit": outcome.commit_s
-            },
-        )  # fmt: skip
+        report = self.report
+        assert report is not None, "a save without a report has failed"
+        if self.ticket is None or self.ticket.outcome is None:
+            return report
+        outcome = self.ticket.outcome
+        written = {"write": outcome.write_s, "commit": outcome.commit_s}
+        return replace(report, seconds={**report.seconds, **written})
+
+
+def wait_until(saves: Sequence[InFlightSave], in_flight: int) -> None:
+    """Wait until at most so many of the saves are in flight."""
+    running = [pending for pending in saves if not pending.done()]
+    for pending in running[: max(len(running) - in_flight, 0)]:
+        pending.wait()
+
+
+def not_raised(saves: Sequence[InFlightSave]) -> list[tuple[InFlightSave, HoldfastError]]:
+    """The saves that failed, as far as known, without their failure being raised here."""
+    failed = [(pending, pending.error()) for pending in saves]
+    return [(p, error) for p, error in failed if error is not None and not p.was_raised]
 
 
 def raise_failures(

@@ -21,11 +21,13 @@ import xxhash
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.errors import PlanError
-from holdfast.format.image import Image
+from holdfast.format.index import Image
 from holdfast.writer.memory import SharedMemory
 
 SLICE_NBYTES = 16 << 20
-"""What is staged before the job may write it, where staging and writing run concurrently."""
+"""What is enqueued on a device at once, where staging and writing run concurrently."""
+PIECE_NBYTES = 1 << 20
+"""What is copied on the host before it is hashed: a processor's own cache holds as much."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
@@ -39,8 +41,11 @@ class CudaCopier:
     but only streams that wait for them would be held from overwriting what is still being
     read. Sources need no `record_stream`: the caller has them until `finish` returns.
 
+    Args:
+        device: to copy from.
+        cuda: the module `torch.cuda`, or what stands in for it.
+
     Cost: strided sources take a contiguous copy on the device, one after another.
-    `cuda`: the module `torch.cuda`, or what stands in for it.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = None) -> None:
@@ -79,15 +84,31 @@ def copier_of(device: torch.device, copiers: Copiers) -> CudaCopier | None:
     return copiers.get(device)
 
 
+@torch.no_grad()
 def copy_now(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy in the calling thread: everything is in place when it returns."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def copy_bytes(target: torch.Tensor, source: torch.Tensor, first: int, stop: int) -> None:
+    """Copy a range of bytes between two contiguous host tensors of one dtype and shape."""
+    ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, stop - first)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes in memory are those to store."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def lock_pages(address: int, nbytes: int, *, cuda: Any = None) -> str:
     """Page-lock memory with `cudaHostRegister`, which works on memory files, too.
 
-    Pages that were never touched are taken now. `cuda`: as for `CudaCopier`.
+    Pages that were never touched are taken now.
+
+    Args:
+        address: of the first byte.
+        nbytes: to lock.
+        cuda: as for `CudaCopier`.
 
     Returns:
         Nothing if that was done, else why it was refused.
@@ -119,17 +140,27 @@ ImageSlice = tuple[tuple[int, ...], int]
 class Staging:
     """Where a rank's rows go in its staging buffer, kept as long as the plan.
 
-    `destinations[i]` is a view of the buffer with row i's dtype and shape. `slices`: all rows in
-    the order of the image, in slices of at least `SLICE_NBYTES`; a row is never cut.
-    `whole`: all of them as one.
+    Args:
+        image: of the data file.
+        view: the buffer's bytes.
+        destinations: of each row, a view of the buffer with its dtype and shape.
+        forms: shape and dtype of each row.
+        starts: byte at which each row begins.
+        row_nbytes: of each row.
+        slices: all rows in the order of the image, in slices of at least `SLICE_NBYTES`; a row is
+            never cut.
+        pieces: the same, in slices of at least `PIECE_NBYTES`.
+        whole: all of them as one.
     """
 
     image: Image
     view: memoryview
     destinations: tuple[torch.Tensor, ...]
+    forms: list[tuple[torch.Size, torch.dtype]]
     starts: IntArray
     row_nbytes: IntArray
     slices: tuple[ImageSlice, ...]
+    pieces: tuple[ImageSlice, ...]
     whole: ImageSlice
 
     def row_digest(self, row: int) -> int:
@@ -166,6 +197,7 @@ def prepare_staging(
     sources: Sequence[torch.Tensor],
     *,
     slice_nbytes: int = SLICE_NBYTES,
+    piece_nbytes: int = PIECE_NBYTES,
 ) -> Staging:
     """Lay the image into the memory: header written, one destination view per source.
 
@@ -187,9 +219,11 @@ def prepare_staging(
         image=image,
         view=view,
         destinations=tuple(destinations),
+        forms=[(source.shape, source.dtype) for source in sources],
         starts=image.starts,
         row_nbytes=nbytes,
         slices=slices,
+        pieces=_cut_slices(image.starts, nbytes, image.nbytes, piece_nbytes),
         whole=(tuple(row for rows, _ in slices for row in rows), image.nbytes),
     )
 
@@ -210,6 +244,8 @@ def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tup
 
 def check_sources(staging: Staging, sources: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """PlanError naming the first source whose shape or dtype is not the planned one."""
+    if [(source.shape, source.dtype) for source in sources] == staging.forms:
+        return
     if len(sources) != len(staging.destinations):
         raise PlanError(
             f"the plan has {len(staging.destinations)} chunks for this rank, "
@@ -240,12 +276,32 @@ def stage(
 def stage_by_slices(
     staging: Staging, sources: Sequence[torch.Tensor], copiers: Copiers
 ) -> Iterator[int]:
-    """As `stage`, without its check; yields after each slice up to which byte the image is staged.
+    """As `stage`, without its check; yields again and again up to which byte the image is staged.
 
-    The copies of every slice are enqueued before the first one that is not in place is waited
+    On the host that is after each MiB or so, which the caller then finds in the cache. Of devices,
+    the copies of every slice are enqueued before the first one that is not in place is waited
     for. The sources may be changed only when the iterator has ended.
     """
+    if all(source.is_cpu for source in sources):
+        return _copied_closely(staging, sources)
     return _copied(staging, sources, staging.slices, copiers)
+
+
+def _copied_closely(staging: Staging, sources: Sequence[torch.Tensor]) -> Iterator[int]:
+    """Copy piece after piece in this thread, large contiguous rows MiB by MiB."""
+    for rows, end in staging.pieces:
+        last = rows[-1]
+        is_cut = int(staging.row_nbytes[last]) > PIECE_NBYTES and _is_plain(sources[last])
+        whole = rows[:-1] if is_cut else rows
+        if whole:
+            copy_now([staging.destinations[row] for row in whole], [sources[row] for row in whole])
+        if is_cut:
+            start, nbytes = int(staging.starts[last]), int(staging.row_nbytes[last])
+            for first in range(0, nbytes, PIECE_NBYTES):
+                stop = min(first + PIECE_NBYTES, nbytes)
+                copy_bytes(staging.destinations[last], sources[last], first, stop)
+                yield start + stop
+        yield end
 
 
 def _copied(
@@ -254,6 +310,7 @@ def _copied(
     slices: Sequence[ImageSlice],
     copiers: Copiers,
 ) -> Iterator[int]:
+    """Copy slice after slice; yields as `stage_by_slices`."""
     used = {device: copier_of(device, copiers) for device in devices_of(sources)}
     on_their_own = [copier for copier in used.values() if copier is not None]
     in_flight: deque[tuple[int, list[Any]]] = deque()

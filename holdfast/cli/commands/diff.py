@@ -7,14 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
-
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.compare import (
-    TensorComparer,
     TensorDifference,
-    Tolerance,
     ValueDifference,
+    compare_tensors,
     in_words,
     value_differences,
 )
@@ -29,15 +26,14 @@ from holdfast.cli.support.messages import (
 )
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import (
-    MAX_ROWS,
     make_console,
-    make_table,
     print_json,
     print_rows,
     progress_bar,
 )
 from holdfast.errors import ConfigError
 from holdfast.format.reader import Snapshot
+from holdfast.format.values import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +109,7 @@ def run(args: Args) -> int:
 
 
 def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) -> None:
+    """Add what differs in structure, then in bytes; reads only what has to be read."""
     common = []
     keys = list(dict.fromkeys([*a.keys, *b.keys]))
     for key in keys if args.tensor is None else select_keys(args.tensor, keys):
@@ -125,12 +122,10 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
         else:
             common.append(key)
     total = sum(a.tensor(key).nbytes for key in common)
-    tolerance = Tolerance(rtol=args.rtol, atol=args.atol)
     with progress_bar(quiet=args.json) as bar:
         advance = partial(bar.advance, bar.add_task("diff", total=total))
-        comparer = TensorComparer(a=a, b=b, tolerance=tolerance, advance=advance)
         for key in common:
-            difference = comparer.compare(key)
+            difference = compare_tensors(a, b, key, rtol=args.rtol, atol=args.atol, advance=advance)
             if difference is None:
                 result.num_equal += 1
             else:
@@ -139,6 +134,7 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
 
 
 def _kind(snapshot: Snapshot, key: str) -> str | None:
+    """Dtype and shape of a tensor in words; None when there is no such tensor."""
     if not snapshot.has(key):
         return None
     info = snapshot.tensor(key)
@@ -151,6 +147,7 @@ def _same_fingerprint(a: Snapshot, b: Snapshot, key: str) -> bool:
 
 
 def _as_json(a: OpenCheckpoint, b: OpenCheckpoint, result: Differences) -> dict[str, object]:
+    """The document of `--json`."""
     return {
         "a": _side_json(a),
         "b": _side_json(b),
@@ -174,56 +171,47 @@ def _side_json(side: OpenCheckpoint) -> dict[str, object]:
 
 
 def _print(a: OpenCheckpoint, b: OpenCheckpoint, args: Args, result: Differences) -> None:
+    """Both checkpoints, one table per kind of difference, and a summary."""
     console = make_console()
     for name, side in (("A", a), ("B", b)):
         manifest = side.snapshot.manifest
         layouts = "; ".join(layout_in_words(layout) for layout in manifest.layouts)
         console.print(f"{name}  {clean(side.label)}  step {manifest.step}, {layouts}", style="dim")
-    _print_structure(console, result.structure)
-    _print_values(console, result.values)
-    _print_tensors(console, result.tensors)
-    console.print(_summary(args, result), style="green" if result.is_equal else "bold red")
-
-
-def _print_structure(console: Console, items: list[StructureDifference]) -> None:
-    if not items:
-        return
-    table = make_table([("tensor", "cyan"), ("A", ""), ("B", "")])
-    for item in items[:MAX_ROWS]:
-        table.add_row(clean(item.key), item.a or "not there", item.b or "not there")
-    print_rows(console, table, len(items))
-
-
-def _print_values(console: Console, items: list[ValueDifference]) -> None:
-    if not items:
-        return
-    table = make_table([("value", "cyan"), ("A", ""), ("B", "")])
-    for item in items[:MAX_ROWS]:
-        left = clean(in_words(item.a)) if item.in_a else "not there"
-        right = clean(in_words(item.b)) if item.in_b else "not there"
-        table.add_row(clean(item.path), left, right)
-    print_rows(console, table, len(items))
-
-
-def _print_tensors(console: Console, items: list[TensorDifference]) -> None:
-    if not items:
-        return
-    table = make_table(
+    print_rows(
+        console,
+        [("tensor", "cyan"), ("A", ""), ("B", "")],
+        [(clean(x.key), x.a or "not there", x.b or "not there") for x in result.structure],
+    )
+    print_rows(
+        console,
+        [("value", "cyan"), ("A", ""), ("B", "")],
+        [(clean(x.path), _value(x.a, x.in_a), _value(x.b, x.in_b)) for x in result.values],
+    )
+    print_rows(
+        console,
         [
             ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("differing", "right"),
             ("max |b-a|", "right"), ("norm of b-a", "right"), ("undefined", "right"),
-        ]
+        ],
+        [
+            (
+                clean(x.key), x.dtype, shape_in_words(x.shape), f"{x.num_differing:,}",
+                f"{x.max_abs:.6g}", f"{x.norm:.6g}",
+                f"{x.num_undefined:,}" if x.num_undefined else "",
+            )
+            for x in result.tensors
+        ],
     )  # fmt: skip
-    for item in items[:MAX_ROWS]:
-        undefined = f"{item.num_undefined:,}" if item.num_undefined else ""
-        table.add_row(
-            clean(item.key), item.dtype, shape_in_words(item.shape), f"{item.num_differing:,}",
-            f"{item.max_abs:.6g}", f"{item.norm:.6g}", undefined,
-        )  # fmt: skip
-    print_rows(console, table, len(items))
+    console.print(_summary(args, result), style="green" if result.is_equal else "bold red")
+
+
+def _value(node: Node, is_there: bool) -> str:
+    """A value in a cell of a table."""
+    return clean(in_words(node)) if is_there else "not there"
 
 
 def _summary(args: Args, result: Differences) -> str:
+    """The last line: equal or different, and how much was read for it."""
     how = f"{in_bytes(result.nbytes_read)} read"
     if result.num_by_fingerprint:
         how += f", {counted(result.num_by_fingerprint, 'tensor')} equal by fingerprint and not read"

@@ -23,7 +23,7 @@ from holdfast.cli.support.tables import make_console, progress_bar
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.image import ImageEntry, layout_image
+from holdfast.format.index import ImageEntry, layout_image
 from holdfast.format.manifest import TensorInfo
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage, Sink
@@ -99,6 +99,7 @@ def run(args: Args) -> int:
 
 
 def _output(info: TensorInfo, args: Args) -> _Output:
+    """How a tensor is written; ConfigError for a type that the chosen files cannot hold."""
     dtype = info.dtype
     if DTYPES[dtype].numpy is None:
         if args.as_float32:
@@ -114,6 +115,7 @@ def _output(info: TensorInfo, args: Args) -> _Output:
 def _write_safetensors(
     snapshot: Snapshot, outputs: list[_Output], to: Path, advance: Advance
 ) -> None:
+    """One file with all tensors."""
     entries = [ImageEntry(name=x.info.key, dtype=x.dtype, shape=x.shape) for x in outputs]
     image = layout_image(entries)
     with _new_file(to, nbytes=image.nbytes) as sink:
@@ -123,6 +125,7 @@ def _write_safetensors(
 
 
 def _write_npy(snapshot: Snapshot, outputs: list[_Output], to: Path, advance: Advance) -> None:
+    """One file per tensor; none is written when one exists already."""
     files = [to / f"{_file_name(output.info.key)}.npy" for output in outputs]
     for file in files:
         _refuse_existing(file)

@@ -108,6 +108,7 @@ def run(args: Args) -> int:
 
 
 def _read_step(storage: PosixStorage, step: int) -> Step:
+    """A step from its manifest, which may be damaged."""
     path = f"{step_dir(step)}/{MANIFEST}"
     try:
         if storage.size(path) > MAX_MANIFEST_NBYTES:
@@ -118,6 +119,7 @@ def _read_step(storage: PosixStorage, step: int) -> Step:
 
 
 def _summary(manifest: Manifest) -> Step:
+    """What one line of the list shows of a good manifest."""
     return Step(
         step=manifest.step,
         created=manifest.created,
@@ -131,6 +133,7 @@ def _summary(manifest: Manifest) -> Step:
 
 
 def _run(path: Path) -> Run:
+    """What one line of the list of runs shows."""
     try:
         steps = list_steps(PosixStorage(path))
     except HoldfastError as error:
@@ -139,6 +142,7 @@ def _run(path: Path) -> Run:
 
 
 def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Uncommitted]:
+    """Directories of saves and removals that are not checkpoints."""
     leftovers = []
     for name in storage.list(""):
         saving, step = parse_saving_dir(name), parse_step_dir(name)
@@ -165,6 +169,7 @@ def _pointer(storage: PosixStorage) -> int | None:
 
 
 def _print_runs(root: Path, runs: list[Run]) -> None:
+    """The list of a directory that holds runs."""
     console = make_console()
     console.print(
         f"{root} holds {counted(len(runs), 'run')} and no checkpoint of its own:", soft_wrap=True
@@ -180,6 +185,7 @@ def _print_runs(root: Path, runs: list[Run]) -> None:
 def _print(
     root: Path, steps: list[Step], leftovers: list[Uncommitted], pointer: int | None
 ) -> None:
+    """The list of a directory that holds checkpoints."""
     console = make_console()
     if steps:
         columns = [

@@ -13,7 +13,7 @@ from holdfast.cli.support.messages import EXIT_DAMAGED, clean, counted, in_bytes
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError
-from holdfast.retention.removal import (
+from holdfast.retention.policies import (
     AnyOf,
     KeepBest,
     KeepEvery,
@@ -21,6 +21,8 @@ from holdfast.retention.removal import (
     KeepTagged,
     KeepWithin,
     Policy,
+)
+from holdfast.retention.removal import (
     RetentionPlan,
     RetentionResult,
     apply_retention,
@@ -85,6 +87,7 @@ def run(args: Args) -> int:
 
 
 def _policy(args: Args) -> Policy:
+    """What the `--keep…` options keep; ConfigError without any."""
     policies: list[Policy] = []
     for flag, number in (("--keep-last", args.keep_last), ("--keep-every", args.keep_every)):
         if number is not None and number < 1:
@@ -107,6 +110,7 @@ def _policy(args: Args) -> Policy:
 
 
 def _seconds(text: str) -> float:
+    """The length of a time like 7d."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise ConfigError(f"--keep-within {text!r} is no time; write 90s, 30m, 12h, 7d or 2w")
@@ -114,6 +118,7 @@ def _seconds(text: str) -> float:
 
 
 def _best(text: str) -> KeepBest:
+    """The policy of one `--keep-best`."""
     metric, *rest = text.split(":")
     mode = rest[0] if rest else ""
     number = rest[1] if len(rest) == 2 else "1"
@@ -126,6 +131,7 @@ def _best(text: str) -> KeepBest:
 
 
 def _may_remove(args: Args, plan: RetentionPlan) -> bool:
+    """Whether to go on: `--yes`, or the answer of the person at the terminal."""
     if args.yes:
         return True
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -143,6 +149,7 @@ def _may_remove(args: Args, plan: RetentionPlan) -> bool:
 
 
 def _print_plan(root: Path, plan: RetentionPlan) -> None:
+    """What stays and what goes, and why."""
     console = make_console()
     if not plan.keep and not plan.remove and not plan.spared:
         console.print(f"no committed checkpoint in {root}")
@@ -163,6 +170,7 @@ def _print_plan(root: Path, plan: RetentionPlan) -> None:
 
 
 def _print_result(plan: RetentionPlan, result: RetentionResult) -> None:
+    """What was removed, and what was not, and why."""
     console = make_console()
     sizes = {removal.step: removal.stored_nbytes for removal in plan.remove}
     for step, why in result.spared.items():
@@ -176,6 +184,7 @@ def _print_result(plan: RetentionPlan, result: RetentionResult) -> None:
 
 
 def _as_json(args: Args, plan: RetentionPlan, result: RetentionResult) -> dict[str, object]:
+    """The document of `--json`."""
     return {
         "root": str(args.root),
         "dry_run": args.dry_run,

@@ -53,6 +53,7 @@ def run(args: Args) -> int:
 
 
 def _print(args: Args, leftovers: list[Leftover]) -> None:
+    """A table of the leftovers, and how many of each fate."""
     console = make_console()
     if not leftovers:
         console.print(f"nothing is left behind in {args.root}")

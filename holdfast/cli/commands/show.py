@@ -24,7 +24,7 @@ from holdfast.cli.support.messages import (
     shape_in_words,
     when,
 )
-from holdfast.cli.support.steps import open_checkpoint
+from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import MAX_ROWS, make_console, make_table, print_json
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.support.value_tree import leaf_keys, num_values, value_tree
@@ -74,6 +74,7 @@ class TensorRow:
     num_copies: int
     writers: list[int]
     nbytes: int
+    stats: TensorStats | None = None
 
 
 def run(args: Args) -> int:
@@ -82,39 +83,32 @@ def run(args: Args) -> int:
         raise ConfigError("--stats reads tensors: choose them with --tensor KEY or a pattern")
     try:
         with open_checkpoint(args.path, step=args.step) as opened:
-            label, snapshot = opened.label, opened.snapshot
             if args.part is not None:
-                snapshot.read_values(args.part)
-            rows = _tensor_rows(snapshot, args)
-            stats = {row.key: tensor_stats(snapshot, row.key) for row in rows if args.stats}
+                opened.snapshot.read_values(args.part)
+            rows = _tensor_rows(opened.snapshot, args)
             if args.json:
-                print_json(_as_json(label, snapshot, args, rows, stats))
+                print_json(_as_json(opened, args, rows))
             else:
-                _print(label, snapshot, args, rows, stats)
+                _print(opened, args, rows)
     except CorruptionError as error:
         print_error(error)
         return EXIT_DAMAGED
     return 0
 
 
-def _parts_of_keys(manifest: Manifest) -> dict[str, str]:
-    """The part that each tensor's key is referred to from."""
-    return {key: part for part, node in manifest.parts.items() for key in leaf_keys(node)}
-
-
 def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
-    parts = _parts_of_keys(snapshot.manifest)
+    """The tensors chosen, in the order of the manifest; reads them only for `--stats`."""
+    manifest = snapshot.manifest
+    parts = {key: part for part, node in manifest.parts.items() for key in leaf_keys(node)}
     rows = []
     chosen = set(snapshot.keys if args.tensor is None else select_keys(args.tensor, snapshot.keys))
-    for tensor in snapshot.manifest.tensors:
+    for tensor in manifest.tensors:
         part = parts.get(tensor.key, "")
         if tensor.key not in chosen or args.part not in (None, part):
             continue
         stored = snapshot.rows_of(tensor.key)
         copies = snapshot.index.copy[stored]
-        writers = {
-            snapshot.manifest.files[f].writer for f in set(snapshot.index.file[stored].tolist())
-        }
+        files = set(snapshot.index.file[stored].tolist())
         rows.append(
             TensorRow(
                 key=tensor.key,
@@ -123,8 +117,9 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
                 shape=tensor.shape,
                 num_chunks=int((copies == 0).sum()),
                 num_copies=int(copies.max()) + 1 if len(copies) else 0,
-                writers=sorted(writers),
+                writers=sorted({manifest.files[number].writer for number in files}),
                 nbytes=tensor.nbytes,
+                stats=tensor_stats(snapshot, tensor.key) if args.stats else None,
             )
         )
     if args.tensor is not None and not rows:
@@ -132,16 +127,11 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     return rows
 
 
-def _as_json(
-    label: str,
-    snapshot: Snapshot,
-    args: Args,
-    rows: list[TensorRow],
-    stats: dict[str, TensorStats],
-) -> dict[str, object]:
-    manifest = snapshot.manifest
+def _as_json(opened: OpenCheckpoint, args: Args, rows: list[TensorRow]) -> dict[str, object]:
+    """The document of `--json`."""
+    snapshot, manifest = opened.snapshot, opened.snapshot.manifest
     document: dict[str, object] = {
-        "checkpoint": label,
+        "checkpoint": opened.label,
         "step": manifest.step,
         "created": manifest.created,
         "save_id": manifest.save_id,
@@ -161,19 +151,15 @@ def _as_json(
         },
         "metadata": manifest.metadata,
         "parts": list(manifest.parts),
-        "tensors": [
-            asdict(row) | ({"stats": _stats_json(stats[row.key])} if row.key in stats else {})
-            for row in rows
-        ],
+        "tensors": [_row_json(row) for row in rows],
     }
     if args.files:
         document["files"] = [
             {
                 "name": file.name, "nbytes": file.nbytes, "writer": file.writer,
-                "coordinate": file.coordinate,
-                "num_chunks": int((snapshot.index.file == number).sum()),
+                "coordinate": file.coordinate, "num_chunks": count,
             }
-            for number, file in enumerate(manifest.files)
+            for file, count in zip(manifest.files, _num_chunks(snapshot), strict=True)
         ]  # fmt: skip
     if args.values:
         chosen = manifest.parts if args.part is None else {args.part: manifest.parts[args.part]}
@@ -181,40 +167,48 @@ def _as_json(
     return document
 
 
-def _stats_json(stats: TensorStats) -> dict[str, object]:
-    table = asdict(stats)
-    if isinstance(stats.mean, complex):
-        table["mean"] = [stats.mean.real, stats.mean.imag]
+def _row_json(row: TensorRow) -> dict[str, object]:
+    """A tensor as JSON, which lacks complex numbers."""
+    table = asdict(row)
+    stats = table.pop("stats")
+    if stats is not None:
+        mean = stats["mean"]
+        stats["mean"] = [mean.real, mean.imag] if isinstance(mean, complex) else mean
+        table["stats"] = stats
     return table
 
 
-def _print(
-    label: str,
-    snapshot: Snapshot,
-    args: Args,
-    rows: list[TensorRow],
-    stats: dict[str, TensorStats],
-) -> None:
+def _num_chunks(snapshot: Snapshot) -> list[int]:
+    """The number of chunks in each data file."""
+    num_files = len(snapshot.manifest.files)
+    counts: list[int] = np.bincount(snapshot.index.file, minlength=num_files).tolist()
+    return counts
+
+
+def _print(opened: OpenCheckpoint, args: Args, rows: list[TensorRow]) -> None:
+    """The tables that the options ask for."""
     console = make_console()
+    snapshot, manifest = opened.snapshot, opened.snapshot.manifest
     is_narrow = args.tensor is not None
     if not is_narrow:
-        _print_summary(console, label, snapshot.manifest)
+        _print_summary(console, opened.label, manifest)
         if args.part is None:
-            _print_parts(console, snapshot.manifest)
+            _print_parts(console, manifest)
     if args.files:
         _print_files(console, snapshot)
     if not args.values or is_narrow:
         _print_tensors(console, rows, is_all=is_narrow)
-    for key, numbers in stats.items():
-        _print_stats(console, key, numbers)
+    for row in rows:
+        if row.stats is not None:
+            _print_stats(console, row.key, row.stats)
     if args.values and not is_narrow:
-        parts = snapshot.manifest.parts
-        tensors = {tensor.key: tensor for tensor in snapshot.manifest.tensors}
-        for part in parts if args.part is None else [args.part]:
-            console.print(value_tree(part, parts[part], tensors=tensors))
+        tensors = {tensor.key: tensor for tensor in manifest.tensors}
+        for part in manifest.parts if args.part is None else [args.part]:
+            console.print(value_tree(part, manifest.parts[part], tensors=tensors))
 
 
 def _print_summary(console: Console, label: str, manifest: Manifest) -> None:
+    """Name and value of what is known of the checkpoint as a whole."""
     totals = manifest.totals
     extra = totals.stored_nbytes - totals.nbytes
     copies = f" + {in_bytes(extra)} of copies" if extra else ""
@@ -236,6 +230,7 @@ def _print_summary(console: Console, label: str, manifest: Manifest) -> None:
 
 
 def _print_parts(console: Console, manifest: Manifest) -> None:
+    """How many tensors and values each part has."""
     table = make_table(
         [("part", "bold"), ("tensors", "right"), ("size", "right"), ("values", "right")]
     )
@@ -248,17 +243,18 @@ def _print_parts(console: Console, manifest: Manifest) -> None:
 
 
 def _print_files(console: Console, snapshot: Snapshot) -> None:
+    """The data files, and which rank wrote each."""
     table = make_table(
         [("file", ""), ("size", "right"), ("chunks", "right"), ("rank", "right"), ("at", "")]
     )
-    counts = np.bincount(snapshot.index.file, minlength=len(snapshot.manifest.files)).tolist()
-    for file, count in zip(snapshot.manifest.files, counts, strict=True):
+    for file, count in zip(snapshot.manifest.files, _num_chunks(snapshot), strict=True):
         at = " ".join(f"{axis}={index}" for axis, index in file.coordinate.items())
         table.add_row(file.name, in_bytes(file.nbytes), f"{count:,}", f"{file.writer}", clean(at))
     console.print(table)
 
 
 def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> None:
+    """The tensors, the first ones unless all were asked for."""
     table = make_table(
         [
             ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("chunks", "right"),
@@ -278,6 +274,7 @@ def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> 
 
 
 def _print_stats(console: Console, key: str, stats: TensorStats) -> None:
+    """The numbers about one tensor, one on each line."""
     console.print(Text(clean(key), style="cyan"))
     lines = [
         ("elements", f"{stats.numel:,} ({stats.num_zero:,} zero, {stats.num_nan:,} nan, "

@@ -54,6 +54,7 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def _launch(config: TrainConfig, words: Sequence[str]) -> int:
+    """Train in processes of our own; the exit code."""
     from holdfast.reference.train.launch import launch
 
     failure = launch(config, arguments=words)
@@ -65,6 +66,7 @@ def _launch(config: TrainConfig, words: Sequence[str]) -> int:
 
 
 def _work(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
+    """Train in this process; the exit code."""
     config.check(world_size=environment.world_size)
     from holdfast.reference.train.launch import run_worker
 
@@ -72,6 +74,7 @@ def _work(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
 
 
 def _check_foreign(config: TrainConfig, *, environment: LaunchEnvironment) -> None:
+    """Refuse to start processes inside of those that another launcher has started."""
     if config.nproc > 1 and not environment.is_ours:
         raise ConfigError(
             f"--nproc {config.nproc} inside of another launcher, which has started "

@@ -65,6 +65,7 @@ def _verify(checkpoint: StoredCheckpoint, *, quiet: bool) -> tuple[int, list[Dam
 
 
 def _print(label: str, damages: list[Damage], nbytes: int, seconds: float) -> None:
+    """The verdict, and a table of the damages."""
     console = make_console()
     rate = f"{in_bytes(nbytes)} read in {seconds:.2f} s"
     if not damages:

@@ -139,6 +139,7 @@ def options_of(kind: Any, default: object = None, *, section: str = "") -> list[
 
 
 def _option(name: str, hint: Any, default: object, *, owner: type, section: str) -> Option:
+    """One field as an option."""
     is_positional = False
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
@@ -264,6 +265,7 @@ class _Parser:
         return self._values
 
     def _option(self, word: str, rest: list[str]) -> None:
+        """Take an option and the words that are its values."""
         written, equals, value = word.partition("=")
         name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
         if name in self._switches:
@@ -285,6 +287,7 @@ class _Parser:
         self._values[option.field] = values if option.is_many else values[0]
 
     def _place(self, word: str) -> None:
+        """Take a word by its position."""
         if self._num_placed == len(self._positional):
             names = " ".join(option.shown for option in self._positional)
             taken = f"only {names} is taken" if names else "only options are taken"
@@ -294,6 +297,7 @@ class _Parser:
         self._num_placed += 1
 
     def _check_required(self) -> None:
+        """ConfigError that names every missing option, with its help text."""
         missing = [
             option
             for option in (*self._positional, *self._named.values())
@@ -313,6 +317,7 @@ class _Parser:
             raise ConfigError(f"missing {' and '.join(names)}")
 
     def _hint(self, name: str) -> str:
+        """What the writer of an unknown option may have meant; empty where nothing is near."""
         names = [*self._named, *(self._switches if name.startswith("--no") else ())]
         if name.startswith("-") and not name.startswith("--") and f"-{name}" in names:
             return f"; did you mean -{name}?"
@@ -323,6 +328,7 @@ class _Parser:
 
 
 def _is_option(word: str) -> bool:
+    """Whether a word is an option, and not a negative number or "-"."""
     return word.startswith("-") and word != "-" and not _NUMBER.match(word)
 
 

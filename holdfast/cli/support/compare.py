@@ -35,20 +35,7 @@ class ValueDifference:
     in_b: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """Elements a, b count as equal when |a - b| <= atol + rtol * |b|; all zero: equal bytes."""
-
-    rtol: float = 0.0
-    atol: float = 0.0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether only equal bytes are equal."""
-        return self.rtol == 0 and self.atol == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TensorDifference:
     """How one tensor differs; the numbers are of `b - a`, in float64.
 
@@ -59,10 +46,10 @@ class TensorDifference:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    num_differing: int
-    num_undefined: int
-    max_abs: float
-    norm: float
+    num_differing: int = 0
+    num_undefined: int = 0
+    max_abs: float = 0.0
+    norm: float = 0.0
 
 
 def value_differences(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[ValueDifference]:
@@ -83,6 +70,7 @@ def in_words(node: Node) -> str:
 
 
 def _members(a: Mapping[str, Node], b: Mapping[str, Node], path: str) -> Iterator[ValueDifference]:
+    """The differences of two mappings, by the path of their members."""
     for name in {**a, **b}:
         below = join_path(path, name)
         if name in a and name in b:
@@ -94,6 +82,7 @@ def _members(a: Mapping[str, Node], b: Mapping[str, Node], path: str) -> Iterato
 
 
 def _differences(a: Node, b: Node, path: str) -> Iterator[ValueDifference]:
+    """The differences of two nodes at one path."""
     if node_bytes(a) == node_bytes(b):
         return
     if isinstance(a, list) and isinstance(b, list):
@@ -115,6 +104,7 @@ def _differences(a: Node, b: Node, path: str) -> Iterator[ValueDifference]:
 
 
 def _numbered(items: list[Node]) -> dict[str, Node]:
+    """A list as a mapping from its indices."""
     return {str(i): item for i, item in enumerate(items)}
 
 
@@ -128,82 +118,63 @@ def _paired(node: dict[str, Node]) -> dict[str, Node]:
     return table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorComparer:
-    """Compares tensors of two checkpoints, whatever their layouts; some tens of MiB of memory.
+def compare_tensors(
+    a: Snapshot,
+    b: Snapshot,
+    key: str,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    advance: Callable[[int], object],
+) -> TensorDifference | None:
+    """How a tensor of equal dtype and shape differs, whatever the layouts; None if it does not.
 
-    `advance` is called with the bytes of A read since the last call.
+    Args:
+        a: one checkpoint.
+        b: the other one.
+        key: the tensor, which both have.
+        rtol: elements count as equal when |a - b| <= atol + rtol * |b|.
+        atol: the same; where both are 0, equal bytes are equal.
+        advance: called with the bytes of `a` read since the last call.
+
+    Raises:
+        CorruptionError: one of the two is damaged.
+
+    Cost: reads both sides once, in pieces of the chunks of `a`; some tens of MiB of memory.
     """
-
-    a: Snapshot
-    b: Snapshot
-    tolerance: Tolerance
-    advance: Callable[[int], object]
-
-    def compare(self, key: str) -> TensorDifference | None:
-        """How a tensor of equal dtype and shape differs; None when it is the same.
-
-        Raises:
-            CorruptionError: one of the two is damaged.
-
-        Cost: reads both sides once, in pieces of the chunks of A.
-        """
-        info = self.a.tensor(key)
-        max_numel = _PIECE_NBYTES // DTYPES[info.dtype].itemsize
-        sums = _DifferenceSums(tolerance=self.tolerance)
-        rows = self.a.rows_of(key)
-        for row in rows[self.a.index.copy[rows] == 0].tolist():
-            chunk = self.a.index.box(row, ndim=len(info.shape))
-            for box in split_box(chunk, max_numel=max_numel):
-                one, two = (read_box(side, key, box) for side in (self.a, self.b))
-                self.advance(len(one))
-                sums.add(one, two, info.dtype)
-        if not sums.num_differing:
-            return None
-        return TensorDifference(
-            key=key,
-            dtype=info.dtype,
-            shape=tuple(info.shape),
-            num_differing=sums.num_differing,
-            num_undefined=sums.num_undefined,
-            max_abs=sums.max_abs,
-            norm=math.sqrt(sums.squares),
-        )
+    info = a.tensor(key)
+    max_numel = _PIECE_NBYTES // DTYPES[info.dtype].itemsize
+    result = TensorDifference(key=key, dtype=info.dtype, shape=tuple(info.shape))
+    squares = 0.0
+    rows = a.rows_of(key)
+    for row in rows[a.index.copy[rows] == 0].tolist():
+        for box in split_box(a.index.box(row, ndim=len(info.shape)), max_numel=max_numel):
+            data = [read_box(side, key, box) for side in (a, b)]
+            advance(len(data[0]))
+            if data[0] == data[1]:
+                continue
+            raw = [np.frombuffer(side, dtype=np.uint8).reshape(box.numel, -1) for side in data]
+            unequal = (raw[0] != raw[1]).any(axis=1)
+            one, two = (decode_elements(side, info.dtype)[unequal] for side in data)
+            with np.errstate(invalid="ignore", over="ignore"):
+                distance = _distance(one, two)
+                finite = distance[np.isfinite(distance)]
+                result.num_undefined += len(distance) - len(finite)
+                result.max_abs = max(result.max_abs, float(finite.max(initial=0.0)))
+                squares += float((finite**2).sum())
+                result.num_differing += len(one)
+                if rtol or atol:
+                    result.num_differing -= _num_close(one, two, distance, rtol, atol)
+    result.norm = math.sqrt(squares)
+    return result if result.num_differing else None
 
 
-class _DifferenceSums:
-    """Running sums over the differing elements of one tensor."""
-
-    def __init__(self, *, tolerance: Tolerance) -> None:
-        self._tolerance = tolerance
-        self.num_differing = self.num_undefined = 0
-        self.max_abs = self.squares = 0.0
-
-    def add(self, one: bytearray, two: bytearray, dtype: str) -> None:
-        """Add a piece: the same box of both sides."""
-        if one == two:
-            return
-        itemsize = DTYPES[dtype].itemsize
-        raw_a, raw_b = (np.frombuffer(data, dtype=np.uint8) for data in (one, two))
-        unequal = (raw_a != raw_b).reshape(-1, itemsize).any(axis=1)
-        a, b = (decode_elements(data, dtype)[unequal] for data in (one, two))
-        with np.errstate(invalid="ignore", over="ignore"):
-            distance = _distance(a, b)
-            finite = distance[np.isfinite(distance)]
-            self.num_undefined += len(distance) - len(finite)
-            if len(finite):
-                self.max_abs = max(self.max_abs, float(finite.max()))
-                self.squares += float((finite**2).sum())
-            self.num_differing += len(a) - self._num_close(a, b, distance)
-
-    def _num_close(self, a: AnyArray, b: AnyArray, distance: FloatArray) -> int:
-        if self._tolerance.is_exact:
-            return 0
-        size = np.abs(b.astype(np.complex128 if b.dtype.kind == "c" else np.float64))
-        # Without the zero, rtol * inf would make every finite value close to an infinity.
-        bound = self._tolerance.atol + self._tolerance.rtol * np.where(np.isfinite(size), size, 0)
-        close = (distance <= bound) | (np.isnan(size) & np.isnan(np.abs(a)))
-        return int(close.sum())
+def _num_close(a: AnyArray, b: AnyArray, distance: FloatArray, rtol: float, atol: float) -> int:
+    """How many elements are within the tolerance."""
+    size = np.abs(b.astype(np.complex128 if b.dtype.kind == "c" else np.float64))
+    # Without the zero, rtol * inf would make every finite value close to an infinity.
+    bound = atol + rtol * np.where(np.isfinite(size), size, 0)
+    return int(((distance <= bound) | (np.isnan(size) & np.isnan(np.abs(a)))).sum())
 
 
 def _distance(a: AnyArray, b: AnyArray) -> FloatArray:

@@ -86,6 +86,7 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def _directories_in(path: Path) -> list[Path]:
+    """The directories below a path; none where it cannot be read."""
     try:
         with os.scandir(path) as entries:
             few = islice(entries, _MAX_RUN_DIRECTORIES)
@@ -95,10 +96,12 @@ def _directories_in(path: Path) -> list[Path]:
 
 
 def _has_steps(names: Iterable[str]) -> bool:
+    """Whether any of these names is of a checkpoint, committed or being saved."""
     return any(parse_step_dir(name) is not None or parse_saving_dir(name) for name in names)
 
 
 def _choose_a_run(path: Path, runs: list[Path]) -> str:
+    """The message for a directory of runs where one run is needed."""
     few = ", ".join(map(str, runs[:4])) + (", …" if len(runs) > 4 else "")
     return (
         f"{path} holds {counted(len(runs), 'run')} and no checkpoint of its own: name one of them "
@@ -109,7 +112,9 @@ def _choose_a_run(path: Path, runs: list[Path]) -> str:
 def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     """The checkpoint meant by a path: one checkpoint directory, or a directory of checkpoints.
 
-    Of a directory of checkpoints the newest committed step is taken, or `step`.
+    Args:
+        path: either of them.
+        step: which step of a directory of checkpoints; absent: the newest committed one.
 
     Raises:
         ConfigError: there is none; the message says what was looked for.
@@ -130,6 +135,7 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
 
 
 def _nothing_at(path: Path, storage: PosixStorage) -> str:
+    """Why a path means no checkpoint, and what to name instead."""
     if any(parse_saving_dir(name) for name in (path.resolve().name, *storage.list(""))):
         return f"{path} holds no committed checkpoint, only a save that was not finished"
     if runs := find_runs(path):

@@ -55,11 +55,18 @@ def make_table(columns: Sequence[tuple[str, str]], *, title: str = "") -> Table:
     return table
 
 
-def print_rows(console: Console, table: Table, num_rows: int) -> None:
-    """A table that has the first `MAX_ROWS` rows, and how many more there are."""
+def print_rows(
+    console: Console, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]
+) -> None:
+    """A table of the first `MAX_ROWS` rows, and how many more there are; nothing without rows."""
+    if not rows:
+        return
+    table = make_table(columns)
+    for row in rows[:MAX_ROWS]:
+        table.add_row(*row)
     console.print(table)
-    if num_rows > MAX_ROWS:
-        console.print(f"… and {num_rows - MAX_ROWS:,} more; --json lists all", style="dim")
+    if len(rows) > MAX_ROWS:
+        console.print(f"… and {len(rows) - MAX_ROWS:,} more; --json lists all", style="dim")
 
 
 def print_json(value: object) -> None:
@@ -68,6 +75,7 @@ def print_json(value: object) -> None:
 
 
 def _finite(value: object) -> object:
+    """A copy in which numbers that JSON lacks are strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):

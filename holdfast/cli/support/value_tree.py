@@ -133,6 +133,7 @@ class _TreeBuilder:
 
 
 def _label(name: str, line: str) -> Text:
+    """A name and its line."""
     return Text(clean(name), style="bold") + Text(f": {line}")
 
 
@@ -166,6 +167,7 @@ def _pairs(node: dict[str, Node]) -> list[tuple[Node, Node]] | None:
 
 
 def _is_scalar(node: Node) -> bool:
+    """Whether a node is one plain value."""
     if isinstance(node, list):
         return False
     return not isinstance(node, dict) or node.get(TAG) in _SCALAR_TAGS
@@ -178,29 +180,28 @@ def _is_flat(items: list[Node]) -> bool:
 
 def _row_shape(node: Node) -> tuple[int, ...] | None:
     """The shape of numbers in rows of equal length, two dimensions or more; None for the rest."""
-    if not isinstance(node, list) or not node or not isinstance(node[0], list):
-        return None
-    inner: tuple[int, ...] | None
-    if node[0] and all(_is_number(item) for item in node[0]):
-        inner = (len(node[0]),)
-        is_even = all(
-            isinstance(row, list) and len(row) == inner[0] and all(map(_is_number, row))
-            for row in node
-        )
-        return (len(node), *inner) if is_even else None
-    inner = _row_shape(node[0])
-    if inner is None or any(_row_shape(row) != inner for row in node):
-        return None
-    return (len(node), *inner)
+    shape = _number_shape(node) if isinstance(node, list) else None
+    return shape if shape is not None and len(shape) > 1 else None
+
+
+def _number_shape(node: Node) -> tuple[int, ...] | None:
+    """As `_row_shape`, but () for a number and one dimension for a row of them."""
+    if not isinstance(node, list):
+        return () if _is_number(node) else None
+    shapes = {_number_shape(item) for item in node}
+    inner = shapes.pop() if len(shapes) == 1 else None
+    return None if inner is None else (len(node), *inner)
 
 
 def _is_number(node: Node) -> bool:
+    """Whether a node is a number; a bool is not."""
     if isinstance(node, dict):
         return node.get(TAG) in ("int", "float", "complex")
     return isinstance(node, int | float) and not isinstance(node, bool)
 
 
 def _in_words(node: Node) -> str:
+    """A node on one line, without what is below it."""
     if isinstance(node, str):
         return shorten(repr(node))
     if isinstance(node, list):
@@ -243,6 +244,7 @@ def _list_in_words(items: list[Node]) -> str:
 
 
 def _decoded(node: Node) -> str:
+    """A scalar as Python writes it."""
     try:
         return repr(decode_tree(node)) if isinstance(node, dict) else repr(node)
     except HoldfastError:  # a type that only its program knows

@@ -150,8 +150,7 @@ class Control:
         GroupError: By every method, on all ranks alike: the ranks are in different phases or
             operations. The message names each one's.
         DeadlineError: By every method, on all ranks alike: a rank does not arrive, or its
-            connection breaks. The message names it, the phase, and where it was last seen. The
-            communicator cannot be used any more; later calls raise at once.
+            connection breaks. The message names it, and where it was last seen. Later calls raise.
     """
 
     def __init__(
@@ -210,8 +209,8 @@ class Control:
     def all_gather(self, payload: bytes, *, phase: str) -> list[bytes]:
         """Every rank's payload, in the layout's order of ranks.
 
-        Cost: one collective; a second one, padded to the longest payload (so memory is ranks *
-        longest), if any payload is longer than `INLINE_NBYTES`.
+        Cost: one collective; if a payload is longer than `INLINE_NBYTES`, a second one in which
+        all are padded to the longest.
         """
         with self._calling(phase):
             return self._all_gather("all_gather", payload, phase)
@@ -219,8 +218,7 @@ class Control:
     def gather(self, payload: bytes, *, phase: str) -> list[bytes] | None:
         """Every rank's payload at the coordinator, in the layout's order of ranks; None elsewhere.
 
-        Cost: one collective, and one message of the exact size for each payload longer than
-        `INLINE_NBYTES`.
+        Cost: one collective, and a message for each payload longer than `INLINE_NBYTES`.
         """
         with self._calling(phase):
             frames = self._open("gather", phase, payload)
@@ -267,19 +265,31 @@ class Control:
     def broadcast(self, payload: bytes | None, *, phase: str) -> bytes:
         """The coordinator's payload at every rank; the others pass None.
 
-        Cost: one collective; a second one of the payload's size if it is longer than
-        `INLINE_NBYTES`.
+        Cost: one collective; a second one if the payload is longer than `INLINE_NBYTES`.
         """
         misuse = None
         if self.is_coordinator != (payload is not None):
             misuse = "broadcast takes a payload at the coordinator, and None elsewhere"
         with self._calling(phase):
             source = self._open("broadcast", phase, payload or b"", misuse=misuse)[0]
-            if payload is None and source.length <= INLINE_NBYTES:
-                return source.inline
             if self._transport is not None and source.length > INLINE_NBYTES:
                 return self._transport.broadcast(payload, source.length)
-            return payload or b""
+            return payload or source.inline
+
+    def gather_and_broadcast(
+        self, payload: bytes, data: bytes | None, *, phase: str
+    ) -> tuple[list[bytes], bytes]:
+        """Every rank's short payload, and the coordinator's data if any; the others pass None.
+
+        Cost: one collective if the payloads are shorter than `INLINE_NBYTES` by 8, and a broadcast.
+        """
+        with self._calling(phase):
+            length = len(data or b"").to_bytes(8, "little")
+            payloads = self._all_gather("broadcast", length + payload, phase)
+            nbytes = int.from_bytes(payloads[0][:8], "little")
+            if nbytes and self._transport is not None:
+                data = self._transport.broadcast(data, nbytes)
+            return [each[8:] for each in payloads], data or b""
 
     def agree(
         self, error: BaseException | None, *, phase: str, payload: bytes = b""
@@ -370,6 +380,7 @@ class Control:
             self._open("barrier", phase, b"")
 
     def _all_gather(self, operation: str, payload: bytes, phase: str) -> list[bytes]:
+        """Every rank's payload, under the name of the operation that needs them."""
         frames = self._open(operation, phase, payload)
         if self._transport is None:
             return [payload]
@@ -467,6 +478,7 @@ class Control:
             self.scope.fail_on_all(depth)
 
     def _check_in_sync(self, frames: Sequence[Frame]) -> None:
+        """GroupError with the place of each rank unless all make the same call."""
         indices_by_call: dict[tuple[int, str, bytes], list[int]] = {}
         for index, frame in enumerate(frames):
             indices_by_call.setdefault(frame.call, []).append(index)
@@ -484,4 +496,5 @@ class Control:
 
 
 def _shorten(text: str, nbytes: int) -> str:
+    """At most the first `nbytes` bytes, cut between characters."""
     return text.encode()[:nbytes].decode(errors="ignore")

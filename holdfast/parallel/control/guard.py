@@ -131,6 +131,7 @@ class Guard(Generic[T]):
         return attempt.run(body)
 
     def _refuse_within(self, outer: GuardScope | None) -> None:
+        """ConfigError if this guard is open already: the operation is called from within itself."""
         while outer is not None:
             if outer.guard is self:
                 raise ConfigError(
@@ -159,6 +160,7 @@ class Guard(Generic[T]):
             raise shared from error
 
     def _has_ended(self, answers: Mapping[str, list[bytes]]) -> bool:
+        """Whether this rank has made the call at the end of the operation, or of its last run."""
         if self._retry_if is not None:
             return self._attempt is not None and self._attempt._made_all_calls
         return self._end in answers

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d
 
@@ -22,6 +23,8 @@ _SLACK_S = 0.1
 _PROGRESS_WAIT_S = 2.0
 """How long to wait for the others' progress entries before a rank is called missing or silent."""
 
+_decode_report = msgspec.json.Decoder(tuple[dict[int, str], list[int]]).decode
+
 
 class Transport:
     """Moves exact bytes between group indices for `Control`; no protocol of its own.
@@ -29,8 +32,13 @@ class Transport:
     Before a collective each rank writes a progress entry, ``sequence:phase``, under one store key
     of its own (overwritten, so the store does not grow). When a wait fails, the entries say who is
     missing and where each was last seen; that is a DeadlineError, and the transport is broken from
-    then on: its communicator is closed at once, so that ranks which wait for this one fail too. A
-    store that is gone costs the names, not the collective.
+    then on: its communicator is closed at once, so that ranks which wait for this one fail too. One
+    rank reads the entries, for all that fail in the same collective.
+
+    Two ranks connect when they first send to each other, and find each other's address in the
+    store. All-gather goes round a ring, so it needs two connections of each rank; broadcast goes
+    down a tree, with at most log2(ranks) of them; a message connects its two ranks. Where ranks are
+    connected, a store that is gone costs the names, not the collective.
 
     Args:
         group: communicator of exactly `ranks`, in that order; owned by the transport.
@@ -162,6 +170,7 @@ class Transport:
             self._wait(works)
 
     def _wait(self, works: list[Work]) -> None:
+        """Wait for all, the deadline of the call in progress permitting."""
         try:
             while works:
                 works.pop(0).wait(self._left())
@@ -175,18 +184,22 @@ class Transport:
         return self._group
 
     def _left(self) -> timedelta:
+        """What is left of the call's time."""
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
 
     def _count(self, nbytes: int) -> None:
+        """Count one collective or message."""
         self.num_collectives += 1
         self.nbytes_sent += nbytes
 
     def _post(self, phase: str) -> None:
+        """Write this rank's progress entry."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"progress/{self._rank}", f"{self._sequence}:{phase}")
 
     @contextlib.contextmanager
     def _naming_missing_ranks(self) -> Iterator[None]:
+        """Around waits: DeadlineError for one that fails, and the transport is broken."""
         try:
             yield
         except RuntimeError as error:
@@ -197,6 +210,7 @@ class Transport:
             raise DeadlineError(self._broken) from error
 
     def _describe(self, cause: str, *, broke: bool) -> str:
+        """Why a wait failed, and whom to look at."""
         where = f"Phase {self._phase!r} (collective {self._sequence} of layout {self._name!r})"
         what = "a connection broke" if broke else f"not complete after {self._timeout_s:g} s"
         try:
@@ -216,7 +230,21 @@ class Transport:
         )
 
     def _read_progress(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
-        """Ranks that have not reached this collective, with where they are; and the silent ones."""
+        """Ranks that have not reached this collective, with where they are; and the silent ones.
+
+        The first rank that fails looks, the others read what it reports.
+        """
+        report = f"report/{self._sequence}"
+        if self._store.add(f"{report}/readers", 1) > 1:
+            with contextlib.suppress(RuntimeError):  # the rank that was to report failed, too
+                self._store.wait([report], timedelta(seconds=2 * _PROGRESS_WAIT_S))
+                return _decode_report(self._store.get(report))
+        progress = self._look(broke=broke)
+        self._store.set(report, msgspec.json.encode(progress).decode())
+        return progress
+
+    def _look(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
+        """Read every rank's progress, for a while if that may still change."""
         until = time.monotonic() + _PROGRESS_WAIT_S
         while True:
             missing, silent = {}, []
@@ -234,10 +262,12 @@ class Transport:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
+    """Bytes as a tensor."""
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # torch wants a writable buffer
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    """Inverse of `_tensor`."""
     return tensor.numpy().tobytes()

@@ -3,6 +3,9 @@
 The order of creation is the same on every rank (control first, then the order of `GROUP_NAMES`),
 and a rank makes only the communicators it is a member of. So no rank can wait for one that waits
 for it, and ranks outside the layout take no part.
+
+Groups with equal lists of ranks share a communicator, held under each of their names, unless one
+of them is over data ranks (`runs_along_data`) or a clone.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.transport import Transport
-from holdfast.parallel.group_names import CLONED, GROUP_NAMES
+from holdfast.parallel.group_names import CLONED, GROUP_NAMES, runs_along_data
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.groups.rendezvous import Proposal, Rendezvous
 from holdfast.parallel.layout import Layout
@@ -114,13 +117,19 @@ def create(
 
     def make_all() -> None:
         comms.control = _make_control(comms)
+        shared: dict[tuple[int, ...], ProcessGroup] = {}
         for name in chosen:
-            if layout.has_group(name, rank):
-                source = comms.held.get(CLONED.get(name) or "")
-                ranks = layout.group(name, rank) if source is None else source.ranks
-                comms.held[name] = Communicator(
-                    group=comms.make(ranks, name), ranks=ranks, axes=name
-                )
+            if not layout.has_group(name, rank):
+                continue
+            source = comms.held.get(CLONED.get(name) or "")
+            ranks = layout.group(name, rank) if source is None else source.ranks
+            if runs_along_data(name):
+                group = comms.make(ranks, name)
+            elif ranks in shared:  # then on its other members, too: their groups are this one
+                group = shared[ranks]
+            else:
+                group = shared[ranks] = comms.make(ranks, name)
+            comms.held[name] = Communicator(group=group, ranks=ranks, axes=name)
 
     _make_together(rendezvous, make_all, undo=comms.destroy)
     return comms
@@ -148,7 +157,7 @@ def adopt(
         error = raised
     everywhere = sorted(_names_on_every_rank(layout, supplied))
     rendezvous.propose(_proposal(layout, everywhere, "supplied"), error)
-    rendezvous.finish("compared", _check_same_communicators(comms, rendezvous))
+    rendezvous.finish("compared", _compare_communicators(comms, rendezvous))
     comms.prefix = f"{rendezvous.prefix}/{layout.digest()[:8]}"
 
     def make_control() -> None:
@@ -163,9 +172,10 @@ def clone(
 ) -> ProcessGroup:
     """See `ProcessGroups.clone`."""
     ranks = tuple(_torch.group_ranks(source))
-    rendezvous = _rendezvous_on(comms, f"clone {name!r} as {purpose!r} of", ranks)
+    scope = _torch.group_name(source)  # the groups along an axis do not concern each other
+    rendezvous = _rendezvous_on(comms, f"clone {name!r} as {purpose!r} of", ranks, scope=scope)
     text = f"clone of {name!r}, ranks {list(ranks)}"
-    rendezvous.propose(Proposal(text=text, content=_torch.group_name(source)), error)
+    rendezvous.propose(Proposal(text=text, content=scope), error)
     num_owned = len(comms.owned)
     _make_together(
         rendezvous,
@@ -178,6 +188,7 @@ def clone(
 
 
 def _own_rank(layout: Layout, rank: int | None) -> int:
+    """This process's rank in the layout, checked against torch.distributed's."""
     if rank is None and layout.world_size == 1 and not _torch.is_initialized():
         return layout.ranks[0]
     own = _torch.default_rank() if _torch.is_initialized() or rank is None else rank
@@ -189,6 +200,7 @@ def _own_rank(layout: Layout, rank: int | None) -> int:
 
 
 def _of_one_process(layout: Layout, rank: int, timeout_s: float) -> Communicators:
+    """Those of a process without torch.distributed: none."""
     control = Control(None, ranks=(rank,), rank=rank, timeout_s=timeout_s, name=layout.name)
     return Communicators(layout=layout, rank=rank, control=control, timeout_s=timeout_s)
 
@@ -196,6 +208,7 @@ def _of_one_process(layout: Layout, rank: int, timeout_s: float) -> Communicator
 def _start(
     layout: Layout, rank: int, backend: str | None, timeout_s: float, store: Store | None
 ) -> Communicators:
+    """Nothing made yet: where, and how, it will be."""
     _torch.default_rank()
     return Communicators(
         layout=layout,
@@ -207,7 +220,10 @@ def _start(
     )
 
 
-def _rendezvous_on(comms: Communicators, purpose: str, ranks: Sequence[int]) -> Rendezvous:
+def _rendezvous_on(
+    comms: Communicators, purpose: str, ranks: Sequence[int], *, scope: str = ""
+) -> Rendezvous:
+    """The next agreement on a purpose."""
     if comms.store is None:
         raise GroupError(f"Cannot {purpose} {comms.layout}: these groups are of one process.")
     return Rendezvous(
@@ -217,10 +233,12 @@ def _rendezvous_on(comms: Communicators, purpose: str, ranks: Sequence[int]) -> 
         ranks=ranks,
         rank=comms.rank,
         timeout_s=comms.timeout_s,
+        scope=scope,
     )
 
 
 def _proposal(layout: Layout, names: Sequence[str], backend: str) -> Proposal:
+    """What all ranks of the layout have to propose alike."""
     content = {"layout": layout.to_dict(), "names": list(names), "backend": backend}
     return Proposal(
         text=f"{layout}, groups {', '.join(names) or 'none'} ({backend})",
@@ -245,10 +263,11 @@ def _make_together(
 
 
 def _make_control(comms: Communicators) -> Control:
+    """The control of the layout, on a communicator of its own that connects as it is used."""
     layout, rank = comms.layout, comms.rank
     transport = None
     if layout.world_size > 1 and comms.store is not None:
-        comms.make(layout.ranks, "control", "gloo")
+        comms.make(layout.ranks, "control", _torch.lazy_gloo())
         transport = Transport(
             comms.owned.pop(),  # the transport owns it from here
             ranks=layout.ranks,
@@ -296,6 +315,7 @@ def _is_default(layout: Layout, name: str) -> bool:
 
 
 def _creation_order(name: str) -> int:
+    """Where a group is in the order of creation; groups by their axes come last."""
     return GROUP_NAMES.index(name) if name in GROUP_NAMES else len(GROUP_NAMES)
 
 
@@ -342,6 +362,7 @@ def _names_on_every_rank(layout: Layout, supplied: Iterable[str]) -> set[str]:
 
 
 def _check_ranks(group: object, planned: tuple[int, ...]) -> None:
+    """GroupError with both lists unless a supplied communicator has the planned ranks."""
     try:
         actual = _torch.group_ranks(group)
     except GroupError as error:
@@ -357,14 +378,20 @@ def _check_ranks(group: object, planned: tuple[int, ...]) -> None:
     raise GroupError(f"has ranks {actual}, but planned are {list(planned)}: {how}")
 
 
-def _check_same_communicators(comms: Communicators, rendezvous: Rendezvous) -> GroupError | None:
-    """The error of a group whose members supplied different communicators over its ranks."""
+def _compare_communicators(comms: Communicators, rendezvous: Rendezvous) -> GroupError | None:
+    """The error of a group whose members supplied different communicators over its ranks.
+
+    Cost: for each group two requests, and one stage.
+    """
     own = {name: _torch.group_name(held.group) for name, held in comms.held.items()}
-    answers = rendezvous.exchange("communicators", json.dumps(own))
-    names = dict(zip(rendezvous.ranks, map(json.loads, answers), strict=True))
+    tallies = {name: f"{name}/{comms.held[name].ranks[0]}/{own[name]}" for name in own}
+    for tally in tallies.values():
+        rendezvous.tally(tally, 1)
+    rendezvous.finish("communicators", None, report=json.dumps(own))
     for name, held in comms.held.items():
-        others = [rank for rank in held.ranks if names[rank].get(name) != own[name]]
-        if others:
+        if rendezvous.tally(tallies[name], 0) != len(held.ranks):
+            theirs = {r: json.loads(rendezvous.report_of(r, "communicators")) for r in held.ranks}
+            others = [rank for rank, names in theirs.items() if names.get(name) != own[name]]
             return GroupError(
                 f"Group {name!r} (ranks {list(held.ranks)}): ranks {others} supplied another "
                 f"communicator than rank {comms.rank} (or none): they would wait for each other."

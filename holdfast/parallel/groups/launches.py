@@ -26,7 +26,10 @@ class Launch:
     op: str
     """What was launched: `reduce_scatter`, `all_gather`, `all_reduce`, `broadcast`, ..."""
     purpose: str
-    """Under which name the groups hold the communicator; its own name if they do not."""
+    """Under which name the groups hold the communicator; its own name if they do not.
+
+    Where several names share it, the first of them in the order of creation: `tp` for `tp_cp`.
+    """
     ranks: tuple[int, ...]
     """The communicator's members, in its order."""
     nbytes: int
@@ -78,6 +81,7 @@ class LaunchRecorder(TorchDispatchMode):
         return call(*args, **dict(kwargs or {}))
 
     def _note(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Keep one launch, unless it is none on a communicator."""
         group = _group(arguments)
         if group is None:
             return
@@ -93,6 +97,7 @@ class LaunchRecorder(TorchDispatchMode):
         )
 
     def _purpose(self, group: dist.ProcessGroup) -> str:
+        """See `Launch.purpose`."""
         name = _torch.group_name(group)
         for purpose in self._groups.held():
             if _torch.group_name(self._groups.group(purpose)) == name:
@@ -135,6 +140,7 @@ def _plain(name: str) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):

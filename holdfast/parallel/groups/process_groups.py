@@ -85,8 +85,9 @@ class ProcessGroups:
             DeadlineError: Ranks did not arrive; they are named, on all others.
             GroupError: Names are unknown, or torch.distributed is not initialised.
 
-        Cost: a few store operations per rank, one communicator per name, and a gloo one for
-        `control`.
+        Cost: some twenty requests of this rank to the store, however many ranks there are; and the
+        communicators, of which groups with equal lists of ranks share one, unless they are over
+        data ranks or clones. That of `control` connects two ranks when they first send.
         """
         return cls(
             building.create(
@@ -126,7 +127,8 @@ class ProcessGroups:
             LayoutError: As for `create`.
             DeadlineError: As for `create`.
 
-        Cost: a few store operations per rank, and one gloo communicator.
+        Cost: some thirty requests of this rank to the store and two for each name, however many
+        ranks there are; and the communicator of `control`, as for `create`.
         """
         return cls(building.adopt(layout, supplied, timeout_s=timeout_s, rank=rank, store=store))
 
@@ -216,7 +218,7 @@ class ProcessGroups:
             GroupError: On all members, where they disagree or `purpose` is taken.
             DeadlineError: On all members, where one does not arrive.
 
-        Cost: a few store operations, one communicator.
+        Cost: a dozen requests of this rank to the store, one communicator.
         """
         source = self.group(name)
         name = self._resolved(name)
@@ -298,6 +300,7 @@ class ProcessGroups:
         return f"ProcessGroups({self.layout}, rank {self.rank}, holding {self._listed()})"
 
     def _check_open(self) -> None:
+        """GroupError after `close`."""
         if self._closed:
             raise GroupError(f"The process groups of {self.layout} are closed.")
 
@@ -314,6 +317,7 @@ class ProcessGroups:
             return name
 
     def _is_known(self, name: str, *, or_raise: bool) -> bool:
+        """Whether the layout has a group of this name; if not, GroupError where asked for."""
         try:
             self.layout.size(name)
         except LayoutError as error:
@@ -330,6 +334,7 @@ class ProcessGroups:
         return self.layout.has_group(name, self.rank) and self.layout.size(name) > 1
 
     def _why_absent(self, name: str) -> str:
+        """Why this rank has no communicator of this name, for messages."""
         self._is_known(name, or_raise=True)
         if name == "control":
             return "'control' is no group to use: agreement goes through groups.control."
@@ -344,4 +349,5 @@ class ProcessGroups:
         )
 
     def _listed(self) -> str:
+        """The names held, for messages."""
         return ", ".join(self._comms.held) or "no communicator"

@@ -1,14 +1,20 @@
 """Agreement before there is a communicator: ranks compare proposals over the c10d store.
 
-Each rank posts under keys of its own and reads the keys of the ranks that *it* expects, so that two
-ranks with different expectations find each other wherever these overlap. Every wait has a deadline.
+A rank makes a fixed number of requests for each stage, however many ranks there are: it posts an
+entry under a key of its own, adds itself to the ranks that have arrived and to those that propose
+the same, and waits for one key, the verdict. The last to arrive compares the two counts and sets
+the verdict. Entries are read where something is wrong, by the one rank that reports it: the last
+to arrive if ranks disagree or failed, the first whose time is over if ranks are missing. The first
+verdict counts for all ranks.
+
+Ranks meet under the list of ranks that they expect. The first to arrive under a list announces it,
+so that two lists which share ranks are noticed at once, not at the deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -30,8 +36,10 @@ from holdfast.parallel.ranks import shorten_ranks
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_decode_failure = msgspec.json.Decoder(ErrorRecord | None).decode
-_decode_opening = msgspec.json.Decoder(tuple[str, ErrorRecord | None]).decode
+_REPORT_WAIT_S = 10.0
+"""How long a rank whose time is over waits for the one that reports who is missing."""
+_MAX_SHOWN = 8
+"""Missing ranks, or differing proposals, that a message describes one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,31 @@ class Proposal:
         return blake2b(f"{self.text}\n{self.content}".encode(), digest_size=8).hexdigest()
 
 
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank posts at a stage."""
+
+    digest: str = ""
+    text: str = ""
+    error: ErrorRecord | None = None
+
+
+class _Announced(msgspec.Struct, frozen=True, array_like=True):
+    """A list of ranks that some rank counts on."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    text: str
+    meeting: str
+    """The prefix of the keys under which they meet."""
+
+
+_encode = msgspec.json.encode
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+_decode_announced = msgspec.json.Decoder(_Announced).decode
+_Verdict = ErrorRecord | None
+_decode_verdict: Callable[[bytes], _Verdict] = msgspec.json.Decoder(_Verdict).decode
+
+
 class Rendezvous:
     """One agreement of `ranks` on one purpose: the n-th of this rank, for that layout and purpose.
 
@@ -61,11 +94,13 @@ class Rendezvous:
         ranks: the global ranks that take part.
         rank: this process's global rank.
         timeout_s: bounds every stage.
+        scope: separates agreements that cannot concern each other, of which there may be many.
 
     Raises:
         GroupError: The store does not answer.
 
-    Cost: for each stage one write, and one read of a few bytes per rank.
+    Cost: two requests, and five for each stage; none grows with the number of ranks. A stage that
+    fails costs one rank a request per rank.
     """
 
     def __init__(
@@ -77,11 +112,12 @@ class Rendezvous:
         ranks: Sequence[int],
         rank: int,
         timeout_s: float,
+        scope: str = "",
     ) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.timeout_s = timeout_s
-        prefix = f"{layout_name}/{purpose}"
+        prefix = "/".join(filter(None, (layout_name, purpose, scope)))
         self._root = _torch.prefix_store("holdfast", store)
         try:
             self.number = int(self._root.add(f"{prefix}/number/{rank}", 1))
@@ -91,6 +127,7 @@ class Rendezvous:
             raise GroupError(f"The c10d store does not answer rank {rank}: {error}") from error
         self.prefix = f"holdfast/{prefix}/{self.number}"
         self._store = _torch.prefix_store(f"{prefix}/{self.number}", self._root)
+        self._meeting = blake2b(str(self.ranks).encode(), digest_size=8).hexdigest()
 
     def propose(self, proposal: Proposal, error: Exception | None = None) -> None:
         """Check that every rank proposes the same and none has an error; all ranks raise if not.
@@ -100,142 +137,189 @@ class Rendezvous:
             DeadlineError: Ranks did not arrive; they are named.
             HoldfastError: Some rank came with an `error`; of the class of the first one's.
         """
-        failure: Exception | None = None
-        try:
-            digest = proposal.digest()
-            self._store.set(f"text/{self.rank}", proposal.text)
-            self._announce(digest, proposal.text)
-            own = (digest, ErrorRecord.of(error) if error is not None else None)
-            openings = self.exchange("open", msgspec.json.encode(own).decode())
-            digests, records = zip(*map(_decode_opening, openings), strict=True)
-            self._raise_failures(records, cause=error)
-            self._compare(digests)
-            self._check_other_proposals(digest)
-        except HoldfastError as raised:
-            failure = raised
-        except RuntimeError as lost:
-            failure = self._lost("open", lost)
-        if failure is not None:  # every rank that answered sees the same, so nothing to join
-            with contextlib.suppress(RuntimeError):
-                self._post("agreed", failure)
-            raise failure
-        self.finish("agreed", None)
+        record = None if error is None else ErrorRecord.of(error)
+        verdict = self._meet("open", _Entry(proposal.digest(), proposal.text, record))
+        if verdict is not None:
+            raise verdict.to_error() from error
 
-    def finish(self, stage: str, error: Exception | None) -> None:
+    def finish(self, stage: str, error: Exception | None, *, report: str = "") -> None:
         """Report to all ranks how `stage` went; raise on all of them if it failed on any.
 
-        A rank with an error does not wait for the others: it reports and raises. What they have
-        reported by then is in its message.
+        A rank with an error does not wait for the others: it reports and raises.
+
+        Args:
+            stage: its name; each stage of an agreement has one of its own.
+            error: why this rank cannot go on; None if it can.
+            report: what other ranks may read of this one with `report_of` afterwards.
+
+        Raises:
+            DeadlineError: Ranks did not arrive; they are named.
+            HoldfastError: Some rank came with an `error`; of the class of the first one's.
         """
+        record = None if error is None else ErrorRecord.of(error)
+        verdict = self._meet(stage, _Entry("", report, record), is_waiting=error is None)
+        if verdict is not None:
+            raise verdict.to_error() from error
         if error is not None:
-            raise self._joined_with_others(stage, error)
-        try:
-            reports = self.exchange(stage, "null")
-        except DeadlineError as late:  # the reason may be with those who have arrived
-            raise self._joined_with_others(stage, late) from late
-        self._raise_failures([_decode_failure(report) for report in reports], cause=None)
+            raise error
 
-    def exchange(self, stage: str, value: str) -> list[str]:
-        """Every rank's `value`, in the order of `ranks`; DeadlineError naming the missing ranks."""
-        keys = [f"{stage}/{rank}" for rank in self.ranks]
+    def report_of(self, rank: int, stage: str) -> str:
+        """What a rank reported at a stage that is over."""
+        with self._asking(stage):
+            return self._entries(stage, [rank])[rank].text
+
+    def tally(self, name: str, amount: int) -> int:
+        """Add to a number that all ranks share; what it is then."""
+        with self._asking(name):
+            return int(self._store.add(self._key("tally", name), amount))
+
+    @contextlib.contextmanager
+    def _asking(self, stage: str) -> Iterator[None]:
+        """Around requests to the store: GroupError where it fails."""
         try:
-            self._store.set(f"{stage}/{self.rank}", value)
-            try:
-                self._store.wait(keys, timedelta(seconds=self.timeout_s))
-            except RuntimeError:
-                missing = [
-                    rank
-                    for rank, key in zip(self.ranks, keys, strict=True)
-                    if not self._store.check([key])
-                ]
-                if missing:
-                    raise DeadlineError(self._absent(missing, stage)) from None
-            return [bytes(value).decode() for value in self._store.multi_get(keys)]
+            yield
         except RuntimeError as error:
-            raise self._lost(stage, error) from error
+            raise GroupError(
+                f"Rank {self.rank} could not {self.what}: the c10d store failed in stage "
+                f"{stage!r}: {error}"
+            ) from error
 
-    def _post(self, stage: str, error: Exception) -> None:
-        record = ErrorRecord.of(error)
-        self._store.set(f"{stage}/{self.rank}", msgspec.json.encode(record).decode())
+    def _meet(self, stage: str, entry: _Entry, *, is_waiting: bool = True) -> _Verdict:
+        """Take part in a stage; why it failed, alike on all ranks that waited for it.
 
-    def _raise_failures(
-        self, records: Sequence[ErrorRecord | None], *, cause: Exception | None
-    ) -> None:
-        pairs = zip(self.ranks, records, strict=True)
-        failed = {rank: record for rank, record in pairs if record is not None}
+        A rank that does not wait learns only of a failure that is known already.
+        """
+        verdict = self._key(stage, "verdict")
+        with self._asking(stage):
+            self._store.set(self._key(stage, self.rank), _encode(entry).decode())
+            if entry.error is None:
+                self._store.add(self._key(stage, "same", entry.digest), 1)
+            place = self._store.add(self._key(stage, "arrived"), 1)
+            if place == 1 and stage == "open":
+                self._announce(entry.text)
+            if place == len(self.ranks):
+                # Names this rank, should it not get any further.
+                self._store.set(self._key(stage, "last"), str(self.rank))
+                return self._decide(stage, self._judge(stage, entry))
+            if not is_waiting and not self._store.check([verdict]):
+                return None
+            try:
+                self._store.wait([verdict], timedelta(seconds=self.timeout_s))
+            except RuntimeError:
+                return self._give_up(stage, verdict)
+            return _decode_verdict(self._store.get(verdict))
+
+    def _key(self, stage: str, *names: object) -> str:
+        """The key of one rank, or of what all ranks share, at a stage."""
+        return "/".join([self._meeting, stage, *map(str, names)])
+
+    def _decide(self, stage: str, failure: HoldfastError | None, meeting: str = "") -> _Verdict:
+        """Set the verdict of a stage, unless there is one; the one that counts."""
+        record = None
+        if failure is not None:  # in full: `ErrorRecord.of` would cut off a long list of ranks
+            record = ErrorRecord(error_type=type(failure).__name__, message=str(failure))
+        key = f"{meeting or self._meeting}/{stage}/verdict"
+        return _decode_verdict(self._store.compare_set(key, "", _encode(record).decode()))
+
+    def _judge(self, stage: str, entry: _Entry) -> HoldfastError | None:
+        """All ranks are there: why they cannot go on together, if so."""
+        if self._store.add(self._key(stage, "same", entry.digest), 0) == len(self.ranks):
+            return self._overlap(entry.text) if stage == "open" else None
+        entries = self._entries(stage, self.ranks)
+        failed = {rank: e.error for rank, e in entries.items() if e.error is not None}
         if failed:
-            raise joined_error(failed, num_ranks=len(self.ranks), phase=self.what) from cause
+            return joined_error(failed, num_ranks=len(self.ranks), phase=self.what)
+        return self._disagreement(entries)
 
-    def _lost(self, stage: str, error: RuntimeError) -> GroupError:
-        return GroupError(
-            f"Rank {self.rank} could not {self.what}: the c10d store failed in stage {stage!r}: "
-            f"{error}"
-        )
+    def _entries(self, stage: str, ranks: Sequence[int]) -> dict[int, _Entry]:
+        """The entries of ranks that have arrived."""
+        values = self._store.multi_get([self._key(stage, rank) for rank in ranks]) if ranks else []
+        return dict(zip(ranks, map(_decode_entry, map(bytes, values)), strict=True))
 
-    def _joined_with_others(self, stage: str, error: Exception) -> Exception:
-        """Post this rank's failure; return it, joined with those that others have posted."""
-        try:
-            self._post(stage, error)
-            keys = [f"{stage}/{rank}" for rank in self.ranks]
-            posted = [
-                self._store.get(k).decode() if self._store.check([k]) else "null" for k in keys
-            ]
-        except RuntimeError:
-            return error
-        records = [_decode_failure(report) for report in posted]
-        if sum(record is not None for record in records) == 1:
-            return error
-        try:
-            self._raise_failures(records, cause=error)
-        except HoldfastError as joined:
-            return joined
-        return error
-
-    def _absent(self, missing: Sequence[int], stage: str) -> str:
-        seen = []
-        for rank in missing[:8]:
-            key = f"doing/{rank}"
-            there = self._root.get(key).decode() if self._root.check([key]) else "never seen"
-            seen.append(f"rank {rank}: {there}")
-        return (
-            f"Rank {self.rank} waited {self.timeout_s:g} s to {self.what}, stage {stage!r}: ranks "
-            f"{list(missing)} did not arrive ({'; '.join(seen)}). Every rank of the layout creates "
-            "its groups, in the same order of layouts; layouts that share ranks have names of "
-            "their own."
-        )
-
-    def _compare(self, digests: Sequence[str]) -> None:
+    def _disagreement(self, entries: dict[int, _Entry]) -> LayoutError:
+        """The error that lists who proposes what."""
         ranks_by_digest: dict[str, list[int]] = {}
-        for rank, digest in zip(self.ranks, digests, strict=True):
-            ranks_by_digest.setdefault(digest, []).append(rank)
-        if len(ranks_by_digest) == 1:
-            return
+        for rank, entry in entries.items():
+            ranks_by_digest.setdefault(entry.digest, []).append(rank)
         sides = sorted(ranks_by_digest.values(), key=lambda r: (-len(r), self.ranks.index(r[0])))
         differing = sorted(rank for side in sides[1:] for rank in side)
-        lines = [
-            f"ranks {shorten_ranks(side)}: {self._store.get(f'text/{side[0]}').decode()}"
-            for side in sides
-        ]
-        raise LayoutError(
+        lines = [f"ranks {shorten_ranks(r)}: {entries[r[0]].text}" for r in sides[:_MAX_SHOWN]]
+        return LayoutError(
             f"Ranks {differing} disagree with the others, so no rank may {self.what}. "
             + "; ".join(lines)
         )
 
-    def _announce(self, digest: str, text: str) -> None:
-        """List a proposal, once per distinct one, for ranks that do not take part in it."""
-        if self._store.add(f"is_listed/{digest}", 1) == 1:
-            listed = {"digest": digest, "rank": self.rank, "ranks": self.ranks, "text": text}
-            number = self._store.add("num_listed", 1)
-            self._store.set(f"listed/{number}", json.dumps(listed))
+    def _give_up(self, stage: str, verdict: str) -> _Verdict:
+        """No verdict came in time: the first rank to whom that happens looks who is missing."""
+        if self._store.add(self._key(stage, "late"), 1) > 1:
+            try:
+                self._store.wait([verdict], timedelta(seconds=_REPORT_WAIT_S))
+                return _decode_verdict(self._store.get(verdict))
+            except RuntimeError:
+                pass  # the rank that was to report is gone, too
+        missing = [rank for rank in self.ranks if not self._store.check([self._key(stage, rank)])]
+        entries = self._entries(stage, [rank for rank in self.ranks if rank not in {*missing}])
+        late = DeadlineError(self._absent(missing, stage))
+        failed = {rank: e.error for rank, e in entries.items() if e.error is not None}
+        if not failed:
+            return self._decide(stage, late)
+        # The reason may be with those who have arrived.
+        failed.setdefault(self.rank, ErrorRecord.of(late))
+        in_order = {rank: failed[rank] for rank in self.ranks if rank in failed}
+        return self._decide(
+            stage, joined_error(in_order, num_ranks=len(self.ranks), phase=self.what)
+        )
 
-    def _check_other_proposals(self, digest: str) -> None:
-        """Check that no rank outside of this agreement proposes something for the ranks inside."""
-        for number in range(1, int(self._store.add("num_listed", 0)) + 1):
-            listed = json.loads(self._store.get(f"listed/{number}"))
-            shared = sorted(set(listed["ranks"]) & set(self.ranks))
-            if listed["digest"] != digest and shared:
-                raise LayoutError(
-                    f"Rank {listed['rank']} disagrees with ranks {shorten_ranks(self.ranks)}, so "
-                    f"no rank may {self.what}: it counts on ranks {shorten_ranks(shared)} for "
-                    f"{listed['text']}."
-                )
+    def _absent(self, missing: Sequence[int], stage: str) -> str:
+        """Who is missing at a stage, and what each of them was seen doing."""
+        waited = f"Rank {self.rank} waited {self.timeout_s:g} s to {self.what}, stage {stage!r}: "
+        if not missing:
+            last = self._key(stage, "last")
+            who = (
+                f"rank {self._store.get(last).decode()}" if self._store.check([last]) else "a rank"
+            )
+            return (
+                f"{waited}all ranks arrived, but {who}, the last of them, did not go on. Look at "
+                "what happened there first."
+            )
+        seen = []
+        for rank in missing[:_MAX_SHOWN]:
+            key = f"doing/{rank}"
+            there = self._root.get(key).decode() if self._root.check([key]) else "never seen"
+            seen.append(f"rank {rank}: {there}")
+        return (
+            f"{waited}ranks {list(missing)} did not arrive ({'; '.join(seen)}). Every rank of the "
+            "layout creates its groups, in the same order of layouts; layouts that share ranks "
+            "have names of their own."
+        )
+
+    def _announce(self, text: str) -> None:
+        """Announce this list of ranks; end the agreement of one that shares ranks with it."""
+        own = _Announced(self.rank, self.ranks, text, self._meeting)
+        number = self._store.add("num_announced", 1)
+        self._store.set(f"announced/{number}", _encode(own).decode())
+        failure = self._overlap(text)
+        if failure is not None:
+            self._decide("open", failure)
+
+    def _overlap(self, text: str) -> LayoutError | None:
+        """Why this list of ranks contradicts another one, whose agreement is ended, too."""
+        own = _Announced(self.rank, self.ranks, text, self._meeting)
+        for number in range(1, int(self._store.add("num_announced", 0)) + 1):
+            key = f"announced/{number}"
+            self._store.wait([key], timedelta(seconds=self.timeout_s))
+            other = _decode_announced(self._store.get(key))
+            shared = [rank for rank in self.ranks if rank in {*other.ranks}]
+            if other.meeting == self._meeting or not shared:
+                continue
+            # The odd one counts on ranks that do not count on it.
+            is_odd = own.rank not in other.ranks or other.rank in own.ranks
+            odd, rest = (own, other) if is_odd else (other, own)
+            failure = LayoutError(
+                f"Ranks [{odd.rank}] disagree with ranks {shorten_ranks(rest.ranks)}, so no rank "
+                f"may {self.what}: rank {odd.rank} counts on ranks {shorten_ranks(shared)} for "
+                f"{odd.text}; they count on each other for {rest.text}."
+            )
+            self._decide("open", failure, other.meeting)
+            return failure
+        return None

@@ -73,9 +73,7 @@ def copy_to(x: Tensor, *, axis: Axis) -> Tensor:
 
     Forward nothing; backward an all-reduce adds the ranks' gradients.
     """
-    if axis.size == 1:
-        return x
-    return _apply(x, forward=_keep, backward=partial(_sum, axis=axis))
+    return _apply(x, _keep, _sum, axis=axis)
 
 
 def reduce_from(x: Tensor, *, axis: Axis) -> Tensor:
@@ -83,9 +81,7 @@ def reduce_from(x: Tensor, *, axis: Axis) -> Tensor:
 
     Forward an all-reduce; backward nothing: each rank's gradient is that of the sum.
     """
-    if axis.size == 1:
-        return x
-    return _apply(x, forward=partial(_sum, axis=axis), backward=_keep)
+    return _apply(x, _sum, _keep, axis=axis)
 
 
 def sum_over(x: Tensor, *, axis: Axis) -> Tensor:
@@ -93,9 +89,7 @@ def sum_over(x: Tensor, *, axis: Axis) -> Tensor:
 
     Forward an all-reduce; backward another, because a part contributes to every rank's loss.
     """
-    if axis.size == 1:
-        return x
-    return _apply(x, forward=partial(_sum, axis=axis), backward=partial(_sum, axis=axis))
+    return _apply(x, _sum, _sum, axis=axis)
 
 
 def split_dim(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
@@ -104,52 +98,66 @@ def split_dim(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
     Forward a view, which may be empty; backward an all-gather, so that every rank has the
     gradient of the whole.
     """
-    if axis.size == 1:
-        return x
     dim = dim % x.dim()
     sizes = split_sizes(x.shape[dim], num_parts=axis.size)
-    return _along(_cut, _gather, x, axis=axis, dim=dim, sizes=sizes)
+    return _apply(x, _cut, _gather, axis=axis, dim=dim, sizes=sizes)
 
 
 def gather_dim(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the ranks' parts to a value that all use for the same computation.
 
-    `sizes` is the length of each rank's part, by index. Forward an all-gather of `axis.size` x the
-    longest part; backward nothing is sent: each rank keeps its part of its own gradient.
+    Backward each rank keeps its part of its own gradient.
+
+    Args:
+        x: this rank's part.
+        axis: the ranks.
+        dim: the dimension in which the parts follow each other.
+        sizes: the length of each rank's part, by index.
+
+    Cost: an all-gather of `axis.size` x the longest part; backward nothing is sent.
     """
     dim = dim % x.dim()
     _check_own(x, axis=axis, dim=dim, sizes=sizes)
-    return _along(_gather, _cut, x, axis=axis, dim=dim, sizes=sizes)
+    return _apply(x, _gather, _cut, axis=axis, dim=dim, sizes=sizes)
 
 
 def gather_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the ranks' parts to a value that each uses for its own computation.
 
-    `sizes` is the length of each rank's part, by index. Forward an all-gather, backward a
-    reduce-scatter, both of `axis.size` x the longest part.
+    Backward the ranks' gradients are added. Arguments as those of `gather_dim`.
+
+    Cost: an all-gather, backward a reduce-scatter, both of `axis.size` x the longest part.
     """
     dim = dim % x.dim()
     _check_own(x, axis=axis, dim=dim, sizes=sizes)
-    return _along(_gather, _scatter, x, axis=axis, dim=dim, sizes=sizes)
+    return _apply(x, _gather, _scatter, axis=axis, dim=dim, sizes=sizes)
 
 
 def scatter_sum(x: Tensor, *, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Add the ranks' values and give each rank its part of the sum.
 
-    `sizes` is the length of each rank's part, by index. Forward a reduce-scatter, backward an
-    all-gather, both of `axis.size` x the longest part.
+    Arguments as those of `gather_dim`, but `x` is as long as all parts together.
+
+    Cost: a reduce-scatter, backward an all-gather, both of `axis.size` x the longest part.
     """
     dim = dim % x.dim()
     _check_sizes(x, axis=axis, dim=dim, sizes=sizes)
-    return _along(_scatter, _gather, x, axis=axis, dim=dim, sizes=sizes)
+    return _apply(x, _scatter, _gather, axis=axis, dim=dim, sizes=sizes)
 
 
 def all_to_all(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Send consecutive runs of rows (dim 0) to the ranks of the axis, and receive theirs, by index.
 
-    `send` and `receive` are the lengths of the runs, zeros allowed; what one rank sends to another
-    is what that one receives from it. Returns `sum(receive)` rows. Backward sends every row's
-    gradient back.
+    Backward sends every row's gradient back.
+
+    Args:
+        x: the rows, those for the first rank first.
+        axis: the ranks.
+        send: how many rows go to each rank, by index; zeros are allowed.
+        receive: how many come from each; what one rank sends to another is what that receives.
+
+    Returns:
+        `sum(receive)` rows.
     """
     _check_sizes(x, axis=axis, dim=0, sizes=send)
     if len(receive) != axis.size or (axis.size == 1 and receive[0] != send[0]):
@@ -157,13 +165,7 @@ def all_to_all(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[
             f"all_to_all over {axis.name!r} of {axis.size} ranks cannot receive {list(receive)}: "
             f"one number of rows is needed for each rank, and from itself what it sends itself."
         )
-    if axis.size == 1:
-        return x
-    return _apply(
-        x,
-        forward=partial(_exchange, axis=axis, send=send, receive=receive),
-        backward=partial(_exchange, axis=axis, send=receive, receive=send),
-    )
+    return _apply(x, _exchange, _return, axis=axis, send=send, receive=receive)
 
 
 class _LinearPair(torch.autograd.Function):
@@ -186,32 +188,23 @@ class _LinearPair(torch.autograd.Function):
         return ctx.step(gradient), None, None
 
 
-def _along(
+def _apply(
+    x: Tensor,
     forward: Callable[..., Tensor],
     backward: Callable[..., Tensor],
-    x: Tensor,
     *,
     axis: Axis,
-    dim: int,
-    sizes: Sequence[int],
+    **parts: Any,
 ) -> Tensor:
-    """Two of `_cut`, `_gather` and `_scatter` along one dim, one each way; nothing on one rank."""
+    """One of the functions below each way, with the same arguments; nothing on one rank."""
     if axis.size == 1:
         return x
-    return _apply(
-        x,
-        forward=partial(forward, axis=axis, dim=dim, sizes=sizes),
-        backward=partial(backward, axis=axis, dim=dim, sizes=sizes),
-    )
+    both = (partial(function, axis=axis, **parts) for function in (forward, backward))
+    return cast("Tensor", _LinearPair.apply(x, *both))  # type: ignore[no-untyped-call]
 
 
-def _apply(
-    x: Tensor, *, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-) -> Tensor:
-    return cast("Tensor", _LinearPair.apply(x, forward, backward))  # type: ignore[no-untyped-call]
-
-
-def _keep(x: Tensor) -> Tensor:
+def _keep(x: Tensor, *, axis: Axis) -> Tensor:
+    del axis
     return x.view_as(x)
 
 
@@ -256,6 +249,10 @@ def _exchange(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[i
     received = x.new_empty((sum(receive), *x.shape[1:]))
     dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=axis.group)
     return received
+
+
+def _return(x: Tensor, *, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    return _exchange(x, axis=axis, send=receive, receive=send)
 
 
 def _torch_function(name: str, *, before: str) -> Callable[..., object]:

@@ -78,6 +78,7 @@ class GPTConfig:
         self._check_state_space()
 
     def _check_patterns(self) -> None:
+        """Refuse patterns of layers with letters that have no meaning."""
         for name, letters in (("mixers", "as"), ("feeds", "de")):
             pattern = getattr(self, name)
             if not pattern or set(pattern) - set(letters):
@@ -87,6 +88,7 @@ class GPTConfig:
                 )
 
     def _check_experts(self) -> None:
+        """Refuse sizes of experts that cannot be, where there are any."""
         if "e" not in self.feeds:
             return
         for name in ("num_experts", "top_k"):
@@ -101,6 +103,7 @@ class GPTConfig:
             raise ConfigError("--expert-dim and --load-balance are 0 or positive")
 
     def _check_state_space(self) -> None:
+        """Refuse sizes of a state space that cannot be, where there is one."""
         if "s" not in self.mixers:
             return
         for name in ("state_dim", "state_expand", "conv_width"):
@@ -169,6 +172,7 @@ class GPTConfig:
 
 
 def _flag(name: str) -> str:
+    """The option that sets a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -184,30 +188,24 @@ def check_layout(config: GPTConfig, *, layout: Layout) -> None:
         )
     if config.has_state_space:
         check_state_space(config, tp=tp, cp=layout.cp)
-    if config.num_heads % tp:
-        raise ConfigError(
-            f"--tp {tp} does not divide --num-heads {config.num_heads}: "
-            f"set --num-heads to a multiple of {tp}, or another --tp"
-        )
-    if config.inner_dim % tp:
-        raise ConfigError(
-            f"--tp {tp} does not divide the MLP's inner width {config.inner_dim}: "
-            f"set --mlp-dim to a multiple of {tp}, or another --tp"
-        )
+    _check_divides("tp", tp, config.num_heads, what="--num-heads")
+    _check_divides("tp", tp, config.inner_dim, what="the MLP's inner width", flag="--mlp-dim")
 
 
 def check_experts(config: GPTConfig, *, ep: int, expt_tp: int) -> None:
     """Refuse expert axes that do not divide the experts, or their inner width."""
-    if config.num_experts % ep:
+    _check_divides("ep", ep, config.num_experts, what="--num-experts")
+    width = config.expert_inner_dim
+    what = "the experts' inner width"
+    _check_divides("expt-tp", expt_tp, width, what=what, flag="--expert-dim")
+
+
+def _check_divides(axis: str, size: int, number: int, *, what: str, flag: str = "") -> None:
+    """Refuse an axis that does not divide a number; `flag` sets that, by default `what`."""
+    if number % size:
         raise ConfigError(
-            f"--ep {ep} does not divide --num-experts {config.num_experts}: "
-            f"set --num-experts to a multiple of {ep}, or another --ep"
-        )
-    if config.expert_inner_dim % expt_tp:
-        raise ConfigError(
-            f"--expt-tp {expt_tp} does not divide the experts' inner width "
-            f"{config.expert_inner_dim}: set --expert-dim to a multiple of {expt_tp}, or another "
-            f"--expt-tp"
+            f"--{axis} {size} does not divide {what} {number}: set {flag or what} to a multiple of "
+            f"{size}, or another --{axis}"
         )
 
 

@@ -35,9 +35,14 @@ def positions(num_positions: int, *, axis: Axis, device: torch.device | None = N
 
 
 def take_positions(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
-    """This rank's positions of a tensor that has all of them along `dim`.
+    """This rank's positions of a tensor that has all of them along one dim.
 
     The gradient is that of this rank's positions only; nothing is sent.
+
+    Args:
+        x: any tensor.
+        axis: the ranks that hold the sequence.
+        dim: the dim of positions.
 
     Raises:
         ConfigError: the length does not divide.
@@ -53,7 +58,9 @@ def take_positions(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
 def restore_order(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
     """Whole sequences in their own order, from all ranks' shards joined by index along `dim`.
 
-    The inverse of `shard_order`; one copy, and none on an axis of one rank.
+    The inverse of `shard_order`.
+
+    Cost: one copy; none on an axis of one rank.
     """
     if axis.size == 1:
         return x
@@ -64,7 +71,9 @@ def restore_order(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
 def shard_order(x: Tensor, *, axis: Axis, dim: int) -> Tensor:
     """All ranks' shards joined by index, from whole sequences in their own order along `dim`.
 
-    The inverse of `restore_order`; one copy, and none on an axis of one rank.
+    The inverse of `restore_order`.
+
+    Cost: one copy; none on an axis of one rank.
     """
     if axis.size == 1:
         return x
@@ -118,6 +127,7 @@ def causal_attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, *, axis: Axis, variant: str) -> None:
+    """Refuse operands that `causal_attention` does not take."""
     if variant not in ("gather", "ring"):
         raise ConfigError(
             f"Attention over {axis.name!r} has no variant {variant!r}: it is 'gather' or 'ring'."
@@ -137,6 +147,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, *, axis: Axis, variant: st
 
 
 def _chunks(x: Tensor, *, axis: Axis, dim: int) -> tuple[Tensor, ...]:
+    """A sequence in 2 x `axis.size` equal chunks; ConfigError when it does not divide."""
     num_chunks = 2 * axis.size
     length = x.shape[dim]
     if length == 0 or length % num_chunks:
@@ -300,8 +311,15 @@ def _softmax_gradients(
 ) -> tuple[slice, Tensor, Tensor]:
     """Add to the gradients of scaled queries; return those of the tile's keys and values.
 
-    `shares` is the sum of gradient x output over head_dim, which is also that of the gradients of
-    all weights, each times its weight (Dao et al. 2022, B.2).
+    Args:
+        query_gradient: of the tile's queries, added to in place.
+        gradient: of the output.
+        log_sum: the logarithm of each softmax's denominator.
+        shares: the sum of gradient x output over head_dim, which is also that of the gradients of
+            all weights, each times its weight (Dao et al. 2022, B.2).
+        scaled: queries / sqrt(head_dim).
+        block: keys and values of the rank whose turn it is.
+        tile: which of them.
     """
     keys, values = block[..., tile.keys, :].to(log_sum.dtype)
     weights = _scores(scaled, keys, is_causal=tile.is_causal).sub_(log_sum).exp_()
@@ -354,6 +372,7 @@ def _tiles(step: int, *, axis: Axis, num_local: int) -> Iterator[_Tile]:
 
 
 def _scores(scaled: Tensor, keys: Tensor, *, is_causal: bool) -> Tensor:
+    """Products of queries and keys, minus infinity where a causal tile is masked."""
     scores = scaled @ keys.mT
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
@@ -362,6 +381,7 @@ def _scores(scaled: Tensor, keys: Tensor, *, is_causal: bool) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums: float32 or wider."""
     return torch.promote_types(torch.float32, x.dtype)
 
 

@@ -174,23 +174,7 @@ class GPT(nn.Module):
                 else nn.Linear(config.model_dim, config.vocab_size, bias=False)
             )
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Loss per token of the whole model; see `run` for a part of it.
-
-        Args:
-            tokens: (rows, positions) int64 token ids.
-            targets: the same shape; the id that follows each token.
-
-        Returns:
-            (rows, positions) cross entropy in nats, float32 or wider. Its gradient, not its value,
-            has the balance loss of each row in it. Under vocabulary parallelism a DTensor
-            replicated over the tensor axis.
-        """
-        whole = Stage(layers=range(self.config.num_layers))
-        losses, balance = self.run(tokens, None, stage=whole, targets=targets)
-        return losses + (balance - balance.detach())[:, None]
-
-    def run(
+    def forward(
         self,
         x: Tensor,
         balance: Tensor | None = None,
@@ -207,16 +191,20 @@ class GPT(nn.Module):
             targets: (rows, positions) ids, for the last stage.
 
         Returns:
-            What the next stage takes; of the last stage, the losses per token and per row.
+            What the next stage takes; of the last stage, the losses per token (cross entropy in
+            nats, float32 or wider) and per row, or without targets the logits.
         """
         if balance is None:
             x, balance = self._embed(x)
         rotation = _rotation(self.config, context=self.context, like=x)
         for layer in stage.layers:
             x, balance = self.blocks[str(layer)](x, balance, rotation)
-        if not stage.is_last or targets is None:
+        if not stage.is_last:
             return x, balance
-        logits = self._logits(x)
+        x = self.norm(x)
+        logits: Tensor = self.head(x, self.embed.weight) if self.config.tied_head else self.head(x)
+        if targets is None:
+            return logits, balance
         if logits.dtype in (torch.bfloat16, torch.float16):
             # The sum of a vocabulary's exponentials loses too much in the dtype autocast leaves
             # here.
@@ -224,21 +212,11 @@ class GPT(nn.Module):
         losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         return losses, balance
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """(rows, positions) int64 -> (rows, positions, vocab_size) of the whole model."""
-        x, _ = self.run(tokens, stage=Stage(layers=range(self.config.num_layers)))
-        return self._logits(x)
-
     def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         x: Tensor = self.dropout(self.embed(tokens))
         dtype = torch.promote_types(torch.float32, x.dtype)
         # A leaf that requires a gradient, which torch's pipeline stages insist on.
         return x, torch.zeros(len(x), dtype=dtype, device=x.device, requires_grad=True)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        out: Tensor = self.head(x, self.embed.weight) if self.config.tied_head else self.head(x)
-        return out
 
 
 def initial_parameter(name: str, *, shape: tuple[int, ...], config: GPTConfig, seed: int) -> Tensor:

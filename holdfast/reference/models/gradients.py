@@ -51,6 +51,7 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, groups: ProcessGroup
 
 
 def _reduce(gradients: list[Tensor], *, axes: list[str], groups: ProcessGroups) -> None:
+    """Add up gradients over some axes, bucket by bucket, and divide by the number of data ranks."""
     divisor = groups.size("dp_cp")
     axes = [axis for axis in axes if groups.size(axis) > 1]
     if divisor == 1 and not axes:

@@ -214,6 +214,7 @@ class MoE(nn.Module):
         )
 
     def _check_shards(self) -> None:
+        """Refuse parameters that are not the shards of this rank."""
         num_local = self.config.num_experts // self.ep.size
         inner = self.config.expert_inner_dim // self.expt_tp.size
         if self.up.shape[:2] != (num_local, inner):
@@ -260,7 +261,12 @@ class _TakeRows(torch.autograd.Function):
 
 
 def _take_rows(x: Tensor, rows: Tensor, *, back: Tensor) -> Tensor:
-    """x[rows] of a matrix; `back` puts the result into the order of x, copies next to each other.
+    """Rows of a matrix in another order, each taken equally often.
+
+    Args:
+        x: the matrix.
+        rows: indices of its rows.
+        back: puts the result into the order of `x`, copies next to each other.
 
     Example, two copies of each of two rows: rows = [0, 1, 0, 1], back = [0, 2, 1, 3].
     """

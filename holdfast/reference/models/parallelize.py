@@ -141,26 +141,6 @@ class ParallelGPT:
             self.groups.size("pp") > 1 and self.config.tied_head and not self.pipeline.is_v_shaped
         )
 
-    @property
-    def has_losses(self) -> bool:
-        """Whether the last stage is on this rank."""
-        return any(stage.is_last for stage in self.stages)
-
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Loss per token of this data rank's rows, as a plain tensor; without a pipeline.
-
-        Args:
-            tokens: (rows, positions) of whole rows; positions divide by 2 x cp.
-            targets: the same shape.
-
-        Returns:
-            (rows, positions / cp) float32; its gradient has the balance loss in it.
-
-        Cost: two all-reduces over `tp` per layer, and three small ones for the loss.
-        """
-        losses, balance = self._run_whole(tokens, targets)
-        return losses + (balance - balance.detach())[:, None]
-
     def forward_backward(
         self,
         tokens: Tensor,
@@ -192,7 +172,7 @@ class ParallelGPT:
             context = (
                 nullcontext() if around is None else around(is_last=number == num_microbatches)
             )
-            with context, self.loss_context():
+            with context, self._loss_context():
                 per_token, balance = self._run_whole(batch, labels)
                 total = (per_token.mean(dim=1) + balance).sum() * (loss_scale / len(tokens))
                 total.backward()  # type: ignore[no-untyped-call]
@@ -200,7 +180,7 @@ class ParallelGPT:
             balances.append(balance.detach().double())
         return RowLosses(loss=torch.cat(losses), balance=torch.cat(balances))
 
-    def loss_context(self) -> AbstractContextManager[None]:
+    def _loss_context(self) -> AbstractContextManager[None]:
         """The context for forward *and backward* in which split logits are never gathered."""
         # torch annotates loss_parallel as a plain generator
         return (
@@ -216,12 +196,11 @@ class ParallelGPT:
     def run_stage(
         self, stage: Stage, x: Tensor, balance: Tensor | None, targets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """One stage on this rank's own parameters; see `GPT.run`."""
-        wrapped = {f"model.{name}": view for name, view in self._views().items()}
+        """One stage on this rank's own parameters; see `GPT.forward`."""
         with self._autocast():
             out, balance = functional_call(
-                _StageForward(self.module),
-                wrapped,
+                self.module,
+                self._views(),
                 (x, balance),
                 {"stage": stage, "targets": targets},
             )
@@ -243,6 +222,7 @@ class ParallelGPT:
     def _forward_backward_pipeline(
         self, tokens: Tensor, targets: Tensor, num_microbatches: int, loss_scale: float
     ) -> RowLosses:
+        """The same through the pipeline's schedule, which is made again when the sizes change."""
         sizes = (len(tokens), tokens.shape[1], num_microbatches)
         if self._runner is None or self._runner.sizes != sizes:
             self._runner = PipelineRunner(
@@ -254,7 +234,7 @@ class ParallelGPT:
                 device=self.device,
                 sizes=sizes,
             )
-        with self.loss_context():
+        with self._loss_context():
             losses, balance = self._runner.step(
                 take_positions(tokens, axis=self._context, dim=1),
                 take_positions(targets, axis=self._context, dim=1),
@@ -325,19 +305,6 @@ class ParallelGPT:
         return views
 
 
-class _StageForward(nn.Module):
-    """`GPT.run` as a forward, which is what `functional_call` calls."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, x: Tensor, balance: Tensor | None, *, stage: Stage, targets: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return self.model.run(x, balance, stage=stage, targets=targets)
-
-
 def _names_with_splits(module: nn.Module) -> set[str]:
     """Parameters of modules that split themselves and so compute with plain tensors."""
     return {
@@ -389,6 +356,7 @@ def _tensor_plan(module: GPT, *, vocab_is_split: bool) -> dict[str, ParallelStyl
 
 
 def _head_style(config: GPTConfig) -> ParallelStyle:
+    """How the output head is split over the vocabulary; a tied one takes the embedding's shard."""
     if not config.tied_head:
         return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     return PrepareModuleInputOutput(

@@ -15,7 +15,7 @@ from holdfast.reference.models.gpt import GPT
 from holdfast.reference.models.stages import Pipeline, Stage
 
 RunStage = Callable[[Stage, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
-"""Runs a stage on its input, the balance losses so far and the targets; see `GPT.run`."""
+"""Runs a stage on its input, the balance losses so far and the targets; see `GPT.forward`."""
 
 
 class PipelineRunner:
@@ -74,7 +74,12 @@ class PipelineRunner:
     def step(
         self, tokens: Tensor, targets: Tensor, *, loss_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Forward and backward of all microbatches; gradients are multiplied by `loss_scale`.
+        """Forward and backward of all microbatches.
+
+        Args:
+            tokens: (rows, local positions), for the first stage.
+            targets: the same shape, for the last one.
+            loss_scale: what gradients are multiplied by; losses are not.
 
         Returns:
             (rows, local positions) losses per token and (rows,) balance losses, without gradient;
@@ -141,7 +146,11 @@ def _signatures(model: GPT, shape: tuple[int, int]) -> list[tuple[Tensor, ...]]:
     """What the first stage takes, what stages pass on, and what the last returns; on meta.
 
     That is token ids, then the residual stream with the balance losses of each row, then losses
-    per token with the balance losses. `shape`: rows and local positions of a microbatch.
+    per token with the balance losses.
+
+    Args:
+        model: says the width and the dtype.
+        shape: rows and local positions of a microbatch.
     """
     dtype = next(model.parameters()).dtype
     wide = torch.promote_types(torch.float32, dtype)

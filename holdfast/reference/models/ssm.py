@@ -198,8 +198,10 @@ def chunked_scan(
 
     Returns:
         (rows, positions, heads, head_dim). All operands have one type, float32 or wider for sums
-        over long sequences. Memory: a few times rows x positions x heads x chunk numbers, and
-        (positions / chunk)^2 x rows x heads.
+        over long sequences.
+
+    Cost: memory for a few times rows x positions x heads x chunk numbers, and (positions / chunk)^2
+    x rows x heads.
     """
     num_positions, (num_groups, _) = x.shape[1], B.shape[2:]
     chunk = min(chunk, num_positions)

@@ -96,7 +96,12 @@ class Pipeline:
 
 
 def split_layers(num_layers: int, *, num_stages: int, sizes: Sequence[int] = ()) -> list[range]:
-    """Consecutive runs of layers, `sizes` long; without sizes, the first ones longer by one.
+    """Consecutive runs of layers, one for each stage.
+
+    Args:
+        num_layers: of the model.
+        num_stages: how many runs.
+        sizes: their lengths; empty: equal ones, the first ones longer by one where there is a rest.
 
     Raises:
         ConfigError: a stage would be empty, or the sizes do not add up.
@@ -120,6 +125,7 @@ def split_layers(num_layers: int, *, num_stages: int, sizes: Sequence[int] = ())
 
 
 def _check_schedule(pipeline: Pipeline) -> None:
+    """Refuse a number of stages per rank that the schedule does not take."""
     name, count = pipeline.schedule, pipeline.stages_per_rank
     if pipeline.takes_one_stage and count != 1:
         raise ConfigError(

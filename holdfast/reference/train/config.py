@@ -88,7 +88,8 @@ class DataConfig:
     def num_microbatches(self, *, dp: int, num_stages: int) -> int:
         """Equal parts that the rows of a data rank are cut into.
 
-        Raises ConfigError for a pipeline that has fewer microbatches than stages.
+        Raises:
+            ConfigError: a pipeline would have fewer microbatches than stages.
         """
         rows = self.global_batch_size // dp
         if self.micro_batch_size:
@@ -268,12 +269,14 @@ def read_toml(path: Path) -> TrainConfig:
 
 
 def _decode_path(kind: type, value: Any) -> Any:
+    """What msgspec asks for types that TOML lacks."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"Expected a path as a string, got {value!r}")
 
 
 def _check_keys(raw: dict[str, Any], *, kind: Any, where: str) -> None:
+    """Refuse unknown keys of a TOML table and of those below it."""
     known = {item.name: item for item in fields(kind)}
     for key, value in raw.items():
         if key not in known:
@@ -303,6 +306,7 @@ def _hint(key: str, *, kind: Any) -> str:
 
 
 def _check_counts(config: TrainConfig) -> None:
+    """Refuse counts that contradict each other."""
     if config.checkpoint.keep_every and not config.checkpoint.keep_last:
         raise ConfigError(
             "--keep-every without --keep-last keeps all checkpoints anyway; add --keep-last N"
@@ -314,6 +318,7 @@ def _check_counts(config: TrainConfig) -> None:
 
 
 def _check_optim(optim: OptimConfig, *, steps: int) -> None:
+    """Refuse curves that cannot be drawn."""
     if optim.min_lr > optim.lr:
         raise ConfigError(
             f"--min-lr {optim.min_lr:g} is above --lr {optim.lr:g}: the cosine only goes down; "
@@ -328,8 +333,9 @@ def _check_optim(optim: OptimConfig, *, steps: int) -> None:
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    if checkpoint.load is None:
-        needs_load = {
+    """Refuse options that have no meaning without another one, or together."""
+    needs = {
+        "load": {
             "--load-step": checkpoint.load_step is not None,
             "--no-load-optim": not checkpoint.load_optim,
             "--no-load-scheduler": not checkpoint.load_scheduler,
@@ -337,20 +343,18 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             "--max-fallbacks": checkpoint.max_fallbacks > 0,
             "--finetune": checkpoint.finetune,
             "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
-        }
-        for flag, is_set in needs_load.items():
-            if is_set:
-                raise ConfigError(f"{flag} has no meaning without --load: add --load DIR")
-    if checkpoint.save is None:
-        needs_save = {
+        },
+        "save": {
             "--async-save": checkpoint.async_save,
             "--keep-last": checkpoint.keep_last > 0,
             "--no-save-optim": not checkpoint.save_optim,
             "--no-save-rng": not checkpoint.save_rng,
-        }
-        for flag, is_set in needs_save.items():
-            if is_set:
-                raise ConfigError(f"{flag} has no meaning without --save: add --save DIR")
+        },
+    }
+    for option, flags in needs.items():
+        for flag, is_set in flags.items():
+            if is_set and getattr(checkpoint, option) is None:
+                raise ConfigError(f"{flag} has no meaning without --{option}: add --{option} DIR")
     if checkpoint.max_fallbacks and checkpoint.load_step is not None:
         raise ConfigError(
             f"--max-fallbacks with --load-step {checkpoint.load_step}: a step given by number is "
@@ -364,6 +368,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
 
 
 def _check_batch(data: DataConfig, *, layout: Layout) -> None:
+    """Refuse batches and rows that the layout cannot share equally."""
     rows, num_data_ranks = data.global_batch_size, layout.dp
     if layout.cp > 1 and data.seq_len % (2 * layout.cp):
         raise ConfigError(

@@ -52,7 +52,7 @@ def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
     Raises:
         ConfigError: a path does not exist or cannot be read, or there is no text at all.
 
-    Memory: the text, twice while reading and once after.
+    Cost: memory for the text, twice while reading and once after.
     """
     source = ", ".join(map(str, paths)) if paths else "Python's standard library"
     files = list(_user_files(paths)) if paths else list(_library_files())
@@ -160,6 +160,7 @@ class BatchSampler:
         self.num_samples = state["num_samples"]
 
     def _check_same(self, state: Mapping[str, object]) -> None:
+        """Refuse a position in other text, or in text cut or ordered otherwise."""
         if state["fingerprint"] != self.corpus.fingerprint:
             raise MismatchError(
                 f"the checkpoint was trained on other text ({state['nbytes']} bytes, fingerprint "
@@ -176,6 +177,7 @@ class BatchSampler:
                 )
 
     def _window(self, sample: int) -> int:
+        """The window that a row shows, by its number over all epochs."""
         epoch, position = divmod(sample, self.num_windows)
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, epoch_order(self.num_windows, seed=self.seed, epoch=epoch))
@@ -196,6 +198,7 @@ def epoch_order(num_windows: int, *, seed: int, epoch: int) -> IntArray:
 
 
 def _library_files() -> Iterator[Path]:
+    """The sources of the standard library, in order of their names."""
     root = Path(sysconfig.get_path("stdlib"))
     for directory, names, files in os.walk(root):
         names[:] = sorted(set(names) - {"site-packages", "dist-packages", "__pycache__"})
@@ -203,6 +206,7 @@ def _library_files() -> Iterator[Path]:
 
 
 def _user_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files of `--data`, directories read whole; ConfigError for a path that does not exist."""
     check_paths(paths)
     for path in paths:
         if not path.is_dir():

@@ -138,13 +138,7 @@ def open_inputs(
     try:
         corpus = read_corpus(config.data.data)
         if control.is_coordinator:
-            reporter = Reporter(
-                num_steps=config.steps,
-                log_interval=config.log.log_interval,
-                jsonl=config.log.jsonl,
-                tensorboard=config.log.tensorboard,
-            )
-            stack.enter_context(reporter)
+            reporter = stack.enter_context(Reporter(config.log, num_steps=config.steps))
     except HoldfastError as reason:
         error = reason
     mine = corpus.fingerprint.encode() if corpus is not None else b""
@@ -214,7 +208,8 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | 
 def _forwarding_signals(request: StopRequest) -> Iterator[None]:
     """Leave a first SIGTERM or SIGINT for the processes to find; a second one ends the launcher.
 
-    Raises SignalException then, at which the launcher ends them.
+    Raises:
+        SignalException: at the second one; the launcher then ends its processes.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -285,6 +280,7 @@ def _recorded(failure: ProcessFailure) -> tuple[str, str]:
 
 
 def _pick_device(config: TrainConfig, *, environment: LaunchEnvironment) -> torch.device:
+    """This process's device; ConfigError where there are too few."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: this machine has no usable GPU; use --device cpu")

@@ -7,10 +7,10 @@ who computes what, never which rows are trained on.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import time
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveRepor
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
-from holdfast.reference.models import ParallelGPT
+from holdfast.reference.models.parallelize import ParallelGPT
 from holdfast.reference.train.config import CheckpointConfig, OptimConfig, TrainConfig
 from holdfast.reference.train.data import BatchSampler, Corpus
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
@@ -53,7 +53,7 @@ class Trainer:
         device: torch.device | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """Build everything at step 0.
+        """Build everything at step 0, and seed the process's random generators.
 
         Args:
             config: checked by `TrainConfig.check`.
@@ -62,8 +62,6 @@ class Trainer:
             reporter: where this rank reports; absent on all ranks but one.
             device: where to compute; default the CPU.
             stop: asks for an end at the next step boundary; any rank's counts for all.
-
-        Side effect: seeds the process's random generators.
         """
         self.config = config
         self.groups = groups
@@ -107,12 +105,7 @@ class Trainer:
         """Itself; leaving gives back the staging memory and the hooks on the model."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Give back the staging memory and the hooks; groups and reporter are the caller's."""
         if error is None:
             self.update.close()
@@ -211,10 +204,9 @@ class Trainer:
 
         Otherwise FaultError, or with a loss scale that can be lowered, a step left out.
         """
-        if np.isfinite(loss):
-            outcome = self.update.step(max_norm=self.config.optim.clip_grad)
-        else:
-            outcome = self.update.skip_step()
+        outcome = self.update.step(
+            max_norm=self.config.optim.clip_grad, is_finite=math.isfinite(loss)
+        )
         if outcome.skipped and (self.scaler is None or outcome.loss_scale <= self.scaler.minimum):
             raise FaultError(
                 f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
@@ -264,6 +256,7 @@ class Trainer:
             self._report_save(pending.result(), seconds)
 
     def _report_save(self, report: SaveReport, seconds: float) -> None:
+        """Report a committed save, from which the run can now go on."""
         if self.config.checkpoint.save is not None:
             self.safe = (report.step, self.config.checkpoint.save)
         if self.reporter is not None:
@@ -292,16 +285,16 @@ class Trainer:
                 self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
             return None
         state = self.state()
-        names = ["model"]
-        if not checkpoint.finetune:
-            names += ["optimizer"] if checkpoint.load_optim else []
-            names += ["scheduler"] if checkpoint.load_scheduler else []
-            names += ["rng"] if checkpoint.load_rng else []
-            names += ["progress"]
-            names += ["scaler"] if self.scaler is not None else []
+        chosen = {
+            "optimizer": checkpoint.load_optim,
+            "scheduler": checkpoint.load_scheduler,
+            "rng": checkpoint.load_rng,
+        }
+        if checkpoint.finetune:
+            chosen = dict.fromkeys(state, False) | {"model": True}
         started = time.perf_counter()
         report = Checkpointer(checkpoint.load, groups=self.groups).load(
-            {name: state[name] for name in names},
+            {name: part for name, part in state.items() if chosen.get(name, True)},
             step=None if checkpoint.max_fallbacks else step,
             allow_missing=("scaler",),
             max_fallbacks=checkpoint.max_fallbacks,
@@ -337,6 +330,7 @@ class Trainer:
         self.groups.control.agree(error, phase="after a fallback")
 
     def _report_load(self, report: LoadReport, *, seconds: float) -> None:
+        """Report what was loaded, and from where."""
         if self.reporter is None:
             return
         self.reporter.event(
@@ -357,6 +351,7 @@ class Trainer:
         )
 
     def _note(self, text: str) -> None:
+        """One line for the person, on the rank that reports."""
         if self.reporter is not None:
             self.reporter.note(text, style="yellow")
 
@@ -411,6 +406,7 @@ def mean_over_rows(row_losses: torch.Tensor, *, num_rows: int, groups: ProcessGr
 
 
 def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSettings:
+    """The curves that the options describe."""
     end = optim.end_weight_decay
     return ScheduleSettings(
         lr=optim.lr,
@@ -436,6 +432,7 @@ def _seed_generators(seed: int, *, data_index: int, stage_index: int) -> None:
 
 
 def _make_model(config: TrainConfig, *, groups: ProcessGroups, device: torch.device) -> ParallelGPT:
+    """The model that the configuration describes, on these groups."""
     return ParallelGPT(
         config.model,
         groups=groups,

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from holdfast.errors import ConfigError, StorageError
+from holdfast.reference.train.config import LogConfig
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -46,14 +46,6 @@ class StepMetrics:
     """Whether nothing was updated because a scaled gradient overflowed."""
 
 
-class _Console(Console):
-    """A console that lets its caller know when the reader has left."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise what rich would turn into an exit of this one rank."""
-        raise BrokenPipeError
-
-
 class Reporter:
     """Writes to the terminal, a JSON lines file and TensorBoard; used by one rank.
 
@@ -61,39 +53,31 @@ class Reporter:
     run's last step, and a resumed run continues the same file.
     """
 
-    def __init__(
-        self,
-        *,
-        num_steps: int,
-        log_interval: int = 1,
-        jsonl: Path | None = None,
-        tensorboard: Path | None = None,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, log: LogConfig, *, num_steps: int, console: Console | None = None) -> None:
         """Open the files.
+
+        Args:
+            log: what is reported, and where.
+            num_steps: optimizer steps of the whole run.
+            console: where a person reads; default this process's terminal.
 
         Raises:
             StorageError: a file cannot be written.
             ConfigError: TensorBoard is asked for and not installed.
         """
         self._num_steps = num_steps
-        self._log_interval = log_interval
-        self._console = console or _Console(highlight=False, soft_wrap=True)
+        self._log_interval = log.log_interval
+        self._console = console or Console(highlight=False, soft_wrap=True)
         self.has_reader = True
         """Whether what is printed still arrives; False once the reader of a pipe has left."""
-        self._tensorboard = None if tensorboard is None else _open_tensorboard(tensorboard)
-        self._jsonl = None if jsonl is None else _open_jsonl(jsonl)
+        self._tensorboard = None if log.tensorboard is None else _open_tensorboard(log.tensorboard)
+        self._jsonl = None if log.jsonl is None else _open_jsonl(log.jsonl)
 
     def __enter__(self) -> Reporter:
         """Itself; the files are open already."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the files."""
         if self._jsonl is not None:
             self._jsonl.close()
@@ -105,11 +89,13 @@ class Reporter:
         self._print(Text(text, style=style))
 
     def _print(self, text: Text) -> None:
+        """Print a line unless the reader has left."""
         if not self.has_reader:
             return
         try:
             self._console.print(text)
-        except BrokenPipeError:
+        except (BrokenPipeError, SystemExit):
+            # Newer versions of rich would end this one rank.
             self.has_reader = False
             # What is left in the buffer goes nowhere, now and when the process ends.
             with suppress(OSError, ValueError):
@@ -182,6 +168,7 @@ def readable_nbytes(nbytes: float) -> str:
 
 
 def _open_jsonl(path: Path) -> TextIO:
+    """The file of `--jsonl`; StorageError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a", encoding="utf-8")
@@ -193,6 +180,7 @@ def _open_jsonl(path: Path) -> TextIO:
 
 
 def _open_tensorboard(path: Path) -> SummaryWriter:
+    """The writer of `--tensorboard`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

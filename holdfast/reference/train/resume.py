@@ -54,6 +54,7 @@ def step_to_load(checkpoint: CheckpointConfig) -> int | None:
 
 
 def _step_in(load: Path, *, checkpoint: CheckpointConfig) -> int | None:
+    """The step to load from a directory; None when it is empty and this run fills it."""
     is_own = load == checkpoint.save
     if not load.is_dir():
         if is_own and not load.exists():
@@ -87,6 +88,7 @@ def _step_in(load: Path, *, checkpoint: CheckpointConfig) -> int | None:
 
 
 def _refuse_missing(what: str, *, checkpoint: CheckpointConfig) -> None:
+    """Refuse to begin afresh where the options say so."""
     if checkpoint.exit_on_missing_checkpoint:
         raise ConfigError(
             f"{what}, and --exit-on-missing-checkpoint is set: name another directory, or leave "
@@ -95,6 +97,7 @@ def _refuse_missing(what: str, *, checkpoint: CheckpointConfig) -> None:
 
 
 def _is_ours(name: str) -> bool:
+    """Whether a name in a directory is one that saves make."""
     return (
         name == LATEST
         or name.startswith((".saving-", ".trash-"))
@@ -105,8 +108,12 @@ def _is_ours(name: str) -> bool:
 def check_save(save: Path, *, begins_at: int) -> None:
     """Refuse now what would only fail at the first save, after training towards it.
 
+    Args:
+        save: the directory of `--save`; it is made.
+        begins_at: the step at which the run begins.
+
     Raises:
-        ConfigError: the directory holds steps later than `begins_at`.
+        ConfigError: the directory holds later steps than that.
         StorageError: it cannot be written.
     """
     try:

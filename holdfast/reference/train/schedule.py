@@ -55,7 +55,7 @@ class Schedule:
 
     Groups whose weight decay is 0 at construction keep it. The state is the position and the
     settings: a resumed run goes on along the curves it was begun with, whatever its flags say
-    now; `on_override` hears of that.
+    now; `on_override` is called then.
     """
 
     def __init__(

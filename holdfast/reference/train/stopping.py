@@ -71,12 +71,14 @@ class StopRequest:
         return self._read(_STOPPED)
 
     def _read(self, name: str) -> int:
+        """A number published in the directory; 0 without one."""
         if self._directory is not None:
             with suppress(OSError, ValueError):
                 return int((self._directory / name).read_text())
         return 0
 
     def _write(self, name: str, number: int) -> None:
+        """Publish a number in the directory, if there is one."""
         if self._directory is None:
             return
         # Whole or not at all: others read it while it is written.
@@ -119,14 +121,11 @@ class StopWhenAsked(SavePolicy):
 def stop_directory() -> Iterator[StopRequest]:
     """A launcher's request, in a directory that its processes know by their environment."""
     with tempfile.TemporaryDirectory(prefix="holdfast-stop-") as directory:
-        before = os.environ.get(STOP_DIR)
         os.environ[STOP_DIR] = directory
         try:
             yield StopRequest(directory=Path(directory))
         finally:
             os.environ.pop(STOP_DIR)
-            if before is not None:
-                os.environ[STOP_DIR] = before
 
 
 def request_of_launcher() -> StopRequest:
@@ -169,6 +168,7 @@ def _only_wake(number: int, frame: FrameType | None) -> None:
 def _listen(
     ours: socket.socket, request: StopRequest, directories: Sequence[Path | None] | None
 ) -> None:
+    """Read signals from the socket until it is closed; runs in a thread."""
     while True:
         try:
             numbers = ours.recv(64)

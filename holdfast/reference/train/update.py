@@ -18,9 +18,14 @@ from holdfast.optim import (
     ShardedOptimizer,
     StepOutcome,
 )
-from holdfast.optim.norms import clip_factor, gradient_parts, measure, scale_gradients
-from holdfast.parallel import ProcessGroups
-from holdfast.reference.models import ParallelGPT
+from holdfast.optim.norms import (
+    LayoutSum,
+    clip_factor,
+    gradient_parts,
+    measure,
+    scale_gradients,
+)
+from holdfast.reference.models.parallelize import ParallelGPT
 from holdfast.reference.train.config import OptimConfig
 
 
@@ -42,11 +47,23 @@ class WholeUpdate:
         return nullcontext()
 
     @torch.no_grad()
-    def step(self, *, max_norm: float) -> StepOutcome:
-        """Reduce gradients, measure, clip, update; collective."""
-        norm, scale = self._measure()
-        if not norm.is_finite:
-            return self._skipped_step(norm, scale)
+    def step(self, *, max_norm: float, is_finite: bool = True) -> StepOutcome:
+        """Reduce gradients, measure, clip, update; collective.
+
+        A step whose loss or gradients are not finite forgets the gradients instead.
+
+        Args:
+            max_norm: largest global gradient norm; 0 means no limit.
+            is_finite: whether the loss is, on all ranks.
+        """
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        self._model.reduce_gradients()
+        groups = self._model.groups
+        parts = gradient_parts(self._model.module.parameters(), groups=groups)
+        norm = measure(parts, total=LayoutSum(groups), scale=scale)
+        if not (is_finite and norm.is_finite):
+            self.optimizer.zero_grad(set_to_none=True)
+            return _skipped_step(norm, scale=scale, scaler=self._scaler)
         factor = clip_factor(norm, limit=max_norm)
         scale_gradients(self._model.module.parameters(), factor / scale)
         self.optimizer.step()
@@ -62,26 +79,11 @@ class WholeUpdate:
             loss_scale=scale,
         )
 
-    def skip_step(self) -> StepOutcome:
-        """Measure the gradients, and forget them; collective."""
-        return self._skipped_step(*self._measure())
-
     def synchronize(self) -> None:
         """Parameters are whole after every step."""
 
     def close(self) -> None:
         """Nothing is attached to the model."""
-
-    def _measure(self) -> tuple[GradientNorm, float]:
-        scale = 1.0 if self._scaler is None else self._scaler.scale
-        self._model.reduce_gradients()
-        groups = self._model.groups
-        parts = gradient_parts(self._model.module.parameters(), groups=groups)
-        return measure(parts, groups=groups, scale=scale), scale
-
-    def _skipped_step(self, norm: GradientNorm, scale: float) -> StepOutcome:
-        self.optimizer.zero_grad(set_to_none=True)
-        return _skipped_step(norm, scale=scale, scaler=self._scaler)
 
 
 class ShardedUpdate:
@@ -109,14 +111,20 @@ class ShardedUpdate:
         """Gradients are reduced concurrently with the backward."""
         return self.optimizer.microbatch(is_last=is_last)
 
-    def step(self, *, max_norm: float) -> StepOutcome:
-        """Finish the reductions, measure, clip, update, gather parameters; collective."""
-        return self.optimizer.step(max_norm=max_norm, scaler=self._scaler)
+    def step(self, *, max_norm: float, is_finite: bool = True) -> StepOutcome:
+        """Finish the reductions, measure, clip, update, gather parameters; collective.
 
-    def skip_step(self) -> StepOutcome:
-        """Measure the gradients, and forget them; collective."""
+        A step whose loss or gradients are not finite forgets the gradients instead.
+
+        Args:
+            max_norm: largest global gradient norm; 0 means no limit.
+            is_finite: whether the loss is, on all ranks.
+        """
+        if is_finite:
+            return self.optimizer.step(max_norm=max_norm, scaler=self._scaler)
         scale = 1.0 if self._scaler is None else self._scaler.scale
-        norm = measure(self.optimizer.gradient_parts(), groups=self._model.groups, scale=scale)
+        total = LayoutSum(self._model.groups)
+        norm = measure(self.optimizer.gradient_parts(), total=total, scale=scale)
         self.optimizer.drop_gradients()
         return _skipped_step(norm, scale=scale, scaler=self._scaler)
 
@@ -154,14 +162,14 @@ def _skipped_step(norm: GradientNorm, *, scale: float, scaler: LossScaler | None
 def _sharded(
     name: str, parameters: list[nn.Parameter], *, model: ParallelGPT, optim: OptimConfig, over: str
 ) -> ShardedOptimizer:
-    groups: ProcessGroups = model.groups
+    """The sharded optimizer of one kind of parameters."""
     return ShardedOptimizer(
         model.module,
         _groups(parameters, weight_decay=optim.weight_decay),
         make=_maker(optim),
-        groups=groups,
+        groups=model.groups,
         over=over,
-        divisor=groups.size("dp_cp"),
+        divisor=model.groups.size("dp_cp"),
         stage=2 if optim.zero == 2 else 1,
         bucket_nbytes=optim.bucket_nbytes,
         overlap=True,
@@ -170,6 +178,7 @@ def _sharded(
 
 
 def _is_expert(parameter: nn.Parameter) -> bool:
+    """Whether the parameter is split over experts."""
     if not isinstance(parameter, DTensor):
         return False
     return "expt_dp" in (parameter.device_mesh.mesh_dim_names or ())
@@ -184,6 +193,7 @@ def _groups(parameters: list[nn.Parameter], *, weight_decay: float) -> list[dict
 
 
 def _maker(optim: OptimConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """What makes the inner optimizer from its parameter groups."""
     if optim.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=optim.lr, momentum=optim.momentum)
     return partial(

@@ -37,24 +37,24 @@ from holdfast.state.markers import (
     Union,
     coordinate_label,
 )
-from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
-from holdfast.state.match.stored import (
+from holdfast.state.match.nodes import (
+    PLAIN,
+    PLAIN_VALUES,
+    LocalTargets,
     Members,
+    RegisteredTypes,
+    Token,
     items_of,
     key_token,
     leaf_paths,
     members_of,
     only_names,
+    shape_mismatch,
     stored_kind,
+    unmarked,
     used_paths,
 )
-from holdfast.state.match.template_nodes import (
-    PLAIN,
-    LocalTargets,
-    RegisteredTypes,
-    shape_mismatch,
-    unmarked,
-)
+from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
 from holdfast.state.numpy_arrays import tensor_array
 from holdfast.state.torch_dtypes import refused_cast, torch_dtype
 
@@ -66,6 +66,9 @@ class Matcher:
 
     Args:
         tensors: Key -> (dtype name, global shape) of the checkpoint, in the order of its table.
+        layout: Of the ranks; see `move_to`.
+        rank: This one.
+        codecs: The user's types.
         allow_missing: Patterns (`fnmatch`) of paths that may be absent.
         cast: Whether another stored dtype is accepted.
     """
@@ -77,7 +80,7 @@ class Matcher:
         layout: Layout,
         rank: int,
         codecs: Codecs,
-        allow_missing: tuple[str, ...] = (),
+        allow_missing: Sequence[str] = (),
         cast: bool = False,
     ) -> None:
         self._tensors = tensors
@@ -96,33 +99,29 @@ class Matcher:
         self._per_rank_sources: dict[str, PerRankSource] = {}
         self.result = MatchResult(cleared=self._targets.cleared)
 
-    def move_to(self, layout: Layout, *, scope: str = "") -> None:
-        """Match and build for another layout from here on.
+    def move_to(self, layout: Layout, *, scope: str = "", closed: bool = False) -> None:
+        """Match and build another part from here on.
 
         Args:
+            layout: What the part lives on.
             scope: A name for a request that takes what another one may take, too; tensors that are
                 made for a load are shared within a scope only.
+            closed: Whether stored entries that the template does not name are left out; otherwise
+                they are requested, too.
         """
-        self._layout = layout
-        self._scope = scope
+        self._layout, self._scope, self._closed = layout, scope, closed
 
     def may_miss(self, path: str) -> bool:
         """Whether the caller allowed this path to be absent."""
         return matches(path, self._allow_missing)
 
-    def match_part(self, template: object, node: Any, path: str, *, closed: bool) -> None:
-        """Match a part's template.
-
-        Args:
-            closed: As in `build`; otherwise stored entries that the template does not name are
-                requested, too.
-        """
-        self._closed = closed
-        self.match(template, node, path)
-
     def match(self, template: object, node: Any, path: str) -> None:
         """Record what the template asks for and whether the stored node has it."""
-        if isinstance(template, Stored):
+        if type(template) is dict:
+            self._match_mapping(template, node, path)
+        elif type(template) in PLAIN_VALUES:
+            self._match_value(template, node, path)
+        elif isinstance(template, Stored):
             self._request_all(node, path, all_ranks=template.all_ranks)
         elif isinstance(template, Transient):
             self.result.touched.update(leaf_paths(node, path, self._codecs))
@@ -132,28 +131,17 @@ class Matcher:
             self._match_tensor(template, node, path)
         elif isinstance(template, Union):
             self._match_mapping(template.mapping, node, path)
-        elif (inner := self._fields(template)) is not None:
+        elif type(template) not in (list, tuple) and (inner := self._fields(template)) is not None:
             self._match_registered(template, inner, node, path)
         elif isinstance(template, Mapping):
             self._match_mapping(template, node, path)
         elif self._is_filled_sequence(template):
             self._match_sequence(template, node, path)
-        elif tag_of(node) == "tensor":
-            kind = f"a value ({type(template).__name__})"
-            self._other_kind(path, kind, node, hint="; ask for it with Stored()")
         else:
-            self._request_all(node, path)
+            self._match_value(template, node, path)
 
-    def build(self, template: object, node: Any, path: str, *, closed: bool) -> Any:
-        """The loaded tree for a template whose targets have been filled; sets padding to zero.
-
-        Args:
-            closed: Whether stored entries that the template does not name are left out.
-        """
-        self._closed = closed
-        return self._build(template, node, path)
-
-    def _build(self, template: object, node: Any, path: str) -> Any:
+    def build(self, template: object, node: Any, path: str) -> Any:
+        """The loaded tree for a template whose targets have been filled; sets padding to zero."""
         if isinstance(template, Transient):
             return template.value
         if isinstance(template, PerRank):
@@ -175,7 +163,7 @@ class Matcher:
             return self._build_mapping(template, named, node, path)
         if self._is_filled_sequence(template):
             pairs = zip(cast(Sequence[object], template), items_of(node) or (), strict=True)
-            built = [self._build(t, child, f"{path}.{i}") for i, (t, child) in enumerate(pairs)]
+            built = [self.build(t, child, f"{path}.{i}") for i, (t, child) in enumerate(pairs)]
             return sequence_of(node, built)
         return self._decode(node, path)
 
@@ -192,29 +180,44 @@ class Matcher:
         self, template: Mapping[Any, object], named: Members, node: Any, path: str
     ) -> Any:
         """A mapping of the stored type and order; what is not stored stays, behind the rest."""
-        own = {key_token(name, self._codecs): name for name in template}
+        own = {
+            name if type(name) is str else key_token(name, self._codecs): name for name in template
+        }
         built: dict[Any, Any] = {}
         for stored, (name, child) in named.items():
             if stored in own:
                 value = template[own[stored]]
                 if type(value) not in PLAIN:
-                    value = self._build(value, child, f"{path}.{key_name(name)}")
+                    here = name if type(name) is str else key_name(name)
+                    value = self.build(value, child, f"{path}.{here}")
                 built[name] = value
             elif not self._closed:
                 built[name] = self._decode(child, f"{path}.{key_name(name)}")
         left = {name: template[name] for token, name in own.items() if token not in named}
-        return mapping_of(node, built | self._left(left, path))
+        if left:
+            built |= self._left(left, path)
+        return built if "$" not in node else mapping_of(node, built)
 
     def _build_registered(self, template: object, inner: Any, node: Any, path: str) -> Any:
         """A dataclass or a codec's type, made of its fields as they were loaded."""
         codec = self._codecs.codec_for(type(template))
         if codec is not None:
-            return codec.decoded(self._build(inner, node["v"], path), path)
+            return codec.decoded(self.build(inner, node["v"], path), path)
         values = {
-            name: self._build(value, node["v"][name], f"{path}.{name}")
+            name: self.build(value, node["v"][name], f"{path}.{name}")
             for name, value in inner.items()
         }
         return dataclass_of(type(template), values)
+
+    def _match_value(self, template: object, node: Any, path: str) -> None:
+        """What holds no tensor: the stored value takes its place."""
+        if not isinstance(node, dict | list):
+            self.result.touched.add(path)
+        elif isinstance(node, dict) and node.get("$") == "tensor":
+            kind = f"a value ({type(template).__name__})"
+            self._other_kind(path, kind, node, hint="; ask for it with Stored()")
+        else:
+            self._request_all(node, path)
 
     def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
         named = members_of(node, self._codecs)
@@ -226,10 +229,13 @@ class Matcher:
             return
         if not named:
             self.result.touched.add(path)
-        tokens = set()
+        tokens: set[Token | None] = set()
+        token: Token | None
         for name, child in template.items():
-            token = key_token(name, self._codecs)
-            here = f"{path}.{key_name(name)}"
+            if type(name) is str:
+                token, here = name, f"{path}.{name}"
+            else:
+                token, here = key_token(name, self._codecs), f"{path}.{key_name(name)}"
             tokens.add(token)
             if token is not None and token in named:
                 stored = named[token][1]
@@ -240,7 +246,8 @@ class Matcher:
             elif not isinstance(child, Transient):
                 self._miss(here, child)
         rest = [member for token, member in named.items() if token not in tokens]
-        self._refuse_equal_keys(template, rest, path)
+        if rest:
+            self._refuse_equal_keys(template, rest, path)
         if not self._closed:
             for name, stored in rest:
                 self._request_all(stored, f"{path}.{key_name(name)}")
@@ -344,39 +351,38 @@ class Matcher:
         if not source.labels:
             return None if isinstance(template.tree, Stored) else unmarked(template.tree)
         label = source.labels[0]
-        return self._build(template.tree, node["v"][label], f"{path}[{label}]")
+        return self.build(template.tree, node["v"][label], f"{path}[{label}]")
 
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
         target = self._targets.local_target(template, path, self._layout)
         target_dtype, target_shape, boxes, locals_ = target
-        if tag_of(node) not in ("tensor", "array"):
+        if not isinstance(node, dict) or node.get("$") not in ("tensor", "array"):
             self._other_kind(path, "a tensor", node)
             return
-        key = node["k"]
+        key, result = node["k"], self.result
         dtype, shape = self._tensors[key]
-        self.result.touched.add(path)
+        result.touched.add(path)
         # One target may be met under several names, but then they must be one stored tensor.
-        is_new = id(template) not in self._sources
-        source = self._sources.setdefault(id(template), key)
-        if source != key:
-            self.result.mismatched.append(
+        source = self._sources.get(id(template))
+        if source is None:
+            self._sources[id(template)] = key
+        if source is not None and source != key:
+            result.mismatched.append(
                 f"{path}: the state ties this tensor to the one stored as {source}, the checkpoint "
                 f"holds them as two; untie them for the load, or ask for one of them alone"
             )
-            return
-        if shape != target_shape:
-            self.result.mismatched.append(shape_mismatch(template, path, target_shape, shape))
+        elif shape != target_shape:
+            result.mismatched.append(shape_mismatch(template, path, target_shape, shape))
         elif dtype != target_dtype and (why := self._refused_cast(dtype, target_dtype)):
-            self.result.mismatched.append(
+            result.mismatched.append(
                 f"{path}: the state's dtype is {target_dtype}, the checkpoint's {dtype}; {why}"
             )
         else:
             if dtype != target_dtype:
-                self.result.cast.append(path)
-            position = self._positions[key]
-            if not is_new:
+                result.cast.append(path)
+            if source is not None:
                 boxes, locals_ = (), ()
-            self.result.tensors.append(TensorRequest(path, position, boxes, locals_))
+            result.tensors.append(TensorRequest(path, self._positions[key], boxes, locals_))
 
     def _refused_cast(self, stored: str, held: str) -> str:
         """Why a stored dtype does not go into a target's; empty where it does."""
@@ -451,6 +457,9 @@ class Matcher:
         self.result.tensors.append(TensorRequest(path, self._positions[key], None, (target,), True))
 
     def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
+        if not isinstance(node, dict | list):
+            return node
+
         def value(where: str, inner: dict[str, Any]) -> object:
             if inner["$"] == "tensor":
                 return self._fresh[self._scope, str(inner["k"])]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from holdfast.arrays.boxes import Box
@@ -65,3 +67,40 @@ class MatchResult:
     """What has to be equal on several ranks after the load."""
     dropped: list[str] = field(default_factory=list)
     """Stored entries of this rank's coordinate that nothing here can take."""
+
+
+class LocalMemory:
+    """The memory of the local tensors of some requests, as columns in order: looked at once.
+
+    Args:
+        requests: What a load fills, in order.
+
+    Attributes:
+        tensors: (n) the local tensors.
+        request: (n,) the position of the request of each.
+        address: (n,) of the first element.
+        nbytes: (n,) of its elements.
+        is_plain: (n,) whether it is contiguous host memory, neither conjugated nor negated.
+    """
+
+    def __init__(self, requests: Sequence[TensorRequest]) -> None:
+        self.tensors = tensors = [local for entry in requests for local in entry.locals]
+        counts = np.fromiter((len(entry.locals) for entry in requests), np.int64, len(requests))
+        n = len(tensors)
+        self.request = np.repeat(np.arange(len(requests)), counts)
+        self.address = np.fromiter((each.data_ptr() for each in tensors), np.int64, n)
+        self.nbytes = np.fromiter((each.nbytes for each in tensors), np.int64, n)
+        plain = (
+            each.is_cpu and each.is_contiguous() and not each.is_conj() and not each.is_neg()
+            for each in tensors
+        )
+        self.is_plain = np.fromiter(plain, np.bool_, n)
+
+    def is_disjoint(self) -> bool:
+        """Whether all are plain and no two have a byte in common; False may mean either."""
+        if not self.is_plain.all():
+            return False
+        order = np.argsort(self.address, kind="stable")
+        order = order[self.nbytes[order] > 0]
+        start = self.address[order]
+        return bool((start[1:] >= (start + self.nbytes[order])[:-1]).all())

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.state.coordinates import PerRankIn
 from holdfast.state.markers import FlatShard, Marked, Padded, PerRank, Replicated, Sharded, Stored
-from holdfast.state.match.stored import StoredPart, StoredTensor
+from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.tensors import local_of
 
 MakeTarget = Callable[[StoredTensor, object, str], object]

@@ -80,9 +80,13 @@ class ModuleLoad:
         """Names that are not stored; they stay as they are."""
 
     def load_entries(self, loaded: Mapping[str, object]) -> None:
-        """Pass `loaded` (logical name -> value) to the module.
+        """Pass what was loaded to the module.
 
-        Raises MismatchError for what the module did not take.
+        Args:
+            loaded: Logical name -> value.
+
+        Raises:
+            MismatchError: Naming what the module did not take.
         """
         given: OrderedDict[str, object] = OrderedDict()
         for name, entry in self._before.entries.items():
@@ -157,21 +161,17 @@ class ModuleLoad:
             if entry.name not in loaded:
                 continue
             shown = after.entries.get(entry.name)
-            value = loaded[entry.name]
-            if shown is None:
-                is_right = False
-            elif entry.name in digests:
-                is_right = (
-                    isinstance(shown.value, torch.Tensor)
-                    and tensor_digest(shown.value) == digests[entry.name]
+            now = None if shown is None else shown.value
+            if entry.name in digests:
+                is_right = isinstance(now, torch.Tensor) and (
+                    tensor_digest(now) == digests[entry.name]
                 )
-            elif entry.name in self.copied:
-                is_right = equal_bits(shown.value, value)
-            elif entry.backing is not None:
-                is_right = same_memory(shown.value, value) or equal_bits(shown.value, value)
             else:
-                is_right = entry.name not in self._unexpected or equal_bits(shown.value, value)
-            if not is_right:
+                is_state = entry.backing is None and entry.name not in self.copied
+                is_right = (is_state and entry.name not in self._unexpected) or (
+                    same_memory(now, loaded[entry.name]) or equal_bits(now, loaded[entry.name])
+                )
+            if shown is None or not is_right:
                 wrong.append(entry.name)
         return wrong
 
@@ -272,6 +272,7 @@ class ModuleLoad:
             raise MismatchError(self._untouched(untouched))
 
     def _untouched(self, names: Sequence[str]) -> str:
+        """That tensors were not written by the module's load, in words."""
         return (
             f"{self._kind}.state_dict() does not show {_some(names)} itself, and loading what it "
             f"shows did not write to it: it keeps what it had before the load. Give the module a "
@@ -279,6 +280,7 @@ class ModuleLoad:
         )
 
     def _refusal(self, wrong: Sequence[str]) -> str:
+        """That entries have not reached the module, in words."""
         message = (
             f"{self._kind} shows {_some(wrong)} in a form of its own, and after load_state_dict "
             f"it does not show what was loaded: the values have not reached it, or not unchanged"
@@ -321,6 +323,7 @@ def _inverted(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_untouched(snapshot: _Snapshot) -> bool:
+    """Whether a tensor is the same object with the same bytes, which nothing has written."""
     held = snapshot.held
     now = held.owner._parameters.get(held.attribute, held.owner._buffers.get(held.attribute))
     if now is not held.tensor or _version(held.tensor) != snapshot.version:
@@ -336,6 +339,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and dtype."""
     return one.shape == other.shape and one.dtype == other.dtype
 
 
@@ -349,6 +353,7 @@ def _has_load_method(module: nn.Module) -> bool:
 
 
 def _hooks(module: nn.Module) -> list[object]:
+    """The hooks that run before and after torch loads a module's own tensors."""
     tables = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     return [hook for table in tables for hook in (getattr(module, table, None) or {}).values()]
 
@@ -390,6 +395,7 @@ def _set_quant_states(
 
 
 def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(names[:_MAX_NAMED])
     rest = len(names) - _MAX_NAMED
     return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -83,7 +83,9 @@ class ModuleStateDict:
 def read_state_dict(module: nn.Module) -> ModuleStateDict:
     """Call `state_dict` and explain every entry of it.
 
-    Raises PlacementError where it fails, is no mapping, or gives two entries one logical name.
+    Raises:
+        PlacementError: It fails, is no mapping, or gives two entries one logical name.
+
     Cost: one pass over modules and entries, no bytes copied by this function.
     """
     state = _state_dict(module)
@@ -148,17 +150,23 @@ def same_memory(one: object, other: object) -> bool:
     return key is not None and key == _memory_key(other)
 
 
-def forms_of(shown: ModuleStateDict, module: nn.Module) -> tuple[RegisteredTensor, ...]:
+def forms_of(shown: ModuleStateDict, module: nn.Module) -> list[RegisteredTensor]:
     """Registered tensors that only entries of other names can stand for (split, fused, packed)."""
-    return tuple(hidden for hidden in _hidden(shown) if _is_represented(shown, module, hidden))
+    return [hidden for hidden in _hidden(shown) if _is_represented(shown, module, hidden)]
 
 
 def refuse_hidden(
     shown: ModuleStateDict, module: nn.Module, is_selected: Callable[[str, torch.Tensor], bool]
 ) -> None:
-    """PlacementError naming what the module holds and its state dict shows in no form.
+    """Refuse a module that holds what its state dict shows in no form.
 
-    `is_asked(name, tensor)`: whether the caller wants it kept.
+    Args:
+        shown: The module's state dict.
+        module: The module.
+        is_selected: Whether the caller wants a tensor kept, by name and tensor.
+
+    Raises:
+        PlacementError: Naming what would be lost.
     """
     lost = [
         hidden.name
@@ -193,6 +201,7 @@ def _state_dict(module: nn.Module) -> Mapping[object, object]:
 
 
 def _is_extra(name: str) -> bool:
+    """Whether a name is that of extra state."""
     return name.rsplit(".", 1)[-1] == _EXTRA_STATE
 
 
@@ -287,7 +296,6 @@ class _Memory:
         self._by_memory: dict[object, RegisteredTensor] | None = None
         self._dense: dict[str, list[tuple[int, int, RegisteredTensor]]] = {}
         self._claimed: dict[str, list[tuple[int, int]]] = {}
-        self._claimed_ids: set[int] = set()
 
     def is_known(self, value: object) -> bool:
         """Whether a value is known without a look at its memory; most models have no others."""
@@ -344,9 +352,6 @@ class _Memory:
 
     def claim(self, tensor: torch.Tensor) -> None:
         """Note that an entry fills this memory."""
-        if id(tensor) in self._claimed_ids or is_lazy(tensor):
-            return
-        self._claimed_ids.add(id(tensor))
         extent = _extent(tensor)
         if extent is not None:
             self._claimed.setdefault(extent[0], []).append(extent[1:])

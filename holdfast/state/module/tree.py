@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError, PlacementError
-from holdfast.state.markers import FlatShard, Padded, Replicated, Sharded, check_real_shape
+from holdfast.state.markers import check_real_shape
 
 # Attribute names under which torch's wrappers keep the module they wrap. `module` is not here: a
 # user's own module may be called that, so only wrapper *types* are looked through for it.
@@ -120,8 +119,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def walk(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """All (logical prefix, torch prefix, module) of a tree, prefixes ending in a dot or empty.
 
-    Wrappers are looked through and not among them. Raises PlacementError for one that holds
-    something of its own.
+    Wrappers are looked through and not among them.
+
+    Raises:
+        PlacementError: A wrapper holds something of its own.
     """
     for logical, actual, inner, is_wrapper in walk_all(module):
         if not is_wrapper:
@@ -161,6 +162,7 @@ def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> 
 
 
 def _foreign(kind: type) -> str | None:
+    """The attribute in which another library's wrapper keeps the module; None for other classes."""
     # By name, so that the library is not imported.
     for base in kind.__mro__:
         known = _FOREIGN_WRAPPERS.get(base.__name__)
@@ -176,6 +178,7 @@ def logical_name(module: nn.Module, key: str, value: object) -> str:
     activation checkpointing), so a key is followed through the tree both ways; which way is right
     is decided by the tensor that is found there. A name of no registered tensor (extra state, what
     hooks add) keeps what comes after the module that it belongs to.
+
     Cost: one step for each component of the key.
     """
     meanings = list(_meanings(module, key.split("."), ()))
@@ -227,6 +230,7 @@ def plain_root(module: nn.Module) -> nn.Module:
 
 
 def _has_state_code(module: nn.Module) -> bool:
+    """Whether a wrapper has hooks or methods of its own for state dicts."""
     if _foreign(type(module)) is not None:
         return False  # its methods forward to the module inside
     tables = (
@@ -240,45 +244,18 @@ def _has_state_code(module: nn.Module) -> bool:
     return has_hooks or overrides(module, nn.Module, methods)
 
 
-class Padding:
-    """The declared real shape of one tensor of a module, and of everything of its shape.
-
-    Markers are kept as long as the leaf cache keeps them, so that a tensor saved again has the
-    marker of the last save, and its leaf is found. Copies of a module have the declaration too, and
-    no markers.
-    """
-
-    __slots__ = ("_markers", "shape")
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self._markers: WeakValueDictionary[int, Padded] = WeakValueDictionary()
-
-    def __reduce__(self) -> tuple[type[Padding], tuple[tuple[int, ...]]]:
-        """The shape alone."""
-        return Padding, (self.shape,)
-
-    def mark(self, value: torch.Tensor | Sharded | FlatShard | Replicated) -> Padded:
-        """The marker of a tensor of the padded shape; the same object for the same tensor."""
-        held = self._markers.get(id(value))
-        if held is None or held.value is not value:
-            held = Padded(value, self.shape)
-            self._markers[id(value)] = held
-        return held
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePaddings:
-    """The padding that is declared in a tree of modules."""
+    """The real shapes that are declared in a tree of modules."""
 
-    by_tensor: Mapping[int, Padding] = field(default_factory=dict)
+    by_tensor: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By the `id` of the parameter or buffer, tied ones too."""
-    by_name: Mapping[str, Padding] = field(default_factory=dict)
+    by_name: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By logical name, for tensors that hooks put into a state dict instead of the module's own."""
 
-    def find(self, tensor: torch.Tensor, name: str) -> Padding | None:
+    def find(self, tensor: torch.Tensor, name: str) -> tuple[int, ...] | None:
         """The declaration of a tensor of the modules, None without one."""
-        return self.by_tensor.get(id(tensor)) or self.by_name.get(name)
+        return self.by_tensor.get(id(tensor), self.by_name.get(name))
 
 
 def declare_padding(module: nn.Module, name: str, shape: Sequence[int]) -> None:
@@ -310,20 +287,23 @@ def declare_padding(module: nn.Module, name: str, shape: Sequence[int]) -> None:
     if not is_lazy(tensor):
         check_real_shape(real, tuple(tensor.shape), where=f"declare_padding of '{name}'")
     kept = module.__dict__.get(_PADDING, {})
-    module.__dict__[_PADDING] = {**kept, name: Padding(real)}
+    module.__dict__[_PADDING] = {**kept, name: real}
 
 
 def declared_padding(module: nn.Module) -> ModulePaddings:
     """All declarations in a tree of modules, each checked against the tensor as it is now.
 
-    Raises PlacementError naming a tensor that is gone or smaller than its real shape, and two
-    declarations of one tensor that differ. Cost: one pass over the modules.
+    Raises:
+        PlacementError: Naming a tensor that is gone or smaller than its real shape, and two
+            declarations of one tensor that differ.
+
+    Cost: one pass over the modules.
     """
-    by_tensor: dict[int, Padding] = {}
-    by_name: dict[str, Padding] = {}
+    by_tensor: dict[int, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
     for logical, _, inner in walk(module):
-        kept: Mapping[str, Padding] = inner.__dict__.get(_PADDING, {})
-        for name, declaration in kept.items():
+        kept: Mapping[str, tuple[int, ...]] = inner.__dict__.get(_PADDING, {})
+        for name, shape in kept.items():
             where = f"{logical}{name}"
             tensor = registered_in(inner).get(name)
             if tensor is None:
@@ -333,12 +313,12 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
                     f"{where}: its padding is declared, but {type(inner).__name__} has no such "
                     f"tensor any more; declare it in the module that has it now"
                 )
-            check_real_shape(declaration.shape, tuple(tensor.shape), where=where)
-            first = by_tensor.setdefault(id(tensor), declaration)
-            if first.shape != declaration.shape:
+            check_real_shape(shape, tuple(tensor.shape), where=where)
+            first = by_tensor.setdefault(id(tensor), shape)
+            if first != shape:
                 raise PlacementError(
                     f"{where}: this tied tensor is declared with two real shapes, "
-                    f"{list(first.shape)} and {list(declaration.shape)}"
+                    f"{list(first)} and {list(shape)}"
                 )
             by_name[where] = first
     return ModulePaddings(by_tensor=by_tensor, by_name=by_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.state.markers import Fresh
-from holdfast.state.match.stored import StoredPart
+from holdfast.state.match.nodes import StoredPart
 from holdfast.state.optimizer.param_groups import hyperparameters
 from holdfast.state.optimizer.protocol import OptimizerParameter
 
@@ -102,16 +103,11 @@ def as_built(param: OptimizerParameter, current: object) -> Any:
     if mine is None:
         return None
     like = param.updated.detach().clone().requires_grad_(param.updated.is_floating_point())
+    made: Any = type(param.optimizer)
     try:
-        made: Any = type(param.optimizer)
-        fresh = made([{**hyperparameters(mine), "params": [like]}], **_arguments(param.optimizer))
+        taken = inspect.signature(made).parameters
+        built = {name: v for name, v in param.optimizer.defaults.items() if name in taken}
+        fresh = made([{**hyperparameters(mine), "params": [like]}], **built)
     except Exception:  # a class with arguments of its own: it starts with nothing
         return None
     return dict(fresh.state[like]) if like in fresh.state else None
-
-
-def _arguments(optimizer: Any) -> dict[str, Any]:
-    """The defaults that the class takes when it is built."""
-    code = type(optimizer).__init__.__code__
-    taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return {name: value for name, value in optimizer.defaults.items() if name in taken}

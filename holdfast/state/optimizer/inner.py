@@ -52,37 +52,42 @@ def inner_optimizers(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
     parameters of the outer one. Members of a dict whose key is no text or number go by position.
     Those that share the outer one's state are the same optimizer under another name.
     """
-    if is_torch_class(optimizer):
+    if not _attributes(optimizer):
         return {}
     seen = {id(optimizer)}
     result: dict[str, torch.optim.Optimizer] = {}
     _collect(optimizer, "", result, seen)
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    updated = _updated_by(optimizer)
     for owner, prefix in [(optimizer, ""), *((o, f"{path}.") for path, o in result.items())]:
-        for name, value in [] if is_torch_class(owner) else _attributes(owner):
+        for name, value in _attributes(owner):
             for path, inner in _optimizers_in(value, f"{prefix}{name}", 0, set()):
-                mine = (id(p) for group in inner.param_groups for p in group["params"])
-                if id(inner) not in seen and not updated.isdisjoint(mine):
+                if id(inner) not in seen and not updated.isdisjoint(_updated_by(inner)):
                     seen.add(id(inner))
                     result[path] = inner
     return result
 
 
+def _updated_by(optimizer: Any) -> set[int]:
+    """The `id` of each parameter in the groups of an optimizer."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
+    """Where an optimizer may keep others; nothing for torch's own classes."""
     skipped = ("state", "param_groups", "defaults")
-    return [(name, value) for name, value in vars(optimizer).items() if name not in skipped]
+    attributes = {} if type(optimizer).__module__.startswith("torch.optim.") else vars(optimizer)
+    return [(name, value) for name, value in attributes.items() if name not in skipped]
 
 
 def _collect(
     optimizer: Any, prefix: str, result: dict[str, torch.optim.Optimizer], seen: set[int]
 ) -> None:
+    """Add the optimizers in attributes of an optimizer, and in theirs, by path."""
     for name, value in _attributes(optimizer):
         for path, inner in _optimizers_in(value, f"{prefix}{name}"):
-            if id(inner) in seen:
-                continue
-            seen.add(id(inner))
-            result[path] = inner
-            if not is_torch_class(inner):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                result[path] = inner
                 _collect(inner, f"{path}.", result, seen)
 
 
@@ -118,8 +123,3 @@ def _members(value: object) -> Iterator[tuple[object, object]]:
             yield (name if isinstance(name, str | int) else i), child
     elif isinstance(value, list | tuple):
         yield from enumerate(value)
-
-
-def is_torch_class(optimizer: Any) -> bool:
-    """Whether an optimizer's class is torch's own, which keeps no optimizers in attributes."""
-    return type(optimizer).__module__.startswith("torch.optim.")

@@ -9,21 +9,16 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError, PlacementError
-from holdfast.state.markers import FlatShard
+from holdfast.state.markers import FlatShard, Padded
 from holdfast.state.module.tree import (
-    Padding,
     declared_padding,
     overrides,
     parameter_names,
     walk_all,
 )
-from holdfast.state.optimizer.inner import inner_optimizers, is_torch_class, unwrapped_optimizer
+from holdfast.state.optimizer.inner import inner_optimizers, unwrapped_optimizer
 from holdfast.state.optimizer.own_form import TorchForm, read_form, shows
-from holdfast.state.optimizer.protocol import (
-    NOT_STORED,
-    OptimizerParameter,
-    PartitionedOptimizer,
-)
+from holdfast.state.optimizer.protocol import OptimizerParameter, PartitionedOptimizer
 from holdfast.state.tensors import tensors_of
 
 SHARDING = "param_state_sharding_type"
@@ -38,7 +33,7 @@ _HOOKS = (
 )
 
 
-class UnshardedOptimizer:
+class UnshardedOptimizer(PartitionedOptimizer):
     """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing.
 
     Also for whatever has its `param_groups`, `state_dict` and `load_state_dict`.
@@ -59,14 +54,6 @@ class UnshardedOptimizer:
             for i, group in enumerate(self._optimizer.param_groups)
             for p in group["params"]
         ]
-
-    def num_groups(self) -> dict[str, int]:
-        """Nothing: groups are found by their members."""
-        return {}
-
-    def sharding_records(self) -> dict[str, dict[str, object]]:
-        """Nothing is sharded."""
-        return {}
 
     def synchronize(self) -> None:
         """Nothing is in flight."""
@@ -96,25 +83,25 @@ class NamedOptimizer:
         else:
             self._own = _checked(optimizer)
             self._optimizer = UnshardedOptimizer(self._own)
-        self._may_have_inner = self._own is not None and not is_torch_class(self._own)
         self._module = module
         self._modules = _modules_by_prefix(module)
 
     def tree(self) -> dict[str, object]:
         """The state by name, group hyperparameters, membership, and main parameters if any."""
         self._optimizer.synchronize()
-        form, torch_like = self._forms()
-        if form is not None and torch_like is None:
-            tree: dict[str, object] = {"own": dict(form), "parameters": self._known_parameters()}
+        form, by_name = self._forms()
+        if by_name is not None:
+            tree = self._tree_by_name(by_name)
         else:
-            tree = self._tree_by_name(torch_like)
+            tree = {"own": dict(form or {}), "parameters": self._known_parameters()}
         if form is not None:
             self._refuse_hidden_state(form)
         # Optimizers in attributes come last: what the form shows of them is not stored again.
         inner = {path: state.tree() for path, state in self._inner(saving=True, shown=form).items()}
         return tree | ({"inner": inner} if inner else {})
 
-    def _tree_by_name(self, form: TorchForm | None) -> dict[str, object]:
+    def _tree_by_name(self, form: TorchForm) -> dict[str, object]:
+        """The tree of an optimizer whose state is known by parameter."""
         state: dict[str, object] = {}
         main: dict[str, object] = {}
         membership: dict[str, int] = {}
@@ -128,33 +115,29 @@ class NamedOptimizer:
             if param.updated is None:
                 continue
             stepped.add(id(param.updated))
-            has_state, entries = state_of(param, form)
-            if type(entries) is dict:
-                entries = {
-                    entry: with_padding(stored_form(param, entry, value), param, padding)
-                    for entry, value in entries.items()
-                }
-            if has_state:
+            if id(param.updated) in form.entries:
+                entries = form.entries[id(param.updated)]
+                if type(entries) is dict:
+                    entries = {
+                        entry: with_padding(stored_form(param, entry, value), param, padding)
+                        for entry, value in entries.items()
+                    }
                 state[name] = entries
             if param.is_main:
                 value = stored_form(param, "main", param.updated)
                 main[name] = with_padding(value, param, padding)
-        groups = self._optimizer.param_groups if form is None else form.groups
-        others = self._other_state(stepped) if form is None else dict(form.others)
-        extra = {} if form is None else dict(form.extra)
+        if form.is_live:
+            self._refuse_unknown_state(stepped)
         sharding = self._optimizer.sharding_records()
         tree: dict[str, object] = {
             "state": state,
-            "groups": [
-                {key: value for key, value in group.items() if key not in NOT_STORED}
-                for group in groups
-            ],
+            "groups": form.groups,
             "membership": membership,
             "parameters": parameters,
         }
         optional = {
-            "others": others,
-            "extra": extra,
+            "others": form.others,
+            "extra": form.extra,
             "main": main,
             NUM_GROUPS: self._optimizer.num_groups() if sharding else {},
             SHARDING: sharding,
@@ -162,23 +145,23 @@ class NamedOptimizer:
         return tree | {key: value for key, value in optional.items() if value}
 
     def _forms(self) -> tuple[Mapping[Any, Any] | None, TorchForm | None]:
-        """The optimizer's own form, where its class or hooks make one, and as torch's if like it.
+        """The form that the optimizer's class or hooks make, if any; and its state by parameter.
 
-        Both None: state and groups are read from the attributes.
+        The latter is None for a form that is not like torch's, and is read from the attributes
+        where the optimizer has no form of its own.
         """
-        if self._own is not None:
-            if not has_own_form(self._own):
-                return None, None
-            form = read_form(self._own)
-            return form, TorchForm.of(form, self._own)
-        for optimizer in self._torch_optimizers():
+        optimizers = self._torch_optimizers()
+        for optimizer in optimizers:
             if has_own_form(optimizer):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} overrides state_dict or load_state_dict, or has "
-                    f"hooks on them, which know nothing of runs of elements; use the plain "
-                    f"class inside a sharded optimizer"
-                )
-        return None, None
+                if self._own is None:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} overrides state_dict or load_state_dict, or "
+                        f"has hooks on them, which know nothing of runs of elements; use the plain "
+                        f"class inside a sharded optimizer"
+                    )
+                form = read_form(optimizer)
+                return form, TorchForm.of(form, optimizer)
+        return None, TorchForm.of_attributes(optimizers, self._optimizer.param_groups)
 
     def _torch_optimizers(self) -> list[Any]:
         """The torch optimizers that keep the state, each once."""
@@ -187,9 +170,8 @@ class NamedOptimizer:
         params = self._optimizer.optimizer_parameters()
         return list({id(param.optimizer): param.optimizer for param in params}.values())
 
-    def _other_state(self, stepped: set[int]) -> dict[object, object]:
-        """State under other keys than parameters; PlacementError for that of unknown tensors."""
-        others: dict[object, object] = {}
+    def _refuse_unknown_state(self, stepped: set[int]) -> None:
+        """PlacementError for state of unknown tensors, and of no parameter in a sharded one."""
         for optimizer in self._torch_optimizers():
             for key, value in optimizer.state.items():
                 if not isinstance(key, torch.Tensor):
@@ -198,14 +180,12 @@ class NamedOptimizer:
                             f"{type(optimizer).__name__} has state under {key!r}, which belongs to "
                             f"no parameter; a sharded optimizer keeps state of parameters only"
                         )
-                    others[key] = value
                 elif id(key) not in stepped and value:
                     raise PlacementError(
                         f"{type(optimizer).__name__} holds state of a tensor of shape "
                         f"{list(key.shape)} that is in none of its parameter groups, so no load "
                         f"could give it back; remove it from optimizer.state, or add the parameter"
                     )
-        return others
 
     def _refuse_hidden_state(self, form: Mapping[Any, Any]) -> None:
         """PlacementError for an optimizer that has state of its own and shows nothing of it."""
@@ -220,11 +200,10 @@ class NamedOptimizer:
     def _inner(self, *, saving: bool, shown: object = None) -> dict[str, Any]:
         """Optimizers in attributes, each as a part of its own; when saving, those not yet shown."""
         inner_parts: dict[str, Any] = {}
-        if not self._may_have_inner:
-            return inner_parts
-        names = self._names()
+        inner_by_path = {} if self._own is None else inner_optimizers(self._own)
+        names = self._names() if inner_by_path else {}
         own_state = getattr(self._own, "state", None)
-        for path, inner in inner_optimizers(self._own).items():
+        for path, inner in inner_by_path.items():
             if inner.state is own_state:
                 continue
             tensors = [tensor for _, tensor in tensors_of(list(inner.state.values()))]
@@ -265,6 +244,7 @@ class NamedOptimizer:
             yield names[param.parameter], param
 
     def _unknown_parameter(self, param: OptimizerParameter, names: Mapping[Any, str]) -> str:
+        """That a parameter is none of the module's, in words, and the likely cause."""
         shape = param.parameter.shape
         kinds = " or ".join(sorted({type(module).__name__ for module in self._modules.values()}))
         message = (
@@ -278,7 +258,7 @@ class NamedOptimizer:
             )
         return f"{message}. For one optimizer over several modules pass a dict of them by name"
 
-    def _paddings(self) -> dict[int, Padding]:
+    def _paddings(self) -> dict[int, tuple[int, ...]]:
         """The declared padding of parameters, by `id`."""
         return {
             key: padding
@@ -305,18 +285,11 @@ def has_own_form(optimizer: Any) -> bool:
     return has_hooks or overrides(optimizer, torch.optim.Optimizer, methods)
 
 
-def state_of(param: OptimizerParameter, form: TorchForm | None) -> tuple[bool, Any]:
-    """Whether a parameter has state, and what: from the form where there is one."""
-    if form is not None:
-        return id(param.parameter) in form.entries, form.entries.get(id(param.parameter))
-    if param.updated is None or param.updated not in param.optimizer.state:
-        return False, None
-    return True, param.optimizer.state[param.updated]
-
-
-def parameter_facts(param: OptimizerParameter, padding: Padding | None) -> dict[str, object]:
+def parameter_facts(
+    param: OptimizerParameter, padding: tuple[int, ...] | None
+) -> dict[str, object]:
     """What a load has to know of a parameter: its real shape, and whether it was frozen."""
-    shape = [int(n) for n in (param.parameter.shape if padding is None else padding.shape)]
+    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
     return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}
 
 
@@ -324,7 +297,10 @@ def stored_form(param: OptimizerParameter, entry: str, value: object) -> object:
     """What is saved for an entry of a parameter's state.
 
     Of a sharded parameter, tensors of the run's shape are stored in the parameter's coordinates,
-    0-d ones as they are. PlacementError for an entry that is not elementwise.
+    0-d ones as they are.
+
+    Raises:
+        PlacementError: An entry is not elementwise.
     """
     if param.over is None or param.updated is None:
         return value
@@ -346,14 +322,16 @@ def stored_form(param: OptimizerParameter, entry: str, value: object) -> object:
     return param.marker(entry, value)
 
 
-def with_padding(value: object, param: OptimizerParameter, padding: Padding | None) -> object:
+def with_padding(
+    value: object, param: OptimizerParameter, padding: tuple[int, ...] | None
+) -> object:
     """A value marked as padded where it is elementwise of a parameter whose padding is declared."""
     if padding is None:
         return value
     if isinstance(value, FlatShard) or (
         isinstance(value, torch.Tensor) and value.shape == param.parameter.shape
     ):
-        return padding.mark(value)
+        return Padded(value, padding)
     return value
 
 
@@ -370,6 +348,7 @@ def _checked(optimizer: Any) -> Any:
 
 
 def _modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules by what their parameters' names begin with; ConfigError for anything else."""
     hint = "pass the module whose parameters the optimizer updates, or a dict of modules by name"
     if isinstance(module, nn.Module):
         return {"": module}

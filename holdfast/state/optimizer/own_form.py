@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import HoldfastError, MismatchError, PlacementError
-from holdfast.state.optimizer.param_groups import ParamGroupsGuard, hyperparameters
+from holdfast.state.optimizer.param_groups import hyperparameters, same_groups
 from holdfast.state.tensors import equal_trees, local_of, tensor_digest, tensors_of
 
 _MAX_NAMED = 5
@@ -47,15 +47,31 @@ class TorchForm:
     """A form like torch's: state by number, groups that list the numbers, and whatever else."""
 
     entries: Mapping[int, Any]
-    """State by `id` of the parameter."""
-    others: Mapping[Any, Any]
+    """State by `id` of the tensor that is updated."""
+    others: dict[Any, Any]
     """State under other keys than parameters."""
-    groups: Sequence[dict[str, Any]]
+    groups: list[dict[str, Any]]
     """Hyperparameters of each group."""
-    extra: Mapping[Any, Any]
+    extra: dict[Any, Any]
     """Further entries of the form."""
-    numbers: Sequence[Sequence[Hashable]]
+    numbers: Sequence[Sequence[Hashable]] = ()
     """Per group, the key of each parameter."""
+    is_live: bool = False
+    """Whether the entries are the optimizer's own objects, not what a form shows of them."""
+
+    @classmethod
+    def of_attributes(
+        cls, optimizers: Sequence[Any], groups: Sequence[Mapping[str, Any]]
+    ) -> TorchForm:
+        """The state of plain torch optimizers as it is."""
+        state = [pair for optimizer in optimizers for pair in optimizer.state.items()]
+        return cls(
+            entries={id(key): value for key, value in state if isinstance(key, torch.Tensor)},
+            others={key: value for key, value in state if not isinstance(key, torch.Tensor)},
+            groups=[hyperparameters(group) for group in groups],
+            extra={},
+            is_live=True,
+        )
 
     @classmethod
     def of(cls, form: Mapping[Any, Any], optimizer: Any) -> TorchForm | None:
@@ -110,9 +126,9 @@ def load_form(
     """
     kind = type(optimizer).__name__
     expected = _with_digests(form)
-    groups = ParamGroupsGuard(optimizer)
     try:
-        optimizer.load_state_dict(form)
+        with same_groups(optimizer):
+            optimizer.load_state_dict(form)
     except HoldfastError:
         raise
     except Exception as error:
@@ -120,8 +136,6 @@ def load_form(
             f"{where}: {kind}.load_state_dict() does not take what is stored: "
             f"{type(error).__name__}: {error}; build the optimizer as the saved run did"
         ) from error
-    finally:
-        groups.put_back()
     # torch's load casts moments to the parameter's dtype, which would show as a difference.
     _undo_casts(optimizer, form, read_form(optimizer))
     wrong = list(_differences(expected, read_form(optimizer), where))
@@ -163,6 +177,7 @@ def _undo_casts(optimizer: Any, form: Mapping[Any, Any], now: Mapping[Any, Any])
 
 
 def _undo_entry_casts(stored: Any, shown: Any, own: Any, device: torch.device) -> None:
+    """Put stored tensors of one parameter back, down to any depth."""
     keys = stored.keys() if isinstance(stored, Mapping) else range(len(stored))
     for key in keys:
         try:
@@ -185,6 +200,7 @@ class _TensorDigest(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _TensorDigest:
+        """The digest of a tensor as it is now."""
         return cls(tensor.dtype, tuple(tensor.shape), tensor_digest(tensor))
 
 
@@ -234,6 +250,7 @@ def _differences(expected: object, shown: object, path: str) -> Iterator[tuple[s
 
 
 def _is_same_value(expected: object, shown: object) -> bool:
+    """Whether an optimizer shows the value that it was given."""
     if isinstance(shown, torch.Tensor):
         # Torch turns step counters of old checkpoints into tensors.
         if shown.numel() != 1 or not isinstance(expected, int | float):
@@ -246,6 +263,7 @@ def _is_same_value(expected: object, shown: object) -> bool:
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What tensors of one memory have in common."""
     local = local_of(tensor)
     if local.layout is not torch.strided or local.numel() == 0:
         return (id(tensor),)
@@ -253,6 +271,7 @@ def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same type, dtype, shape and bytes, or are both empty."""
     if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
         return isinstance(one, DTensor) is False and one.numel() == other.numel() == 0
     return _TensorDigest.of(one) == _TensorDigest.of(other)

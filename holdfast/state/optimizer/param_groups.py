@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,24 +108,24 @@ def stored_settings(
     return settings
 
 
-class ParamGroupsGuard:
-    """The groups of an optimizer, and of those it holds, kept as objects through a load.
+@contextmanager
+def same_groups(optimizer: Any) -> Iterator[None]:
+    """Keep the groups of an optimizer, and of those it holds, as objects through a load.
 
     Torch's `load_state_dict` puts new dicts in their place, and any reference to the old ones (of a
-    container that shares them, a user's variable) would be left with stale settings.
+    container that shares them, a user's variable) would be left with stale settings. So the same
+    objects are put back, with the settings that the load brought.
     """
-
-    def __init__(self, optimizer: Any) -> None:
-        owners = [optimizer, *inner_optimizers(optimizer).values()]
-        self._was = [
-            (owner, owner.param_groups, list(owner.param_groups))
-            for owner in owners
-            if "param_groups" in vars(owner)
-        ]
-
-    def put_back(self) -> None:
-        """Put the same objects back, with the settings that the load brought."""
-        for owner, listed, groups in self._was:
+    owners = [optimizer, *inner_optimizers(optimizer).values()]
+    was = [
+        (owner, owner.param_groups, list(owner.param_groups))
+        for owner in owners
+        if "param_groups" in vars(owner)
+    ]
+    try:
+        yield
+    finally:
+        for owner, listed, groups in was:
             now = owner.param_groups
             if len(now) != len(groups) or any(type(group) is not dict for group in groups):
                 continue  # the load made other groups, which only the optimizer understands

@@ -6,17 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from holdfast.errors import MismatchError
 from holdfast.state.markers import Fresh, Stored, Transient
-from holdfast.state.match.stored import StoredPart, StoredTensor
+from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.match.templates import follow_stored
 from holdfast.state.optimizer.fresh import absent_groups, as_built, why_fresh
-from holdfast.state.optimizer.named import NUM_GROUPS, SHARDING, NamedOptimizer, state_of
+from holdfast.state.optimizer.named import NUM_GROUPS, SHARDING, NamedOptimizer
 from holdfast.state.optimizer.own_form import TorchForm, load_form, read_form
 from holdfast.state.optimizer.param_groups import set_group, stored_settings
-from holdfast.state.optimizer.protocol import PartitionedOptimizer
 from holdfast.state.optimizer.targets import (
     entry_targets,
     likes_of_others,
@@ -70,24 +68,17 @@ class OptimizerState(NamedOptimizer):
         does not have yet; through an optimizer's own form also a digest of every tensor.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | PartitionedOptimizer,
-        module: nn.Module | Mapping[str, nn.Module],
-    ) -> None:
-        super().__init__(optimizer, module)
-        self._name = "optimizer"
-        """The part's name in the checkpoint last looked at, for messages."""
+    _name = "optimizer"
+    """The part's name in the checkpoint last looked at, for messages."""
 
     def template(self, stored: StoredPart) -> dict[str, object]:
         """Targets placed like what is held for the state the checkpoint has, nothing stepped."""
         self._name = stored.name
         self._check_num_groups(stored)
         self._optimizer.synchronize()
-        form, torch_like = self._forms()
+        form, by_name = self._forms()
         # A tree of one kind does not say what the other kind needs.
-        is_by_name = form is None or torch_like is not None
-        if stored.has("own") == is_by_name:
+        if stored.has("own") == (by_name is not None):
             raise MismatchError(
                 f"{stored.name}: the checkpoint has the optimizer's state "
                 f"{'in a form of its own' if stored.has('own') else 'by parameter name'}, and "
@@ -96,9 +87,9 @@ class OptimizerState(NamedOptimizer):
             )
         self._optimizer.begin_load(with_main=stored.has("main"))
         template = (
-            self._template_by_name(stored, torch_like)
-            if form is None or torch_like is not None
-            else self._template_of_form(stored, form)
+            self._template_of_form(stored, form or {})
+            if by_name is None
+            else self._template_by_name(stored, by_name)
         )
         inner = {
             path: state.template(stored.below("inner", path))
@@ -107,7 +98,8 @@ class OptimizerState(NamedOptimizer):
         }
         return template | ({"inner": inner} if stored.has("inner") else {})
 
-    def _template_by_name(self, stored: StoredPart, form: TorchForm | None) -> dict[str, object]:
+    def _template_by_name(self, stored: StoredPart, form: TorchForm) -> dict[str, object]:
+        """Targets for state by parameter name, and for what belongs to no parameter."""
         state: dict[str, object] = {}
         main: dict[str, object] = {}
         made: dict[str, object] = {}
@@ -122,8 +114,9 @@ class OptimizerState(NamedOptimizer):
                 continue
             if stored.has("state", name):
                 refuse_other_shape(name, param, stored, padding)
+                have = form.entries.get(id(param.updated)) if form.is_live else None
                 state[name] = entry_targets(
-                    name, param, stored, padding, is_live=form is None, made=made, filled=filled
+                    name, param, stored, padding, have=have, made=made, filled=filled
                 )
             if stored.has("main", name):
                 dtype = stored.tensors_under("main")[name].dtype
@@ -133,9 +126,8 @@ class OptimizerState(NamedOptimizer):
             template["main"] = main
         placed = placed_like(likes_of_others(self._names()))
         if stored.has("others"):
-            current = self._state_of_others() if form is None else form.others
-            template["others"] = follow_stored(stored.below("others"), current, placed)
-        if form is not None and (stored.has("extra") or form.extra):
+            template["others"] = follow_stored(stored.below("others"), form.others, placed)
+        if not form.is_live and (stored.has("extra") or form.extra):
             extra = follow_stored(stored.below("extra"), form.extra, placed)
             extra = extra if isinstance(extra, dict) else {}
             lacking = [key for key in form.extra if isinstance(key, str) and key not in extra]
@@ -145,10 +137,6 @@ class OptimizerState(NamedOptimizer):
         template |= absent_groups(self._optimizer.param_groups, list(self._named()), stored)
         once = (NUM_GROUPS, SHARDING, "parameters")
         return template | {name: Transient() for name in once if stored.has(name)}
-
-    def _state_of_others(self) -> dict[object, object]:
-        state = {} if self._own is None else self._own.state
-        return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
     def _template_of_form(self, stored: StoredPart, form: Mapping[Any, Any]) -> dict[str, object]:
         """Targets for a form that only the optimizer understands, without other stages' entries."""
@@ -181,12 +169,13 @@ class OptimizerState(NamedOptimizer):
         """Set state and hyperparameters; MismatchError where a group cannot be identified."""
         if not isinstance(tree, Mapping):
             raise MismatchError("the stored optimizer part is no mapping; was it saved from one?")
-        form, torch_like = self._forms()
-        if form is not None and torch_like is None:
-            own = {k: form[k] if isinstance(v, Fresh) else v for k, v in tree["own"].items()}
-            load_form(self._own, own, where=f"{self._name}.own")
+        form, by_name = self._forms()
+        if by_name is not None:
+            self._restore_by_name(tree, by_name)
         else:
-            self._restore_by_name(tree, torch_like)
+            built = form or {}
+            own = {k: built[k] if isinstance(v, Fresh) else v for k, v in tree["own"].items()}
+            load_form(self._own, own, where=f"{self._name}.own")
         stored_inner = tree.get("inner", {})
         shown = None if form is None else read_form(self._own)
         for path, state in self._inner(saving=False).items():
@@ -196,9 +185,9 @@ class OptimizerState(NamedOptimizer):
             if path not in stored_inner:
                 state._own.state.clear()  # the saved run had none there
 
-    def _restore_by_name(self, tree: Mapping[str, Any], form: TorchForm | None) -> None:
-        groups = self._optimizer.param_groups
-        members: list[list[str]] = [[] for _ in groups]
+    def _restore_by_name(self, tree: Mapping[str, Any], form: TorchForm) -> None:
+        """Set state by parameter, main parameters and the settings of groups."""
+        members: list[list[str]] = [[] for _ in form.groups]
         main = tree.get("main")
         entries: dict[int, Any] = {}
         for name, param in self._named():
@@ -207,7 +196,7 @@ class OptimizerState(NamedOptimizer):
                 continue
             value = tree["state"].get(name)
             if isinstance(value, Fresh):
-                value = as_built(param, state_of(param, form)[1])
+                value = as_built(param, form.entries.get(id(param.updated)))
             if value is not None:
                 entries[id(param.updated)] = on_device_of(value, param)
             wide = None if main is None else main.get(name)
@@ -215,16 +204,15 @@ class OptimizerState(NamedOptimizer):
                 with torch.no_grad():
                     param.updated.copy_(wide)
                 param.markers.pop("main", None)
-        settings = stored_settings(tree, members, groups if form is None else form.groups)
-        if form is not None:
-            self._load_torch_form(tree, form, settings, entries)
-        else:
-            self._set_state(tree, settings, entries)
+        settings = stored_settings(tree, members, form.groups)
+        restore = self._set_state if form.is_live else self._load_torch_form
+        restore(tree, form, settings, entries)
         self._optimizer.finish_load(with_main=main is not None)
 
     def _set_state(
         self,
         tree: Mapping[str, Any],
+        form: TorchForm,
         settings: list[dict[str, Any] | None],
         entries: Mapping[int, Any],
     ) -> None:
@@ -237,7 +225,7 @@ class OptimizerState(NamedOptimizer):
             if id(param.updated) in entries:
                 param.optimizer.state[param.updated] = entries[id(param.updated)]
         if self._own is not None:
-            for key in self._state_of_others():
+            for key in form.others:
                 del self._own.state[key]
             self._own.state.update(tree.get("others", {}))
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):

@@ -52,23 +52,20 @@ class PartitionedOptimizer(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Hyperparameters of all groups, in a fixed order; setting an entry changes the group."""
-        ...
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Every parameter, also those of which this rank holds nothing; the same objects always."""
-        ...
 
     def num_groups(self) -> dict[str, int]:
-        """How many of the groups belong to which optimizer, by its name."""
-        ...
+        """How many of the groups belong to which optimizer, by its name; none to be checked."""
+        return {}
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
         """How each optimizer is sharded, for people: stored, never needed to load."""
-        ...
+        return {}
 
     def synchronize(self) -> None:
         """Wait for every operation in flight that writes to parameters."""
-        ...
 
     def begin_load(self, *, with_main: bool) -> None:
         """Prepare for a load of the state.
@@ -76,7 +73,6 @@ class PartitionedOptimizer(Protocol):
         Args:
             with_main: Whether the checkpoint has main parameters.
         """
-        ...
 
     def finish_load(self, *, with_main: bool) -> None:
         """Follow up a load: state, and main parameters if any, are in place.
@@ -84,4 +80,3 @@ class PartitionedOptimizer(Protocol):
         Args:
             with_main: Whether main parameters were loaded; the same on every rank.
         """
-        ...

@@ -9,10 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import MismatchError
-from holdfast.state.markers import FlatShard, Padded, Stored, Transient
-from holdfast.state.match.stored import StoredPart, StoredTensor
+from holdfast.state.markers import Stored, Transient, global_shape
+from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.match.templates import MakeTarget, follow_stored, zeros_placed_like
-from holdfast.state.module.tree import Padding
 from holdfast.state.optimizer.named import stored_form, with_padding
 from holdfast.state.optimizer.protocol import OptimizerParameter
 from holdfast.state.tensors import local_of
@@ -22,16 +21,16 @@ def entry_targets(
     name: str,
     param: OptimizerParameter,
     stored: StoredPart,
-    padding: Padding | None,
+    padding: tuple[int, ...] | None,
     *,
-    is_live: bool,
+    have: object,
     made: dict[str, object],
     filled: set[int],
 ) -> object:
     """What to load one parameter's state into: just the entries that are stored.
 
     Args:
-        is_live: Whether tensors that the optimizer has and that fit are filled in place.
+        have: Entries that the optimizer has; tensors of it that fit are filled in place.
         made: Targets by the key of what is stored, so that entries that were one tensor are one
             again.
         filled: `id` of the tensors that are a target already, and so cannot be another one's.
@@ -44,13 +43,7 @@ def entry_targets(
     on_device = isinstance(home, int) and any(
         stored.value("groups", home, flag) for flag in ("capturable", "fused")
     )
-    have = (
-        param.optimizer.state.get(param.updated, {})
-        if is_live and param.updated is not None
-        else {}
-    )
     have = have if isinstance(have, Mapping) else {}
-    real_shape = None if padding is None else padding.shape
     entries: dict[str, object] = {}
     for entry in below.keys_under():
         info = below.tensor(below.at(entry))
@@ -63,23 +56,23 @@ def entry_targets(
             continue
         target: object = None
         if isinstance(current, torch.Tensor) and id(current) not in filled:
-            live = with_padding(stored_form(param, entry, current), param, padding)
-            if _shape(live) == info.shape or not stored.has("parameters", name):
+            live: Any = with_padding(stored_form(param, entry, current), param, padding)
+            if global_shape(live) == info.shape or not stored.has("parameters", name):
                 target = live
                 filled.add(id(current))
         if target is None:
-            target = _target(param, entry, info, on_device=on_device, real_shape=real_shape)
+            target = _target(param, entry, info, on_device=on_device, real_shape=padding)
             target = with_padding(target, param, padding)
         entries[entry] = made[info.key] = target
     return entries
 
 
 def refuse_other_shape(
-    name: str, param: OptimizerParameter, stored: StoredPart, padding: Padding | None
+    name: str, param: OptimizerParameter, stored: StoredPart, padding: tuple[int, ...] | None
 ) -> None:
     """MismatchError where the stored state belongs to a parameter of another shape."""
     saved = stored.at("parameters", name, "shape")
-    shape = list(param.parameter.shape if padding is None else padding.shape)
+    shape = list(param.parameter.shape if padding is None else padding)
     if isinstance(saved, list) and saved != shape:
         padded = list(param.parameter.shape)
         declared = "" if padding is None else f", declared as the real one of {padded}"
@@ -143,15 +136,9 @@ def on_device_of(value: Any, param: OptimizerParameter) -> Any:
     return {n: v if isinstance(v, torch.Tensor) else move(v) for n, v in value.items()}
 
 
-def _shape(target: object) -> tuple[int, ...]:
-    """The global shape of a tensor or marker, without declared padding."""
-    if isinstance(target, Padded):
-        return target.shape
-    shape = target.like.shape if isinstance(target, FlatShard) else getattr(target, "shape", ())
-    return tuple(shape)
-
-
-def main_target(param: OptimizerParameter, dtype: torch.dtype, padding: Padding | None) -> object:
+def main_target(
+    param: OptimizerParameter, dtype: torch.dtype, padding: tuple[int, ...] | None
+) -> object:
     """What to load a stored main parameter into: the main parameter, or memory to copy from.
 
     A parameter that is its own main one takes the value only if it can hold it.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +25,8 @@ _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.EPERM)
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _ABSENT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MAX_HELD_DIRS = 8
 _MAX_CALL_NBYTES = 1 << 30  # one call moves at most 0x7ffff000 bytes on Linux
 _Observe = Callable[[str, str, int, int], None]
 
@@ -62,6 +66,7 @@ def rename_exchange(src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int) -> 
 
 
 def _rename(src: str, dst: str, src_dir_fd: int, dst_dir_fd: int, flag: int) -> bool:
+    """Call renameat2. False: the kernel or file system cannot."""
     path = ctypes.c_char_p
     call = _libc_function("renameat2", ctypes.c_int, path, ctypes.c_int, path, ctypes.c_uint)
     if call is None:
@@ -101,6 +106,61 @@ def _refused(code: int) -> bool:
     if code in _ABSENT:
         return False
     raise OSError(code, os.strerror(code))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDirs:
+    """Directories below a root that one thread keeps open between calls.
+
+    Each name on the way is looked at before every use, without following it, and what is held is
+    used only where it still is what has that name. So a use has the result that opening name by
+    name would have, and costs a look instead of an open and a close.
+    """
+
+    root: Path
+    _held: dict[tuple[str, ...], tuple[int, os.stat_result]] = field(default_factory=dict)
+    _replaced: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def opened(self, names: tuple[str, ...]) -> Iterator[int]:
+        """The directory, open for the body at least."""
+        fd, is_held = self._get(names)
+        try:
+            yield fd
+        finally:
+            if not is_held:
+                os.close(fd)
+
+    def _get(self, names: tuple[str, ...]) -> tuple[int, bool]:
+        """The open directory, and whether it is held: otherwise the caller closes it."""
+        if not names:
+            return self._keep(names, os.stat(self.root), self.root, None)
+        with self.opened(names[:-1]) as above:
+            status = os.stat(names[-1], dir_fd=above, follow_symlinks=False)
+            return self._keep(names, status, names[-1], above)
+
+    def _keep(
+        self, names: tuple[str, ...], status: os.stat_result, path: str | Path, above: int | None
+    ) -> tuple[int, bool]:
+        """What is held under these names if it has this status, else what has the name now."""
+        held = self._held.get(names)
+        if held is not None:
+            if os.path.samestat(held[1], status):
+                return held[0], True
+            # Closed with the others: it may be in use in this call.
+            self._replaced.append(self._held.pop(names)[0])
+        fd = os.open(path, _DIR_FLAGS | (os.O_NOFOLLOW if names else 0), dir_fd=above)
+        if len(self._held) + len(self._replaced) >= _MAX_HELD_DIRS:
+            return fd, False
+        self._held[names] = fd, os.fstat(fd)
+        return fd, True
+
+    def close(self) -> None:
+        """Close them all."""
+        for fd in [*(fd for fd, _ in self._held.values()), *self._replaced]:
+            os.close(fd)
+        self._held.clear()
+        self._replaced.clear()
 
 
 class PosixSource:
@@ -215,3 +275,18 @@ class PosixSink:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+
+def is_confirmed(
+    only_if: Callable[[str], bool], place: str, *, fd: int, aside: str, name: str
+) -> bool:
+    """Whether to remove what is at `place`; if not, it gets its name back where that is free."""
+    is_confirmed = False
+    try:
+        is_confirmed = only_if(place)
+    finally:
+        if not is_confirmed:
+            with suppress(FileExistsError, NotADirectoryError):
+                if not rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
+                    os.rename(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
+    return is_confirmed

@@ -17,6 +17,7 @@ def storage_error(error: OSError, *, action: str, place: Path) -> StorageError:
 
 
 def _advice(code: int | None, place: Path) -> str:
+    """What to do about an error number at a place."""
     if code in (errno.ENOSPC, errno.EDQUOT):
         return f"{_free(place)}; make room or choose another directory, then save again"
     if code in (errno.EACCES, errno.EPERM):
@@ -39,12 +40,14 @@ def _advice(code: int | None, place: Path) -> str:
 
 
 def _existing(place: Path) -> Path:
+    """The nearest parent that exists."""
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     return place
 
 
 def _free(place: Path) -> str:
+    """Room at a place, in words."""
     try:
         stats = os.statvfs(_existing(place))
     except OSError:
@@ -54,10 +57,12 @@ def _free(place: Path) -> str:
 
 
 def _who() -> str:
+    """The user of this process."""
     return f"uid {os.geteuid()}, gid {os.getegid()}"
 
 
 def _owner(place: Path) -> str:
+    """Whose the nearest parent is, in words."""
     nearest = place
     while True:
         try:

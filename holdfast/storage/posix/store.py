@@ -13,9 +13,10 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +38,15 @@ _NUM_SWEEPS = 20
 class PosixStorage:
     """The storage protocol over the directory `root` (itself may be a link; it must exist to read).
 
-    `observer` is called before every operation. Holds no open file between calls.
+    `observer` is called before every operation. Holds no open file between calls, but directories
+    in `holding_dirs`.
     """
 
     def __init__(self, root: str | Path, *, observer: Observer | None = None) -> None:
         self._root = Path(root).absolute()
         self._observer = observer
         self._pinned: _Pinned | None = None
+        self._held: dict[int, files.HeldDirs] = {}
         self._is_named = False
         self._clock: tuple[float, float] | None = None
 
@@ -116,8 +119,16 @@ class PosixStorage:
     def list(self, path: str) -> builtins.list[str]:
         """See `Storage.list`."""
         self._observe("list", path, 0, 0)
-        with self._guard("list", path), self._dir(_split_path(path)) as fd:
-            return sorted(os.listdir(fd))
+        names = _split_path(path)
+        with self._guard("list", path), self._dir(names[:-1]) as above:
+            if not names:
+                return sorted(os.listdir(above))
+            # Opened now, even if it is held: a network file system's client then looks again.
+            fd = os.open(names[-1], _DIR_FLAGS, dir_fd=above)
+            try:
+                return sorted(os.listdir(fd))
+            finally:
+                os.close(fd)
 
     @contextmanager
     def pin(self, path: str) -> Iterator[PosixStorage]:
@@ -132,19 +143,52 @@ class PosixStorage:
             os.close(view._pinned.fd)
             view._pinned = _Pinned(names, -1)
 
+    @contextmanager
+    def holding_dirs(self) -> Iterator[None]:
+        """Keep the directories that calls of this thread open in the body, see `HeldDirs`."""
+        thread = threading.get_ident()
+        if thread in self._held:
+            yield
+            return
+        self._held[thread] = dirs = files.HeldDirs(self._root)
+        try:
+            yield
+        finally:
+            del self._held[thread]
+            dirs.close()
+
     def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """See `Storage.write_file`: temporary name, file sync, rename, directory sync."""
-        self._observe("write", path, 0, len(data))
-        self._put(path, data, durable=durable)
+        self._put("write", path, data, durable=durable)
 
     def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """See `Storage.replace_file`: temporary name, file sync, rename, directory sync."""
-        self._observe("replace", path, 0, len(data))
-        self._put(path, data, durable=durable)
+        self._put("replace", path, data, durable=durable)
 
-    def create(self, path: str, *, nbytes: int) -> AbstractContextManager[Sink]:
+    @contextmanager
+    def create(self, path: str, *, nbytes: int) -> Iterator[Sink]:
         """See `Storage.create`; blocks are reserved at once where the file system can."""
-        return self._create(path, nbytes)
+        self._observe("create", path, 0, nbytes)
+        with self._guard("create", path), self._parent(path) as (parent, name):
+            fd = os.open(name, _NEW_FLAGS, 0o666, dir_fd=parent)
+        place = self._root / path
+        sink = PosixSink(fd, path=path, place=place, nbytes=nbytes, observe=self._observe)
+        try:
+            # If the disk is full, what it gave before it was is free again.
+            try:
+                with self._guard(f"reserve {nbytes} bytes for", path):
+                    sink.reserve()
+            except StorageError:
+                with suppress(OSError), self._parent(path) as (parent, name):
+                    os.unlink(name, dir_fd=parent)
+                raise
+            yield sink
+        except BaseException:
+            with suppress(OSError):
+                sink.close()
+            raise
+        with self._guard("close", path):
+            sink.close()
 
     def make_dir(self, path: str, *, durable: bool = True) -> None:
         """See `Storage.make_dir`; makes the root, too."""
@@ -215,7 +259,7 @@ class PosixStorage:
                 aside = f".old-{name[:200]}-{secrets.token_hex(4)}"
                 os.rename(name, aside, src_dir_fd=fd, dst_dir_fd=fd)
                 place = "/".join((*_split_path(path)[:-1], aside))
-                if not _is_confirmed(only_if, place, fd=fd, aside=aside, name=name):
+                if not files.is_confirmed(only_if, place, fd=fd, aside=aside, name=name):
                     return
                 name = aside
             trash = name
@@ -250,11 +294,13 @@ class PosixStorage:
         return self._root / path
 
     def _observe(self, operation: str, path: str, start: int, nbytes: int) -> None:
+        """Call the observer."""
         if self._observer is not None:
             self._observer(operation, path, start, nbytes)
 
     @contextmanager
     def _guard(self, action: str, path: str) -> Iterator[None]:
+        """Raise an OSError of the body as a StorageError."""
         try:
             yield
         except OSError as error:
@@ -264,10 +310,14 @@ class PosixStorage:
     @contextmanager
     def _dir(self, names: tuple[str, ...]) -> Iterator[int]:
         """An open directory, reached from the root without following a link."""
-        pinned = self._pinned
+        pinned, held = self._pinned, self._held.get(threading.get_ident())
         if pinned is not None and names[: len(pinned.names)] == pinned.names:
             fd = os.open(".", _DIR_FLAGS, dir_fd=pinned.fd)
             names = names[len(pinned.names) :]
+        elif held is not None:
+            with held.opened(names) as fd:
+                yield fd
+            return
         else:
             fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -281,6 +331,7 @@ class PosixStorage:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """The open directory that holds a name, and the name."""
         names = _split_path(path)
         if not names:
             raise StorageError(
@@ -327,6 +378,7 @@ class PosixStorage:
         return self._clock[0] + time.monotonic()
 
     def _stamp(self) -> float:
+        """The time that a new file gets."""
         name = f".tmp-clock-{secrets.token_hex(4)}"
         with self._dir(()) as root:
             fd = os.open(name, _NEW_FLAGS, 0o666, dir_fd=root)
@@ -338,6 +390,7 @@ class PosixStorage:
                     os.unlink(name, dir_fd=root)
 
     def _lstat(self, path: str) -> os.stat_result:
+        """Status of a name; a link is not followed."""
         if self._pinned is not None and _split_path(path) == self._pinned.names:
             return os.fstat(self._pinned.fd)
         if not path:
@@ -346,12 +399,14 @@ class PosixStorage:
             return os.stat(name, dir_fd=fd, follow_symlinks=False)
 
     def _mode(self, path: str) -> int | None:
+        """Mode of a name; None where there is none."""
         try:
             return self._lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _open_regular(self, path: str) -> int:
+        """Open a file for reading; StorageError where it is something else."""
         # _READ_FLAGS has O_NONBLOCK: a pipe of that name must not block the open.
         with self._parent(path) as (parent, name):
             fd = os.open(name, _READ_FLAGS, dir_fd=parent)
@@ -362,6 +417,7 @@ class PosixStorage:
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[int]:
+        """A file opened for the body."""
         with self._guard("read", path):
             fd = self._open_regular(path)
             try:
@@ -369,7 +425,9 @@ class PosixStorage:
             finally:
                 os.close(fd)
 
-    def _put(self, path: str, data: bytes, *, durable: bool) -> None:
+    def _put(self, operation: str, path: str, data: bytes, *, durable: bool) -> None:
+        """Write under a temporary name, then rename."""
+        self._observe(operation, path, 0, len(data))
         with self._guard("write", path), self._parent(path) as (parent, name):
             temporary = f".tmp-{name[:200]}-{secrets.token_hex(4)}"
             fd = os.open(temporary, _NEW_FLAGS, 0o666, dir_fd=parent)
@@ -388,33 +446,6 @@ class PosixStorage:
             if durable:
                 _sync_dir_fd(parent)
 
-    @contextmanager
-    def _create(self, path: str, nbytes: int) -> Iterator[Sink]:
-        self._observe("create", path, 0, nbytes)
-        with self._guard("create", path), self._parent(path) as (parent, name):
-            fd = os.open(name, _NEW_FLAGS, 0o666, dir_fd=parent)
-        place = self._root / path
-        sink = PosixSink(fd, path=path, place=place, nbytes=nbytes, observe=self._observe)
-        try:
-            self._reserve(sink, path, nbytes)
-            yield sink
-        except BaseException:
-            with suppress(OSError):
-                sink.close()
-            raise
-        with self._guard("close", path):
-            sink.close()
-
-    def _reserve(self, sink: PosixSink, path: str, nbytes: int) -> None:
-        """Reserve the file's blocks; if the disk is full, free what it gave before it was."""
-        try:
-            with self._guard(f"reserve {nbytes} bytes for", path):
-                sink.reserve()
-        except StorageError:
-            with suppress(OSError), self._parent(path) as (parent, name):
-                os.unlink(name, dir_fd=parent)
-            raise
-
 
 @dataclass(frozen=True, slots=True)
 class _Pinned:
@@ -422,21 +453,6 @@ class _Pinned:
 
     names: tuple[str, ...]
     fd: int
-
-
-def _is_confirmed(
-    only_if: Callable[[str], bool], place: str, *, fd: int, aside: str, name: str
-) -> bool:
-    """Whether to remove what is at `place`; if not, it gets its name back where that is free."""
-    is_confirmed = False
-    try:
-        is_confirmed = only_if(place)
-    finally:
-        if not is_confirmed:
-            with suppress(FileExistsError, NotADirectoryError):
-                if not files.rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
-                    os.rename(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
-    return is_confirmed
 
 
 def _remove_all(name: str, parent: int) -> None:
@@ -463,6 +479,7 @@ def _sync_dir_fds(one: int, other: int) -> None:
 
 
 def _sync_dir_fd(fd: int) -> None:
+    """Sync an open directory, where the file system can."""
     try:
         os.fsync(fd)
     except OSError as error:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import assign_readers
-from holdfast.checkpoint.load.assign_readers import ReadPlan, plan_reads
-from holdfast.checkpoint.load.requests import decode_boxes, encode_boxes, gather_requests
+from holdfast.checkpoint.load import read_plan
+from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
+from holdfast.checkpoint.load.requests import decode_boxes, encode_boxes
 from holdfast.checkpoint.load.transfers import RankTransfers, Transfers
 from holdfast.errors import CorruptionError
 from holdfast.format import byte_ranges
@@ -120,13 +120,12 @@ class Case:
             [data.draw(st.integers(-1, self.num_ranks - 1)) for _ in range(num_files)]
         )
         tables = [table_of(asked, self.ndim) for asked in self.asked]
-        self.requests, self.numbers = gather_requests(tables)
         self.plan = plan_reads(
             self.index,
-            self.requests,
+            tables,
             itemsize=self.itemsize,
             writer=self.writer,
-            num_ranks=self.num_ranks,
+            hosts=np.arange(self.num_ranks),
             grain=GRAIN,
         )
 
@@ -154,15 +153,21 @@ def blocks_of(plan: ReadPlan, rank: int) -> Counter[tuple[int, int]]:
     return count
 
 
+def kept_by(transfers: RankTransfers, rank: int) -> Transfers:
+    """What a rank keeps of what it reads itself."""
+    kept = transfers.plan.kept(rank)
+    return transfers.in_messages(kept, np.full(len(kept), rank))
+
+
 def counted(transfers: RankTransfers, case: Case, rank: int) -> dict[int, np.ndarray]:
     """Box asked for -> how often each of its elements is put in place on a rank."""
     boxes = transfers.plan.requests.boxes
     counts = {
         int(q): np.zeros(boxes.extent[q], dtype=np.int64)
-        for q in np.unique(case.numbers[rank])
+        for q in np.unique(case.plan.numbers[rank])
         if q >= 0
     }
-    for got in (transfers.local, transfers.incoming):
+    for got in (kept_by(transfers, rank), transfers.incoming):
         for i in range(len(got)):
             size = int(transfers.plan.overlaps.itemsize[got.overlap[i]])
             there = counts[int(got.request[i])]
@@ -222,54 +227,61 @@ def test_shared_blocks_are_read_in_equal_shares(data: st.DataObject) -> None:
     """B9: all ranks ask for the same; none reads more than its share and a block more."""
     case = Case(data)
     num_ranks = data.draw(st.integers(1, 8))
-    requests, _ = gather_requests([table_of(case.asked[0], case.ndim)] * num_ranks)
     writer = case.writer % num_ranks
     if data.draw(st.booleans()):
         writer[:] = -1
     plan = plan_reads(
         case.index,
-        requests,
+        [table_of(case.asked[0], case.ndim)] * num_ranks,
         itemsize=case.itemsize,
         writer=writer,
-        num_ranks=num_ranks,
+        hosts=np.arange(num_ranks),
         grain=GRAIN,
     )
     shares = np.bincount(plan.reader, plan.stop - plan.start, minlength=num_ranks)
     assert shares.max() <= -(-shares.sum() // num_ranks) + 2 * GRAIN
-    assert union_nbytes(requests.boxes, case.itemsize) <= shares.sum()
+    assert union_nbytes(plan.requests.boxes, case.itemsize) <= shares.sum()
 
 
 def test_a_rank_reads_its_own_file_where_the_balance_allows() -> None:
     whole = Box((0,), (256,))
     index = index_of([(t, file, whole, 1) for t, file in enumerate((1, 0, 1, 0))], 1)
     asked = table_of([(t, whole) for t in range(4)], 1)
-    requests, _ = gather_requests([asked, asked])
     one = np.ones(4, dtype=np.int64)
     for writer, expected in (((0, 1), (1, 0, 1, 0)), ((1, 0), (0, 1, 0, 1))):
         plan = plan_reads(
-            index, requests, itemsize=one, writer=np.array(writer), num_ranks=2, grain=GRAIN
+            index,
+            [asked] * 2,
+            itemsize=one,
+            writer=np.array(writer),
+            hosts=np.arange(2),
+            grain=GRAIN,
         )
         for row, reader in zip(plan.row, plan.reader, strict=True):
             assert reader == expected[row]
     plan = plan_reads(
-        index, requests, itemsize=one, writer=np.array([0, 0]), num_ranks=2, grain=GRAIN
+        index,
+        [asked] * 2,
+        itemsize=one,
+        writer=np.array([0, 0]),
+        hosts=np.arange(2),
+        grain=GRAIN,
     )
     assert np.bincount(plan.reader, plan.stop - plan.start).tolist() == [512, 512]
 
 
 def test_rounds_bound_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round transfers about the stated bytes, and readers take turns in it."""
-    monkeypatch.setattr(assign_readers, "_ROUND_NBYTES", 256)
+    monkeypatch.setattr(read_plan, "_ROUND_NBYTES", 256)
     monkeypatch.setattr(byte_ranges, "PIECE_NBYTES", 64)
     whole = Box((0,), (4096,))
     index = index_of([(0, 0, whole, 1)], 1)
-    requests, _ = gather_requests([table_of([(0, whole)], 1)] * 4)
     plan = plan_reads(
         index,
-        requests,
+        [table_of([(0, whole)], 1)] * 4,
         itemsize=np.ones(1, dtype=np.int64),
         writer=np.array([-1]),
-        num_ranks=4,
+        hosts=np.arange(4),
         grain=GRAIN,
     )
     assert plan.num_rounds == 16
@@ -281,14 +293,13 @@ def test_rounds_bound_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_box_that_no_chunk_covers_is_damage() -> None:
     index = index_of([(0, 0, Box((0,), (3,)), 4)], 1)
-    requests, _ = gather_requests([table_of([(0, Box((0,), (4,)))], 1)])
     with pytest.raises(CorruptionError, match="1 elements"):
         plan_reads(
             index,
-            requests,
+            [table_of([(0, Box((0,), (4,)))], 1)],
             itemsize=np.array([4]),
             writer=np.array([0]),
-            num_ranks=1,
+            hosts=np.arange(1),
             grain=GRAIN,
         )
 
@@ -322,13 +333,12 @@ def test_a_large_job_is_planned_in_seconds() -> None:
     ]
     shapes = pad_shapes([(rows, 64)] * num_tensors, 2)
     assert shapes.shape == (num_tensors, 2)
-    requests, _ = gather_requests(asked)
     plan = plan_reads(
         index,
-        requests,
+        asked,
         itemsize=np.full(num_tensors, 4),
         writer=np.arange(16),
-        num_ranks=ranks,
+        hosts=np.arange(ranks),
         grain=1 << 20,
     )
     shares = np.bincount(plan.reader, plan.stop - plan.start)
@@ -336,6 +346,6 @@ def test_a_large_job_is_planned_in_seconds() -> None:
     assert shares.max() <= 1.05 * shares.mean()
     transfers = RankTransfers(plan, position=3)
     assert (
-        int(transfers.local.nbytes.sum() + transfers.incoming.nbytes.sum())
+        int(kept_by(transfers, 3).nbytes.sum() + transfers.incoming.nbytes.sum())
         == num_tensors * 50 * 256
     )

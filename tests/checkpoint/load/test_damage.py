@@ -163,7 +163,7 @@ def test_ranks_that_disagree_are_named_and_nothing_is_committed(tmp_path: Path) 
         ("m.x", "rank 0"),
         ("m.x", "no rank holds"),
         ("m.x", "no rank holds", "[2:4, 0:2]"),
-        ("step", "[1]"),
+        ("step", "1 on ranks 0, 2, 3; 2 on rank 1"),
         ("p[tp=0]",),
     ]
     for messages in run_ranks(4, _disagreements, str(tmp_path)).results:

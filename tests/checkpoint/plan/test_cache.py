@@ -405,3 +405,29 @@ def test_a_lone_process_uses_its_plan_again(tmp_path: Path) -> None:
         with Checkpointer(tmp_path) as checkpointer:
             checkpointer.load(state)
             assert checkpointer.save(step, state).planned is planned
+
+
+def test_a_kept_plan_is_not_written_again(tmp_path: Path) -> None:
+    """Only a plan that no file holds is written: not by steady saves, and not by a later run."""
+    touched: list[str] = []
+
+    def watch(operation: str, path: str, start: int, nbytes: int) -> None:
+        del start, nbytes
+        if path.startswith(PLANS_DIR) and operation != "read":
+            touched.append(operation)
+
+    state = {"t": {"x": torch.ones(3), "y": torch.arange(4)}}
+    with Checkpointer(PosixStorage(tmp_path, observer=watch)) as checkpointer:
+        checkpointer.save(1, state)
+        assert touched.count("replace") == 1
+        touched.clear()
+        checkpointer.save(2, state)
+        checkpointer.save_async(3, state).result()
+        checkpointer.save(4, state)
+    assert touched == []
+    with Checkpointer(PosixStorage(tmp_path, observer=watch)) as checkpointer:
+        assert not checkpointer.save(5, state).planned
+        state["t"]["x"] = torch.ones(5)
+        assert touched == []
+        checkpointer.save(6, state)
+    assert touched.count("replace") == 1

@@ -6,21 +6,36 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast import Checkpointer, Codecs, Layout, PlanError, ProcessGroups, Sharded
+from bench.scale import claims_messages, simulated_layout, simulated_tables
+from holdfast import (
+    RNG,
+    Checkpointer,
+    Codecs,
+    Layout,
+    PerRank,
+    PlanError,
+    ProcessGroups,
+    Sharded,
+)
 from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsqueeze
 from holdfast.checkpoint.plan.claims import (
     claims_message,
     claims_of,
     decode_claims,
+    decode_names,
     encode_claims,
     read_claims_messages,
 )
 from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.parallel.control.control import FRAME_NBYTES
+from holdfast.parallel.rank_ranges import RankRanges
 from holdfast.state import flatten_state
 from tests.harness import RankContext, run_ranks
 
@@ -106,8 +121,8 @@ def test_the_bound_holds_on_virtual_ranks_and_memory_is_linear() -> None:
     seconds = time.perf_counter() - began
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert plan.num_rows == 4 * NUM_TENSORS
-    assert peak <= 1024 * plan.num_rows
+    assert len(plan.row_tensor) == 4 * NUM_TENSORS
+    assert peak <= 1024 * len(plan.row_tensor)
     assert seconds < 60
 
 
@@ -140,3 +155,88 @@ def test_messages_that_are_none_are_refused_by_rank() -> None:
     )[0]
     with pytest.raises(PlanError, match="rank 7"):
         decode_claims(encode_claims(table), rank=7, names={})
+
+
+def test_random_streams_on_thousands_of_ranks() -> None:
+    """Values per rank stay out of the names: each of 2,048 ranks sends 2 kB at most."""
+    layout = simulated_layout(2048)
+    tables = simulated_tables(layout, 1000)
+    assert len({table.names for table in tables}) == layout.pp
+    messages = claims_messages(tables)
+    assert sum(map(len, messages)) <= 2048 * len(messages)
+    # All but one of each stage send no names, and less than a byte a row.
+    assert sorted(map(len, messages))[-layout.pp - 1] <= 1024
+    received, names = read_claims_messages(messages, layout.ranks)
+    for rank in (0, 1, 777, 2047):
+        table = decode_claims(received[rank], rank=rank, names=names)
+        found = decode_names(table.names)
+        keys = [found.key(number, table.labels) for number in range(len(found.keys))]
+        at = layout.coordinate(rank)
+        label = ",".join(f"{axis}={at[axis]}" for axis in sorted(at))
+        streams = [key for key in keys if key.startswith("rng")]
+        assert len(streams) >= 3
+        assert all(key.startswith(f"rng[{label}].") for key in streams)
+        assert np.array_equal(table.offset, tables[rank].offset)
+        assert np.array_equal(table.tensor, tables[rank].tensor)
+        for one, other in zip(table.replica_sets, tables[rank].replica_sets, strict=True):
+            assert (list(one.replicas), list(one.span)) == (
+                list(other.replicas), list(other.span),
+            )  # fmt: skip
+
+
+def _with_and_without_streams(context: RankContext, root: str) -> tuple[int, int]:
+    sent = []
+    with ProcessGroups.create(Layout(dp=4)) as groups:
+        for name, more in (("without", {}), ("with", {"rng": RNG(), "own": PerRank(_own())})):
+            state = {**_many(context.rank, 200), **more}
+            with Checkpointer(f"{root}/{name}", groups=groups) as checkpointer:
+                before = groups.control.nbytes_sent
+                checkpointer.save(1, state)
+                sent.append(groups.control.nbytes_sent - before)
+                found = checkpointer.load({"own": PerRank(_own())} if more else {})
+                assert not more or found.values["own"]["a"][0].tolist() == [0.0, 1.0, 2.0]
+    return sent[0], sent[1]
+
+
+def _own() -> dict[str, object]:
+    """Values per rank, one of them with a value per rank inside."""
+    return {"a": [torch.arange(3.0)], "b": PerRank({"c": torch.ones(2)}, axes=("dp",))}
+
+
+def test_random_streams_are_no_names_of_every_rank(tmp_path: Path) -> None:
+    """Counted on real ranks: what a rank sends for its streams is a label and a few numbers."""
+    results = run_ranks(4, _with_and_without_streams, str(tmp_path)).results
+    for without, with_streams in results[1:]:
+        assert with_streams - without <= 256
+
+
+ranges = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 4)), max_size=4)
+
+
+@given(start=st.integers(0, 50), steps=ranges, extra=st.sets(st.integers(0, 300), max_size=5))
+def test_ranges_are_the_ranks_they_were_made_of(
+    start: int, steps: list[tuple[int, int]], extra: set[int]
+) -> None:
+    """Products of ranges, and any others: members, number and order, against a plain list."""
+    ranks = {start}
+    for stride, count in steps:
+        ranks = {rank + i * stride for rank in ranks for i in range(count)}
+    expected = sorted(ranks | extra)
+    found = RankRanges.of(expected)
+    assert list(found) == expected
+    assert len(found) == len(expected)
+    assert [rank for rank in range(-3, max(expected) + 9) if rank in found] == expected
+    assert found == RankRanges.of(tuple(expected))
+    assert hash(found) == hash(RankRanges.of(expected))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=RankRanges) == found
+
+
+@pytest.mark.parametrize("order", ["tp-cp-dp-pp", "pp-dp-tp-cp", "dp-tp-pp-cp"])
+def test_groups_of_a_layout_are_one_block(order: str) -> None:
+    """However many ranks: a group along any axes is a base and a step for each level."""
+    layout = Layout(tp=4, cp=2, dp=16, pp=8, order=order)
+    for axes in ("tp", "dp", "pp", "tp-dp", "tp-cp-dp", "dp-pp", "tp-pp", "tp-cp-dp-pp"):
+        found = RankRanges.of(sorted(layout.group(axes, 517)))
+        assert list(found) == sorted(layout.group(axes, 517))
+        assert len(found.bases) == 1
+        assert len(found.steps) <= 4

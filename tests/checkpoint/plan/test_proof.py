@@ -67,7 +67,7 @@ def plan_of(layout: Layout, tables: list[RankClaims]) -> tuple[CommitPlan, list[
         signature="0" * 32,
         block_nbytes=1 << 20,
     )
-    return decode_plan(encode_plan(plan), where="plan"), assignments
+    return decode_plan(encode_plan(plan).data, where="plan").plan, assignments
 
 
 def check_cover(plan: CommitPlan) -> None:
@@ -107,7 +107,7 @@ def test_each_element_has_exactly_one_writer(layout: Layout, data: st.DataObject
         axes[key] = dict(enumerate(chosen))
     plan, assignments = plan_of(layout, tables_of(layout, axes))
     check_cover(plan)
-    assert sum(len(a.rows) for a in assignments) == plan.num_rows
+    assert sum(len(a.rows) for a in assignments) == len(plan.row_tensor)
     holders = set(plan.check_tensor.tolist())
     # Replication is declared within a stage; across stages it is compared.
     assert (plan.keys.index("m.norm") in holders) == (layout.pp > 1)
@@ -223,7 +223,7 @@ def test_writers_are_balanced_by_true_bytes() -> None:
     plan, _ = plan_of(layout, synthetic(16, 200, replicas=4))
     load = np.zeros(16)
     itemsize = [DTYPES[name].itemsize for name in plan.dtypes]
-    for row in range(plan.num_rows):
+    for row in range(len(plan.row_tensor)):
         nbytes = math.prod(plan.row_extent[row].tolist()) * itemsize[plan.row_tensor[row]]
         load[plan.writers[plan.row_file[row]]] += nbytes
     assert load.max() / load.mean() < 1.02

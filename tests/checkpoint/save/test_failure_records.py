@@ -9,8 +9,8 @@ import pytest
 
 from holdfast import PosixStorage, StorageError
 from holdfast.errors import CorruptionError, ErrorRecord, HoldfastError
-from holdfast.writer.job import WriteJob, run_job
-from holdfast.writer.records import FAILED_FILE, SaveHeader, seal
+from holdfast.writer.job import run_job
+from holdfast.writer.records import FAILED_FILE, SaveHeader, WriteJob, seal
 
 DIRECTORY = ".saving-iter_0000005-abc"
 JOB = WriteJob(

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 
 from holdfast import Checkpointer, HoldfastError, PlanError, PosixStorage, StorageError, Stored
 from holdfast.checkpoint.save.staging import (
+    PIECE_NBYTES,
     Copiers,
     CudaCopier,
     Staging,
     content_digest,
     copier_of,
+    copy_bytes,
     copy_now,
     lock_pages,
     prepare_staging,
@@ -31,7 +33,7 @@ from holdfast.checkpoint.save.staging import (
     stage_by_slices,
     unlock_pages,
 )
-from holdfast.format.image import ImageEntry, layout_image
+from holdfast.format.index import ImageEntry, layout_image
 from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.writer.job import JobGate
 from holdfast.writer.memory import SharedMemory
@@ -48,7 +50,10 @@ def lay_out(
         for name, s in zip(names, sources, strict=True)
     ]
     image = layout_image(entries)
-    return prepare_staging(memory, image, sources, slice_nbytes=slice_nbytes), names
+    staging = prepare_staging(
+        memory, image, sources, slice_nbytes=slice_nbytes, piece_nbytes=slice_nbytes
+    )
+    return staging, names
 
 
 def some_tensors() -> list[torch.Tensor]:
@@ -78,11 +83,37 @@ def test_every_kind_of_tensor_is_staged_bitwise() -> None:
         staging, names = lay_out(SharedMemory(), sources)
         if by_slices:
             ends = list(stage_by_slices(staging, sources, {}))
-            assert ends == [end for _, end in staging.slices]
+            assert ends == [end for _, end in staging.pieces]
             assert len(ends) > 3
         else:
             assert stage(staging, sources, names, {}) == sum(s.nbytes for s in sources)
         assert_staged(staging, sources)
+
+
+def test_large_tensors_are_staged_mib_by_mib() -> None:
+    """After each step the image is in place up to the byte stated, whatever the tensors are."""
+    numel = (5 << 20) // 8
+    base = torch.arange(numel, dtype=torch.float32)
+    sources = [
+        torch.arange(3),
+        base,
+        base[: numel // 4 * 4].reshape(4, -1).t(),
+        torch.view_as_complex(base.reshape(-1, 2)).conj(),
+        torch.ones(3, dtype=torch.uint8),
+        base[1:].requires_grad_(),
+    ]
+    staging, _ = lay_out(SharedMemory(), sources, slice_nbytes=PIECE_NBYTES)
+    expected, _ = lay_out(SharedMemory(), sources)
+    copy_now(expected.destinations, sources)
+    done, ends = len(staging.image.header), []
+    for end in stage_by_slices(staging, sources, {}):
+        assert staging.view[done:end] == expected.view[done:end]
+        done = end
+        ends.append(end)
+    assert done == staging.image.nbytes
+    assert ends == sorted(ends)
+    assert len(ends) > 7
+    assert_staged(staging, sources)
 
 
 @settings(max_examples=60, deadline=None)
@@ -361,7 +392,7 @@ def test_a_gate_holds_back_what_is_not_there() -> None:
     with pytest.raises(StorageError, match="only 20 bytes of the image were staged, 21"):
         gate.wait(21)
     with pytest.raises(StorageError, match="the staging was not finished"):
-        gate.wait_for_checks()
+        gate.wait_for_digests()
     with pytest.raises(StorageError, match="the save failed before its commit"):
         gate.wait_for_commit()
 
@@ -390,22 +421,26 @@ class Watched(PosixStorage):
 
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Called in turn, before each `copy_now`."""
+    """Called in turn, before each copy of a piece: several tensors, or a MiB of one."""
     before: list[Callable[[], None]] = []
 
-    def copy(targets: Any, sources: Any) -> None:
-        if before:
-            before.pop(0)()
-        copy_now(targets, sources)
+    def watched(copy: Callable[..., None]) -> Callable[..., None]:
+        def watch(*arguments: Any) -> None:
+            if before:
+                before.pop(0)()
+            copy(*arguments)
 
-    monkeypatch.setattr("holdfast.checkpoint.save.staging.copy_now", copy)
+        return watch
+
+    for copy in (copy_now, copy_bytes):
+        monkeypatch.setattr(f"holdfast.checkpoint.save.staging.{copy.__name__}", watched(copy))
     return before
 
 
 def test_a_synchronous_save_writes_while_it_stages(
     tmp_path: Path, copying: list[Callable[[], None]]
 ) -> None:
-    """The third slice is not staged before the first is being written."""
+    """The third tensor is not staged before the first bytes are being written."""
     storage = Watched(tmp_path)
     state = _big(1.0)
     waited: list[bool] = []
@@ -413,7 +448,7 @@ def test_a_synchronous_save_writes_while_it_stages(
     def wait() -> None:
         waited.append(storage.written.wait(20))
 
-    copying += [lambda: None, lambda: None, wait]
+    copying += [*[lambda: None] * 40, wait]
     with Checkpointer(storage) as checkpointer:
         checkpointer.save(1, state)
         assert waited == [True]
@@ -434,7 +469,7 @@ def test_a_failure_of_either_side_ends_both(
     storage = Watched(tmp_path)
     with Checkpointer(storage) as checkpointer:
         checkpointer.save(1, {"n": 1})
-        copying += [lambda: None, fail]
+        copying += [*[lambda: None] * 20, fail]
         storage.seen.clear()
         with pytest.raises(HoldfastError, match="the copy failed"):
             checkpointer.save(2, _big(1.0))
@@ -446,7 +481,8 @@ def test_a_failure_of_either_side_ends_both(
         storage.fails = False
         assert checkpointer.steps() == [1]
         assert not list(tmp_path.glob(".saving*"))
-        assert not {"holdfast-writer", "holdfast-hash"} & {t.name for t in threading.enumerate()}
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith(("holdfast-job", "holdfast-hash"))]
         checkpointer.save(2, _big(3.0))
         loaded = checkpointer.load({"t": Stored()}).values["t"]
     assert isinstance(loaded, dict)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.arrays.boxes import Box
-from holdfast.cli.support.compare import TensorComparer, Tolerance
-from holdfast.format.fingerprint import snapshot_fingerprints
+from holdfast.cli.support.compare import compare_tensors
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
+from tests.format.fingerprints import snapshot_fingerprints
 from tests.format.making import Chunk, Tensor, make, random_tensor, sample_tensors, write
 
 PARTS: dict[str, Any] = {
@@ -224,8 +224,7 @@ def test_tolerance_is_that_of_numpy(
     a = PosixStorage(store(root / "a", {"w": of_array(one, dtype)}))
     b = PosixStorage(store(root / "b", {"w": of_array(two, dtype)}))
     with Snapshot.open(a, "iter_0000007") as left, Snapshot.open(b, "iter_0000007") as right:
-        tolerance = Tolerance(rtol=rtol, atol=atol)
-        found = TensorComparer(a=left, b=right, tolerance=tolerance, advance=int).compare("w")
+        found = compare_tensors(left, right, "w", rtol=rtol, atol=atol, advance=int)
     # Both sides in double precision: the bound itself must not be rounded to the tensor's type.
     exact = [values.astype(np.result_type(kind, np.float64)) for values in (one, two)]
     expected = int((~np.isclose(*exact, rtol=rtol, atol=atol, equal_nan=True)).sum())

@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 
 import holdfast as library
 from holdfast.arrays.boxes import Box
-from holdfast.format.fingerprint import combine, fingerprint_box, snapshot_fingerprints
+from holdfast.format.fingerprint import combine, fingerprint_box
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
+from tests.format.fingerprints import snapshot_fingerprints
 
 
 def test_a_run_is_compared_exported_and_pruned(holdfast: Holdfast, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from holdfast.cli.main import main
 from holdfast.format.names import list_steps
 from holdfast.format.verify import verify_snapshot
 from holdfast.parallel import ProcessGroups
+from holdfast.reference.train.config import LogConfig
 from holdfast.reference.train.data import read_corpus
 from holdfast.reference.train.loop import Trainer
 from holdfast.reference.train.metrics import Reporter
@@ -112,7 +113,7 @@ def test_saved_is_printed_when_it_is_committed_and_soon_after(
     def slowly(metrics: object) -> None:
         time.sleep(0.02 if trainer.progress.step >= 190 else 0)
 
-    reporter = Watching(num_steps=200, log_interval=1000)
+    reporter = Watching(LogConfig(log_interval=1000), num_steps=200)
     monkeypatch.setattr(reporter, "step", slowly)
     with (
         ProcessGroups.single() as groups,

@@ -73,7 +73,7 @@ def _commit(root: Path, saving: Path) -> None:
     data = (saving / PLAN_FILE).read_bytes()
     plan = decode_plan(data, where="plan")
     header = unseal((saving / HEADER_FILE).read_bytes(), SaveHeader, where="header")
-    commit_save(storage, saving.name, plan=plan, plan_digest=digest128(data), header=header)
+    commit_save(storage, saving.name, plan=plan, header=header)
 
 
 def _spoil_value(draw: st.DrawFn, value: Any) -> Any:

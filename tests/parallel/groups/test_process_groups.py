@@ -266,14 +266,17 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         assert "order tp-cp-ep-dp-pp" in reports["order"][1]
         kind_name, text, seconds = reports["outsider"]
         assert kind_name == "LayoutError"
-        assert ("Ranks [1] disagree" if rank == 1 else "Rank 1 disagrees") in text
+        assert "Ranks [1] disagree with ranks 0, 2, 3" in text
+        assert "rank 1 counts on ranks 0, 2, 3 for layout" in text
         assert seconds < 4
         kind_name, text, seconds = reports["absent"]
         assert kind_name == DeadlineError.__name__
         assert seconds < 8
         if rank != 2:
             assert "ranks [2] did not arrive (rank 2: create layout 'elsewhere'" in text
-            assert seconds >= 4
+    # The first whose time is over reports for all: the others began to wait a moment later.
+    assert max(reports["absent"][2] for reports in results) >= 4
+    assert len({results[rank]["absent"][1] for rank in (0, 1, 3)}) == 1
 
 
 # G5, A3, A6: groups that somebody else made.

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from holdfast.errors import ConfigError, GroupError
 from holdfast.parallel import Layout, ProcessGroups
-from holdfast.reference.models import GPTConfig
 from holdfast.reference.models.collectives import Axis
+from holdfast.reference.models.config import GPTConfig
 from holdfast.reference.models.moe import MoE
 from tests.harness import RankContext, run_ranks
 

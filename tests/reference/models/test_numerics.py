@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.parallel import Layout, ProcessGroups
-from holdfast.reference.models import GPTConfig, ParallelGPT
+from holdfast.reference.models.config import GPTConfig
+from holdfast.reference.models.parallelize import ParallelGPT
 from tests.harness import RankContext, run_ranks
 
 LAYOUTS = ((2, 2), (1, 4), (4, 1))
@@ -51,13 +52,11 @@ def train(
         generator = torch.Generator().manual_seed(step)
         rows = torch.randint(config.vocab_size, (ROWS, 17), generator=generator)
         rows = rows[first : first + share]
-        with model.loss_context():
-            loss = model(rows[:, :-1], rows[:, 1:]).mean()
-            loss.backward()
+        found = model.forward_backward(rows[:, :-1], rows[:, 1:])
         model.reduce_gradients()
         update.step()
         update.zero_grad()
-        losses.append(loss.item())
+        losses.append(found.loss.mean().item())
     return Trained(losses=losses, parameters=whole(model))
 
 

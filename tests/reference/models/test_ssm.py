@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.errors import ConfigError
 from holdfast.parallel import Layout, ProcessGroups
-from holdfast.reference.models import GPTConfig, context
+from holdfast.reference.models import context
 from holdfast.reference.models.collectives import Axis
+from holdfast.reference.models.config import GPTConfig
 from holdfast.reference.models.ssm import StateSpace, chunked_scan, initial_state_space
 from tests.harness import RankContext, run_ranks
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.reference.models import GPT, GPTConfig
+from holdfast.reference.models.config import GPTConfig
+from holdfast.reference.models.gpt import GPT
 from holdfast.reference.models.stages import Pipeline, ScheduleName, split_layers
 
 INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "looped-bfs", "zero-bubble")

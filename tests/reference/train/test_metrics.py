@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.errors import StorageError
+from holdfast.reference.train.config import LogConfig
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
 
 
@@ -30,7 +31,7 @@ def test_every_step_is_a_json_line_and_some_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "new" / "events.jsonl"
     for steps in (range(1, 4), range(4, 8)):
         console = Console(file=said, highlight=False, soft_wrap=True)
-        reporter = Reporter(num_steps=7, log_interval=3, jsonl=path, console=console)
+        reporter = Reporter(LogConfig(log_interval=3, jsonl=path), num_steps=7, console=console)
         with reporter:
             for step in steps:
                 reporter.step(metrics(step))
@@ -50,14 +51,13 @@ def test_every_step_is_a_json_line_and_some_are_shown(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="--jsonl"):
-        Reporter(num_steps=1, jsonl=tmp_path / "file" / "events.jsonl")
+        Reporter(LogConfig(jsonl=tmp_path / "file" / "events.jsonl"), num_steps=1)
 
 
 def test_tensorboard_gets_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    with Reporter(
-        num_steps=1, tensorboard=tmp_path / "tb", console=Console(file=io.StringIO())
-    ) as reporter:
+    log = LogConfig(tensorboard=tmp_path / "tb")
+    with Reporter(log, num_steps=1, console=Console(file=io.StringIO())) as reporter:
         reporter.step(metrics(1))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

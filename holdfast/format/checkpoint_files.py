@@ -1,0 +1,334 @@
+"""The files of a committed checkpoint: opened as one version, read in pieces, verified by block."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from holdfast.errors import CorruptionError, HoldfastError, StorageError
+from holdfast.format.digest import digest64, digest128
+from holdfast.format.index import ChunkIndex, decode_index, describe_row, validate_index
+from holdfast.format.manifest import Manifest, decode_manifest
+from holdfast.format.names import INDEX, MANIFEST
+from holdfast.format.versions import (
+    Identity,
+    Records,
+    join_path,
+    pin_version,
+    read_manifest,
+    read_records,
+)
+from holdfast.storage import Source, Storage
+
+_STEP_NBYTES = 1 << 20
+"""About so much of a piece is read and then hashed: it fits a core's cache."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadStats:
+    """What reading has cost so far; `fallbacks` names each damaged copy that was replaced."""
+
+    opens: int = 0
+    nbytes_read: int = 0
+    nbytes_needed: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class CheckpointFiles:
+    """The files of one committed checkpoint, open for reading. A context manager: closes them.
+
+    Data files are opened on first use and kept open, all from the one directory that the records
+    are of, so that a checkpoint that is replaced meanwhile is read as it was. Any number of
+    threads may read at once. Without a lease (`read_lease`) that version may be removed; then
+    a read raises StorageError and says so.
+
+    Args:
+        storage: Where the checkpoint is.
+        directory: Its name there.
+        records: Its manifest and index as stored.
+        manifest: The manifest, decoded.
+
+    Raises:
+        CorruptionError: The index is not the one that the manifest states.
+
+    Attributes:
+        has_copies: Whether a box is stored more than once.
+        stats: What reading has cost.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        *,
+        records: Records,
+        manifest: Manifest,
+    ) -> None:
+        place = storage.describe(join_path(directory, INDEX))
+        if digest128(records.index) != manifest.index.digest:
+            raise CorruptionError(f"{place}: damaged: its digest is not the one in the manifest")
+        index = decode_index(records.index, place=place)
+        self._pin = ExitStack()
+        self._held: tuple[Storage, str] | None = None
+        self.storage = storage
+        self.directory = directory
+        self.records = records
+        self.manifest = manifest
+        self.index = index
+        self.stats = ReadStats()
+        self._sources: dict[int, Source] = {}
+        self._lock = threading.Lock()
+        self._block_nbytes = manifest.block_nbytes
+        self.has_copies = bool((index.copy != 0).any())
+        self._copies: dict[int, tuple[int, ...]] | None = None
+
+    @classmethod
+    def open(cls, storage: Storage, directory: str, *, prove: bool = True) -> Self:
+        """Open and prove a checkpoint: digests, version, bounds, tiling; no data file is touched.
+
+        Args:
+            storage: Where it is.
+            directory: Its name there, "" for the root.
+            prove: Prove the index at once; without it, `validate_index` is for the caller.
+
+        Raises:
+            StorageError: It is not a committed checkpoint, or cannot be read.
+            CorruptionError: It is damaged.
+        """
+        with ExitStack() as pin:
+            try:
+                held = pin.enter_context(storage.pin(directory))
+            except StorageError:
+                read_manifest(storage, directory)  # which says what is wrong
+                raise
+            records, manifest = read_records(held, directory)
+            snapshot = cls(storage, directory, records=records, manifest=manifest)
+            if prove:
+                validate_index(snapshot.index, manifest)
+            snapshot._pin, snapshot._held = pin.pop_all(), (held, directory)
+        return snapshot
+
+    @classmethod
+    def from_records(cls, storage: Storage, directory: str, *, records: Records) -> Self:
+        """Open a checkpoint whose records were read, and are proved, by another rank.
+
+        Raises:
+            StorageError: This version is not there any more.
+            CorruptionError: The records are not what was stored.
+        """
+        place = storage.describe(join_path(directory, MANIFEST))
+        manifest = decode_manifest(records.manifest, place=place)
+        snapshot = cls(storage, directory, records=records, manifest=manifest)
+        snapshot._hold()
+        return snapshot
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the data files."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the data files and the directory; a later read opens them again."""
+        with self._lock:
+            for source in self._sources.values():
+                source.close()
+            self._sources.clear()
+            self._pin.close()
+            self._held = None
+
+    @property
+    def copies(self) -> Mapping[int, tuple[int, ...]]:
+        """Primary row -> all rows of its box, itself first; only boxes stored more than once."""
+        if not self.has_copies:
+            return {}
+        if self._copies is None:
+            self._copies = _find_copies(self.index)
+        return self._copies
+
+    def choose_copy(self, row: int, prefer_files: Collection[int]) -> int:
+        """The copy of a primary row to read: one in a preferred file, else the row itself."""
+        copies = self.copies.get(row)
+        if copies is None:
+            return row
+        return next((copy for copy in copies if int(self.index.file[copy]) in prefer_files), row)
+
+    def read_pieces(
+        self,
+        rows: Sequence[int],
+        bounds: Sequence[tuple[int, int]],
+        out: memoryview,
+        *,
+        verify: bool,
+    ) -> None:
+        """Fill `out` with pieces that lie one behind the other in one file, in one read.
+
+        A piece that is damaged or cannot be read is replaced from another copy of its box, which is
+        noted in `stats.fallbacks`. Any number of threads may call.
+
+        Args:
+            rows: The index row of each piece.
+            bounds: First byte of each piece in the payload of its row, and the byte past its end.
+                With `verify`, it begins at a digest block and ends at one or with the payload.
+            out: Their bytes, end to end; undefined after an error.
+            verify: Check the digest of every block.
+
+        Raises:
+            CorruptionError: Where no copy is good, naming tensor, file and byte.
+        """
+        bad: Sequence[int] = range(len(rows))
+        try:
+            if len(rows) == 1:
+                self._read_piece(rows[0], *bounds[0], out, verify)
+                return
+            source = self._source(int(self.index.file[rows[0]]))
+            source.readinto(out, start=int(self.index.start[rows[0]]) + bounds[0][0])
+            self._count(read=len(out))
+            bad = self._find_damaged(rows, bounds, out) if verify else ()
+        except (CorruptionError, StorageError):
+            pass
+        ends = list(itertools.accumulate(stop - start for start, stop in bounds)) if bad else []
+        for number in bad:
+            start, stop = bounds[number]
+            data = out[ends[number] - (stop - start) : ends[number]]
+            self._read_again(rows[number], start, stop, data, verify)
+
+    def _find_damaged(
+        self, rows: Sequence[int], bounds: Sequence[tuple[int, int]], data: memoryview
+    ) -> list[int]:
+        """Which pieces, laid end to end in `data`, have a block that is not what was saved."""
+        block, digest = self._block_nbytes, self.index.digest
+        pointers = self.index.digest_ptr[np.asarray(rows, dtype=np.int64)]
+        start, stop = np.asarray(bounds, dtype=np.int64).T
+        first, last = pointers + start // block, pointers - -stop // block
+        ends = np.cumsum(stop - start)
+        damaged: list[int] = []
+        at = 0
+        if (last == first + 1).all():  # many small ones: the least work for each
+            words = digest[first].tolist()
+            for number, (end, word) in enumerate(zip(ends.tolist(), words, strict=True)):
+                if digest64(data[at:end]) != word:
+                    damaged.append(number)
+                at = end
+            return damaged
+        columns = zip(ends.tolist(), first.tolist(), last.tolist(), strict=True)
+        for number, (end, a, b) in enumerate(columns):
+            if _find_wrong_block(data[at:end], digest[a:b].tolist(), block) is not None:
+                damaged.append(number)
+            at = end
+        return damaged
+
+    def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
+        """One piece on its own, from the row itself or any other copy of its box."""
+        group = next((rows for rows in self.copies.values() if row in rows), (row,))
+        problems: list[CorruptionError] = []
+        for copy in (row, *(other for other in group if other != row)):
+            try:
+                self._read_piece(copy, start, stop, out, verify)
+            except (CorruptionError, StorageError) as error:
+                problems.append(self._damage(copy, error))
+                continue
+            if problems:
+                with self._lock:
+                    self.stats.fallbacks += [str(problem) for problem in problems]
+            return
+        if not Identity.of(self.records.manifest).is_of(self.storage, self.directory):
+            raise StorageError(
+                f"{self.storage.describe(self.directory)} has been replaced or removed while it "
+                f"was read: read it again ({problems[0]})"
+            ) from problems[0]
+        others = "".join(f"; copy: {problem}" for problem in problems[1:])
+        raise CorruptionError(f"{problems[0]}{others}") from problems[0]
+
+    def _read_piece(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
+        """One piece of this very copy; CorruptionError naming the byte of a wrong block.
+
+        Its blocks are read some at a time and hashed at once, while they are in the cache.
+        """
+        place, block = int(self.index.start[row]), self._block_nbytes
+        source = self._source(int(self.index.file[row]))
+        stated = self.index.digests(row)[start // block : -(-stop // block)].tolist()
+        num_blocks = max(_STEP_NBYTES // block, 1)
+        step = num_blocks * block
+        for at in range(0, len(out), step):
+            data = out[at : at + step]
+            source.readinto(data, start=place + start + at)
+            self._count(read=len(data))
+            first = at // block
+            blocks = stated[first : first + num_blocks] if verify else ()
+            wrong = _find_wrong_block(data, blocks, block)
+            if wrong is not None:
+                raise CorruptionError(
+                    f"damaged: the {min(block, len(data) - wrong)} bytes from byte "
+                    f"{place + start + at + wrong} of the file have not the digest of the index"
+                )
+
+    def _damage(self, row: int, error: HoldfastError) -> CorruptionError:
+        what = f"{describe_row(self.index, self.manifest, row)}: {error}"
+        damage = CorruptionError(f"{self.storage.describe(self.directory)}: {what}")
+        damage.__cause__ = error
+        return damage
+
+    def _hold(self) -> tuple[Storage, str]:
+        """The directory that this version is in, held open, and its name when that was done."""
+        if self._held is None:
+            identity = Identity.of(self.records.manifest)
+            version = pin_version(self.storage, self.directory, identity)
+            self._held = self._pin.enter_context(version)
+        return self._held
+
+    def _source(self, file: int) -> Source:
+        source = self._sources.get(file)
+        if source is not None:
+            return source
+        with self._lock:
+            if file not in self._sources:
+                info = self.manifest.files[file]
+                held, directory = self._hold()
+                source = held.open(join_path(directory, info.name))
+                self.stats.opens += 1
+                if source.nbytes != info.nbytes:
+                    source.close()
+                    raise CorruptionError(
+                        f"{info.name} has {source.nbytes} bytes, the manifest states {info.nbytes}"
+                    )
+                self._sources[file] = source
+            return self._sources[file]
+
+    def _count(self, *, read: int = 0, needed: int = 0) -> None:
+        with self._lock:
+            self.stats.nbytes_read += read
+            self.stats.nbytes_needed += needed
+
+
+def _find_wrong_block(buffer: memoryview, stated: Sequence[int], block: int) -> int | None:
+    """Byte of the first block of `buffer` whose digest is not the stated one; None if all agree."""
+    for number, digest in enumerate(stated):
+        at = number * block
+        if digest64(buffer[at : at + block]) != digest:
+            return at
+    return None
+
+
+def _find_copies(index: ChunkIndex) -> dict[int, tuple[int, ...]]:
+    """Primary row -> the rows of its box by number of the copy, where there are several."""
+    boxes = np.column_stack([index.tensor, index.offset, index.extent])
+    rows = np.lexsort((index.copy, *boxes.T[::-1]))
+    boxes = boxes[rows]
+    heads = np.flatnonzero(np.concatenate([[True], (boxes[1:] != boxes[:-1]).any(axis=1)]))
+    groups = np.split(rows, heads[1:])
+    return {int(group[0]): tuple(group.tolist()) for group in groups if len(group) > 1}

@@ -1,0 +1,101 @@
+"""How often a rank looks at storage while it waits for the others."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.scale import HEADER
+from holdfast import PosixStorage
+from holdfast.errors import DeadlineError
+from holdfast.writer.job import run_job
+from holdfast.writer.records import DONE_DIR, SaveOutcome, WriteJob
+from holdfast.writer.waiting import pause_s
+
+FINAL = "iter_0000001"
+
+JOB = WriteJob(
+    directory=".saving-iter_0000001-abc", position=1, rank=1, header=HEADER, plan_digest="",
+    block_nbytes=1 << 20, deadline_s=1.0,
+)  # fmt: skip
+
+
+class Counting(PosixStorage):
+    """Counts the requests of the waiting thread."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.num_requests = 0
+
+    def list(self, path: str) -> list[str]:
+        self.num_requests += 1
+        return super().list(path)
+
+    def exists(self, path: str) -> bool:
+        self.num_requests += 1
+        return super().exists(path)
+
+    def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+        self.num_requests += 1
+        return super().read(path, start=start, nbytes=nbytes)
+
+
+def _looks(seconds: float) -> int:
+    """How many looks a wait of so long takes."""
+    waited, count = 0.0, 0
+    while waited < seconds:
+        waited += pause_s(waited)
+        count += 1
+    return count
+
+
+def test_pauses_grow() -> None:
+    """Short waits are as fine as the waits of before, long ones ask a tenth as often."""
+    assert pause_s(0.0) == 0.002
+    assert all(pause_s(waited) <= 0.002 + waited / 5 for waited in (0.001, 0.01, 0.1, 0.4))
+    assert pause_s(4.0) == 0.1
+    assert pause_s(500.0) == 2.0
+    assert _looks(0.5) == pytest.approx(18, abs=4)
+    assert _looks(600.0) < 600
+
+
+def test_a_waiting_rank_makes_one_request_a_look(tmp_path: Path) -> None:
+    storage = Counting(tmp_path)
+    outcome = run_job(storage, JOB, memoryview(b""), plan=None)
+    assert outcome.error is not None
+    assert isinstance(outcome.error.to_error(), DeadlineError)
+    # The rest: making the directories, and looking for the committer's own failure.
+    assert storage.num_requests <= _looks(1.0) + 4
+
+
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_a_wait_ends_when_the_directory_has_its_final_name(
+    tmp_path: Path, is_exchanged: bool
+) -> None:
+    """Where a step is saved again, the version that was there gets the name of the save."""
+    storage = PosixStorage(tmp_path)
+    job = msgspec.structs.replace(JOB, deadline_s=30.0)
+    outcomes: list[SaveOutcome] = []
+    thread = threading.Thread(
+        target=lambda: outcomes.append(run_job(storage, job, memoryview(b""), plan=None))
+    )
+    thread.start()
+    while not storage.exists(f"{job.directory}/{DONE_DIR}/00001.msgpack"):
+        thread.join(0.01)
+    if is_exchanged:
+        storage.make_dir(FINAL)
+        storage.write_file(f"{FINAL}/manifest.json", b'{"save_id":"another"}')
+    manifest = b'{"save_id":"' + HEADER.save_id.encode() + b'"}'
+    storage.write_file(f"{job.directory}/manifest.json", manifest)
+    thread.join(0.3)
+    assert thread.is_alive(), "it has a manifest, but not its name"
+    if is_exchanged:
+        storage.remove_tree(f"{job.directory}/{DONE_DIR}")
+        storage.exchange_dir(job.directory, FINAL)
+    else:
+        storage.rename_dir(job.directory, FINAL)
+    thread.join(10)
+    assert [outcome.error for outcome in outcomes] == [None]
