@@ -162,9 +162,10 @@ def _print(title: str, by_ranks: dict[int, dict[str, float]]) -> None:
         table.add_column(column, justify="left" if column == "quantity" else "right")
     *_, (n, before), (m, after) = [(0, {}), *by_ranks.items()]
     for quantity in after:
-        law = math.log(after[quantity] / before[quantity], m / n) if before else math.nan
         values = (f"{values[quantity]:.1f}" for values in by_ranks.values())
-        table.add_row(quantity, *values, f"{law:.2f}")
+        is_counted = before and before[quantity]
+        law = f"{math.log(after[quantity] / before[quantity], m / n):.2f}" if is_counted else ""
+        table.add_row(quantity, *values, law)
     Console(width=120).print(table)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from holdfast.errors import GroupError, HoldfastError
+from holdfast.errors import DeadlineError, GroupError, HoldfastError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -149,13 +149,13 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def wait(work: Pending, what: str) -> None:
-    """Wait for a collective; GroupError that says `what` it was if it fails or is late."""
+    """Wait for a collective; DeadlineError that says `what` it was if it fails or is late."""
     try:
         work.wait()
     except HoldfastError:
         raise
     except RuntimeError as error:
-        raise GroupError(
+        raise DeadlineError(
             f"{what} did not complete: {error}. Look at what happened on the other ranks first; "
             f"start again from the last checkpoint."
         ) from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from holdfast.errors import ConfigError, GroupError
+from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim.checks import check_limit
 from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, clip_factor, measure
 from holdfast.optim.reducer import GradientReducer
@@ -159,7 +159,7 @@ class SteppingOptimizer(TorchInterface):
         try:
             self._agree(failure)
         except BaseException:
-            with contextlib.suppress(GroupError):  # of a rank that the agreement has named
+            with contextlib.suppress(DeadlineError):  # of a rank that the agreement has named
                 self.synchronize()
             raise
         self.publish()
@@ -172,7 +172,7 @@ class SteppingOptimizer(TorchInterface):
         """
         is_in_doubt = True
         if self._total.is_on_host:
-            with contextlib.suppress(GroupError):  # `agree` names the ranks that are missing
+            with contextlib.suppress(DeadlineError):  # `agree` names the ranks that are missing
                 is_in_doubt = any(
                     self._total([failure is not None], what="the agreement after an update")
                 )

@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
-from holdfast.checkpoint.load.targets import Target, make_targets
+from holdfast.checkpoint.load.targets import Target, make_targets, memory_at
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.reports import JobReading
 from holdfast.format.byte_ranges import elements, join_neighbours
@@ -32,6 +32,20 @@ _UNVERIFIED_NBYTES = 64 << 10
 """Without verification, reads are cut and joined at multiples of this."""
 _ALONE = -1
 """The round of what is not sent to any rank: read before the first."""
+
+
+_Kept = tuple[int, int, int, bool, int, int, int, int]
+"""What this rank keeps of one piece for one requested box.
+
+    piece       among those that this rank reads, in their order
+    overlap     of the plan
+    box         requested box
+    is_run      whether it is one run of bytes; otherwise it is copied with strides
+    start       byte of the joint read at which the run begins, or the whole piece without one
+    at          byte of the box where the run goes
+    nbytes      of the run
+    address     where it goes in plain memory; -1 where a `Target` takes it
+"""
 
 
 class LoadExecutor:
@@ -104,8 +118,8 @@ class LoadExecutor:
             grain=block if self._verify else min(block, _UNVERIFIED_NBYTES),
         )
         kept = np.arange(len(plan.piece)) if boxes is None else plan.kept(position)
-        self._order_reads(plan, position, kept)
-        self._find_places(plan, plan.numbers[position], is_alone=boxes is None)
+        kept, begin = self._order_reads(plan, position, kept)
+        self._find_places(plan, plan.numbers[position], kept, begin, is_alone=boxes is None)
         if boxes is not None:
             self._transfers = RankTransfers(plan, position=position)
         if boxes is not None or self._control.size == 1:
@@ -154,16 +168,23 @@ class LoadExecutor:
 
     def touched(self) -> list[str]:
         """Paths of the targets that something was written to."""
-        boxes = [self._kept_box[first:last] for first, last in self._written]
-        requests = np.unique(self._request_of[np.concatenate([*boxes, []]).astype(np.int64)])
+        kept = [entry for first, last in self._written for entry in self._kept[first:last]]
+        boxes = np.array([k[2] for k in kept if k[-1] >= 0], dtype=np.int64)
+        requests = np.unique(self._request_of[boxes])
         paths = [self._requests[number].path for number in requests.tolist()]
         return paths + [t.path for each in self._targets.values() for t in each if t.is_touched]
 
-    def _order_reads(self, plan: ReadPlan, position: int, kept: IntArray) -> None:
+    def _order_reads(
+        self, plan: ReadPlan, position: int, kept: IntArray
+    ) -> tuple[IntArray, IntArray]:
         """Choose a copy for each piece of this rank, and order them by round, file and byte.
 
         Everything that is looked up per piece becomes a list here: indexing arrays one by one is
         slow.
+
+        Returns:
+            `kept`, what this rank keeps, in the order of its pieces; and the byte of the joint read
+            at which each one's piece begins.
         """
         self._plan = plan
         files, index = self._files, self._files.index
@@ -186,33 +207,31 @@ class LoadExecutor:
         number = np.full(len(plan.row), -1, dtype=np.int64)
         number[pieces] = np.arange(len(pieces))
         kept = kept[np.argsort(number[plan.piece[kept]], kind="stable")]
-        piece, overlap = plan.piece[kept], plan.overlap[kept]
         self._kept_ptr: list[int] = np.searchsorted(
-            number[piece], np.arange(len(pieces) + 1)
+            number[plan.piece[kept]], np.arange(len(pieces) + 1)
         ).tolist()
-        source, at, nbytes = plan.overlaps.run_copies(overlap, plan.start[piece], plan.stop[piece])
-        self._kept_box, self._kept_at = plan.overlaps.request[overlap], at
-        self._kept_nbytes, self._kept_is_run = nbytes, plan.overlaps.is_run[overlap]
-        # Where each kept run begins in the bytes that are read together.
+        # Where each piece begins in the bytes that are read together.
         size = stop - start
         before = np.cumsum(size) - size
         group = np.searchsorted(self._cuts, np.arange(len(pieces)), side="right") - 1
         begin = before - before[self._cuts[group]] if len(pieces) else before
-        self._kept_source: list[int] = (begin[number[piece]] + source).tolist()
-        self._kept_size: list[int] = nbytes.tolist()
-        columns = (overlap, self._kept_box, self._kept_is_run, source, at, nbytes)
-        self._kept: list[tuple[int, int, bool, int, int, int]] = list(
-            zip(*(column.tolist() for column in columns), strict=True)
-        )
+        return kept, begin[number[plan.piece[kept]]]
 
-    def _find_places(self, plan: ReadPlan, numbers: IntArray, *, is_alone: bool) -> None:
+    def _find_places(
+        self, plan: ReadPlan, numbers: IntArray, kept: IntArray, begin: IntArray, *, is_alone: bool
+    ) -> None:
         """Where the kept bytes go: by address into plain memory, else through a `Target`.
 
         Args:
             plan: Of the load.
             numbers: Of the box of each local tensor of the requests, in order; -1 for empty ones.
+            kept: As `_order_reads` returns it.
+            begin: Likewise.
             is_alone: Whether nothing is exchanged, which needs a `Target` for each box.
         """
+        piece, overlap = plan.piece[kept], plan.overlap[kept]
+        source, at, size = plan.overlaps.run_copies(overlap, plan.start[piece], plan.stop[piece])
+        box, is_run = plan.overlaps.request[overlap], plan.overlaps.is_run[overlap]
         stored = [info.dtype for info in self._files.manifest.tensors]
         memory = self._memory
         is_alike = [
@@ -222,7 +241,7 @@ class LoadExecutor:
         num_boxes = max(len(plan.requests.boxes), 1)
         counts = np.bincount(numbers[numbers >= 0], minlength=num_boxes)
         # No box that several tensors get, or of which some piece is copied with strides.
-        counts[self._kept_box[~self._kept_is_run]] = 0
+        counts[box[~is_run]] = 0
         is_direct = memory.is_plain & np.array(is_alike, dtype=np.bool_) & is_alone
         is_direct &= (numbers >= 0) & (counts[numbers] == 1)
         address = np.full(num_boxes, -1, dtype=np.int64)
@@ -235,9 +254,13 @@ class LoadExecutor:
             self._requests, np.where(is_direct, -1, numbers).tolist(), stored
         )
         # A kept run goes to an address where its box is plain memory, and it lies inside.
-        box, at, size = self._kept_box, self._kept_at, self._kept_nbytes
         fits = (address[box] >= 0) & (at + size <= nbytes[box])
-        self._kept_address: list[int] = np.where(fits, address[box] + at, -1).tolist()
+        place = np.where(fits, address[box] + at, -1)
+        start = begin + np.where(is_run, source, 0)
+        number = np.repeat(np.arange(len(self._pieces)), np.diff(self._kept_ptr))
+        columns = (number, overlap, box, is_run, start, at, size, place)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        self._kept: list[_Kept] = list(rows)
 
     def _reads_of(self, number: int) -> list[range]:
         """The pieces of a round that are read together."""
@@ -301,41 +324,22 @@ class LoadExecutor:
         bounds = self._bounds[numbers.start : numbers.stop]
         nbytes = sum(stop - start for start, stop in bounds)
         first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
-        addresses = self._kept_address[first:last]
         # Straight into the target where possible: no copy, and no page of a buffer to touch first.
-        if last == first + 1 and addresses[0] >= 0 and self._kept_size[first] == nbytes:
-            self._written.append((first, last))
-            data = memoryview((ctypes.c_char * nbytes).from_address(addresses[0])).cast("B")
-            self._files.read_pieces(rows, bounds, data, verify=self._verify)
-            return
-        direct = self._direct_target(numbers)
-        if direct is not None:
-            target, start = direct
-            data = target.region(start, start + nbytes)
-        elif messages is not None:
-            data = host_memory(nbytes)
-        else:
-            data = self._scratch(nbytes)
+        data, target = self._whole_place(first, last, nbytes)
+        is_in_place = data is not None
+        if data is None:
+            data = host_memory(nbytes) if messages is not None else self._scratch(nbytes)
         self._files.read_pieces(rows, bounds, data, verify=self._verify)
-        if direct is not None:
-            direct[0].done(nbytes)
-        elif last > first and min(addresses) >= 0:
-            # Many small tensors: the least work for each. The plan has checked every bound.
-            self._written.append((first, last))
-            base = ctypes.addressof(ctypes.c_char.from_buffer(data))
-            sources, sizes = self._kept_source[first:last], self._kept_size[first:last]
-            for address, source, size in zip(addresses, sources, sizes, strict=True):
-                ctypes.memmove(address, base + source, size)
-            return
-        at = 0
-        for number, (start, stop) in zip(numbers, bounds, strict=True):
-            piece = data[at : at + stop - start]
-            if direct is None:
-                self._keep(number, piece)
-            if messages is not None:
+        if target is not None:
+            target.done(nbytes)
+        if not is_in_place:
+            self._keep(first, last, data)
+        if messages is not None:
+            at = 0
+            for piece, (start, stop) in zip(self._pieces[numbers].tolist(), bounds, strict=True):
                 # A piece that is sent is sent from where it lies now, the target included.
-                messages.pack(int(self._pieces[number]), piece)
-            at += stop - start
+                messages.pack(piece, data[at : at + stop - start])
+                at += stop - start
 
     def _scratch(self, nbytes: int) -> memoryview:
         """The buffer of this thread: memory that is used again stays in the cache."""
@@ -344,37 +348,39 @@ class LoadExecutor:
             buffer = self._local.buffer = np.empty(nbytes, dtype=np.uint8).data
         return buffer[:nbytes]
 
-    def _direct_target(self, numbers: range) -> tuple[Target, int] | None:
-        """The one target that a piece read alone belongs to as it is, and the byte to write at."""
-        first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.start + 1]
-        if len(numbers) != 1 or last != first + 1:
-            return None
-        _, request, is_run, source, at, nbytes = self._kept[first]
-        start, stop = self._bounds[numbers.start]
-        targets = self._targets.get(request, ())
-        is_whole = is_run and source == 0 and nbytes == stop - start
-        return (targets[0], at) if is_whole and len(targets) == 1 else None
+    def _whole_place(
+        self, first: int, last: int, nbytes: int
+    ) -> tuple[memoryview | None, Target | None]:
+        """The memory that a joint read belongs into as it is, if there is, and its target."""
+        if last != first + 1:
+            return None, None
+        _, _, box, is_run, _, at, size, address = self._kept[first]
+        if not is_run or size != nbytes:
+            return None, None
+        if address >= 0:
+            self._written.append((first, last))
+            return memory_at(address, nbytes), None
+        targets = self._targets[box]
+        return (targets[0].region(at, at + size), targets[0]) if len(targets) == 1 else (None, None)
 
-    def _keep(self, number: int, data: memoryview) -> None:
-        """Copy what this rank requests of a piece to its targets."""
-        for entry in range(self._kept_ptr[number], self._kept_ptr[number + 1]):
-            overlap, request, is_run, source, at, nbytes = self._kept[entry]
-            address = self._kept_address[entry]
+    def _keep(self, first: int, last: int, data: memoryview) -> None:
+        """Copy what this rank requests of a joint read to its targets."""
+        base = ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
+        overlaps = self._plan.overlaps
+        self._written.append((first, last))
+        for piece, overlap, box, is_run, start, at, nbytes, address in self._kept[first:last]:
+            # Many small tensors: the least work for each. The plan has checked every bound.
             if address >= 0:
-                self._written.append((entry, entry + 1))
-                memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-                memory[:] = data[source : source + nbytes]
-                continue
-            targets = self._targets[request]
-            if is_run:
-                for target in targets:
-                    target.put(at, data[source : source + nbytes])
-                continue
-            size = int(self._plan.overlaps.itemsize[overlap])
-            for copy in self._plan.overlaps.strided_copies(overlap, *self._bounds[number]):
-                values = elements(data, copy.start, copy.shape, size)[copy.source]
-                for target in targets:
-                    target.put_strided(copy, values, size)
+                ctypes.memmove(address, base + start, nbytes)
+            elif is_run:
+                for target in self._targets[box]:
+                    target.put(at, data[start : start + nbytes])
+            else:
+                size = int(overlaps.itemsize[overlap])
+                for copy in overlaps.strided_copies(overlap, *self._bounds[piece]):
+                    values = elements(data[start:], copy.start, copy.shape, size)[copy.source]
+                    for target in self._targets[box]:
+                        target.put_strided(copy, values, size)
 
 
 def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> BoxTable:

@@ -99,8 +99,7 @@ class Target:
         if self.is_direct:
             # Two threads may do this at once: both views are of the same memory.
             nbytes = self._tensor.numel() * self._tensor.element_size()
-            memory = (ctypes.c_char * nbytes).from_address(self._tensor.data_ptr())
-            self._view = memoryview(memory).cast("B")
+            self._view = memory_at(self._tensor.data_ptr(), nbytes)
             return self._view
         with self._lock:
             if self._view is None:
@@ -115,6 +114,11 @@ class Target:
         host = torch.frombuffer(self._view, dtype=self._stored).view(self._tensor.shape)
         self._tensor.copy_(host)
         self._view = None
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Memory of this process, which the caller keeps alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def make_targets(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
 
 from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.types import BoolArray, IntArray
@@ -173,7 +172,7 @@ class Round:
         self._packed_in: dict[int, memoryview] = {}
         self._large_in: dict[int, memoryview] = {}
         self.reads: list[Future[None]] = []
-        self.receives: list[tuple[int, torch.Tensor]] = []
+        self.receives: list[tuple[int, memoryview]] = []
 
     def prepare(self) -> None:
         """Make memory for all messages.
@@ -184,7 +183,7 @@ class Round:
         self._prepare_sends()
         self._prepare_receives()
 
-    def sends(self) -> list[tuple[int, torch.Tensor]]:
+    def sends(self) -> list[tuple[int, memoryview]]:
         """All messages by position of the peer: the packed one first, then the large ones.
 
         Call it when every piece of the round has been packed.
@@ -192,10 +191,8 @@ class Round:
         messages = []
         # The order of `_prepare_receives` on the other side.
         for peer, numbers, buffer in self._packed_out:
-            messages.append((peer, _tensor(buffer)))
-            messages += [
-                (peer, _tensor(self._large_out[n])) for n in numbers if n in self._large_out
-            ]
+            messages.append((peer, buffer))
+            messages += [(peer, self._large_out[n]) for n in numbers if n in self._large_out]
         return messages
 
     def pack(self, piece: int, data: memoryview) -> None:
@@ -271,14 +268,14 @@ class Round:
             # A packed message comes first even if it is empty, so that both sides count alike.
             nbytes = np.where(is_large, 0, received.nbytes[numbers.start : numbers.stop])
             self._packed_in[peer] = host_memory(int(nbytes.sum()))
-            self.receives.append((peer, _tensor(self._packed_in[peer])))
+            self.receives.append((peer, self._packed_in[peer]))
             for number in (numbers.start + np.flatnonzero(is_large)).tolist():
                 at, size = int(received.target[number]), int(received.nbytes[number])
                 targets = self._targets[int(received.request[number])]
                 # With several targets it is copied to each when it has arrived.
                 direct = _takes_as_it_is(targets)
                 data = targets[0].region(at, at + size) if direct else host_memory(size)
-                self.receives.append((peer, _tensor(data)))
+                self.receives.append((peer, data))
                 self._large_in[number] = data
 
 
@@ -290,7 +287,3 @@ def host_memory(nbytes: int) -> memoryview:
 def _takes_as_it_is(targets: Sequence[Target]) -> bool:
     """Whether a large transfer is received straight into its only target."""
     return len(targets) == 1 and targets[0].is_direct
-
-
-def _tensor(data: memoryview) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8))

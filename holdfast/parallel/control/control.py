@@ -1,6 +1,6 @@
 """Agreement between the ranks of a layout: small messages, every one with a deadline.
 
-All traffic is on a gloo communicator that nothing else uses. Each call opens with one collective
+All traffic is on connections that nothing else uses. Each call opens with one collective
 over fixed-size frames, which carry the caller's phase and, if it is short, its payload. So ranks
 that are out of sync all learn where each of them is, and agreement over small payloads costs
 exactly one collective.
@@ -21,8 +21,6 @@ from holdfast.errors import ErrorRecord, GroupError, HoldfastError, joined_error
 from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
-    import torch
-
     from holdfast.parallel.control.transport import Transport
 
 INLINE_NBYTES = 512
@@ -342,8 +340,8 @@ class Control:
 
     def exchange(
         self,
-        outgoing: Sequence[tuple[int, torch.Tensor]],
-        incoming: Sequence[tuple[int, torch.Tensor]],
+        outgoing: Sequence[tuple[int, memoryview]],
+        incoming: Sequence[tuple[int, memoryview]],
         *,
         phase: str,
         error: BaseException | None = None,
@@ -351,13 +349,11 @@ class Control:
         """Agree that no rank has an `error`, then move bytes between single ranks.
 
         For data of some MiB that no training communicator may carry. Nothing is sent unless every
-        rank came without an error; otherwise all raise as by `agree`. What is sent and received has
-        `timeout_s` of its own.
+        rank came without an error; else all raise as by `agree`. It has its own `timeout_s`.
 
         Args:
-            outgoing: (position in the layout, contiguous host tensor of bytes), in an order and of
-                sizes that both sides know.
-            incoming: the tensors to fill, likewise.
+            outgoing: (position in the layout, bytes), in an order and sizes that both sides know.
+            incoming: likewise, memory to fill.
             phase: where this rank is, for messages.
             error: why this rank cannot go on; None if it can.
 

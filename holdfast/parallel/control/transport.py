@@ -1,4 +1,4 @@
-"""Bytes over one gloo communicator, with deadlines that name the ranks which did not arrive."""
+"""Bytes between the ranks of a layout, with deadlines that name those which did not arrive."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
-from torch._C import _distributed_c10d as c10d
 
 from holdfast.errors import DeadlineError, GroupError
-from holdfast.parallel.groups import _torch
+from holdfast.parallel.control.connections import Connections, LateError
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+    from torch.distributed.distributed_c10d import Store
 
-_SLACK_S = 0.1
-"""Waits may end this much before their deadline."""
 _PROGRESS_WAIT_S = 2.0
 """How long to wait for the others' progress entries before a rank is called missing or silent."""
 
@@ -32,26 +28,25 @@ class Transport:
     Before a collective each rank writes a progress entry, ``sequence:phase``, under one store key
     of its own (overwritten, so the store does not grow). When a wait fails, the entries say who is
     missing and where each was last seen; that is a DeadlineError, and the transport is broken from
-    then on: its communicator is closed at once, so that ranks which wait for this one fail too. One
+    then on: its connections are closed at once, so that ranks which wait for this one fail too. One
     rank reads the entries, for all that fail in the same collective.
 
-    Two ranks connect when they first send to each other, and find each other's address in the
-    store. All-gather goes round a ring, so it needs two connections of each rank; broadcast goes
-    down a tree, with at most log2(ranks) of them; a message connects its two ranks. Where ranks are
-    connected, a store that is gone costs the names, not the collective.
+    Two ranks connect when one first sends to the other, and finds its address in the store.
+    All-gather and broadcast take ceil(log2(ranks)) rounds over the same connections: each rank has
+    one to and one from the ranks at distances 1, 2, 4, … before and after it; a message connects
+    its two ranks. Where ranks are connected, a store that is gone costs the names, not the
+    collective.
 
     Args:
-        group: communicator of exactly `ranks`, in that order; owned by the transport.
-        ranks: global ranks.
+        ranks: global ranks, in order.
         rank: this process's global rank.
-        store: holds the progress entries.
+        store: holds the addresses and progress entries; nothing else uses it.
         timeout_s: for messages.
         name: the layout's name, for messages.
     """
 
     def __init__(
         self,
-        group: ProcessGroup,
         *,
         ranks: Sequence[int],
         rank: int,
@@ -61,8 +56,8 @@ class Transport:
     ) -> None:
         self.num_collectives = 0
         self.nbytes_sent = 0
-        self._group: ProcessGroup | None = group
         self._ranks = tuple(ranks)
+        self._index = self._ranks.index(rank)
         self._rank = rank
         self._store = store
         self._timeout_s = timeout_s
@@ -71,12 +66,14 @@ class Transport:
         self._phase = "created"
         self._deadline = 0.0
         self._broken = ""
+        self._is_closed = False
+        self._connections = Connections(index=self._index, store=store)
         self._post("created")
 
     @property
     def is_broken(self) -> bool:
         """Whether it failed, or was abandoned or closed."""
-        return bool(self._broken) or self._group is None
+        return bool(self._broken) or self._is_closed
 
     def begin(self, sequence: int, phase: str, deadline: float) -> None:
         """Post the progress of the next call; GroupError if an earlier call broke the transport."""
@@ -89,10 +86,9 @@ class Transport:
         self._post(phase)
 
     def close(self) -> None:
-        """Destroy the communicator; nothing happens the second time."""
-        group, self._group = self._group, None
-        if group is not None:
-            _torch.destroy(group)
+        """End the connections; nothing happens the second time."""
+        self._is_closed = True
+        self._connections.close()
 
     def abandon(self, why: str) -> None:
         """Break it on purpose; the others' waits end with a DeadlineError that names this rank."""
@@ -101,47 +97,57 @@ class Transport:
             self.close()
 
     def all_gather(self, data: bytes, row_nbytes: int) -> list[bytes]:
-        """Every rank's `data`, padded to `row_nbytes`, by group index."""
-        mine = _tensor(data.ljust(row_nbytes, b"\0"))
-        rows = torch.empty((len(self._ranks), row_nbytes), dtype=torch.uint8)
+        """Every rank's `data`, padded to `row_nbytes`, by group index.
+
+        In each round a rank sends on all rows it has, and so has twice as many after it.
+        """
+        size = len(self._ranks)
+        rows = bytearray(size * row_nbytes)  # by distance from this rank
+        rows[:row_nbytes] = data.ljust(row_nbytes, b"\0")
+        view = memoryview(rows)
         with self._naming_missing_ranks():
             self._count(row_nbytes)
-            options = c10d.AllgatherOptions()
-            options.timeout = self._left()
-            self._wait([self._live().allgather([list(rows.unbind(0))], [mine], options)])
-        return [_bytes(row) for row in rows]
+            self._connections.connect((self._at(-d) for d in self._distances()), self._deadline)
+            for held in self._distances():
+                nbytes = min(held, size - held) * row_nbytes
+                have = held * row_nbytes
+                outgoing = [(self._at(-held), view[:nbytes])]
+                self._transfer(outgoing, [(self._at(held), view[have : have + nbytes])])
+        start = (size - self._index) * row_nbytes
+        ordered = bytes(view[start:]) + bytes(view[:start])
+        return [ordered[i * row_nbytes : (i + 1) * row_nbytes] for i in range(size)]
 
     def broadcast(self, data: bytes | None, nbytes: int) -> bytes:
-        """The `data` of index 0, `nbytes` long, at every rank."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8) if data is None else _tensor(data)
+        """The `data` of index 0, `nbytes` long, at every rank.
+
+        Down a binomial tree: over the connections of an all-gather.
+        """
+        buffer = memoryview(bytearray(nbytes) if data is None else data)
+        from_root = -self._index % len(self._ranks)
         with self._naming_missing_ranks():
             self._count(0 if data is None else nbytes)
-            options = c10d.BroadcastOptions()
-            options.rootRank = 0
-            options.timeout = self._left()
-            self._wait([self._live().broadcast([buffer], options)])
-        return data if data is not None else _bytes(buffer)
+            if from_root:
+                parent = 1 << (from_root.bit_length() - 1)
+                self._transfer([], [(self._at(parent), buffer)])
+            children = [
+                d for d in self._distances() if d > from_root and d + from_root < len(self._ranks)
+            ]
+            self._transfer([(self._at(-d), buffer) for d in reversed(children)], [])
+        return data if data is not None else bytes(buffer)
 
     def send(self, messages: Sequence[tuple[int, bytes]]) -> None:
         """Send each (index, data), all in flight at once; empty data is not sent."""
-        tensors = [(index, _tensor(data)) for index, data in messages if data]
-        with self._naming_missing_ranks():
-            for _, tensor in tensors:
-                self._count(tensor.numel())
-            self._wait([self._live().send([tensor], index, 0) for index, tensor in tensors])
+        self.exchange([(index, memoryview(data)) for index, data in messages], [])
 
     def receive(self, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
         """One message from each (index, nbytes), all in flight at once; 0 bytes are not waited for.
 
         Messages of one sender arrive in the order in which they were sent.
         """
-        buffers = [torch.empty(nbytes, dtype=torch.uint8) for _, nbytes in sizes]
-        expected = [(index, b) for (index, _), b in zip(sizes, buffers, strict=True) if b.numel()]
-        with self._naming_missing_ranks():
-            for _ in expected:
-                self._count(0)
-            self._wait([self._live().recv([buffer], index, 0) for index, buffer in expected])
-        return [_bytes(buffer) for buffer in buffers]
+        buffers = [bytearray(nbytes) for _, nbytes in sizes]
+        pairs = zip(sizes, buffers, strict=True)
+        self.exchange([], [(index, memoryview(buffer)) for (index, _), buffer in pairs])
+        return [bytes(buffer) for buffer in buffers]
 
     def extend(self, deadline: float) -> None:
         """Move the deadline of the call in progress."""
@@ -149,43 +155,39 @@ class Transport:
 
     def exchange(
         self,
-        outgoing: Sequence[tuple[int, torch.Tensor]],
-        incoming: Sequence[tuple[int, torch.Tensor]],
+        outgoing: Sequence[tuple[int, memoryview]],
+        incoming: Sequence[tuple[int, memoryview]],
     ) -> None:
         """Send and receive each (index, bytes), all in flight at once, without a copy.
 
         Messages of one sender arrive in the order in which they were sent; empty ones are left out
         on both sides.
         """
+        outgoing, incoming = ([p for p in pairs if p[1].nbytes] for pairs in (outgoing, incoming))
         with self._naming_missing_ranks():
-            works: list[Work] = []
-            for index, tensor in incoming:
-                if tensor.numel():
-                    self._count(0)
-                    works.append(self._live().recv([tensor], index, 0))
-            for index, tensor in outgoing:
-                if tensor.numel():
-                    self._count(tensor.numel())
-                    works.append(self._live().send([tensor], index, 0))
-            self._wait(works)
+            for _, data in outgoing:
+                self._count(data.nbytes)
+            for _ in incoming:
+                self._count(0)
+            self._transfer(outgoing, incoming)
 
-    def _wait(self, works: list[Work]) -> None:
-        """Wait for all, the deadline of the call in progress permitting."""
-        try:
-            while works:
-                works.pop(0).wait(self._left())
-        finally:
-            works.clear()  # work that a traceback keeps alive would keep the connections open
-
-    def _live(self) -> ProcessGroup:
-        """The communicator; callers keep no reference, so that `close` really closes it."""
-        if self._group is None:
+    def _transfer(
+        self,
+        outgoing: Sequence[tuple[int, memoryview]],
+        incoming: Sequence[tuple[int, memoryview]],
+    ) -> None:
+        """Move bytes within the deadline of the call in progress."""
+        if self._is_closed:
             raise GroupError(f"The control communicator of layout {self._name!r} is closed.")
-        return self._group
+        self._connections.transfer(outgoing, incoming, self._deadline)
 
-    def _left(self) -> timedelta:
-        """What is left of the call's time."""
-        return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
+    def _distances(self) -> list[int]:
+        """Powers of two below the number of ranks: to those ranks collectives connect this one."""
+        return [1 << bit for bit in range((len(self._ranks) - 1).bit_length())]
+
+    def _at(self, distance: int) -> int:
+        """The index at a distance round the ranks."""
+        return (self._index + distance) % len(self._ranks)
 
     def _count(self, nbytes: int) -> None:
         """Count one collective or message."""
@@ -199,14 +201,15 @@ class Transport:
 
     @contextlib.contextmanager
     def _naming_missing_ranks(self) -> Iterator[None]:
-        """Around waits: DeadlineError for one that fails, and the transport is broken."""
+        """Around transfers: DeadlineError for one that fails, and the transport is broken."""
         try:
             yield
-        except RuntimeError as error:
+        except (OSError, LateError, RuntimeError) as error:  # the last is the store's
+            if isinstance(error, GroupError):
+                raise
             self._post(f"{self._phase} (gave up)")
-            broke = time.monotonic() < self._deadline - _SLACK_S
             self.close()
-            self._broken = self._describe(str(error), broke=broke)
+            self._broken = self._describe(str(error), broke=not isinstance(error, LateError))
             raise DeadlineError(self._broken) from error
 
     def _describe(self, cause: str, *, broke: bool) -> str:
@@ -244,30 +247,26 @@ class Transport:
         return progress
 
     def _look(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
-        """Read every rank's progress, for a while if that may still change."""
+        """Read every rank's progress, for a while if that may still change.
+
+        Ranks that gave up in an earlier collective are named only where there are no others.
+        """
         until = time.monotonic() + _PROGRESS_WAIT_S
         while True:
-            missing, silent = {}, []
+            missing: dict[int, str] = {}
+            victims: dict[int, str] = {}
+            silent: list[int] = []
             entries = self._store.multi_get([f"progress/{rank}" for rank in self._ranks])
             for rank, entry in zip(self._ranks, entries, strict=True):
                 number, _, phase = bytes(entry).decode().partition(":")
                 if int(number) < self._sequence:
-                    missing[rank] = f"phase {phase!r} (collective {number})"
+                    is_victim = phase.endswith(" (gave up)")
+                    where = f"phase {phase!r} (collective {number})"
+                    (victims if is_victim else missing)[rank] = where
                 elif int(number) == self._sequence and not phase.endswith(" (gave up)"):
                     silent.append(rank)
+            missing = missing or victims
             late = bool(missing) and not broke  # the deadline has passed: late is late
             if late or not (missing or silent) or time.monotonic() >= until:
                 return missing, silent
             time.sleep(0.05)
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    """Bytes as a tensor."""
-    if not data:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # torch wants a writable buffer
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """Inverse of `_tensor`."""
-    return tensor.numpy().tobytes()

@@ -11,7 +11,6 @@ have agreed on.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -25,9 +24,6 @@ from holdfast.errors import DeadlineError, GroupError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import ProcessGroup, Store
-
-
-_LAZY_GLOO = "holdfast_lazy_gloo"
 
 
 def is_initialized() -> bool:
@@ -98,39 +94,6 @@ def new_group(
         ) from error
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast("ProcessGroup", group)
-
-
-def lazy_gloo() -> str:
-    """The backend of communicators whose ranks connect when they first send to each other.
-
-    gloo connects every rank with every other when a communicator is made: ranks + 3 descriptors on
-    each rank, and 8 bytes in the store for each pair. Its lazy mode is an option of the device. So
-    it is a backend of its own here: the environment variable of torch for it
-    (TORCH_GLOO_LAZY_INIT) would change communicators of other code, too.
-    """
-    if not hasattr(dist.Backend, _LAZY_GLOO.upper()):
-        register: Any = dist.Backend.register_backend
-        register(_LAZY_GLOO, _make_lazy_gloo, extended_api=True, devices=["cpu"])
-    return _LAZY_GLOO
-
-
-def _make_lazy_gloo(request: Any, _: object) -> object:
-    """Called by torch for each communicator of the backend."""
-    gloo: Any = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    options = gloo._Options()
-    try:
-        options._devices = [
-            gloo.create_device(interface=name, lazy_init=True)
-            if name
-            else gloo.create_default_device(lazy_init=True)
-            for name in interfaces
-        ]
-    except TypeError:  # torch before 2.8 has no such option
-        return gloo(request.store, request.group_rank, request.group_size, request.timeout)
-    options._threads = 2 * len(interfaces)
-    options._timeout = request.timeout
-    return gloo(request.store, request.group_rank, request.group_size, options)
 
 
 def group_ranks(group: object) -> list[int]:

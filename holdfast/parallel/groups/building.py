@@ -263,16 +263,14 @@ def _make_together(
 
 
 def _make_control(comms: Communicators) -> Control:
-    """The control of the layout, on a communicator of its own that connects as it is used."""
+    """The control of the layout, on connections of its own."""
     layout, rank = comms.layout, comms.rank
     transport = None
     if layout.world_size > 1 and comms.store is not None:
-        comms.make(layout.ranks, "control", _torch.lazy_gloo())
         transport = Transport(
-            comms.owned.pop(),  # the transport owns it from here
             ranks=layout.ranks,
             rank=rank,
-            store=_torch.prefix_store(f"{comms.prefix}/progress", comms.store),
+            store=_torch.prefix_store(f"{comms.prefix}/control", comms.store),
             timeout_s=comms.timeout_s,
             name=layout.name,
         )

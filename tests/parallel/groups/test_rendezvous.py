@@ -29,11 +29,13 @@ def test_no_rank_asks_more_of_the_store_where_there_are_more_ranks() -> None:
         return sum(getattr(c, quantity) for c in counted) / len(counted)
 
     # One request a rank would be 8 more. The first and the last rank to arrive make a few more
-    # than the others, and which of two connected ranks asks for an address is not fixed.
+    # than the others. Twice as many ranks are one round more: an address to ask for, and two
+    # connections.
     assert highest(many, "requests") <= highest(few, "requests") + 4
     assert mean(many, "requests") < mean(few, "requests") + 2
     assert mean(many, "nbytes") < mean(few, "nbytes") * 1.1
-    assert highest(many, "descriptors") == highest(few, "descriptors") < 8
+    assert highest(few, "descriptors") == 1 + 2 * 3
+    assert highest(many, "descriptors") == 1 + 2 * 4
 
 
 # Rendezvous alone: ranks are threads over one store, which is quick and has no other cost.
@@ -217,6 +219,8 @@ def test_the_last_to_arrive_is_named_if_it_does_not_go_on() -> None:
 def overlapping(rank: RankContext) -> str:
     """Two lists of ranks that share one, of which neither counts on all of the other."""
     ranks = (0, 1) if rank.rank == 0 else (1, 2)
+    if rank.rank != 0:  # whose list is complete, so that they are through if they come first
+        time.sleep(1)
     started = time.monotonic()
     with pytest.raises(LayoutError) as caught:
         ProcessGroups.create(Layout(dp=2, ranks=ranks), timeout_s=20)
@@ -227,8 +231,13 @@ def overlapping(rank: RankContext) -> str:
 def test_lists_of_ranks_that_overlap_are_noticed_at_once() -> None:
     texts = run_ranks(3, overlapping).results
     assert len(set(texts)) == 1
-    assert "Ranks [0] disagree with ranks 1, 2, so no rank may create layout 'model'" in texts[0]
-    assert "rank 0 counts on ranks 1 for layout" in texts[0]
+    # Whichever of ranks 1 and 2 announced their list: the odd one is 0, or 2 as 0 sees it.
+    assert any(
+        f"Ranks [{odd}] disagree with ranks {rest}, so no rank may create layout 'model'"
+        in texts[0]
+        and f"rank {odd} counts on ranks 1 for layout" in texts[0]
+        for odd, rest in ((0, "1, 2"), (2, "0, 1"))
+    ), texts[0]
 
 
 # Equal lists of ranks share a communicator, but for those along data ranks.
@@ -268,4 +277,4 @@ def sharing(rank: RankContext) -> int:
 
 
 def test_equal_lists_of_ranks_share_a_communicator_unless_data_travels_on_it() -> None:
-    assert run_ranks(8, sharing).results == [9] * 8  # 4 lists; control is one of 9
+    assert run_ranks(8, sharing).results == [8] * 8  # 4 lists of ranks
