@@ -77,3 +77,17 @@ ALIASES: Mapping[str, str] = {
     "inter_distributed_optimizer_instance": "inter_dist_opt",
 }
 """Names that other code has for groups, mostly Megatron's. One that is not here is its own."""
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    """Its first and its last stage."""
+    return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])
+
+
+def _first(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    """Its first stage."""
+    return pipeline[:1]
+
+
+STAGES = {"embd": _ends, "pos_embd": _first}
+"""Which ranks of a pipeline hold what: by the token of the group."""

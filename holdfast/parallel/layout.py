@@ -28,10 +28,10 @@ from holdfast.parallel.group_names import (
     GROUP_NAMES,
     NAMED_AXES,
     SLICED,
+    STAGES,
     axes_of,
 )
 from holdfast.parallel.ranks import (
-    STAGES,
     Lookups,
     checked_ranks,
     checked_size,

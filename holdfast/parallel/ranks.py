@@ -67,20 +67,6 @@ def sums_of_strides(axes: Iterable[tuple[int, int]]) -> list[int]:
     return steps
 
 
-def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    """Its first and its last stage."""
-    return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])
-
-
-def _first(pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    """Its first stage."""
-    return pipeline[:1]
-
-
-STAGES = {"embd": _ends, "pos_embd": _first}
-"""Which ranks of a pipeline hold what: by the token of the group."""
-
-
 class Lookups:
     """What a layout computes once, at its first use; no part of its value, nor of a copy."""
 
