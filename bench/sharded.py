@@ -132,10 +132,10 @@ class Holdfast:
         durable = time.perf_counter() - began
         return {"stall": stall, "durable": durable} | _phases(report.seconds)
 
-    def load(self, step: int, *, exchange: bool = True) -> Measured:
+    def load(self, step: int, **options: Any) -> Measured:
         """`load` into the state; also the bytes read, as the kernel counts them."""
         before = probes.nbytes_read()
-        measured = timed(lambda: self._checkpointer.load(self._state, step=step, exchange=exchange))
+        measured = timed(lambda: self._checkpointer.load(self._state, step=step, **options))
         return measured | {"read": float(probes.nbytes_read() - before)}
 
 

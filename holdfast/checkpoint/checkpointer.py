@@ -296,6 +296,7 @@ class Checkpointer:
         return decision.save
 
     def _note_saved(self, step: int) -> None:
+        """Tell the policy of `save_when` that a step is saved."""
         if self._schedule is not None:
             self._schedule.saved(step)
 
@@ -399,6 +400,7 @@ class Checkpointer:
         return self._note_loaded(self._loader.load(None, options))
 
     def _note_loaded(self, report: LoadReport) -> LoadReport:
+        """Count what was read; a step that was loaded is saved, too."""
         self._nbytes_loaded += report.nbytes_read
         self._note_saved(report.step)
         return report

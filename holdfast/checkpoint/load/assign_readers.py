@@ -219,6 +219,7 @@ def _cut(slices: Slices, at: Sequence[int], grain: int) -> list[Slices]:
 
 
 def _concatenate(slices: Sequence[Slices]) -> Slices:
+    """All slices, in order."""
     return Slices(
         number=np.concatenate([each.number for each in slices]),
         start=np.concatenate([each.start for each in slices]),

@@ -96,6 +96,7 @@ class Target:
         self.done(values.nbytes)
 
     def _open(self) -> memoryview:
+        """The memory that pieces are written to."""
         if self.is_direct:
             # Two threads may do this at once: both views are of the same memory.
             nbytes = self._tensor.numel() * self._tensor.element_size()
@@ -109,6 +110,7 @@ class Target:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        """Copy the buffer, which is full, to the tensor."""
         if self._view is None:
             return
         host = torch.frombuffer(self._view, dtype=self._stored).view(self._tensor.shape)
@@ -224,6 +226,7 @@ def shared_memory(requests: Sequence[TensorRequest]) -> list[str]:
 
 
 def _message_of_one(path: str) -> str:
+    """The sentence for a tensor whose elements share memory."""
     return (
         f"{path}: several elements of the state's tensor share memory (an expanded or overlapping "
         f"view), so that no load can fill them; give it memory of its own with .clone()"
@@ -231,6 +234,7 @@ def _message_of_one(path: str) -> str:
 
 
 def _message_of_two(one: TensorRequest, other: TensorRequest) -> str:
+    """The sentence for two tensors that share memory."""
     return (
         f"{one.path} and {other.path}: the state's tensors share memory, and the checkpoint has a "
         f"tensor for each, so that one would overwrite the other; give one of them memory of its "
@@ -362,6 +366,7 @@ def _common_bytes_by_map(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | N
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor, taken: torch.Tensor) -> bool:
+    """Whether two views of the map have an element in common; clears the map."""
     taken.zero_()
     one.fill_(1)
     return bool(other.any())

@@ -256,12 +256,14 @@ class Round:
             self._packed_out.append((peer, numbers, shared[content]))
 
     def _note(self, numbers: IntArray, buffer: memoryview | None) -> None:
+        """Remember which transfers take of which piece, and the message that they are packed in."""
         for number, piece in zip(
             numbers.tolist(), self._outgoing.piece[numbers].tolist(), strict=True
         ):
             self._by_piece.setdefault(piece, []).append((number, buffer))
 
     def _prepare_receives(self) -> None:
+        """Make memory for what arrives, or take that of the targets."""
         received = self._incoming
         for peer, numbers in received.by_peer():
             is_large = received.is_large[numbers.start : numbers.stop]

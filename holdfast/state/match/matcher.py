@@ -173,6 +173,7 @@ class Matcher:
         return inner if inner is not None and self._registered.holds_tensors(inner) else None
 
     def _is_filled_sequence(self, template: object) -> bool:
+        """Whether a template is a sequence with tensors to fill."""
         is_sequence = isinstance(template, list | tuple | deque)
         return is_sequence and self._registered.holds_tensors(template)
 
@@ -220,6 +221,7 @@ class Matcher:
             self._request_all(node, path)
 
     def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
+        """Match the entries of a mapping with the stored ones, by name."""
         named = members_of(node, self._codecs)
         if named is None:
             if any(self._registered.holds_tensors(v) for v in template.values()):
@@ -280,6 +282,7 @@ class Matcher:
         self.result.touched.update(leaf_paths(node, path, self._codecs))
 
     def _match_sequence(self, template: Any, node: Any, path: str) -> None:
+        """Match the items of a sequence with the stored ones, by position."""
         children = items_of(node)
         if children is None or len(children) != len(template):
             self._other_kind(path, f"a sequence of {len(template)}", node)
@@ -288,6 +291,7 @@ class Matcher:
             self.match(item, child, f"{path}.{i}")
 
     def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
+        """Match the value of this rank with what is stored per coordinate."""
         if tag_of(node) != "per_rank":
             kind = f"a value per {','.join(template.axes)}"
             self._other_kind(path, kind, node, hint="; ask for it without PerRank")
@@ -329,6 +333,7 @@ class Matcher:
         (self.result.kept if self.may_miss(path) else self.result.missing).append(path)
 
     def _build_per_rank(self, template: PerRank, node: Any, path: str) -> Any:
+        """This rank's value, picked or merged as its policy says."""
         source = self._per_rank_sources[path]
         if source.is_merged or source.is_picked:
             trees = {
@@ -354,6 +359,7 @@ class Matcher:
         return self.build(template.tree, node["v"][label], f"{path}[{label}]")
 
     def _match_tensor(self, template: torch.Tensor | Marked, node: Any, path: str) -> None:
+        """Request a stored tensor for a target, unless they differ in kind, shape or dtype."""
         target = self._targets.local_target(template, path, self._layout)
         target_dtype, target_shape, boxes, locals_ = target
         if not isinstance(node, dict) or node.get("$") not in ("tensor", "array"):
@@ -403,6 +409,7 @@ class Matcher:
         return left
 
     def _miss(self, path: str, template: object) -> None:
+        """Report something requested that is not stored, below a consent or without."""
         if isinstance(template, Fresh):
             if self.may_miss(path):
                 self.result.fresh.append(path)
@@ -449,6 +456,7 @@ class Matcher:
         self.result.touched.update(leaf_paths(node, path, self._codecs))
 
     def _request_new(self, key: str, path: str) -> None:
+        """Request a stored tensor into new memory, once."""
         if (self._scope, key) in self._fresh:
             return
         dtype, shape = self._tensors[key]
@@ -457,6 +465,7 @@ class Matcher:
         self.result.tensors.append(TensorRequest(path, self._positions[key], None, (target,), True))
 
     def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
+        """The stored value, with the tensors requested for it in place."""
         if not isinstance(node, dict | list):
             return node
 
@@ -481,4 +490,5 @@ class Matcher:
         return decode_tree(node, path=path, codecs=self._codecs, on_leaf=value)
 
     def _own_label(self, node: Mapping[str, Any], path: str) -> str:
+        """This rank's coordinate as a stored value per rank names it."""
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)

@@ -201,6 +201,7 @@ def members_of(node: Any, codecs: Codecs) -> Members | None:
 
 
 def _members(node: Any, key_of: Callable[[Any], Any]) -> Members | None:
+    """Name -> (key, child) of a stored mapping; None for anything else."""
     if not isinstance(node, dict):
         return None
     tag = node.get("$")
@@ -247,6 +248,7 @@ def leaf_paths(node: Any, path: str, codecs: Codecs | None = None) -> list[str]:
 
 
 def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[Any], Any]) -> None:
+    """Append the paths of all leaves below a node."""
     if not isinstance(node, dict | list):
         result.append(path)
         return

@@ -128,6 +128,7 @@ class PlacedTemplates:
         return whole if isinstance(current, Mapping) else list(whole.values())
 
     def _target(self, current: Any, info: StoredTensor) -> torch.Tensor | Marked | None:
+        """A target of the stored shape: the current one where it may be filled, or a new one."""
         if _global_shape(current) != info.shape:
             return None
         local = local_of(current if isinstance(current, torch.Tensor) else current.local)
@@ -136,6 +137,7 @@ class PlacedTemplates:
         return zeros_like_target(current, info.dtype)
 
     def _is_new(self, local: torch.Tensor) -> bool:
+        """Whether no earlier target has this memory."""
         if local.is_meta or local.numel() == 0:
             return True
         memory = (local.device, local.untyped_storage().data_ptr())
@@ -145,6 +147,7 @@ class PlacedTemplates:
 
 
 def _global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:
+    """The shape of the whole tensor that a target is part of."""
     if isinstance(target, Padded | Sharded):
         return tuple(target.shape)
     if isinstance(target, FlatShard):
