@@ -105,6 +105,7 @@ class Transport:
         rows = bytearray(size * row_nbytes)  # by distance from this rank
         rows[:row_nbytes] = data.ljust(row_nbytes, b"\0")
         view = memoryview(rows)
+        self._check_open()
         with self._naming_missing_ranks():
             self._count(row_nbytes)
             self._connections.connect((self._at(-d) for d in self._distances()), self._deadline)
@@ -177,9 +178,13 @@ class Transport:
         incoming: Sequence[tuple[int, memoryview]],
     ) -> None:
         """Move bytes within the deadline of the call in progress."""
+        self._check_open()
+        self._connections.transfer(outgoing, incoming, self._deadline)
+
+    def _check_open(self) -> None:
+        """GroupError after `close`."""
         if self._is_closed:
             raise GroupError(f"The control communicator of layout {self._name!r} is closed.")
-        self._connections.transfer(outgoing, incoming, self._deadline)
 
     def _distances(self) -> list[int]:
         """Powers of two below the number of ranks: to those ranks collectives connect this one."""

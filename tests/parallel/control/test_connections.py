@@ -100,6 +100,26 @@ def test_every_rank_gets_every_row_and_the_root_s_bytes(size: int) -> None:
     assert in_threads(size, collect) == [(expected, b"root", big, 4)] * size
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_closed_transport_says_so_and_connects_nowhere(is_used: bool) -> None:
+    store = HashStore()
+
+    def use(index: int) -> Transport:
+        transport = Transport(ranks=range(2), rank=index, store=store, timeout_s=20, name="m")
+        if is_used:
+            transport.begin(1, "used", soon())
+            transport.all_gather(b"row", 3)
+        return transport
+
+    first, second = in_threads(2, use)
+    first.close()
+    first.close()
+    first.begin(2, "closed", soon())
+    with pytest.raises(GroupError, match="is closed"):
+        first.all_gather(b"row", 3)
+    second.close()
+
+
 def test_a_message_of_another_length_is_noticed() -> None:
     store = HashStore()
 
