@@ -49,7 +49,7 @@ def config_of(words: str) -> TrainConfig:
 
 
 def loads(
-    rank: RankContext, directory: str, layouts: tuple[tuple[int, str], ...]
+    rank: RankContext, directory: str, layouts: tuple[tuple[int, str], ...], timeout_s: float
 ) -> list[tuple[float, float]]:
     """Save under each layout; load each checkpoint under each other, save again, train a step.
 
@@ -65,7 +65,10 @@ def loads(
             config = config_of(words)
             layout = config.check(world_size=num_ranks).to_dict()
             # Ranks meet by name, and not all of them take part in every layout.
-            groups = ProcessGroups.create(Layout.from_dict({**layout, "name": f"{number}"}))
+            # Ranks of few layouts wait for those of many.
+            groups = ProcessGroups.create(
+                Layout.from_dict({**layout, "name": f"{number}"}), timeout_s=timeout_s
+            )
             trainers[number] = groups, config
             with Trainer(config, groups=groups, corpus=corpus) as trainer:
                 for _ in range(SAVED_AT):
@@ -109,7 +112,8 @@ def check(tmp_path: Path, layouts: tuple[tuple[int, str], ...], *, timeout_s: fl
     words = random.Random(0).choices(["held", "fast", "anchor", "rope", "storm"], k=4000)
     (tmp_path / "text").write_text(" ".join(words))
     num_ranks = max(count for count, _ in layouts)
-    results = run_ranks(num_ranks, loads, str(tmp_path), layouts, timeout_s=timeout_s).results
+    arguments = (str(tmp_path), layouts, timeout_s)
+    results = run_ranks(num_ranks, loads, *arguments, timeout_s=timeout_s).results
     for saved in range(len(layouts)):
         original = manifest(tmp_path / f"{saved}")
         expected = tensors(original)
