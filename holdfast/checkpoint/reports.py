@@ -120,6 +120,9 @@ class LoadReport:
     """Of tensor data, received from other ranks."""
     num_opens: int = 0
     """Of data files, by this rank."""
+    nbytes_by_file: Mapping[str, int] = field(default_factory=dict)
+    """Data file name (`data/00000.safetensors`) -> bytes that this rank read from it; files that it
+    read nothing from are absent. Their sum is `nbytes_read`."""
     job: JobReading = field(default_factory=JobReading)
     """The same for all ranks together."""
     replaced: tuple[str, ...] = ()

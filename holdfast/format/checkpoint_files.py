@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,10 +34,16 @@ _STEP_NBYTES = 1 << 20
 
 @dataclass(slots=True, kw_only=True)
 class ReadStats:
-    """What reading has cost so far; `fallbacks` names each damaged copy that was replaced."""
+    """What reading has cost so far; `fallbacks` names each damaged copy that was replaced.
+
+    `ranges` counts the reads, `nbytes_by_file` is by position in the manifest's `files`; its sum is
+    `nbytes_read`.
+    """
 
     opens: int = 0
+    ranges: int = 0
     nbytes_read: int = 0
+    nbytes_by_file: Counter[int] = field(default_factory=Counter)
     nbytes_needed: int = 0
     fallbacks: list[str] = field(default_factory=list)
 
@@ -195,9 +202,10 @@ class CheckpointFiles:
             if len(rows) == 1:
                 self._read_piece(rows[0], *bounds[0], out, verify)
                 return
-            source = self._source(int(self.index.file[rows[0]]))
+            file = int(self.index.file[rows[0]])
+            source = self._source(file)
             source.readinto(out, start=int(self.index.start[rows[0]]) + bounds[0][0])
-            self._count(read=len(out))
+            self._count(read=len(out), file=file)
             bad = self._find_damaged(rows, bounds, out) if verify else ()
         except (CorruptionError, StorageError):
             pass
@@ -260,14 +268,15 @@ class CheckpointFiles:
         Its blocks are read some at a time and hashed at once, while they are in the cache.
         """
         place, block = int(self.index.start[row]), self._block_nbytes
-        source = self._source(int(self.index.file[row]))
+        file = int(self.index.file[row])
+        source = self._source(file)
         stated = self.index.digests(row)[start // block : -(-stop // block)].tolist()
         num_blocks = max(_STEP_NBYTES // block, 1)
         step = num_blocks * block
         for at in range(0, len(out), step):
             data = out[at : at + step]
             source.readinto(data, start=place + start + at)
-            self._count(read=len(data))
+            self._count(read=len(data), file=file)
             first = at // block
             blocks = stated[first : first + num_blocks] if verify else ()
             wrong = _find_wrong_block(data, blocks, block)
@@ -309,9 +318,12 @@ class CheckpointFiles:
                 self._sources[file] = source
             return self._sources[file]
 
-    def _count(self, *, read: int = 0, needed: int = 0) -> None:
+    def _count(self, *, read: int = 0, file: int = 0, needed: int = 0) -> None:
         with self._lock:
             self.stats.nbytes_read += read
+            if read:
+                self.stats.ranges += 1
+                self.stats.nbytes_by_file[file] += read
             self.stats.nbytes_needed += needed
 
 

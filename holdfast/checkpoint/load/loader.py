@@ -187,6 +187,10 @@ class Loader:
             nbytes_read=files.stats.nbytes_read,
             nbytes_received=executor.nbytes_received,
             num_opens=files.stats.opens,
+            nbytes_by_file={
+                files.manifest.files[file].name: nbytes
+                for file, nbytes in sorted(files.stats.nbytes_by_file.items())
+            },
             job=job,
             replaced=tuple(files.stats.fallbacks),
             seconds=time.perf_counter() - start,

@@ -20,6 +20,9 @@ from holdfast.reference.models.config import GPTConfig, check_layout
 from holdfast.reference.models.stages import Pipeline, ScheduleName
 from holdfast.reference.train.limits import check_numbers
 
+RANK_LOG_DIR = "events"
+"""Directory of a run, below that of --save, with what each rank logs of its saves and loads."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
@@ -184,6 +187,8 @@ class LogConfig:
     """Steps between progress lines on the terminal."""
     jsonl: Path | None = None
     """File to append one JSON object per step, save and load to."""
+    rank_log: bool = True
+    """Append each rank's saves and loads to DIR/events of --save; `holdfast view` draws them."""
     tensorboard: Path | None = None
     """Directory for TensorBoard event files; needs the extra holdfast[tensorboard]."""
 

@@ -24,6 +24,7 @@ from holdfast.reference.models.parallelize import ParallelGPT
 from holdfast.reference.train.config import CheckpointConfig, OptimConfig, TrainConfig
 from holdfast.reference.train.data import BatchSampler, Corpus
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
+from holdfast.reference.train.rank_log import RankLog
 from holdfast.reference.train.resume import check_save, find_checkpoint
 from holdfast.reference.train.schedule import Schedule, ScheduleSettings
 from holdfast.reference.train.stopping import StopRequest, StopWhenAsked
@@ -93,7 +94,9 @@ class Trainer:
         stopping = StopWhenAsked(stop or StopRequest(), reporter)
         self._save_schedule = SaveSchedule(policy | stopping, control=groups.control)
         self._save_schedule.saved(0)  # a run that has not begun has nothing to keep
-        self._pending: tuple[PendingSave, float] | None = None
+        self._pending: tuple[PendingSave, float, float] | None = None
+        log_in = config.checkpoint.save if config.log.rank_log else None
+        self._log = RankLog(log_in, layout=groups.layout, rank=groups.rank)
         self._damaged: tuple[int, ...] = ()
         self.safe: tuple[int, Path] | None = None
         """The step that a run can go on from, and the directory it is in; None before any is."""
@@ -229,17 +232,17 @@ class Trainer:
             del state["optimizer"]
         if not self.config.checkpoint.save_rng:
             del state["rng"]
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.time()
         step = self.progress.step
         self._save_schedule.saved(step)
         overwrite = step in self._damaged
         if self.config.checkpoint.async_save:
             self._finish_save()
             pending = self._checkpointer.save_async(step, state, overwrite=overwrite)
-            self._pending = (pending, time.perf_counter() - started)
+            self._pending = (pending, time.perf_counter() - started, began)
         else:
             report = self._checkpointer.save(step, state, overwrite=overwrite)
-            self._report_save(report, time.perf_counter() - started)
+            self._report_save(report, time.perf_counter() - started, began=began)
 
     def _report_finished(self) -> None:
         """Report the asynchronous save in flight once it is committed; waits for nothing.
@@ -252,13 +255,14 @@ class Trainer:
     def _finish_save(self) -> None:
         """Wait for the asynchronous save in flight, if any, and report it."""
         if self._pending is not None:
-            (pending, seconds), self._pending = self._pending, None
-            self._report_save(pending.result(), seconds)
+            (pending, seconds, began), self._pending = self._pending, None
+            self._report_save(pending.result(), seconds, began=began)
 
-    def _report_save(self, report: SaveReport, seconds: float) -> None:
+    def _report_save(self, report: SaveReport, seconds: float, *, began: float) -> None:
         """Report a committed save, from which the run can now go on."""
         if self.config.checkpoint.save is not None:
             self.safe = (report.step, self.config.checkpoint.save)
+        self._log.save(report, began=began)
         if self.reporter is not None:
             self.reporter.event(
                 "save",
@@ -292,7 +296,7 @@ class Trainer:
         }
         if checkpoint.finetune:
             chosen = dict.fromkeys(state, False) | {"model": True}
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.time()
         report = Checkpointer(checkpoint.load, groups=self.groups).load(
             {name: part for name, part in state.items() if chosen.get(name, True)},
             step=None if checkpoint.max_fallbacks else step,
@@ -300,6 +304,7 @@ class Trainer:
             max_fallbacks=checkpoint.max_fallbacks,
         )
         self._after_load(report)
+        self._log.load(report, began=began)
         if report.missing:
             self._note("the checkpoint was trained without a loss scale: it starts afresh")
         seconds = time.perf_counter() - started

@@ -147,15 +147,19 @@ class Reporter:
         """
         if self._jsonl is None:
             return
-        line = json.dumps({"event": name, "time": round(time.time(), 3), **values})
         try:
-            self._jsonl.write(line + "\n")
+            self._jsonl.write(event_line(name, values))
             self._jsonl.flush()
         except OSError as error:
             raise StorageError(
                 f"--jsonl {self._jsonl.name}: cannot be written ({error.strerror}); make room or "
                 f"name another file"
             ) from error
+
+
+def event_line(name: str, values: Mapping[str, object]) -> str:
+    """A JSON object with the event's name, the wall clock and these values, as one line."""
+    return json.dumps({"event": name, "time": round(time.time(), 3), **values}) + "\n"
 
 
 def readable_nbytes(nbytes: float) -> str:

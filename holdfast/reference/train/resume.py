@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir
-from holdfast.reference.train.config import CheckpointConfig
+from holdfast.reference.train.config import RANK_LOG_DIR, CheckpointConfig
 from holdfast.storage import PosixStorage
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _refuse_missing(what: str, *, checkpoint: CheckpointConfig) -> None:
 def _is_ours(name: str) -> bool:
     """Whether a name in a directory is one that saves make."""
     return (
-        name == LATEST
+        name in (LATEST, RANK_LOG_DIR)
         or name.startswith((".saving-", ".trash-"))
         or (parse_step_dir(name) is not None)
     )
