@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.keys import select_keys
+from holdfast.cli.support.locality_tables import locality_json, print_locality
 from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
     clean,
@@ -57,6 +59,9 @@ class Args:
 
     stats: bool = False
     """Read the tensors chosen with --tensor: least, greatest, mean, norm, first elements."""
+
+    locality: bool = False
+    """Where the bytes lie that each rank needs under the saved layout; which are stored twice."""
 
     json: bool = False
     """Print JSON instead of tables."""
@@ -161,6 +166,8 @@ def _as_json(opened: OpenCheckpoint, args: Args, rows: list[TensorRow]) -> dict[
             }
             for file, count in zip(manifest.files, _num_chunks(snapshot), strict=True)
         ]  # fmt: skip
+    if args.locality:
+        document["locality"] = locality_json(SavedPlacement(manifest, snapshot.index))
     if args.values:
         chosen = manifest.parts if args.part is None else {args.part: manifest.parts[args.part]}
         document["values"] = chosen
@@ -196,7 +203,9 @@ def _print(opened: OpenCheckpoint, args: Args, rows: list[TensorRow]) -> None:
             _print_parts(console, manifest)
     if args.files:
         _print_files(console, snapshot)
-    if not args.values or is_narrow:
+    if args.locality:
+        print_locality(console, SavedPlacement(manifest, snapshot.index))
+    if not (args.values or args.locality) or is_narrow:
         _print_tensors(console, rows, is_all=is_narrow)
     for row in rows:
         if row.stats is not None:

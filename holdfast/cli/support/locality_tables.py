@@ -1,0 +1,95 @@
+"""`holdfast show --locality`: where the bytes lie that each rank needs, as tables and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.console import Console
+
+from holdfast.cli.support.holders import SavedPlacement
+from holdfast.cli.support.locality import basis_counts, rank_localities, stored_kinds
+from holdfast.cli.support.messages import clean, counted, in_bytes
+from holdfast.cli.support.tables import MAX_ROWS, make_table
+
+CAVEAT = (
+    "Who needs what is inferred from how the boxes vary with their writers' coordinates: the index "
+    "states who wrote a box, not who held it."
+)
+
+
+def copies_in_words(least: int, most: int) -> str:
+    """How often chunks are stored: "1", or "1-4"."""
+    return f"{least}" if least == most else f"{least}-{most}"
+
+
+def locality_json(saved: SavedPlacement) -> dict[str, object]:
+    """The member `locality` of `--json`; sizes in bytes."""
+    totals = saved.manifest.totals
+    return {
+        "ranks": [asdict(rank) for rank in rank_localities(saved)],
+        "kinds": [
+            asdict(kind) | {"extra_nbytes": kind.extra_nbytes} for kind in stored_kinds(saved)
+        ],
+        "extra_nbytes": totals.stored_nbytes - totals.nbytes,
+        "inferred": [asdict(count) for count in basis_counts(saved)],
+        "caveat": CAVEAT,
+    }
+
+
+def print_locality(console: Console, saved: SavedPlacement) -> None:
+    """Three tables: by rank, by part and kind of tensor, and how sure that is."""
+    table = make_table(
+        [
+            ("rank", "right"), ("in its own file", "right"), ("in files of others", "right"),
+            ("of that unsure", "right"), ("perhaps more", "right"), ("own share", "right"),
+            ("files to open", "right"),
+        ],
+        title="bytes that each rank needs under the saved layout",
+    )  # fmt: skip
+    ranks = list(rank_localities(saved))
+    for each in ranks[:MAX_ROWS]:
+        needed = each.own_nbytes + each.other_nbytes
+        share = f"{100 * each.own_nbytes / needed:.0f} %" if needed else "-"
+        table.add_row(
+            f"{each.rank}", in_bytes(each.own_nbytes), in_bytes(each.other_nbytes),
+            in_bytes(each.unsure_nbytes) if each.unsure_nbytes else "-",
+            in_bytes(each.perhaps_nbytes) if each.perhaps_nbytes else "-", share,
+            f"{each.num_files}",
+        )  # fmt: skip
+    console.print(table)
+    if len(ranks) > MAX_ROWS:
+        more = counted(len(ranks) - MAX_ROWS, "more rank")
+        console.print(f"… and {more}; --json lists all", style="dim")
+    _print_kinds(console, saved)
+    table = make_table(
+        [("tensors", "right"), ("size", "right"), ("known by", "bold"), ("which means", "")],
+        title="how the ranks that need a tensor are known",
+    )
+    for count in basis_counts(saved):
+        table.add_row(f"{count.num_tensors:,}", in_bytes(count.nbytes), count.basis, count.meaning)
+    console.print(table)
+    console.print(CAVEAT, style="dim", soft_wrap=True)
+
+
+def _print_kinds(console: Console, saved: SavedPlacement) -> None:
+    """How often the tensors of each part and kind are stored, and the bytes of the copies."""
+    table = make_table(
+        [
+            ("part", "bold"), ("kind", ""), ("tensors", "right"), ("size", "right"),
+            ("stored", "right"), ("times stored", "right"), ("extra", "right"),
+        ],
+        title="copies that are stored",
+    )  # fmt: skip
+    for kind in stored_kinds(saved):
+        table.add_row(
+            clean(kind.part), clean(kind.kind), f"{kind.num_tensors:,}", in_bytes(kind.nbytes),
+            in_bytes(kind.stored_nbytes), copies_in_words(kind.min_copies, kind.max_copies),
+            in_bytes(kind.extra_nbytes) if kind.extra_nbytes else "-",
+        )  # fmt: skip
+    console.print(table)
+    totals = saved.manifest.totals
+    extra = totals.stored_nbytes - totals.nbytes
+    console.print(
+        f"all tensors: {in_bytes(totals.nbytes)} once, {in_bytes(totals.stored_nbytes)} stored, "
+        f"{in_bytes(extra)} of it further copies"
+    )
