@@ -20,6 +20,7 @@ VERBS = {
     "train": "train the reference model, save and resume under any layout",
     "ls": "list the checkpoints in a directory",
     "show": "show what is in a checkpoint",
+    "view": "write one HTML page about a checkpoint and its run",
     "verify": "check every byte of a checkpoint",
     "diff": "compare two checkpoints, whatever their layouts",
     "export": "write tensors as safetensors or npy files",

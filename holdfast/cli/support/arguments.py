@@ -66,7 +66,7 @@ class Option:
     @property
     def shown(self) -> str:
         """How messages name it: --steps, or PATH for a positional argument."""
-        name = self.field.replace("_", "-")
+        name = self.field.rstrip("_").replace("_", "-")
         return name.upper() if self.is_positional else f"--{name}"
 
     @property

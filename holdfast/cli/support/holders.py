@@ -61,6 +61,11 @@ class Holders:
     """Axes of the view that the cuts are of."""
     is_sure: bool = True
 
+    @property
+    def is_all(self) -> bool:
+        """Whether all axes distinguish ranks: the writer of a box is its only holder."""
+        return len(self.axes) == len(_AXES)
+
 
 class LayoutRanks:
     """The ranks of one layout of a manifest, and their coordinates as columns.

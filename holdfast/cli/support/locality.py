@@ -115,7 +115,7 @@ def stored_kinds(saved: SavedPlacement) -> list[StoredKind]:
         kinds.setdefault(part, set()).add(kind)
     keys = [(p, k if len(kinds[p]) <= _MAX_KINDS else OTHER_KINDS) for p, k in keys]
     stored = np.bincount(saved.index.tensor, saved.index.nbytes, len(tensors)).astype(np.int64)
-    least, most = _num_copies(saved)
+    least, most = num_copies(saved)
     groups: dict[tuple[str, str], list[int]] = {}
     for number, key in enumerate(keys):
         groups.setdefault(key, []).append(number)
@@ -133,7 +133,7 @@ def stored_kinds(saved: SavedPlacement) -> list[StoredKind]:
     ]
 
 
-def _num_copies(saved: SavedPlacement) -> tuple[IntArray, IntArray]:
+def num_copies(saved: SavedPlacement) -> tuple[IntArray, IntArray]:
     """(tensors,) the least and the most times that a chunk of each is stored."""
     index, num_tensors = saved.index, len(saved.manifest.tensors)
     boxes, number = unique_boxes(index.take(np.flatnonzero(index.nbytes > 0)).padded(1))

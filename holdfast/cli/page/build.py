@@ -1,0 +1,250 @@
+"""The page as a whole: what it is given becomes sections of one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from holdfast.cli.page.heat_map import OWN, HeatMap, heat_map_table
+from holdfast.cli.page.history import History, history_section
+from holdfast.cli.page.html import (
+    Column,
+    Html,
+    bullets,
+    element,
+    embedded_json,
+    esc,
+    paragraph,
+    table,
+)
+from holdfast.cli.page.run_events import RunLog
+from holdfast.cli.page.tensors import tensor_data
+from holdfast.cli.page.timeline import timeline_section
+from holdfast.cli.support.holders import SavedPlacement
+from holdfast.cli.support.locality import basis_counts, rank_localities, stored_kinds
+from holdfast.cli.support.locality_tables import CAVEAT, copies_in_words
+from holdfast.cli.support.messages import (
+    counted,
+    in_bytes,
+    in_ranges,
+    layout_in_words,
+    metadata_in_words,
+    when,
+)
+from holdfast.format.manifest import Manifest
+from holdfast.version import __version__
+
+MARK = "<!doctype html><!-- holdfast view -->"
+"""How a page begins; a file that begins otherwise is not overwritten."""
+_MAX_RANKS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageData:
+    """What a page shows."""
+
+    label: str
+    saved: SavedPlacement
+    heat_maps: Sequence[HeatMap]
+    history: History
+    log: RunLog
+
+
+def build_page(data: PageData) -> str:
+    """The page, complete: style, script and data are in it, and nothing is fetched."""
+    manifest = data.saved.manifest
+    style, script = _asset("page.css"), _asset("page.js")
+    title = f"Step {manifest.step}, {data.label}"
+    sections = [
+        ("overview", "Overview", _overview(manifest)),
+        ("tensors", "Tensors and placements", _tensors(manifest)),
+        ("locality", "Locality", _locality(data.saved)),
+        ("reads", "Bytes read by a load", _heat_maps(data.heat_maps)),
+        ("saves", "Save timeline", timeline_section(data.log)),
+        ("history", "Retention history",
+         history_section(data.history, shown_step=manifest.step,
+                         has_log=data.log.num_files > 0)),
+    ]  # fmt: skip
+    links = [
+        element("li", element("a", esc(name), href=f"#{id_}")) for id_, name, _ in sections
+    ]  # fmt: skip
+    body = [
+        element("a", esc("Skip to the content"), href="#content", class_="skip"),
+        element(
+            "header",
+            element("p", esc("holdfast view"), class_="brand"),
+            element("h1", esc(f"Checkpoint of step {manifest.step}")),
+            element("p", element("code", esc(data.label)), class_="path"),
+        ),
+        element("nav", element("ul", *links), aria_label="Sections"),
+        element(
+            "main",
+            *(
+                element("section", element("h2", esc(name), id=f"{id_}-title"), content, id=id_,
+                        aria_labelledby=f"{id_}-title")
+                for id_, name, content in sections
+            ),
+            id="content", tabindex="-1",
+        ),
+        element(
+            "footer",
+            paragraph(f"Made by holdfast {__version__}. Sizes are in powers of 1000. This page "
+                      "holds all it shows; it fetches nothing."),
+        ),
+        embedded_json(tensor_data(data.saved), id_="data"),
+        Html(f"<script>{script}</script>"),
+    ]  # fmt: skip
+    # The policy names the script by its digest: no other one can run, whatever a key contains.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = [
+        Html('<meta charset="utf-8">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{esc(policy)}">'),
+        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html('<meta name="color-scheme" content="light dark">'),
+        element("title", esc(title)),
+        Html(f"<style>{style}</style>"),
+    ]
+    html = f'<html lang="en"><head>{"".join(head)}</head><body>{"".join(body)}</body></html>'
+    return f"{MARK}\n{html}\n"
+
+
+def _asset(name: str) -> str:
+    return (files("holdfast.cli.page") / name).read_text(encoding="utf-8")
+
+
+def _overview(manifest: Manifest) -> Html:
+    """Name and value of what is known of the checkpoint as a whole."""
+    totals = manifest.totals
+    extra = totals.stored_nbytes - totals.nbytes
+    facts = [
+        ("Tensors", f"{totals.num_tensors:,}"),
+        ("Size", in_bytes(totals.nbytes)),
+        ("Copies", in_bytes(extra) if extra else "none"),
+        ("Data files", f"{len(manifest.files):,}"),
+        ("Chunks", f"{manifest.index.num_rows:,}"),
+    ]
+    more = [
+        ("Saved", f"{when(manifest.created)} UTC"),
+        *(("Layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {x.order}")
+          for x in manifest.layouts),
+        ("Written by", f"holdfast {manifest.holdfast}, torch {manifest.torch}, format "
+                       f"{manifest.version}"),
+        ("Save id", manifest.save_id),
+    ]  # fmt: skip
+    if manifest.metadata:
+        more.append(("Metadata", metadata_in_words(manifest.metadata)))
+    return Html(
+        element("dl", *map(_fact, facts), class_="tiles")
+        + element("dl", *map(_fact, more), class_="facts")
+    )
+
+
+def _fact(fact: tuple[str, str]) -> Html:
+    return element("div", element("dt", esc(fact[0])), element("dd", esc(fact[1])))
+
+
+def _tensors(manifest: Manifest) -> Html:
+    """The place of the tree, which the script fills; a table of the parts without it."""
+    sizes = {info.key: info.nbytes for info in manifest.tensors}
+    count = counted(len(sizes), "tensor")
+    return Html(
+        element("p", esc("Each picture is a tensor, cut into its stored chunks; the number in a "
+                         "chunk is the rank that wrote it. Open a part, or type to filter."))
+        + element(
+            "form",
+            element("label", esc("Filter by key"), for_="filter"),
+            Html('<input id="filter" type="search" autocomplete="off" spellcheck="false" '
+                 'aria-describedby="matches" placeholder="attn weight">'),
+            element("p", esc(count), id="matches", role="status", aria_live="polite"),
+            role="search", id="search", aria_label="Tensors",
+        )
+        + element("div", id="tree")
+        + element("noscript", paragraph("The tree of tensors needs the script that is in this "
+                                        "page; every table below works without it."))
+    )  # fmt: skip
+
+
+def _locality(saved: SavedPlacement) -> Html:
+    """The tables of `show --locality`."""
+    number = [True] * 6
+    heads = ["Rank", "In its own file", "In files of others", "Of that unsure", "Perhaps more",
+             "Own share", "Files to open"]  # fmt: skip
+    columns = [Column(heading=h, is_number=n) for h, n in zip(heads, [False, *number], strict=True)]
+    ranks = list(rank_localities(saved))
+    rows = []
+    for each in ranks[:_MAX_RANKS]:
+        needed = each.own_nbytes + each.other_nbytes
+        share = f"{100 * each.own_nbytes / needed:.0f} %" if needed else "-"
+        sizes = (each.own_nbytes, each.other_nbytes, each.unsure_nbytes, each.perhaps_nbytes)
+        cells = [*map(_size, sizes), share, f"{each.num_files}"]
+        rows.append([esc(f"{each.rank}"), *map(esc, cells)])
+    parts = [
+        paragraph("Where the bytes lie that each rank needs when the saved layout is loaded."),
+        table("Bytes that each rank needs under the saved layout", columns, rows, id_="ranks"),
+    ]
+    if len(ranks) > len(rows):
+        parts.append(paragraph(f"The first {len(rows)} of {len(ranks):,} ranks are shown."))
+    parts += [_copies(saved), _inferred(saved)]
+    return Html("".join(parts))
+
+
+def _size(nbytes: int) -> str:
+    """A size, or a dash for nothing."""
+    return in_bytes(nbytes) if nbytes else "-"
+
+
+def _copies(saved: SavedPlacement) -> Html:
+    """How often tensors are stored, by part and kind."""
+    heads = ["Part", "Kind", "Tensors", "Size", "Stored", "Times stored", "Extra"]
+    columns = [Column(heading=head, is_number=i > 1) for i, head in enumerate(heads)]
+    rows = [
+        [
+            esc(kind.part), esc(kind.kind), esc(f"{kind.num_tensors:,}"),
+            esc(in_bytes(kind.nbytes)), esc(in_bytes(kind.stored_nbytes)),
+            esc(copies_in_words(kind.min_copies, kind.max_copies)),
+            esc(_size(kind.extra_nbytes)),
+        ]
+        for kind in stored_kinds(saved)
+    ]  # fmt: skip
+    totals = saved.manifest.totals
+    foot = ["All", "", f"{totals.num_tensors:,}", in_bytes(totals.nbytes),
+            in_bytes(totals.stored_nbytes), "",
+            _size(totals.stored_nbytes - totals.nbytes)]  # fmt: skip
+    caption = "Copies that are stored, by part and kind of tensor"
+    return table(caption, columns, rows, id_="copies", foot=list(map(esc, foot)))
+
+
+def _inferred(saved: SavedPlacement) -> Html:
+    """How the ranks that hold a tensor are known."""
+    columns = [Column(heading="Known by"), Column(heading="Tensors", is_number=True),
+               Column(heading="Size", is_number=True), Column(heading="Which means")]  # fmt: skip
+    rows = [
+        [esc(c.basis), esc(f"{c.num_tensors:,}"), esc(in_bytes(c.nbytes)), esc(c.meaning)]
+        for c in basis_counts(saved)
+    ]
+    caption = "How the ranks that need a tensor are known"
+    return Html(table(caption, columns, rows, id_="inferred") + paragraph(CAVEAT, class_="note"))
+
+
+def _heat_maps(heat_maps: Sequence[HeatMap]) -> Html:
+    """Every heat map, each with its notes."""
+    keys = [
+        element("li", element("span", class_=f"swatch h{shade}"), esc(text))
+        for shade, text in ((0, "nothing"), (1, "little"), (4, "half of the most"), (8, "most"))
+    ]
+    keys.append(element("li", element("span", esc(OWN), class_="own"),
+                        esc("the file that the rank wrote itself")))  # fmt: skip
+    return Html(
+        paragraph("Which rank reads how much of which data file. Whole digest blocks are counted, "
+                  "because these are what is read and checked.")
+        + element("ul", *keys, class_="legend", aria_label="Shades")
+        + "".join(heat_map_table(heat, id_=f"heat-{i}") for i, heat in enumerate(heat_maps))
+        + bullets([] if heat_maps else ["No load was logged, and none could be planned."])
+    )  # fmt: skip

@@ -1,0 +1,143 @@
+"""Which steps of a run exist, under which tags, and which were removed where its log knows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from holdfast.cli.page.html import Column, Html, element, esc, paragraph, table
+from holdfast.cli.page.run_events import RunLog
+from holdfast.cli.page.timeline import in_seconds, save_seconds
+from holdfast.cli.support.messages import in_bytes, when
+from holdfast.errors import HoldfastError
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
+from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, step_dir
+from holdfast.retention.tags import list_tags
+from holdfast.storage import Storage
+
+_MAX_MANIFESTS = 200
+"""Manifests that are read; of older steps only the number is shown."""
+_MAX_LISTED = 1000
+
+
+@dataclass(slots=True, kw_only=True)
+class StepHistory:
+    """What is known of one step."""
+
+    step: int
+    state: str
+    """"kept", "removed", "not finished", "damaged"."""
+    saved: str = ""
+    nbytes: int | None = None
+    stored_nbytes: int | None = None
+    num_files: int | None = None
+    tags: list[str] = field(default_factory=list)
+    num_saves: int = 0
+    """How often the log has it; more than once where a run was set back."""
+    seconds: float | None = None
+    """What the slowest rank waited for its last save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """All steps that are known, newest first; `problem`: why tags could not be read."""
+
+    steps: list[StepHistory]
+    problem: str = ""
+
+
+def read_history(storage: Storage, log: RunLog) -> History:
+    """The steps below a directory of checkpoints, and those that its log had.
+
+    Cost: reads the newest 200 manifests.
+    """
+    committed = list_steps(storage)
+    steps = {step: StepHistory(step=step, state="kept") for step in committed}
+    for step in committed[-_MAX_MANIFESTS:]:
+        _read(storage, steps[step])
+    for name in storage.list(""):
+        saving = parse_saving_dir(name)
+        if saving is not None and saving[0] not in steps:
+            steps[saving[0]] = StepHistory(step=saving[0], state="not finished")
+    for save in log.saves:
+        gone = StepHistory(step=save.step, state="removed", nbytes=_total(save.step, log))
+        known = steps.setdefault(save.step, gone)
+        known.num_saves += 1
+        known.seconds = save_seconds(save)
+        if known.state == "removed":
+            known.saved = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(save.began))
+    problem = ""
+    try:
+        for tag, step in list_tags(storage).items():
+            gone = StepHistory(step=step, state="removed")
+            steps.setdefault(step, gone).tags.append(tag)
+    except HoldfastError as error:
+        problem = f"Tags cannot be read: {error}"
+    return History(steps=[steps[step] for step in sorted(steps, reverse=True)], problem=problem)
+
+
+def _read(storage: Storage, entry: StepHistory) -> None:
+    """What the manifest of a step says; it may be damaged, or removed just now."""
+    path = f"{step_dir(entry.step)}/{MANIFEST}"
+    try:
+        if storage.size(path) > MAX_MANIFEST_NBYTES:
+            entry.state = "damaged"
+            return
+        manifest = decode_manifest(storage.read(path))
+    except HoldfastError:
+        entry.state = "damaged"
+        return
+    entry.saved = when(manifest.created)
+    entry.nbytes, entry.stored_nbytes = manifest.totals.nbytes, manifest.totals.stored_nbytes
+    entry.num_files = len(manifest.files)
+
+
+def _total(step: int, log: RunLog) -> int:
+    """Bytes that all ranks wrote for the last save of a step."""
+    return [sum(rank.nbytes for rank in s.ranks) for s in log.saves if s.step == step][-1]
+
+
+def history_section(history: History, *, shown_step: int, has_log: bool) -> Html:
+    """The table of steps."""
+    columns = [
+        Column(heading="Step", is_number=True),
+        Column(heading="State"),
+        Column(heading="Saved (UTC)"),
+        Column(heading="Size", is_number=True),
+        Column(heading="Files", is_number=True),
+        Column(heading="Tags"),
+        Column(heading="Ranks waited", is_number=True),
+    ]
+    rows = [_row(entry, shown_step) for entry in history.steps[:_MAX_LISTED]]
+    num_kept = sum(entry.state == "kept" for entry in history.steps)
+    num_gone = sum(entry.state == "removed" for entry in history.steps)
+    caption = f"Steps of this run: {num_kept:,} kept, {num_gone:,} known to be removed"
+    parts = [table(caption, columns, rows, id_="steps")]
+    if len(rows) < len(history.steps):
+        parts.append(paragraph(f"The newest {len(rows):,} of {len(history.steps):,} are listed."))
+    if not has_log:
+        parts.append(
+            paragraph("Steps that were removed are known only from a run's log, and none is here.")
+        )
+    if history.problem:
+        parts.append(paragraph(history.problem))
+    return Html("".join(parts))
+
+
+def _row(entry: StepHistory, shown_step: int) -> list[Html]:
+    """One step."""
+    size = "-"
+    if entry.nbytes is not None:
+        extra = (entry.stored_nbytes or entry.nbytes) - entry.nbytes
+        size = in_bytes(entry.nbytes) + (f" + {in_bytes(extra)} copies" if extra > 0 else "")
+    again = f", saved {entry.num_saves} times" if entry.num_saves > 1 else ""
+    state = f"{entry.state}{again}{', shown here' if entry.step == shown_step else ''}"
+    return [
+        esc(entry.step),
+        element("span", esc(state), class_=f"state {entry.state.split()[0]}"),
+        esc(entry.saved or "-"),
+        esc(size),
+        esc("-" if entry.num_files is None else entry.num_files),
+        esc(", ".join(entry.tags) or "-"),
+        esc("-" if entry.seconds is None else in_seconds(entry.seconds)),
+    ]
