@@ -18,20 +18,19 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import BoolArray, IntArray
+from holdfast.cli.support.regular_cuts import AXES, DATA, DENSE, EXPERT, LayoutRanks, search_cuts
 from holdfast.cli.support.value_tree import leaf_keys
-from holdfast.errors import LayoutError
 from holdfast.format.index import ChunkIndex
-from holdfast.format.manifest import LayoutInfo, Manifest
+from holdfast.format.manifest import Manifest
 from holdfast.format.values import TAG, Node
-from holdfast.parallel.layout import DEFAULT_ORDER, Layout
 
 BASES: Mapping[str, str] = {
     "label": "stored per coordinate: the manifest names the ranks",
     "cut": "cut regularly: boxes are equal slices along axes of the layout, in order of their "
     "writers' coordinates; ranks that differ along other axes are taken to hold equal slices",
     "whole": "one box: taken to be held by all ranks that no rule here distinguishes",
-    "written": "cut irregularly, as the runs of a sharded optimizer are: each box is taken to be "
-    "held by its writer alone",
+    "written": "shares of a sharded optimizer, by their irregular boxes or because all moments of a "
+    "parameter have one writer: taken to be held at its place along the data axes alone",
     "one stage": "one pipeline stage wrote it, and no name differs from its own in a number alone: "
     "taken to be of that stage only; a tied embedding would be of several",
     "unsure": "several readings fit the boxes: counted as the first that fits",
@@ -39,12 +38,14 @@ BASES: Mapping[str, str] = {
 }
 """How a tensor's holders are known -> what that means."""
 
-_DENSE, _EXPERT = ("tp", "cp", "dp"), ("expt_tp", "ep", "expt_dp")
-_AXES = (*_DENSE, "pp", *_EXPERT)
 _NUMBER = re.compile(r"\d+")
+_EXPERT_NAME = re.compile(r"expert|moe", re.IGNORECASE)
+"""Where both views fit the boxes: names of what is cut in the expert view."""
 _MIN_PIECE_NBYTES = int(0.8 * (1 << 16))
 """The planner cuts no box that several ranks hold into pieces of less than about 64 KiB
 (`checkpoint/plan/assign_writers.py`): smaller ones were different boxes of different ranks."""
+_MIN_SIBLINGS, _SURE_SIBLINGS = 3, 8
+"""Parameters whose moments have the same writers, to be taken for the shares of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,56 +58,14 @@ class Holders:
     """Ranks with equal coordinates along these hold the same boxes."""
     cuts: tuple[tuple[int, str], ...] = ()
     """(dim, axis) of each regular cut, an outer one before its inner."""
-    view: tuple[str, ...] = _DENSE
+    view: tuple[str, ...] = DENSE
     """Axes of the view that the cuts are of."""
     is_sure: bool = True
 
     @property
     def is_all(self) -> bool:
         """Whether all axes distinguish ranks: the writer of a box is its only holder."""
-        return len(self.axes) == len(_AXES)
-
-
-class LayoutRanks:
-    """The ranks of one layout of a manifest, and their coordinates as columns.
-
-    Attributes:
-        layout: None where the manifest's sizes make no layout.
-    """
-
-    def __init__(self, info: LayoutInfo) -> None:
-        self.name = info.name
-        self.ranks: list[int] = list(info.ranks)
-        self.layout = _rebuild(info)
-        self.position = {rank: i for i, rank in enumerate(self.ranks)}
-        self.coordinate = np.full((len(self.ranks) + 1, len(_AXES)), -1, dtype=np.int64)
-        if self.layout is not None:
-            for i, rank in enumerate(self.ranks):
-                known = self.layout.coordinates(rank)
-                self.coordinate[i] = [known.get(axis, 0) for axis in _AXES]
-
-    def size(self, axis: str) -> int:
-        """Ranks along an axis; 1 without a layout, or where there is no expert view."""
-        if self.layout is None or (axis in _EXPERT and not self.layout.has_experts):
-            return 1
-        return self.layout.size(axis)
-
-    def of_ranks(self, ranks: IntArray) -> IntArray:
-        """(n, axes) coordinates of these ranks; -1 for one that is not here."""
-        known, inverse = np.unique(ranks, return_inverse=True)
-        at = [self.position.get(rank, len(self.ranks)) for rank in known.tolist()]
-        rows: IntArray = self.coordinate[np.array(at, dtype=np.int64)[inverse]]
-        return rows
-
-
-def _rebuild(info: LayoutInfo) -> Layout | None:
-    """The layout that a manifest describes; None where it is none."""
-    try:
-        return Layout(
-            **info.axes, order=info.order or DEFAULT_ORDER, ranks=info.ranks, name=info.name
-        )
-    except (LayoutError, TypeError):
-        return None
+        return len(self.axes) == len(AXES)
 
 
 class SavedPlacement:
@@ -157,7 +116,7 @@ class SavedPlacement:
             chosen = np.zeros(len(self.holders), dtype=np.bool_)
             chosen[tensors] = True
             at = np.flatnonzero(chosen[self.boxes.tensor])
-            columns = [_AXES.index(axis) for axis in sorted(axes)]
+            columns = [AXES.index(axis) for axis in sorted(axes)]
             of_writer = self.layouts[layout].of_ranks(self.writer[at])
             classes.append((self.layouts[layout], columns, at, of_writer[:, columns]))
         return classes
@@ -206,6 +165,21 @@ class _Group:
     """Bytes of its smallest chunk."""
 
 
+_Section = tuple[int, str, str]
+"""Id of a layout, part and kind of tensor."""
+
+
+def _data_axes(holders: Holders) -> frozenset[str]:
+    """The axes over which a sharded optimizer divides tensors that are cut in one view."""
+    return frozenset({"expt_dp"} if holders.view == EXPERT else {"cp", "dp"})
+
+
+def _is_family(manifest: Manifest, members: Sequence[tuple[_Group, int]]) -> bool:
+    """Whether tensors are several of one shape: the moments of a parameter."""
+    shapes = {tuple(manifest.tensors[tensor].shape) for _, tensor in members}
+    return len(members) > 1 and len(shapes) == 1
+
+
 class _Inference:
     """Finds the holders of every tensor."""
 
@@ -218,15 +192,18 @@ class _Inference:
         """The holders of each tensor, in the order of the manifest."""
         holders = [Holders(basis="whole")] * len(self._manifest.tensors)
         groups = [self._examine(group) for group in self._groups(holders)]
-        irregular = {(id(g.layout), g.part, g.kind) for g in groups if g.holders.basis == "written"}
+        irregular = {
+            (id(g.layout), g.part, g.kind): True for g in groups if g.holders.basis == "written"
+        }
+        for key, is_sure in self._shares(groups).items():
+            irregular.setdefault(key, is_sure)
         num_cut: dict[tuple[int, str, str], int] = {}
         for group in groups:
             for _, axis in group.holders.cuts:
                 key = (id(group.layout), group.part, axis)
                 num_cut[key] = num_cut.get(key, 0) + len(group.tensors)
         for group in groups:
-            is_irregular = (id(group.layout), group.part, group.kind) in irregular
-            known = self._decide(group, is_irregular=is_irregular, num_cut=num_cut)
+            known = self._decide(group, irregular=irregular, num_cut=num_cut)
             for tensor in group.tensors:
                 holders[tensor] = self._with_stage(tensor, group, known)
         return holders
@@ -239,8 +216,8 @@ class _Inference:
             layout = self._saved.layouts[info.layout]
             label = self._saved.labels.get(info.key)
             if layout.layout is None:
-                holders[number] = Holders(basis="no layout", axes=frozenset(_AXES))
-            elif label is not None and set(label) <= set(_AXES):
+                holders[number] = Holders(basis="no layout", axes=frozenset(AXES))
+            elif label is not None and set(label) <= set(AXES):
                 holders[number] = Holders(basis="label", axes=frozenset(label))
             else:
                 pattern = _NUMBER.sub("#", info.key)
@@ -269,10 +246,10 @@ class _Inference:
         boxes = self._saved.boxes.take(at)
         info = self._manifest.tensors[group.tensors[0]]
         coordinate = group.layout.of_ranks(self._saved.writer[at])
-        views = [_DENSE, _EXPERT] if group.layout.size("ep") > 1 else [_DENSE]
-        if "expert" in info.key.lower():
+        views = [DENSE, EXPERT] if group.layout.size("ep") > 1 else [DENSE]
+        if _EXPERT_NAME.search(info.key):
             views.reverse()
-        searches = [_search_cuts(boxes, info.shape, coordinate, group.layout, v) for v in views]
+        searches = [search_cuts(boxes, info.shape, coordinate, group.layout, v) for v in views]
         # The first view that explains every box, else the one that explains most of their dims.
         best = max(searches, key=lambda each: (each.is_complete, len(each.cuts)))
         view = views[searches.index(best)]
@@ -285,8 +262,9 @@ class _Inference:
         if not best.is_complete:
             group.smallest = self._smallest_share(boxes, best.window, at)
             if 0 < group.smallest < _MIN_PIECE_NBYTES:
-                group.holders = replace(group.holders, basis="written", axes=frozenset(_AXES))
-        if view == _EXPERT and self._owns_experts(group, coordinate[:, _AXES.index("ep")], at):
+                axes = self._run_axes(group, boxes, best.window, at)
+                group.holders = replace(group.holders, basis="written", axes=axes)
+        if view == EXPERT and self._owns_experts(group, coordinate[:, AXES.index("ep")], at):
             group.holders = replace(group.holders, axes=group.holders.axes | {"ep"})
         return group
 
@@ -300,6 +278,20 @@ class _Inference:
         is_shared = np.bincount(known[:, 0])[known[:, 0]] > 1
         return int(nbytes[is_shared].min()) if is_shared.any() else 0
 
+    def _run_axes(
+        self, group: _Group, boxes: BoxTable, window: IntArray, at: IntArray
+    ) -> frozenset[str]:
+        """What distinguishes the holders of irregular boxes: the data axes, or all axes."""
+        axes = group.holders.axes | _data_axes(group.holders)
+        columns = [AXES.index(axis) for axis in sorted(axes)]
+        writer = self._saved.writer[at]
+        place = group.layout.of_ranks(writer)[:, columns]
+        slices = np.column_stack([boxes.tensor, window])
+        num_places = len(np.unique(np.column_stack([slices, place]), axis=0))
+        num_writers = len(np.unique(np.column_stack([slices, writer]), axis=0))
+        # A run of a share has one writer. Several of one share cut along another axis, too.
+        return axes if num_places == num_writers else frozenset(AXES)
+
     def _owns_experts(self, group: _Group, ep: IntArray, at: IntArray) -> bool:
         """Whether each of the tensors belongs to one coordinate of `ep`, in order of the keys."""
         size = group.layout.size("ep")
@@ -312,16 +304,59 @@ class _Inference:
             and "ep" not in group.holders.axes
         )
 
+    def _shares(self, groups: Sequence[_Group]) -> dict[_Section, bool]:
+        """Kinds of tensors that belong to shares of an optimizer, and whether that is sure.
+
+        Where shares end between two parameters, no tensor is cut. But the moments of a parameter
+        then have one writer, and which one differs between parameters. Of a replicated optimizer
+        the planner gives two equal boxes in turn to the holders that have the least.
+        """
+        siblings: dict[tuple[int, str], dict[str, list[tuple[_Group, int]]]] = {}
+        for group in groups:
+            for tensor in group.tensors:
+                info = self._manifest.tensors[tensor]
+                if info.shape and "." in info.key:
+                    stems = siblings.setdefault((id(group.layout), group.part), {})
+                    stems.setdefault(info.key.rpartition(".")[0], []).append((group, tensor))
+        shares: dict[_Section, bool] = {}
+        for (layout, part), stems in siblings.items():
+            alike = [each for each in stems.values() if _is_family(self._manifest, each)]
+            writers = [[self._data_of(group, t) for group, t in each] for each in alike]
+            agree = all(each.count(each[0]) == len(each) for each in writers)
+            if len(alike) >= _MIN_SIBLINGS and agree and len({each[0] for each in writers}) > 1:
+                kinds = {group.kind for each in alike for group, _ in each}
+                is_sure = len(alike) >= _SURE_SIBLINGS
+                shares |= {(layout, part, kind): is_sure for kind in kinds}
+        return shares
+
+    def _data_of(self, group: _Group, tensor: int) -> bytes:
+        """Coordinates of a tensor's writers along the data axes that do not cut it."""
+        at = slice(*self._saved.ptr[tensor : tensor + 2])
+        free = [axis for axis in DATA if axis not in group.holders.axes]
+        columns = [AXES.index(axis) for axis in free if group.layout.size(axis) > 1]
+        coordinate = group.layout.of_ranks(self._saved.writer[at])[:, columns]
+        return np.unique(coordinate, axis=0).tobytes()
+
     def _decide(
-        self, group: _Group, *, is_irregular: bool, num_cut: Mapping[tuple[int, str, str], int]
+        self,
+        group: _Group,
+        *,
+        irregular: Mapping[_Section, bool],
+        num_cut: Mapping[tuple[int, str, str], int],
     ) -> Holders:
         """The holders of a group, with what is known of tensors of the same kind."""
         known = group.holders
         if known.basis == "written":
             return known
-        if is_irregular:
+        section = (id(group.layout), group.part, group.kind)
+        if section in irregular:
             # Other tensors of this kind are runs of flat buffers: a whole one lies in one run.
-            return replace(known, basis="written", axes=frozenset(_AXES))
+            is_sure = irregular[section]
+            axes = known.axes | _data_axes(known)
+            return replace(known, basis="written", axes=axes, is_sure=is_sure)
+        if any(key[:2] == section[:2] for key in irregular):
+            # A step count next to such runs is held by those that hold a run of its parameter.
+            known = replace(known, is_sure=False)
         if group.smallest:
             # Large pieces: of a box that the planner has cut, or of a buffer.
             return replace(known, basis="unsure", is_sure=False)
@@ -336,7 +371,7 @@ class _Inference:
         if group.layout.size("pp") == 1 or "pp" in known.axes:
             return known
         at = slice(*self._saved.ptr[tensor : tensor + 2])
-        stages = group.layout.of_ranks(self._saved.writer[at])[:, _AXES.index("pp")]
+        stages = group.layout.of_ranks(self._saved.writer[at])[:, AXES.index("pp")]
         if len(np.unique(stages)) != 1:
             return known
         known = replace(known, axes=known.axes | {"pp"})
@@ -346,67 +381,6 @@ class _Inference:
             return known
         basis = "one stage" if known.is_sure else known.basis
         return replace(known, basis=basis, is_sure=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Search:
-    """Regular cuts that every box fits; `window` is the slice that each box lies in (n, 2 d)."""
-
-    cuts: list[tuple[int, str]]
-    window: IntArray
-    is_complete: bool
-    is_ambiguous: bool
-
-
-def _search_cuts(
-    boxes: BoxTable,
-    shape: Sequence[int],
-    coordinate: IntArray,
-    layout: LayoutRanks,
-    view: Sequence[str],
-) -> _Search:
-    """Find axes whose coordinate gives the slice of a dim that each box lies in.
-
-    Slices are those of `torch.chunk`: ceil(n / size) elements, the last ones shorter or empty. A
-    slice may be cut again by another axis. Example, boxes of a dim of 8 and their writers:
-
-        box      tp    dp
-        [0:4)    0     1      inside slice tp of [0:4), [4:8); not inside slice dp
-        [4:8)    1     1
-    """
-    lo, hi = np.zeros_like(boxes.offset), np.broadcast_to(
-        np.array([*shape, *[1] * (boxes.num_dims - len(shape))], dtype=np.int64), boxes.extent.shape
-    ).copy()  # fmt: skip
-    unused = [axis for axis in view if layout.size(axis) > 1]
-    cuts: list[tuple[int, str]] = []
-    is_ambiguous = False
-    for dim in range(len(shape)):
-        while (boxes.extent[:, dim] < hi[:, dim] - lo[:, dim]).any():
-            fits = []
-            for axis in unused:
-                at = coordinate[:, _AXES.index(axis)]
-                first, last = slices_of(lo[:, dim], hi[:, dim], at, layout.size(axis))
-                inside = (boxes.offset[:, dim] >= first) & (boxes.stop[:, dim] <= last)
-                if inside.all() and (at >= 0).all():
-                    fits.append((axis, first, last))
-            if not fits:
-                break
-            is_ambiguous = is_ambiguous or len(fits) > 1
-            axis, lo[:, dim], hi[:, dim] = fits[0]
-            cuts.append((dim, axis))
-            unused.remove(axis)
-    is_complete = bool((boxes.offset == lo).all() and (boxes.stop == hi).all())
-    window = np.column_stack([lo, hi])
-    return _Search(cuts=cuts, window=window, is_complete=is_complete, is_ambiguous=is_ambiguous)
-
-
-def slices_of(
-    lo: IntArray, hi: IntArray, at: IntArray | int, size: int
-) -> tuple[IntArray, IntArray]:
-    """First and last element past slice `at` of `size` of the ranges [lo, hi), by `torch.chunk`."""
-    length = -(-(hi - lo) // size)
-    first = np.minimum(lo + length * at, hi)
-    return first, np.minimum(first + length, hi)
 
 
 def parts_of(manifest: Manifest) -> dict[str, str]:

@@ -17,7 +17,8 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable, concatenate, pad_shapes
 from holdfast.arrays.boxes import flat_range_boxes
 from holdfast.arrays.types import BoolArray, IntArray
-from holdfast.cli.support.holders import Holders, SavedPlacement, kind_of, parts_of, slices_of
+from holdfast.cli.support.holders import Holders, SavedPlacement, kind_of, parts_of
+from holdfast.cli.support.regular_cuts import slices_of
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.parallel.layout import Layout
 
@@ -149,7 +150,7 @@ class _Maker:
         if holders.basis in ("label", "no layout"):
             return holders.basis
         if holders.basis == "written":
-            return "flat"
+            return "irregular" if holders.is_all else "flat"
         return "cut" if holders.cuts else "whole"
 
     def notes(self) -> list[str]:
@@ -171,6 +172,8 @@ class _Maker:
              "into equal runs over the data ranks. A sharded optimizer may divide otherwise."),
             (self._fates["label"], f"{self._fates['label']:,} tensors are stored per coordinate: "
              "left out, since other coordinates need not take them."),
+            (self._fates["irregular"], f"{self._fates['irregular']:,} tensors are cut irregularly, "
+             "also along other axes than those of data: left out."),
             (self._fates["other layout"] + self._fates["no layout"],
              f"{self._fates['other layout'] + self._fates['no layout']:,} tensors are of another "
              "layout of the checkpoint, or of none: left out."),
@@ -179,6 +182,8 @@ class _Maker:
              "stage where one of them wrote them."),
             (layout.pp > 1 and (saved is None or saved.pp == 1), "The saved layout has one stage: "
              "tensors without a number in their names are read by every stage."),
+            (saved is not None and saved.has_experts, "Where axes of both views fit, tensors with "
+             "expert or moe in their keys are cut in the expert view, others in the dense one."),
             (layout.cp > 1, "Ranks along cp request alike, where no saved box is cut along cp."),
         ]  # fmt: skip
         return [text for count, text in texts if count]
