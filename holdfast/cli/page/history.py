@@ -99,6 +99,8 @@ def _total(step: int, log: RunLog) -> int:
 
 def history_section(history: History, *, shown_step: int, has_log: bool) -> Html:
     """The table of steps."""
+    if not history.steps:
+        return paragraph("This checkpoint lies alone: no directory of a run was named.")
     columns = [
         Column(heading="Step", is_number=True),
         Column(heading="State"),

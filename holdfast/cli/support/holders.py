@@ -29,8 +29,8 @@ BASES: Mapping[str, str] = {
     "cut": "cut regularly: boxes are equal slices along axes of the layout, in order of their "
     "writers' coordinates; ranks that differ along other axes are taken to hold equal slices",
     "whole": "one box: taken to be held by all ranks that no rule here distinguishes",
-    "written": "shares of a sharded optimizer, by their irregular boxes or because all moments of a "
-    "parameter have one writer: taken to be held at its place along the data axes alone",
+    "written": "shares of a sharded optimizer, by their irregular boxes or because all moments of "
+    "a parameter have one writer: taken to be held at its place along the data axes alone",
     "one stage": "one pipeline stage wrote it, and no name differs from its own in a number alone: "
     "taken to be of that stage only; a tied embedding would be of several",
     "unsure": "several readings fit the boxes: counted as the first that fits",
@@ -174,6 +174,12 @@ def _data_axes(holders: Holders) -> frozenset[str]:
     return frozenset({"expt_dp"} if holders.view == EXPERT else {"cp", "dp"})
 
 
+def _as_share(known: Holders, *, axes: frozenset[str]) -> Holders:
+    """The holders of a share of an optimizer; what looks like a cut along data is where it ends."""
+    cuts = tuple((dim, axis) for dim, axis in known.cuts if axis not in DATA)
+    return replace(known, basis="written", axes=axes, cuts=cuts)
+
+
 def _is_family(manifest: Manifest, members: Sequence[tuple[_Group, int]]) -> bool:
     """Whether tensors are several of one shape: the moments of a parameter."""
     shapes = {tuple(manifest.tensors[tensor].shape) for _, tensor in members}
@@ -263,7 +269,7 @@ class _Inference:
             group.smallest = self._smallest_share(boxes, best.window, at)
             if 0 < group.smallest < _MIN_PIECE_NBYTES:
                 axes = self._run_axes(group, boxes, best.window, at)
-                group.holders = replace(group.holders, basis="written", axes=axes)
+                group.holders = _as_share(group.holders, axes=axes)
         if view == EXPERT and self._owns_experts(group, coordinate[:, AXES.index("ep")], at):
             group.holders = replace(group.holders, axes=group.holders.axes | {"ep"})
         return group
@@ -351,9 +357,8 @@ class _Inference:
         section = (id(group.layout), group.part, group.kind)
         if section in irregular:
             # Other tensors of this kind are runs of flat buffers: a whole one lies in one run.
-            is_sure = irregular[section]
-            axes = known.axes | _data_axes(known)
-            return replace(known, basis="written", axes=axes, is_sure=is_sure)
+            known = _as_share(known, axes=known.axes | _data_axes(known))
+            return replace(known, is_sure=irregular[section])
         if any(key[:2] == section[:2] for key in irregular):
             # A step count next to such runs is held by those that hold a run of its parameter.
             known = replace(known, is_sure=False)
