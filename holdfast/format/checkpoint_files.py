@@ -167,6 +167,12 @@ class CheckpointFiles:
             self._copies = _find_copies(self.index)
         return self._copies
 
+    def nbytes_by_file(self) -> dict[str, int]:
+        """Bytes read so far from each data file, by its name; files not read are absent."""
+        with self._lock:
+            counts = sorted(self.stats.nbytes_by_file.items())
+        return {self.manifest.files[file].name: nbytes for file, nbytes in counts}
+
     def choose_copy(self, row: int, prefer_files: Collection[int]) -> int:
         """The copy of a primary row to read: one in a preferred file, else the row itself."""
         copies = self.copies.get(row)

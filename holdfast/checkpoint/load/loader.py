@@ -139,9 +139,7 @@ class Loader:
         stack: ExitStack,
         written: set[str],
     ) -> LoadReport:
-        """Load one checkpoint.
-
-        What fails on one rank, at any line, is raised on all by the guard around this.
+        """Load one checkpoint; what fails on one rank, at any line, the guard raises on all.
 
         Args:
             state: What to load into; None for all that is stored.
@@ -187,10 +185,7 @@ class Loader:
             nbytes_read=files.stats.nbytes_read,
             nbytes_received=executor.nbytes_received,
             num_opens=files.stats.opens,
-            nbytes_by_file={
-                files.manifest.files[file].name: nbytes
-                for file, nbytes in sorted(files.stats.nbytes_by_file.items())
-            },
+            nbytes_by_file=files.nbytes_by_file(),
             job=job,
             replaced=tuple(files.stats.fallbacks),
             seconds=time.perf_counter() - start,
