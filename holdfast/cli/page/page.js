@@ -88,7 +88,7 @@
     const how = make("td", { title: data.holders[holder][1] }, data.holders[holder][0]);
     return make("tr", {},
       make("th", { scope: "row", class: "key" }, name || key),
-      make("td", {}, dtype), make("td", {}, shape.join(" × ") || "scalar"),
+      make("td", {}, dtype), make("td", { class: "shape" }, shape.join(" × ") || "scalar"),
       make("td", { class: "num" }, size(nbytes)), make("td", { class: "num" }, `${count}`),
       make("td", { class: "num" }, `${copies}`), make("td", {}, ranges(writers)), how,
       make("td", {}, count ? picture(data.placements[placement]) : "empty"));

@@ -71,7 +71,7 @@ def holders_in_words(holders: Holders) -> str:
     if holders.basis == "label":
         words = ["per coordinate"]
     elif holders.basis == "written":
-        words.append("irregular runs")
+        words.append("shares")
     elif holders.basis == "no layout":
         words = ["no layout"]
     elif not words:
