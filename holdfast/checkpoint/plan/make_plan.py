@@ -11,6 +11,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import HeldBoxes, assign_writers
 from holdfast.checkpoint.plan.claims import RankClaims
+from holdfast.checkpoint.plan.copies import CopyPolicy, StoredBoxes, stored_boxes
 from holdfast.checkpoint.plan.proof import (
     AllClaims,
     distinct_boxes,
@@ -42,6 +43,7 @@ def make_plan(
     signature: str,
     block_nbytes: int,
     compare_all: bool = False,
+    copies: CopyPolicy | None = None,
 ) -> tuple[CommitPlan, list[RankShare]]:
     """Prove ownership and assign the writers of every box, balanced by true bytes.
 
@@ -56,6 +58,7 @@ def make_plan(
         signature: Of the structure on all ranks.
         block_nbytes: Bytes per digest.
         compare_all: Compare all boxes that several ranks hold, declared or not.
+        copies: What is stored more than once; None for nothing.
 
     Raises:
         PlanError: Naming key, box and ranks.
@@ -69,7 +72,8 @@ def make_plan(
     # Even declared replicas, to find a rank whose memory has gone wrong.
     if compare_all:
         compare = held.num_holders > 1
-    row, offset, extent = _written(joined, held)
+    stored = stored_boxes(joined, held, ranks, copies or CopyPolicy())
+    row, offset, extent, copy = _written(joined, stored)
     check_group, check_row = _checked(held, compare)
     position, tensor = joined.position[row], joined.tensor[row]
     writers, file = np.unique(position, return_inverse=True)
@@ -88,7 +92,7 @@ def make_plan(
         row_file=file,
         row_offset=offset,
         row_extent=extent,
-        row_copy=np.zeros(len(row), dtype=np.int64),
+        row_copy=copy,
         check_group=check_group,
         check_position=joined.position[check_row],
         check_tensor=joined.tensor[check_row],
@@ -96,14 +100,16 @@ def make_plan(
     return plan, _shares(joined, plan, row, check_row)
 
 
-def _written(claims: AllClaims, held: HeldBoxes) -> tuple[IntArray, IntArray, IntArray]:
-    """What is written, by writer, tensor and offset: row of the claims, offset, extent."""
-    pieces = assign_writers(held)
-    row = held.row[held.holder_ptr[pieces.box] + pieces.holder]
-    offset = claims.offset[row] + pieces.offset
+def _written(
+    claims: AllClaims, stored: StoredBoxes
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """What is written, by writer, tensor and offset: row of the claims, offset, extent, copy."""
+    pieces = assign_writers(stored.held, is_whole=stored.has_copies)
+    row = stored.held.row[stored.held.holder_ptr[pieces.box] + pieces.holder]
+    offset = claims.offset[row] + stored.offset[pieces.box] + pieces.offset
     # Rows of a file lie in the order of tensors and offsets, whatever order the claims came in.
     order = np.lexsort((*offset.T[::-1], claims.tensor[row], claims.position[row]))
-    return row[order], offset[order], pieces.extent[order]
+    return row[order], offset[order], pieces.extent[order], stored.copy[pieces.box][order]
 
 
 def _checked(held: HeldBoxes, compare: BoolArray) -> tuple[IntArray, IntArray]:
