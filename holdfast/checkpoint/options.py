@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.checkpoint.plan.copies import CopyPolicy
 from holdfast.errors import ConfigError
+from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.retention.policies import Policy

@@ -1,4 +1,4 @@
-"""Copies of chunks: which rows of an index hold the same box, and whether they agree."""
+"""Copies of chunks: what gets them, which rows of an index are copies, whether they agree."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from holdfast.format.index import ChunkIndex, describe_row
 from holdfast.format.manifest import Manifest
 
 _MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPolicy:
+    """What is stored more than once."""
+
+    axes: tuple[str, ...] = ()
+    """Axes of the layout: one copy for each coordinate of the holders along these; none for no
+    copies."""
+    max_fraction: float = 1.0
+    """The most bytes that copies may add, as a fraction of the bytes without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,7 +16,6 @@ import msgspec
 
 from holdfast.arrays.packed_ints import MAX_NBYTES, squeeze, unsqueeze
 from holdfast.checkpoint.plan.claims import read_claims_messages
-from holdfast.checkpoint.plan.copies import CopyPolicy
 from holdfast.checkpoint.plan.rank_plan import (
     LocalState,
     RankPlan,
@@ -25,6 +24,7 @@ from holdfast.checkpoint.plan.rank_plan import (
     rank_plan,
 )
 from holdfast.errors import HoldfastError
+from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import digest128
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage

@@ -12,7 +12,6 @@ coordinate. With TP2 and DP2 (ranks 0 to 3, tp varying fastest) and copies over 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,41 +23,22 @@ from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, HeldBoxes,
 from holdfast.checkpoint.plan.claims import layout_of
 from holdfast.checkpoint.plan.proof import AllClaims
 from holdfast.errors import PlanError
+from holdfast.format.copies import CopyPolicy
 
 _MIN_CUT_SHARE = 1 / 64
 """A box with copies is cut only if its pieces have this share of what a rank writes on average."""
 _MAX_NAMED = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPolicy:
-    """What is stored more than once."""
+StoredBoxes = tuple[HeldBoxes, IntArray, IntArray, BoolArray]
+"""What is written: m boxes, each by one of its holders; copies of a box are boxes of their own.
 
-    axes: tuple[str, ...] = ()
-    """Axes of the layout: one copy for each coordinate of the holders along these; none for no
-    copies."""
-    max_fraction: float = 1.0
-    """The most bytes that copies may add, as a fraction of the bytes without them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBoxes:
-    """What is written: m boxes, each by one of its holders; copies of a box are boxes of their own.
-
-    Args:
-        held: The boxes and the ranks that may write each.
-        box: (m,) number of the distinct box that each is, or is a piece of.
-        offset: (m, d) within that box.
-        copy: (m,) 0 for the primary.
-        has_copies: (m,) whether it is stored more than once; it must be written whole then, since
-            copies are equal boxes.
-    """
-
-    held: HeldBoxes
-    box: IntArray
-    offset: IntArray
-    copy: IntArray
-    has_copies: BoolArray
+    held          the boxes, or pieces of them, and the ranks that may write each
+    offset        (m, d) within the distinct box
+    copy          (m,) 0 for the primary
+    has_copies    (m,) whether it is stored more than once; then it must be written whole, since
+                  copies are equal boxes
+"""
 
 
 def stored_boxes(
@@ -78,15 +58,9 @@ def stored_boxes(
     Cost: O(rows) vector work; nothing without axes.
     """
     box = np.arange(len(held.nbytes))
-    stored = StoredBoxes(
-        held=held,
-        box=box,
-        offset=np.zeros_like(held.extent),
-        copy=np.zeros_like(box),
-        has_copies=np.zeros(len(box), dtype=np.bool_),
-    )
+    once = held, np.zeros_like(held.extent), np.zeros_like(box), np.zeros(len(box), dtype=np.bool_)
     if not policy.axes or not len(box):
-        return stored
+        return once
     owner = np.repeat(box, held.num_holders)
     place = _places(claims, held, ranks, policy.axes)
     # Sorted by one number for (box, coordinate), so that the holders of a copy lie together.
@@ -94,7 +68,7 @@ def stored_boxes(
     counts = np.bincount(np.unique(pair) // (int(place.max()) + 1), minlength=len(box))
     has_copies = (counts > 1) & (held.nbytes > 0)
     if not has_copies.any():
-        return stored
+        return once
     _refuse_too_many(claims, held, np.where(has_copies, counts, 1), policy)
     # What is stored once keeps all its holders, whatever their coordinates.
     pair -= np.where(has_copies[owner], 0, place)
@@ -109,15 +83,8 @@ def stored_boxes(
         row=held.row[order],
         num_ranks=held.num_ranks,
     )
-    return _cut_large(
-        StoredBoxes(
-            held=split,
-            box=of,
-            offset=np.zeros_like(split.extent),
-            copy=enumerate_ranges(np.bincount(of, minlength=len(box)))[1],
-            has_copies=has_copies[of],
-        )
-    )
+    copy = enumerate_ranges(np.bincount(of, minlength=len(box)))[1]
+    return _cut_large(split, of, copy, has_copies[of])
 
 
 def _places(
@@ -164,46 +131,49 @@ def _refuse_too_many(
     )
 
 
-def _cut_large(stored: StoredBoxes) -> StoredBoxes:
-    """Large boxes with copies, all copies cut alike, so that the holders of each can share it."""
-    held = stored.held
+def _cut_large(
+    held: HeldBoxes, box: IntArray, copy: IntArray, has_copies: BoolArray
+) -> StoredBoxes:
+    """Large boxes with copies, all copies cut alike, so that the holders of each can share it.
+
+    Args:
+        held: The boxes to write.
+        box: (m,) the distinct box that each is.
+        copy: (m,) which copy.
+        has_copies: (m,) whether it has others.
+    """
+    offset = np.zeros_like(held.extent)
     mean = int(held.nbytes.sum()) / max(held.num_ranks, 1)
     smallest = max(MIN_PIECE_NBYTES, int(mean * _MIN_CUT_SHARE))
     # As many pieces as every copy has holders.
-    num_pieces = np.full(int(stored.box.max(initial=0)) + 1, held.num_ranks)
-    np.minimum.at(num_pieces, stored.box, held.num_holders)
-    wanted = np.minimum(num_pieces[stored.box], held.nbytes // smallest)
-    is_large = stored.has_copies & (wanted > 1)
-    if not is_large.any():
-        return stored
-    pieces: list[list[Box]] = [[]] * len(stored.box)
-    for number in np.flatnonzero(is_large).tolist():
-        pieces[number] = _pieces(held, number, int(wanted[number]), smallest)
-    counts = np.array([max(len(each), 1) for each in pieces], dtype=np.int64)
+    num_pieces = np.full(int(box.max()) + 1, held.num_ranks)
+    np.minimum.at(num_pieces, box, held.num_holders)
+    num_pieces = np.minimum(num_pieces[box], held.nbytes // smallest)
+    large = np.flatnonzero(has_copies & (num_pieces > 1)).tolist()
+    if not large:
+        return held, offset, copy, has_copies
+    pieces = {n: _pieces(held, n, int(num_pieces[n]), smallest) for n in large}
+    counts = np.ones(len(box), dtype=np.int64)
+    counts[large] = [len(each) for each in pieces.values()]
     entry, _ = enumerate_ranges(counts)
-    offset, extent = stored.offset[entry], held.extent[entry]
+    offset, extent = offset[entry], held.extent[entry]
     first = np.cumsum(counts) - counts
-    for number in np.flatnonzero(is_large).tolist():
-        for at, piece in enumerate(pieces[number], start=int(first[number])):
-            offset[at], extent[at] = piece.offset, piece.shape
+    for number, boxes in pieces.items():
+        for at, piece in enumerate(boxes, start=int(first[number])):
+            offset[at, : len(piece.offset)] = piece.offset
+            extent[at, : len(piece.shape)] = piece.shape
     itemsize = held.nbytes // np.maximum(held.extent.prod(axis=1), 1)
     holder_entry, place = enumerate_ranges(held.num_holders[entry])
     holder = held.holder_ptr[entry][holder_entry] + place
-    return replace(
-        stored,
-        held=HeldBoxes(
-            extent=extent,
-            nbytes=extent.prod(axis=1) * itemsize[entry],
-            holder_ptr=np.concatenate([[0], np.cumsum(held.num_holders[entry])]),
-            holders=held.holders[holder],
-            row=held.row[holder],
-            num_ranks=held.num_ranks,
-        ),
-        box=stored.box[entry],
-        offset=offset,
-        copy=stored.copy[entry],
-        has_copies=stored.has_copies[entry],
+    cut = HeldBoxes(
+        extent=extent,
+        nbytes=extent.prod(axis=1) * itemsize[entry],
+        holder_ptr=np.concatenate([[0], np.cumsum(held.num_holders[entry])]),
+        holders=held.holders[holder],
+        row=held.row[holder],
+        num_ranks=held.num_ranks,
     )
+    return cut, offset, copy[entry], has_copies[entry]
 
 
 def _pieces(held: HeldBoxes, number: int, count: int, smallest: int) -> list[Box]:

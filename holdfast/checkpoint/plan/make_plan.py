@@ -11,7 +11,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import HeldBoxes, assign_writers
 from holdfast.checkpoint.plan.claims import RankClaims
-from holdfast.checkpoint.plan.copies import CopyPolicy, StoredBoxes, stored_boxes
+from holdfast.checkpoint.plan.copies import StoredBoxes, stored_boxes
 from holdfast.checkpoint.plan.proof import (
     AllClaims,
     distinct_boxes,
@@ -19,6 +19,7 @@ from holdfast.checkpoint.plan.proof import (
     prove_exact_cover,
     prove_replicas,
 )
+from holdfast.format.copies import CopyPolicy
 from holdfast.writer.records import CommitPlan
 
 
@@ -70,13 +71,10 @@ def make_plan(
     prove_exact_cover(joined, held, ranks)
     compare = prove_replicas(joined, held, ranks)
     # Even declared replicas, to find a rank whose memory has gone wrong.
-    if compare_all:
-        compare = held.num_holders > 1
+    check_group, check_row = _checked(held, held.num_holders > 1 if compare_all else compare)
     stored = stored_boxes(joined, held, ranks, copies or CopyPolicy())
     row, offset, extent, copy = _written(joined, stored)
-    check_group, check_row = _checked(held, compare)
-    position, tensor = joined.position[row], joined.tensor[row]
-    writers, file = np.unique(position, return_inverse=True)
+    writers, file = np.unique(joined.position[row], return_inverse=True)
     plan = CommitPlan(
         signature=signature,
         block_nbytes=block_nbytes,
@@ -88,7 +86,7 @@ def make_plan(
         shapes=joined.names.shapes,
         tensor_layouts=joined.names.homes,
         writers=tuple(writers.tolist()),
-        row_tensor=tensor,
+        row_tensor=joined.tensor[row],
         row_file=file,
         row_offset=offset,
         row_extent=extent,
@@ -104,12 +102,13 @@ def _written(
     claims: AllClaims, stored: StoredBoxes
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """What is written, by writer, tensor and offset: row of the claims, offset, extent, copy."""
-    pieces = assign_writers(stored.held, is_whole=stored.has_copies)
-    row = stored.held.row[stored.held.holder_ptr[pieces.box] + pieces.holder]
-    offset = claims.offset[row] + stored.offset[pieces.box] + pieces.offset
+    held, within, copy, has_copies = stored
+    pieces = assign_writers(held, is_whole=has_copies)
+    row = held.row[held.holder_ptr[pieces.box] + pieces.holder]
+    offset = claims.offset[row] + within[pieces.box] + pieces.offset
     # Rows of a file lie in the order of tensors and offsets, whatever order the claims came in.
     order = np.lexsort((*offset.T[::-1], claims.tensor[row], claims.position[row]))
-    return row[order], offset[order], pieces.extent[order], stored.copy[pieces.box][order]
+    return row[order], offset[order], pieces.extent[order], copy[pieces.box][order]
 
 
 def _checked(held: HeldBoxes, compare: BoolArray) -> tuple[IntArray, IntArray]:

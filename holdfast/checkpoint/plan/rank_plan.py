@@ -20,9 +20,9 @@ from holdfast.checkpoint.plan.claims import (
     read_claims_messages,
     signature,
 )
-from holdfast.checkpoint.plan.copies import CopyPolicy
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.errors import PlanError
+from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import digest128
 from holdfast.format.index import Image, ImageEntry, chunk_name, layout_image
 from holdfast.format.names import data_file

@@ -280,10 +280,10 @@ class Handshake:
         if when_busy == "wait":
             with timed(seconds, "wait"):
                 wait_until(self.unreported, in_flight)
-        running = [pending for pending in self.unreported if not pending.done()]
+        running = tuple(pending.save_id for pending in self.unreported if not pending.done())
         failed = not_raised(self.unreported)
-        compares = self._compares(request, self._num_saves)
         with timed(seconds, "flatten"):
+            compares = self._compares(request, self._num_saves)
             local, plan = self._flatten(request, state, compares)
         with timed(seconds, "plan"):
             proposals = self._propose(
@@ -300,19 +300,17 @@ class Handshake:
                     options=self._options.in_words(),
                     metadata=digest128(request.metadata)[:16] if request.metadata else "",
                     busy=len(running) > in_flight,
-                    failed=tuple((pending.save_id, shortened(error)) for pending, error in failed),
-                    running=tuple(pending.save_id for pending in running),
+                    failed=tuple((each.save_id, shortened(error)) for each, error in failed),
+                    running=running,
                 )
             )
-            if proposals.is_skipped:
-                plan = None
-            elif not proposals.is_unchanged:
+            if not (proposals.is_skipped or proposals.is_unchanged):
                 plan = self._make_plan(local, proposals, request)
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
         return AgreedSave(
             local=local,
-            plan=plan,
+            plan=None if proposals.is_skipped else plan,
             save_id=proposals.save_id,
             directory=proposals.directory,
             planned=not proposals.is_unchanged,
