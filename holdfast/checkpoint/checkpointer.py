@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
-from holdfast.checkpoint.options import LoadOptions, SaverOptions, WhenBusy
+from holdfast.checkpoint.options import LoadOptions, OnDrift, SaverOptions, WhenBusy
 from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport
 from holdfast.checkpoint.save.handshake import SaveRequest
 from holdfast.checkpoint.save.pending import PendingSave
@@ -59,6 +59,14 @@ class Checkpointer:
         check_replicas_every: every so many saves, compare what several ranks hold as
             `save(check_replicas=True)` does; 0 for never.
         block_nbytes: bytes per digest.
+        replicate_over: axes of the layout, `("tp",)` for example: of each tensor that ranks with
+            several coordinates along them hold, one copy is stored for each of these, by a rank
+            that has it, so that on a load every rank reads what is near. Tensors sharded over the
+            axes get none. Names do not change, and any layout loads with or without copies.
+        max_copy_fraction: the most bytes that copies may add, as a fraction of the bytes without
+            them; more is a PlanError of the save. 0.05 is ample for norms, routers and biases.
+        on_drift: what to do where copies of one tensor differ: "raise" (a save commits nothing, a
+            load raises CorruptionError), or "warn": a load then takes the first copy on all ranks.
 
     Raises:
         ConfigError: an argument out of range.
@@ -79,6 +87,9 @@ class Checkpointer:
         fingerprints: bool = False,
         check_replicas_every: int = 0,
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
+        replicate_over: Sequence[str] = (),
+        max_copy_fraction: float = 1.0,
+        on_drift: OnDrift = "raise",
     ) -> None:
         options = SaverOptions(
             block_nbytes=block_nbytes,
@@ -87,6 +98,9 @@ class Checkpointer:
             retention=retention,
             fingerprints=fingerprints,
             check_replicas_every=check_replicas_every,
+            replicate_over=replicate_over,
+            max_copy_fraction=max_copy_fraction,
+            on_drift=on_drift,
         )
         self._storage: Storage = (
             PosixStorage(Path(root)) if isinstance(root, str | os.PathLike) else root
@@ -94,7 +108,9 @@ class Checkpointer:
         self._groups = groups if groups is not None else _default_groups()
         codecs = codecs if codecs is not None else Codecs()
         self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
-        self._loader = Loader(self._storage, self._groups, codecs=codecs, settle_s=settle_s)
+        self._loader = Loader(
+            self._storage, self._groups, codecs=codecs, settle_s=settle_s, on_drift=on_drift
+        )
         control = self._groups.control
         self.guards: Mapping[str, Guard[Any]] = {
             "save": self._saver.save_guard,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import ConfigError
+from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.retention.policies import Policy
 
 WhenBusy = Literal["wait", "skip"]
 """What `save_async` does while no staging buffer is free: wait for one, or skip the save."""
 
+OnDrift = Literal["raise", "warn"]
+"""What to do where stored copies of one tensor differ: fail, or log a warning and go on."""
+
 _MIN_BLOCK_NBYTES = 4096
+_AXES = tuple(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,12 @@ class SaverOptions:
     """Whether to store a digest of each tensor that does not depend on its sharding."""
     check_replicas_every: int = 0
     """Every so many saves, compare the bytes of declared replicas, too; 0 for never."""
+    replicate_over: Sequence[str] = ()
+    """Axes of the layout: replicated tensors are stored once for each coordinate along these."""
+    max_copy_fraction: float = 1.0
+    """The most bytes that these copies may add, as a fraction of the bytes without them."""
+    on_drift: OnDrift = "raise"
+    """What to do where copies of one tensor differ, at a save and at a load."""
 
     def __post_init__(self) -> None:
         """Refuse what no save could be made with."""
@@ -54,6 +66,32 @@ class SaverOptions:
                 f"block_nbytes={self.block_nbytes} is below {_MIN_BLOCK_NBYTES}: digests would "
                 f"outweigh data"
             )
+        object.__setattr__(self, "replicate_over", _as_axes(self.replicate_over))
+        most = self.max_copy_fraction
+        if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 0:
+            raise ConfigError(
+                f"max_copy_fraction={most!r} must be a number from 0: bytes of copies for each "
+                f"byte without them"
+            )
+        if self.on_drift not in ("raise", "warn"):
+            raise ConfigError(f"on_drift={self.on_drift!r} is not one of 'raise', 'warn'")
+
+    @property
+    def copies(self) -> CopyPolicy:
+        """What is stored more than once."""
+        return CopyPolicy(
+            axes=tuple(self.replicate_over), max_fraction=float(self.max_copy_fraction)
+        )
+
+    def in_words(self) -> str:
+        """What all ranks have to choose alike, in one line."""
+        words = [f"block_nbytes={self.block_nbytes}"]
+        if self.replicate_over:
+            axes = "-".join(self.replicate_over)
+            words.append(f"replicate_over={axes} max_copy_fraction={self.max_copy_fraction:g}")
+        if self.on_drift != "raise":
+            words.append(f"on_drift={self.on_drift}")
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +149,20 @@ class LoadOptions:
                 f"max_fallbacks={most} with step={step}: a step given by number is loaded or not; "
                 f"leave one of them out"
             )
+
+
+def _as_axes(value: object) -> tuple[str, ...]:
+    """Axes in the order of the layout's views, each once; one alone may be a text."""
+    named = (value,) if isinstance(value, str) else value
+    if not isinstance(named, Iterable) or isinstance(named, bytes | bytearray | Mapping):
+        raise ConfigError(f"replicate_over={value!r} must be axes such as ('tp',)")
+    axes = list(named)
+    unknown = [axis for axis in axes if axis not in _AXES]
+    if unknown:
+        raise ConfigError(
+            f"replicate_over={value!r}: {unknown} are not axes of a layout: {', '.join(_AXES)}"
+        )
+    return tuple(axis for axis in _AXES if axis in axes)
 
 
 def as_patterns(value: object, name: str) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ class SaveReport:
     """Staged and written by this rank."""
     total_nbytes: int
     """Of all tensors of the checkpoint, each once."""
+    copies_nbytes: int
+    """What copies of replicated tensors add to that (`replicate_over`)."""
     num_tensors: int
     """Tensors of the checkpoint."""
     planned: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,8 +14,9 @@ from typing import Self
 import numpy as np
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
+from holdfast.format.copies import Copies, find_copies
 from holdfast.format.digest import digest64, digest128
-from holdfast.format.index import ChunkIndex, decode_index, describe_row, validate_index
+from holdfast.format.index import decode_index, describe_row, validate_index
 from holdfast.format.manifest import Manifest, decode_manifest
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.versions import (
@@ -94,7 +95,7 @@ class CheckpointFiles:
         self._lock = threading.Lock()
         self._block_nbytes = manifest.block_nbytes
         self.has_copies = bool((index.copy != 0).any())
-        self._copies: dict[int, tuple[int, ...]] | None = None
+        self._copies: Copies | None = None
 
     @classmethod
     def open(cls, storage: Storage, directory: str, *, prove: bool = True) -> Self:
@@ -159,12 +160,10 @@ class CheckpointFiles:
             self._held = None
 
     @property
-    def copies(self) -> Mapping[int, tuple[int, ...]]:
-        """Primary row -> all rows of its box, itself first; only boxes stored more than once."""
-        if not self.has_copies:
-            return {}
+    def copies(self) -> Copies:
+        """The boxes that are stored more than once."""
         if self._copies is None:
-            self._copies = _find_copies(self.index)
+            self._copies = find_copies(self.index)
         return self._copies
 
     def nbytes_by_file(self) -> dict[str, int]:
@@ -175,10 +174,10 @@ class CheckpointFiles:
 
     def choose_copy(self, row: int, prefer_files: Collection[int]) -> int:
         """The copy of a primary row to read: one in a preferred file, else the row itself."""
-        copies = self.copies.get(row)
-        if copies is None:
+        if not self.has_copies:
             return row
-        return next((copy for copy in copies if int(self.index.file[copy]) in prefer_files), row)
+        rows = self.copies.of_row(row)
+        return next((copy for copy in rows if int(self.index.file[copy]) in prefer_files), row)
 
     def read_pieces(
         self,
@@ -248,9 +247,9 @@ class CheckpointFiles:
 
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
         """One piece on its own, from the row itself or any other copy of its box."""
-        group = next((rows for rows in self.copies.values() if row in rows), (row,))
         problems: list[CorruptionError] = []
-        for copy in (row, *(other for other in group if other != row)):
+        # Copies that differ are no replacement for each other.
+        for copy in self.copies.of_row(row) if self.has_copies else (row,):
             try:
                 self._read_piece(copy, start, stop, out, verify)
             except (CorruptionError, StorageError) as error:
@@ -340,13 +339,3 @@ def _find_wrong_block(buffer: memoryview, stated: Sequence[int], block: int) -> 
         if digest64(buffer[at : at + block]) != digest:
             return at
     return None
-
-
-def _find_copies(index: ChunkIndex) -> dict[int, tuple[int, ...]]:
-    """Primary row -> the rows of its box by number of the copy, where there are several."""
-    boxes = np.column_stack([index.tensor, index.offset, index.extent])
-    rows = np.lexsort((index.copy, *boxes.T[::-1]))
-    boxes = boxes[rows]
-    heads = np.flatnonzero(np.concatenate([[True], (boxes[1:] != boxes[:-1]).any(axis=1)]))
-    groups = np.split(rows, heads[1:])
-    return {int(group[0]): tuple(group.tolist()) for group in groups if len(group) > 1}

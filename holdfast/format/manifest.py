@@ -248,7 +248,16 @@ def _decode(text: bytes, version: int) -> Manifest:
         table["metadata"] = decode_metadata(node)
     if isinstance(decoded, _ManifestV2):
         fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
-        table["tensors"] = [TensorInfo(**msgspec.structs.asdict(row)) for row in decoded.tensors]
+        table["tensors"] = [
+            TensorInfo(
+                key=row.key,
+                dtype=row.dtype,
+                shape=row.shape,
+                layout=row.layout,
+                fingerprint=row.fingerprint,
+            )
+            for row in decoded.tensors
+        ]
     return Manifest(**table)
 
 
@@ -314,16 +323,28 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
         tag = node.get(TAG) if isinstance(node, dict) else None
         if tag is None:
             inner = node.items() if isinstance(node, dict) else enumerate(node)
-            waiting += [
-                (item, _TreePath(str(name), tree_path))
-                for name, item in inner
-                if isinstance(item, dict | list)
-            ]
+            path = ""
+            for name, item in inner:
+                if type(item) is dict and item.get(TAG) in _LEAVES:
+                    if _KEY in item:
+                        continue
+                    num_chars += tree_path.length + len(str(name)) + 1
+                    _refuse_long_keys(num_chars, limit)
+                    # Joined once for all leaves of a node: that is where most of them are.
+                    path = path or tree_path.path()
+                    item[_KEY] = f"{path}.{name}"
+                elif isinstance(item, dict | list):
+                    waiting.append((item, _TreePath(str(name), tree_path)))
         elif tag in _LEAVES and _KEY not in node:
             num_chars += tree_path.length
-            if num_chars > limit:
-                raise ValueError(f"the keys that its tree implies have more than {limit} letters")
+            _refuse_long_keys(num_chars, limit)
             node[_KEY] = tree_path.path()
+
+
+def _refuse_long_keys(num_chars: int, limit: int) -> None:
+    """ValueError where the keys that a tree implies are too long together."""
+    if num_chars > limit:
+        raise ValueError(f"the keys that its tree implies have more than {limit} letters")
 
 
 def _peek(text: bytes) -> _Peek | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
+from holdfast.format.copies import find_copies
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
@@ -56,9 +57,10 @@ def verify_snapshot(
     """Read every byte of a checkpoint and list what is wrong; empty when it is whole.
 
     Checks the records and their agreement, headers against digests and rows, each block of each
-    copy, file sizes, and that no other file lies in the directory. Goes on after damage as far as
-    the records allow. One version is looked at, also when the step is saved again meanwhile; where
-    it is removed before the end (no process had a lease of it) the newer one is looked at instead.
+    copy, that copies of a box are equal, file sizes, and that no other file lies in the directory.
+    Goes on after damage as far as the records allow. One version is looked at, also when the step
+    is saved again meanwhile; where it is removed before the end (no process had a lease of it) the
+    newer one is looked at instead.
 
     Raises:
         StorageError: there is no checkpoint at all.
@@ -134,6 +136,10 @@ class _Verifier:
         except HoldfastError as error:
             self._report(INDEX, error)
             return None
+        # Each copy may be what its rank wrote, and still one of them is wrong.
+        drift = find_copies(index).drift(index, manifest)
+        if drift:
+            self._report(INDEX, drift)
         return index
 
     def _header(self, source: Source, file: FileInfo) -> dict[str, HeaderEntry] | None:

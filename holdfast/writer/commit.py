@@ -16,6 +16,7 @@ import numpy as np
 
 from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, HoldfastError, PlanError, StorageError
+from holdfast.format.copies import find_copies
 from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
@@ -150,6 +151,7 @@ def assemble(
     index_bytes = encode_index(index)
     manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts)
     validate_index(index, manifest)
+    _compare_copies(index, manifest, header)
     return index_bytes, manifest
 
 
@@ -355,6 +357,23 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
         f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key and nothing "
         f"declares them different: give each its own key, or declare the shards with a DTensor or "
         f"Sharded(...)"
+    )
+
+
+def _compare_copies(index: ChunkIndex, manifest: Manifest, header: SaveHeader) -> None:
+    """Copies of a box must have equal bytes: PlanError naming files and ranks, or a warning."""
+    if manifest.totals.stored_nbytes == manifest.totals.nbytes:
+        return
+    drift = find_copies(index).drift(index, manifest)
+    if not drift:
+        return
+    if header.on_drift == "warn":
+        _LOG.warning("step %d is stored with copies that differ: %s", header.step, drift)
+        return
+    raise PlanError(
+        f"{drift}. Ranks that hold one tensor have to hold the same bytes: find out which rank's "
+        f"memory is wrong (save(check_replicas=True) names the odd one), or give each its own key; "
+        f'on_drift="warn" stores them as they are'
     )
 
 

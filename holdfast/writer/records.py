@@ -104,6 +104,11 @@ class CommitPlan(_PlanTables, frozen=True, kw_only=True, eq=False):
         """Bytes of all tensors, each counted once."""
         return int(self.row_nbytes[self.row_copy == 0].sum())
 
+    @property
+    def copies_nbytes(self) -> int:
+        """Bytes of all copies beyond the first."""
+        return int(self.row_nbytes[self.row_copy != 0].sum())
+
 
 _TABLES = _PlanTables.__struct_fields__
 _COLUMNS = tuple(name for name in CommitPlan.__struct_fields__ if name not in _TABLES)
@@ -163,6 +168,7 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
         holdfast, torch: versions.
         overwrite: whether it may replace a checkpoint of the step.
         metadata: the JSON of `encode_metadata`; empty for none.
+        on_drift: "raise" or "warn", where copies of one box differ.
     """
 
     step: int
@@ -172,6 +178,7 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     overwrite: bool
     metadata: bytes = b""
+    on_drift: str = "raise"
 
 
 class RowBox(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,9 @@ from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.arrays.water_filling import fill
 
+_SLACK_SHARE = 32
+"""A rank may read more than its share by this fraction of it, where that is in its own file."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestedRanges:
@@ -29,7 +32,9 @@ class RequestedRanges:
         stop: (n,) byte past the end.
         file: (n,) data file of the row.
         payload: (n,) byte of the file where the payload begins.
-        writer: (n,) rank that wrote the file, -1 where it is not among the ranks.
+        owner_ptr: (n + 1,) copies of range i lie in files that were written by
+            `owner[owner_ptr[i]:owner_ptr[i + 1]]`.
+        owner: Ranks, ascending for each range, of those that are here.
         overlap_ptr: (n + 1,) range i holds bytes of `overlap[overlap_ptr[i]:overlap_ptr[i + 1]]`.
         overlap: Overlaps of requested boxes and chunks, ascending for each range.
         rank_ptr: (n + 1,) range i is requested by `rank[rank_ptr[i]:rank_ptr[i + 1]]`.
@@ -41,7 +46,8 @@ class RequestedRanges:
     stop: IntArray
     file: IntArray
     payload: IntArray
-    writer: IntArray
+    owner_ptr: IntArray
+    owner: IntArray
     overlap_ptr: IntArray
     overlap: IntArray
     rank_ptr: IntArray
@@ -92,9 +98,10 @@ def assign_readers(ranges: RequestedRanges, *, hosts: IntArray, grain: int) -> R
     What ranks of one host alone request, each of them reads: they share its page cache. What ranks
     of several hosts request is read once, and divided set of ranks by set, small sets first,
     because large ones have more freedom to even out: the bytes of a set are filled onto its least
-    loaded ranks, cut between blocks. A rank is assigned what it wrote itself first (it may still be
-    in its page cache), then long stretches in order of files. No rank of a set is above the level
-    by more than two blocks.
+    loaded ranks, cut between blocks. A rank is assigned what it wrote itself first (it opens that
+    file anyway, and may still have it in its page cache), and all of it where that exceeds its
+    share by a little only; then long stretches in order of files. No rank of a set is above the
+    level by more than two blocks, or 1/32 of its share.
 
     Example, three ranks, ranges of 60 bytes:
 
@@ -158,22 +165,50 @@ def _divide(
 ) -> list[tuple[Slices, int]]:
     """Divide the ranges of one set among its ranks: (slices, rank), none empty."""
     whole = whole.take(ranges.file_order(whole.number, whole.start))
-    quota = fill(load[ranks], int(whole.nbytes.sum()))
-    writer = ranges.writer[whole.number]
+    load = load[ranks]
+    quota = fill(load, int(whole.nbytes.sum()))
+    slack = max(grain, int(quota.mean()) // _SLACK_SHARE)
+    owner = _nearest(whole, ranks, ranges)
     assigned: list[tuple[Slices, int]] = []
-    rest = [whole.take(~np.isin(writer, ranks))]
-    # First pass: every rank up to its quota from its own files; second pass: the rest in order.
-    for i, rank in enumerate(ranks.tolist()):
-        own, others = _cut(whole.take(writer == rank), [int(quota[i])], grain)
-        quota[i] -= int(own.nbytes.sum())
-        assigned.append((own, rank))
+    rest = [whole.take(owner < 0)]
+    # First pass: every rank about up to its quota from its own files; second pass: the rest.
+    for i in np.unique(owner[owner >= 0]).tolist():
+        own = whole.take(owner == i)
+        nbytes = int(own.nbytes.sum())
+        most = nbytes if nbytes <= quota[i] + slack else int(quota[i])
+        own, others = _cut(own, [most], grain)
+        load[i] += int(own.nbytes.sum())
+        assigned.append((own, int(ranks[i])))
         rest.append(others)
     left = _concatenate(rest)
     left = left.take(ranges.file_order(left.number, left.start))
-    # A quota may be exceeded by less than a block: that rank is assigned nothing more.
-    at = np.cumsum(np.maximum(quota, 0))[:-1].tolist()
-    assigned += zip(_cut(left, at, grain), ranks.tolist(), strict=True)
+    if len(left.number):
+        # A quota may be exceeded by less than a block: that rank is assigned nothing more.
+        at = np.cumsum(fill(load, int(left.nbytes.sum())))[:-1].tolist()
+        assigned += zip(_cut(left, at, grain), ranks.tolist(), strict=True)
     return [(slices, rank) for slices, rank in assigned if len(slices.number)]
+
+
+def _nearest(whole: Slices, ranks: IntArray, ranges: RequestedRanges) -> IntArray:
+    """(n,) for each range the position in `ranks` of one that has it in its own file; -1 for none.
+
+    Where several have a copy, they take turns by bytes: the first of two gets the first half.
+    """
+    counts = np.diff(ranges.owner_ptr)[whole.number]
+    entry, place = enumerate_ranges(counts)
+    owner = ranges.owner[ranges.owner_ptr[whole.number][entry] + place]
+    position = np.minimum(np.searchsorted(ranks, owner), len(ranks) - 1)
+    is_here = ranks[position] == owner
+    entry, position = entry[is_here], position[is_here]
+    counts = np.bincount(entry, minlength=len(counts))
+    first = np.cumsum(counts) - counts
+    nbytes = whole.nbytes
+    before = (np.cumsum(nbytes) - nbytes) / max(int(nbytes.sum()), 1)
+    nearest = np.full(len(counts), -1, dtype=np.int64)
+    has = np.flatnonzero(counts > 0)
+    turn = np.minimum((before[has] * counts[has]).astype(np.int64), counts[has] - 1)
+    nearest[has] = position[first[has] + turn]
+    return nearest
 
 
 def _cut(slices: Slices, at: Sequence[int], grain: int) -> list[Slices]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import struct
 import threading
@@ -14,10 +15,13 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
+from holdfast.checkpoint.load.choose_copies import choose_copies
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
 from holdfast.checkpoint.load.targets import Target, make_targets, memory_at
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
+from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
+from holdfast.errors import CorruptionError
 from holdfast.format.byte_ranges import elements, join_neighbours
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.dtypes import DTYPES
@@ -56,6 +60,8 @@ class LoadExecutor:
         control: Of all ranks of the load.
         requests: What this rank fills.
         memory: The local tensors of the requests.
+        hosts: Of each rank, by position.
+        on_drift: "raise" or "warn", where copies of a box that is read differ.
         verify: Check the digests of what is read.
         num_threads: How many threads read and hash.
 
@@ -70,9 +76,13 @@ class LoadExecutor:
         requests: Sequence[TensorRequest],
         *,
         memory: LocalMemory,
+        hosts: Sequence[str],
+        on_drift: OnDrift,
         verify: bool,
         num_threads: int,
     ) -> None:
+        self._hosts = hosts
+        self._on_drift = on_drift
         self._files = files
         self._control = control
         self._requests = requests
@@ -116,7 +126,10 @@ class LoadExecutor:
             writer=np.array(writer, dtype=np.int64),
             hosts=np.array([hosts.index(each) for each in hosts] if hosts else range(len(tables))),
             grain=block if self._verify else min(block, _UNVERIFIED_NBYTES),
+            copies=self._files.copies if self._files.has_copies else None,
         )
+        if self._files.has_copies:
+            self._refuse_drift(plan.row)
         kept = np.arange(len(plan.piece)) if boxes is None else plan.kept(position)
         kept, begin = self._order_reads(plan, position, kept)
         self._find_places(plan, plan.numbers[position], kept, begin, is_alone=boxes is None)
@@ -191,8 +204,7 @@ class LoadExecutor:
         pieces = np.flatnonzero(plan.reader == position)
         row = plan.row[pieces]
         if files.has_copies:
-            own = {i for i, f in enumerate(files.manifest.files) if f.writer == self._control.rank}
-            row = np.array([files.choose_copy(r, own) for r in row.tolist()], dtype=np.int64)
+            row = self._choose_copies(row)
         file, place = index.file[row], index.start[row] + plan.start[pieces]
         order = np.lexsort((place, file, plan.round[pieces]))
         self._pieces = pieces = pieces[order]
@@ -216,6 +228,35 @@ class LoadExecutor:
         group = np.searchsorted(self._cuts, np.arange(len(pieces)), side="right") - 1
         begin = before - before[self._cuts[group]] if len(pieces) else before
         return kept, begin[number[plan.piece[kept]]]
+
+    def _refuse_drift(self, rows: IntArray) -> None:
+        """CorruptionError, or a warning, where stored copies of one of these rows differ."""
+        files = self._files
+        drift = files.copies.drift(files.index, files.manifest, rows)
+        if drift and self._on_drift == "raise":
+            raise CorruptionError(
+                f"{files.storage.describe(files.directory)}: {drift}. They were saved from ranks "
+                f'whose memory differed; on_drift="warn" loads the first copy on all ranks'
+            )
+        if drift:
+            logging.getLogger("holdfast").warning(
+                "rank %s: %s; the first copy is loaded", self._control.rank, drift
+            )
+
+    def _choose_copies(self, rows: IntArray) -> IntArray:
+        """The copy of each row that this rank reads."""
+        files, control = self._files, self._control
+        host_of = dict(zip(control.ranks, self._hosts, strict=True))
+        writers = [info.writer for info in files.manifest.files]
+        here = self._hosts[control.index]
+        return choose_copies(
+            files.index,
+            files.copies,
+            rows,
+            is_own=np.array([writer == control.rank for writer in writers], dtype=np.bool_),
+            is_near=np.array([host_of.get(each) == here for each in writers], dtype=np.bool_),
+            position=control.index,
+        )
 
     def _find_places(
         self, plan: ReadPlan, numbers: IntArray, kept: IntArray, begin: IntArray, *, is_alone: bool

@@ -8,6 +8,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import IntArray
+from holdfast.checkpoint.load.choose_copies import choose_copies
 from holdfast.checkpoint.load.read_plan import plan_reads
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.dtypes import DTYPES
@@ -18,8 +19,8 @@ def forecast_reads(
 ) -> IntArray:
     """Bytes that each rank reads from each data file, where every rank reads for itself.
 
-    So do ranks of one host (`exchange="auto"`), and all ranks with `exchange=False`, with
-    verification.
+    So do ranks of one host (`exchange="auto"`), which is assumed for the choice between copies, and
+    all ranks with `exchange=False`; with verification.
 
     Args:
         files: The checkpoint; no data file is opened.
@@ -39,6 +40,8 @@ def forecast_reads(
     # Without an exchange no rank reads for another: who wrote a file does not matter to the plan.
     nobody = np.full(len(manifest.files), -1, dtype=np.int64)
     nbytes = np.zeros((len(tables), len(manifest.files)), dtype=np.int64)
+    writers = [file.writer for file in manifest.files]
+    is_near = np.isin(writers, ranks)
     for position, (table, rank) in enumerate(zip(tables, ranks, strict=True)):
         plan = plan_reads(
             index,
@@ -50,7 +53,13 @@ def forecast_reads(
         )
         row = plan.row
         if files.has_copies:
-            own = {i for i, file in enumerate(manifest.files) if file.writer == rank}
-            row = np.array([files.choose_copy(r, own) for r in row.tolist()], dtype=np.int64)
+            row = choose_copies(
+                index,
+                files.copies,
+                row,
+                is_own=np.array(writers, dtype=np.int64) == rank,
+                is_near=is_near,
+                position=position,
+            )
         np.add.at(nbytes[position], index.file[row], plan.stop - plan.start)
     return nbytes

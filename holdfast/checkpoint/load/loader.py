@@ -25,7 +25,7 @@ from holdfast.checkpoint.load.requests import (
     shorten_list,
 )
 from holdfast.checkpoint.load.targets import shared_memory, without_ties
-from holdfast.checkpoint.options import LoadOptions
+from holdfast.checkpoint.options import LoadOptions, OnDrift
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport
 from holdfast.errors import (
     ConfigError,
@@ -55,11 +55,18 @@ class Loader:
     """Loads under one set of groups."""
 
     def __init__(
-        self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, settle_s: float
+        self,
+        storage: Storage,
+        groups: ProcessGroups,
+        *,
+        codecs: Codecs,
+        settle_s: float,
+        on_drift: OnDrift,
     ) -> None:
         self._storage = storage
         self._groups = groups
         self._codecs = codecs
+        self._on_drift = on_drift
         self._finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
@@ -102,7 +109,7 @@ class Loader:
         for _ in range(_MAX_CANDIDATES):
             failed_steps = [each.step for each in failed]
             step, present = self._finder.candidate(
-                failed_steps, options.max_fallbacks, _settings(options)
+                failed_steps, options.max_fallbacks, self._settings(options)
             )
             failed = [each for each in failed if each.step in present]
             if step is None:
@@ -152,7 +159,7 @@ class Loader:
         """
         start = time.perf_counter()
         control = self._groups.control
-        chosen, files, hosts = self._finder.find(step, stack, _settings(options))
+        chosen, files, hosts = self._finder.find(step, stack, self._settings(options))
         if control.is_coordinator:
             # One rank proves the chunk table for all, while the others match.
             validate_index(files.index, files.manifest)
@@ -191,6 +198,16 @@ class Loader:
             seconds=time.perf_counter() - start,
         )
 
+    def _settings(self, options: LoadOptions) -> dict[str, object]:
+        """What all ranks must request alike."""
+        return {
+            "step": options.step,
+            "verify": options.verify,
+            "exchange": options.exchange,
+            "max_fallbacks": options.max_fallbacks,
+            "on_drift": self._on_drift,
+        }
+
     def _agree_on_reads(
         self,
         files: CheckpointFiles,
@@ -212,6 +229,8 @@ class Loader:
             control,
             result.tensors,
             memory=memory,
+            hosts=hosts,
+            on_drift=self._on_drift,
             verify=options.verify,
             num_threads=num_threads,
         )
@@ -388,16 +407,6 @@ def _not_requested(
     stored = StoredPart(parts, {})
     requested = {each if each in parts else stored.name_in(each) for each in sources} | set(state)
     return tuple(sorted(set(parts) - requested))
-
-
-def _settings(options: LoadOptions) -> dict[str, object]:
-    """What all ranks must request alike."""
-    return {
-        "step": options.step,
-        "verify": options.verify,
-        "exchange": options.exchange,
-        "max_fallbacks": options.max_fallbacks,
-    }
 
 
 def warn_of_kept(result: MatchResult, rank: int) -> None:

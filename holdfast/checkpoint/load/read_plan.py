@@ -12,7 +12,7 @@ bytes that go to every rank that requests the box.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from holdfast.format.byte_ranges import (
     split_ranges,
     sums_before,
 )
+from holdfast.format.copies import Copies
 from holdfast.format.index import ChunkIndex
 
 _ROUND_NBYTES = 64 << 20
@@ -135,6 +136,7 @@ def plan_reads(
     writer: IntArray,
     hosts: IntArray,
     grain: int,
+    copies: Copies | None = None,
 ) -> ReadPlan:
     """Plan all reads of a load.
 
@@ -146,6 +148,7 @@ def plan_reads(
         hosts: (ranks,) see `assign_readers`; of one rank, which reads for itself.
         grain: Reads begin at multiples of so many bytes of a payload: the digests' blocks, where
             these are checked.
+        copies: The boxes that are stored more than once; None for none.
 
     Raises:
         CorruptionError: Where the chunks do not cover a requested box.
@@ -159,12 +162,13 @@ def plan_reads(
     overlaps = find_overlaps(index, requests.boxes, itemsize, request=request, row=primary[chunk])
     nbytes = index.nbytes[overlaps.row]
     needed = requested_ranges(overlaps, nbytes, grain=grain, max_gap=grain)
-    ranges = _shared_ranges(overlaps, needed, requests, index, writer)
+    ranges = _shared_ranges(overlaps, needed, requests, index)
     if len(hosts) == 1:
         start, stop, owner = split_ranges(ranges.start, ranges.stop, grain=grain)
         reader, rounds = np.zeros_like(owner), np.full(len(owner), -1, dtype=np.int64)
     else:
-        assignment = assign_readers(ranges, hosts=hosts, grain=grain)
+        owners = _owners(index, ranges.row, writer, copies)
+        assignment = assign_readers(replace(ranges, **owners), hosts=hosts, grain=grain)
         slices = assignment.slices
         start, stop, part = split_ranges(slices.start, slices.stop, grain=grain)
         owner, reader = slices.number[part], assignment.reader[part]
@@ -190,7 +194,6 @@ def _shared_ranges(
     needed: tuple[IntArray, IntArray, IntArray],
     requests: ReadRequests,
     index: ChunkIndex,
-    writer: IntArray,
 ) -> RequestedRanges:
     """The needed ranges of all overlaps, cut where the set of overlaps that need them changes.
 
@@ -232,19 +235,42 @@ def _shared_ranges(
     number, _ = enumerate_ranges(np.diff(overlap_ptr))
     pairs = np.unique(number[entry] * num_ranks + rank)
     row = overlaps.row[overlap[overlap_ptr[:-1]]]
-    file = index.file[row]
     return RequestedRanges(
         row=row,
         start=start - base[row],
         stop=stop - base[row],
-        file=file,
+        file=index.file[row],
         payload=index.start[row],
-        writer=writer[file],
+        owner_ptr=np.zeros(len(start) + 1, dtype=np.int64),
+        owner=np.empty(0, dtype=np.int64),
         overlap_ptr=overlap_ptr,
         overlap=overlap,
         rank_ptr=np.searchsorted(pairs // num_ranks, np.arange(len(start) + 1)),
         rank=pairs % num_ranks,
     )
+
+
+def _owners(
+    index: ChunkIndex, row: IntArray, writer: IntArray, copies: Copies | None
+) -> dict[str, IntArray]:
+    """Who wrote a file that has each row, or a copy of it; as `RequestedRanges` has it."""
+    num_ranks = int(writer.max(initial=0)) + 1
+    number, stored = np.arange(len(row)), row
+    if copies is not None:
+        box = copies.box_of[row]
+        # Of copies that differ only the first is read.
+        has_copies = (box >= 0) & ~copies.differs[box]
+        counts = np.where(has_copies, np.diff(copies.ptr)[box], 1)
+        number, place = enumerate_ranges(counts)
+        is_copy = has_copies[number]
+        stored = row[number]
+        stored[is_copy] = copies.row[copies.ptr[box[number[is_copy]]] + place[is_copy]]
+    owner = writer[index.file[stored]]
+    pairs = np.unique((number * num_ranks + owner)[owner >= 0])
+    return {
+        "owner_ptr": np.searchsorted(pairs // num_ranks, np.arange(len(row) + 1)),
+        "owner": pairs % num_ranks,
+    }
 
 
 def _assign_rounds(rank_set: IntArray, reader: IntArray, nbytes: IntArray) -> IntArray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import mix_columns
 from holdfast.arrays.boxes import Box, flat_range_boxes
-from holdfast.arrays.types import FloatArray, IntArray
+from holdfast.arrays.types import BoolArray, FloatArray, IntArray
 from holdfast.arrays.water_filling import fill_groups
 
 MIN_PIECE_NBYTES = 1 << 16
@@ -107,12 +107,16 @@ _Piece = tuple[int, int, Box]
 """A box that is cut, the number of a holder, and what of the box that holder writes."""
 
 
-def assign_writers(held: HeldBoxes) -> WriterAssignment:
+def assign_writers(held: HeldBoxes, *, is_whole: BoolArray | None = None) -> WriterAssignment:
     """One writer per box, balanced by bytes; large boxes are cut where whole ones do not balance.
 
     First whole boxes, largest first to the least loaded holder. Where the most loaded rank then has
     more than 1.01 times the least that any assignment could give it, boxes with several holders are
     assigned again, by quotas, and cut at a quota's end.
+
+    Args:
+        held: The boxes and their holders.
+        is_whole: (n,) boxes that are never cut; None for none.
 
     Cost: a heap over the boxes with several holders; quotas cost O(sets of holders x holders) a
     sweep. No communication.
@@ -122,7 +126,7 @@ def assign_writers(held: HeldBoxes) -> WriterAssignment:
     assignment = None
     # The mean is a bound that costs nothing; mostly it is met, and no quotas are needed.
     if len(loads) and loads.max() * held.num_ranks > _GOOD_ENOUGH * float(held.nbytes.sum()):
-        assignment = _assign_by_quotas(held, groups, writer, loads)
+        assignment = _assign_by_quotas(held, groups, writer, loads, is_whole)
     return assignment or _assignment(held, writer, [])
 
 
@@ -148,7 +152,11 @@ def _assign_whole(held: HeldBoxes, groups: Sequence[IntArray]) -> tuple[IntArray
 
 
 def _assign_by_quotas(
-    held: HeldBoxes, groups: Sequence[IntArray], writer: IntArray, loads: IntArray
+    held: HeldBoxes,
+    groups: Sequence[IntArray],
+    writer: IntArray,
+    loads: IntArray,
+    is_whole: BoolArray | None,
 ) -> WriterAssignment | None:
     """Whole boxes and pieces against quotas; None where that does not lower the highest load."""
     members = [held.holders_of(int(group[0])) for group in groups]
@@ -163,8 +171,11 @@ def _assign_by_quotas(
     smallest = max(MIN_PIECE_NBYTES, int(ideal.mean() * _MIN_PIECE_SHARE))
     again = writer.copy()
     pieces: list[_Piece] = []
+    # What is smaller than two pieces is never cut.
+    nbytes = held.nbytes if is_whole is None else np.where(is_whole, 0, held.nbytes)
+    may_cut = nbytes >= 2 * smallest
     for group, quota in zip(groups, quotas, strict=True):
-        pieces += _cut(held, group, quota, smallest, again)
+        pieces += _cut(held, group, quota, smallest, again, may_cut)
     # Quotas are real numbers and boxes are not: what was rounded may be worse than whole boxes.
     by_quotas = _assignment(held, again, pieces)
     return by_quotas if by_quotas.loads(held).max() < loads.max() else None
@@ -180,7 +191,12 @@ def _assign_by_quotas(
 #
 # With the boxes 100 and 20, the first would be cut into 70 for a and 30 for b at once.
 def _cut(
-    held: HeldBoxes, group: IntArray, quota: IntArray, smallest: int, writer: IntArray
+    held: HeldBoxes,
+    group: IntArray,
+    quota: IntArray,
+    smallest: int,
+    writer: IntArray,
+    may_cut: BoolArray,
 ) -> list[_Piece]:
     """Boxes of one set of holders, largest first, each to whom most of the quota is left.
 
@@ -194,11 +210,11 @@ def _cut(
         left, at = -heap[0][0], heap[0][1]
         # Over the quota by less than the smallest piece: cutting would leave a piece smaller than
         # that.
-        if nbytes <= left + smallest or nbytes < 2 * smallest:
+        if nbytes <= left + smallest or not may_cut[box]:
             writer[box] = at
             heapq.heapreplace(heap, (float(nbytes) - left, at))
             continue
-        depth, num_slabs = _slabs(held.extent[box], nbytes, smallest)
+        depth, num_slabs = slabs(held.extent[box], nbytes, smallest)
         shape, slab_nbytes = tuple(held.extent[box].tolist()), nbytes / num_slabs
         start = 0
         while start < num_slabs:
@@ -217,7 +233,7 @@ def _cut(
     return pieces
 
 
-def _slabs(extent: IntArray, nbytes: int, smallest: int) -> tuple[int, int]:
+def slabs(extent: IntArray, nbytes: int, smallest: int) -> tuple[int, int]:
     """How many leading dims to cut along, and into how many slabs they divide the box.
 
     As few dims as give slabs of a quarter of the smallest piece: pieces then end close enough to

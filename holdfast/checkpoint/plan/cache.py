@@ -24,6 +24,7 @@ from holdfast.checkpoint.plan.rank_plan import (
     rank_plan,
 )
 from holdfast.errors import HoldfastError
+from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import digest128
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
@@ -50,12 +51,21 @@ class PlanCache:
         storage: where the claims of the last plan are kept, in `.plans/`.
         groups: whose layout is planned for.
         block_nbytes: bytes per digest.
+        copies: what is stored more than once.
     """
 
-    def __init__(self, storage: Storage, groups: ProcessGroups, *, block_nbytes: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        groups: ProcessGroups,
+        *,
+        block_nbytes: int,
+        copies: CopyPolicy | None = None,
+    ) -> None:
         self._storage = storage
         self._groups = groups
         self._block_nbytes = block_nbytes
+        self._copies = copies
         self._plans: dict[bool, RankPlan] = {}
         self._looked: set[bool] = set()
         self.not_kept: dict[str, list[bytes]] = {}
@@ -137,7 +147,7 @@ class PlanCache:
 
     def _path(self, compare_all: bool) -> str:
         """One file for each layout, its options and the kind of save."""
-        options = choices(self._groups, self._block_nbytes)
+        options = choices(self._groups, self._block_nbytes, self._copies)
         words = [*options, "all" if compare_all else "undeclared", str(_VERSION)]
         return f"{PLANS_DIR}/{digest128(chr(0).join(words).encode())}.msgpack"
 
@@ -159,7 +169,11 @@ class PlanCache:
         if encoded[control.index] != local.encoded or names.get(local.names) != local.table.names:
             return Rejected(f"what rank {control.rank} holds has changed")
         commit, shares = plan_from_claims(
-            claims, groups=self._groups, block_nbytes=self._block_nbytes, compare_all=compare_all
+            claims,
+            groups=self._groups,
+            block_nbytes=self._block_nbytes,
+            compare_all=compare_all,
+            copies=self._copies,
         )
         return rank_plan(
             local,
@@ -167,6 +181,7 @@ class PlanCache:
             plan_digest=commit.digest,
             compare_all=compare_all,
             total_nbytes=commit.plan.total_nbytes,
+            copies_nbytes=commit.plan.copies_nbytes,
             num_tensors=len(commit.plan.keys),
             commit=commit if control.is_coordinator else None,
         )

@@ -157,6 +157,11 @@ def layout_info(layout: Layout) -> LayoutInfo:
     return LayoutInfo(name=layout.name, axes=axes, order=layout.order, ranks=list(layout.ranks))
 
 
+def layout_of(info: LayoutInfo) -> Layout:
+    """The layout that `layout_info` describes."""
+    return Layout(name=info.name, order=info.order, ranks=info.ranks, **info.axes)
+
+
 def encode_claims(claims: RankClaims) -> bytes:
     """The claims as bytes, with only the digest of their names; equal claims give equal bytes."""
     message: _ClaimsMessage = (

@@ -11,6 +11,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import HeldBoxes, assign_writers
 from holdfast.checkpoint.plan.claims import RankClaims
+from holdfast.checkpoint.plan.copies import StoredBoxes, stored_boxes
 from holdfast.checkpoint.plan.proof import (
     AllClaims,
     distinct_boxes,
@@ -18,6 +19,7 @@ from holdfast.checkpoint.plan.proof import (
     prove_exact_cover,
     prove_replicas,
 )
+from holdfast.format.copies import CopyPolicy
 from holdfast.writer.records import CommitPlan
 
 
@@ -42,6 +44,7 @@ def make_plan(
     signature: str,
     block_nbytes: int,
     compare_all: bool = False,
+    copies: CopyPolicy | None = None,
 ) -> tuple[CommitPlan, list[RankShare]]:
     """Prove ownership and assign the writers of every box, balanced by true bytes.
 
@@ -56,6 +59,7 @@ def make_plan(
         signature: Of the structure on all ranks.
         block_nbytes: Bytes per digest.
         compare_all: Compare all boxes that several ranks hold, declared or not.
+        copies: What is stored more than once; None for nothing.
 
     Raises:
         PlanError: Naming key, box and ranks.
@@ -67,12 +71,10 @@ def make_plan(
     prove_exact_cover(joined, held, ranks)
     compare = prove_replicas(joined, held, ranks)
     # Even declared replicas, to find a rank whose memory has gone wrong.
-    if compare_all:
-        compare = held.num_holders > 1
-    row, offset, extent = _written(joined, held)
-    check_group, check_row = _checked(held, compare)
-    position, tensor = joined.position[row], joined.tensor[row]
-    writers, file = np.unique(position, return_inverse=True)
+    check_group, check_row = _checked(held, held.num_holders > 1 if compare_all else compare)
+    stored = stored_boxes(joined, held, ranks, copies or CopyPolicy())
+    row, offset, extent, copy = _written(joined, stored)
+    writers, file = np.unique(joined.position[row], return_inverse=True)
     plan = CommitPlan(
         signature=signature,
         block_nbytes=block_nbytes,
@@ -84,11 +86,11 @@ def make_plan(
         shapes=joined.names.shapes,
         tensor_layouts=joined.names.homes,
         writers=tuple(writers.tolist()),
-        row_tensor=tensor,
+        row_tensor=joined.tensor[row],
         row_file=file,
         row_offset=offset,
         row_extent=extent,
-        row_copy=np.zeros(len(row), dtype=np.int64),
+        row_copy=copy,
         check_group=check_group,
         check_position=joined.position[check_row],
         check_tensor=joined.tensor[check_row],
@@ -96,14 +98,17 @@ def make_plan(
     return plan, _shares(joined, plan, row, check_row)
 
 
-def _written(claims: AllClaims, held: HeldBoxes) -> tuple[IntArray, IntArray, IntArray]:
-    """What is written, by writer, tensor and offset: row of the claims, offset, extent."""
-    pieces = assign_writers(held)
+def _written(
+    claims: AllClaims, stored: StoredBoxes
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """What is written, by writer, tensor and offset: row of the claims, offset, extent, copy."""
+    held, within, copy, has_copies = stored
+    pieces = assign_writers(held, is_whole=has_copies)
     row = held.row[held.holder_ptr[pieces.box] + pieces.holder]
-    offset = claims.offset[row] + pieces.offset
+    offset = claims.offset[row] + within[pieces.box] + pieces.offset
     # Rows of a file lie in the order of tensors and offsets, whatever order the claims came in.
     order = np.lexsort((*offset.T[::-1], claims.tensor[row], claims.position[row]))
-    return row[order], offset[order], pieces.extent[order]
+    return row[order], offset[order], pieces.extent[order], copy[pieces.box][order]
 
 
 def _checked(held: HeldBoxes, compare: BoolArray) -> tuple[IntArray, IntArray]:

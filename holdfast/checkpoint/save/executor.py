@@ -148,6 +148,7 @@ class SaveExecutor:
                 torch=str(torch.__version__),
                 overwrite=request.overwrite,
                 metadata=request.metadata,
+                on_drift=self._options.on_drift,
             ),
             plan_digest="",
             block_nbytes=self._options.block_nbytes,

@@ -94,6 +94,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
         failed: id and shortened error of each earlier save that failed and was not raised on this
             rank.
         running: ids of the saves in flight on it.
+        options: what all checkpointers have to be made with alike.
         metadata: digest of the caller's metadata; empty for none.
     """
 
@@ -109,6 +110,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
     busy: bool
     failed: tuple[tuple[str, ErrorRecord], ...]
     running: tuple[str, ...]
+    options: str
     metadata: str = ""
 
 
@@ -157,7 +159,7 @@ class Proposals:
         """What has to be the same on all ranks, by name, one value for each rank."""
         values: dict[str, list[object]] = {
             what: [getattr(proposal, what) for proposal in self.by_rank]
-            for what in ("kind", "step", "overwrite", "check_replicas", "metadata")
+            for what in ("kind", "step", "overwrite", "check_replicas", "options", "metadata")
         }
         if len({proposal.num_saves for proposal in self.by_rank}) == 1:
             # Else some rank missed a save that failed, and catches up here.
@@ -205,6 +207,7 @@ class AgreedSave:
             path=storage.describe(step_dir(step)) if plan else "",
             nbytes=plan.image.nbytes - len(plan.image.header) if plan else 0,
             total_nbytes=plan.total_nbytes if plan else 0,
+            copies_nbytes=plan.copies_nbytes if plan else 0,
             num_tensors=plan.num_tensors if plan else 0,
             planned=self.planned,
             seconds=seconds,
@@ -239,7 +242,9 @@ class Handshake:
         self._codecs = codecs
         self._options = options
         self._buffers = buffers
-        self.plans = PlanCache(storage, groups, block_nbytes=options.block_nbytes)
+        self.plans = PlanCache(
+            storage, groups, block_nbytes=options.block_nbytes, copies=options.copies
+        )
         self.unreported: list[InFlightSave] = []
         self._num_saves = 0
         self._is_repaired = False
@@ -275,10 +280,10 @@ class Handshake:
         if when_busy == "wait":
             with timed(seconds, "wait"):
                 wait_until(self.unreported, in_flight)
-        running = [pending for pending in self.unreported if not pending.done()]
+        running = tuple(pending.save_id for pending in self.unreported if not pending.done())
         failed = not_raised(self.unreported)
-        compares = self._compares(request, self._num_saves)
         with timed(seconds, "flatten"):
+            compares = self._compares(request, self._num_saves)
             local, plan = self._flatten(request, state, compares)
         with timed(seconds, "plan"):
             proposals = self._propose(
@@ -292,21 +297,20 @@ class Handshake:
                     compares=compares,
                     num_saves=self._num_saves,
                     nonce=secrets.token_hex(6),
+                    options=self._options.in_words(),
                     metadata=digest128(request.metadata)[:16] if request.metadata else "",
                     busy=len(running) > in_flight,
-                    failed=tuple((pending.save_id, shortened(error)) for pending, error in failed),
-                    running=tuple(pending.save_id for pending in running),
+                    failed=tuple((each.save_id, shortened(error)) for each, error in failed),
+                    running=running,
                 )
             )
-            if proposals.is_skipped:
-                plan = None
-            elif not proposals.is_unchanged:
+            if not (proposals.is_skipped or proposals.is_unchanged):
                 plan = self._make_plan(local, proposals, request)
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
         return AgreedSave(
             local=local,
-            plan=plan,
+            plan=None if proposals.is_skipped else plan,
             save_id=proposals.save_id,
             directory=proposals.directory,
             planned=not proposals.is_unchanged,
@@ -326,6 +330,7 @@ class Handshake:
             block_nbytes=self._options.block_nbytes,
             cache=self._cache,
             previous=self._local,
+            copies=self._options.copies,
         )
         plan = self.plans.lookup(local, compare_all=compares)
         if not isinstance(plan, RankPlan):
@@ -358,7 +363,7 @@ class Handshake:
             self._storage,
             image_nbytes=plan.image.nbytes,
             held_nbytes=[buffer.memory.nbytes for buffer in self._buffers],
-            total_nbytes=plan.total_nbytes if plan.commit is not None else 0,
+            total_nbytes=(plan.total_nbytes + plan.copies_nbytes) * (plan.commit is not None),
         )
 
     def _propose(self, proposal: SaveProposal) -> Proposals:
@@ -399,6 +404,7 @@ class Handshake:
             names=[proposal.names for proposal in proposals.by_rank],
             block_nbytes=self._options.block_nbytes,
             compare_all=self._compares(request, proposals.num_saves),
+            copies=self._options.copies,
         )
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)

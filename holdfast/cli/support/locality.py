@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.box_table import unique_boxes
-from holdfast.arrays.types import IntArray
+from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.cli.support.holders import BASES, SavedPlacement, kind_of, parts_of
 
 _MAX_KINDS = 12
@@ -71,8 +71,8 @@ class BasisCount:
 def rank_localities(saved: SavedPlacement) -> Iterator[RankLocality]:
     """One for each rank of the saved layouts, ascending.
 
-    A chunk that is stored several times is counted in the rank's own file if it is there, else in
-    that of the primary.
+    A chunk that is stored several times is counted once, where a load prefers to read it: in the
+    rank's own file, else in one that it opens anyway, else in that of the primary.
     """
     nbytes = saved.index.nbytes[saved.rows]
     is_unsure = np.array([not holders.is_sure for holders in saved.holders], dtype=np.bool_)
@@ -86,6 +86,7 @@ def rank_localities(saved: SavedPlacement) -> Iterator[RankLocality]:
         # A rank stores copies of what it holds, whatever else is inferred.
         needed[copies[mine, 0]] = True
         file[copies[mine, 0]] = copies[mine, 1]
+        _prefer_open(file, copies, needed, is_own=writers == rank)
         is_own = writers[file] == rank if len(file) else needed
         other = needed & ~is_own
         yield RankLocality(
@@ -96,6 +97,19 @@ def rank_localities(saved: SavedPlacement) -> Iterator[RankLocality]:
             perhaps_nbytes=int(nbytes[~needed & is_unsure].sum()),
             num_files=len(np.unique(file[needed])),
         )
+
+
+def _prefer_open(file: IntArray, copies: IntArray, needed: BoolArray, *, is_own: BoolArray) -> None:
+    """Move chunks that are not in the rank's own file to files that it opens for others anyway."""
+    if not len(copies):
+        return
+    once = needed.copy()
+    once[copies[:, 0]] = False
+    is_open = is_own.copy()
+    is_open[file[once]] = True
+    for primary, other in copies[needed[copies[:, 0]]].tolist():
+        if not is_open[file[primary]] and is_open[other]:
+            file[primary] = other
 
 
 def _copies(saved: SavedPlacement) -> IntArray:

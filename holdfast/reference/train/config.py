@@ -163,6 +163,10 @@ class CheckpointConfig:
     """Checkpoints to keep, newest first; 0 keeps all. The newest sound one always stays."""
     keep_every: int = 0
     """With --keep-last: also keep steps divisible by this; 0 for none."""
+    replicate_over: tuple[str, ...] = ()
+    """Axes, such as tp: store replicated tensors once for each coordinate along these."""
+    max_copy_fraction: float = 1.0
+    """The most bytes that --replicate-over may add, as a fraction of those without."""
     save_optim: bool = True
     """Save the optimizer's state; --no-save-optim leaves it out of checkpoints."""
     load_optim: bool = True

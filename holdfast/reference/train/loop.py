@@ -453,7 +453,13 @@ def _make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Ch
     """What saves are made with; None for a run that makes none."""
     if config.save is None:
         return None
-    return Checkpointer(config.save, groups=groups, retention=_retention(config))
+    return Checkpointer(
+        config.save,
+        groups=groups,
+        retention=_retention(config),
+        replicate_over=config.replicate_over,
+        max_copy_fraction=config.max_copy_fraction,
+    )
 
 
 def _retention(config: CheckpointConfig) -> Policy | None:

@@ -38,7 +38,6 @@ from holdfast.state.markers import (
     coordinate_label,
 )
 from holdfast.state.match.nodes import (
-    PLAIN,
     PLAIN_VALUES,
     LocalTargets,
     Members,
@@ -188,7 +187,7 @@ class Matcher:
         for stored, (name, child) in named.items():
             if stored in own:
                 value = template[own[stored]]
-                if type(value) not in PLAIN:
+                if not isinstance(value, torch.Tensor):
                     here = name if type(name) is str else key_name(name)
                     value = self.build(value, child, f"{path}.{here}")
                 built[name] = value
@@ -241,7 +240,7 @@ class Matcher:
             tokens.add(token)
             if token is not None and token in named:
                 stored = named[token][1]
-                if type(child) in PLAIN and isinstance(child, torch.Tensor):
+                if isinstance(child, torch.Tensor):
                     self._match_tensor(child, stored, here)
                 else:
                     self.match(child, stored, here)

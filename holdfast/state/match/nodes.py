@@ -31,7 +31,7 @@ from holdfast.format.values import (
 from holdfast.parallel.layout import Layout
 from holdfast.state.markers import Marked, Padded, PerRank, Stored, Transient, Union
 from holdfast.state.match.result import TensorRequest
-from holdfast.state.placement import ReplicaSets, clip_leaf, padding_views, tensor_leaf, unreadable
+from holdfast.state.placement import ReplicaSets, clip_leaf, padding_views, tensor_leaf
 from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
 
 Token = str | bytes
@@ -319,17 +319,18 @@ class LocalTargets:
         """
         if isinstance(template, torch.Tensor) and type(template) in PLAIN:
             dtype = TORCH_TO_NAME.get(template.dtype)
-            is_dense = template.layout is torch.strided and not template.is_nested
-            if dtype is not None and is_dense and not (template.is_quantized or template.is_meta):
+            if dtype is not None and _is_readable(template):
                 return dtype, template.shape, None, (template,)
         like: tuple[object, ...] | None = None
         if type(template) is DTensor:
-            local = template._local_tensor
-            like = (id(template.device_mesh), template.placements, template.shape, local.shape)
+            # The attributes themselves: the properties of a DTensor cost several times as much.
+            local, spec = template._local_tensor, template._spec
+            shape = template.shape if spec.tensor_meta is None else spec.tensor_meta.shape
+            like = (id(spec.mesh), spec.placements, shape, local.shape)
             boxes = self._boxes.get(like)
             dtype = TORCH_TO_NAME.get(local.dtype)
             if boxes is not None and dtype is not None and _is_readable(local):
-                return dtype, tuple(template.shape), boxes, (local,)
+                return dtype, shape, boxes, (local,)
         leaf = tensor_leaf(
             template.value if isinstance(template, Padded) else template,
             key=path,
@@ -349,7 +350,9 @@ class LocalTargets:
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     """Whether `tensor_leaf` takes a plain tensor."""
-    return type(tensor) in PLAIN and not unreadable(tensor)
+    # Of a plain type it is neither lazy nor a subclass: what is left of `unreadable`.
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in PLAIN and is_dense and not (tensor.is_quantized or tensor.is_meta)
 
 
 def shape_mismatch(

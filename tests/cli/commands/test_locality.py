@@ -67,7 +67,20 @@ def save_and_load(context: RankContext, root: str, loads: list[dict[str, int]]) 
             assert sum(report.nbytes_by_file.values()) == report.nbytes_read
             assert len(report.nbytes_by_file) == report.num_opens
             reports.append(dict(report.nbytes_by_file))
+    reports.append(load_near(context, f"{root}-copies"))
     return reports
+
+
+def load_near(context: RankContext, root: str) -> dict[str, int]:
+    """Bytes by file of a load where replicated tensors were stored for each coordinate of dp."""
+    layout = Layout(**SAVED)
+    with (
+        ProcessGroups.create(layout, backend="gloo") as groups,
+        Checkpointer(root, groups=groups, replicate_over=("dp",)) as checkpointer,
+    ):
+        checkpointer.save(1, make_state(layout, context.rank))
+        state = make_state(layout, context.rank, blank=True)
+        return dict(checkpointer.load(state).nbytes_by_file)
 
 
 LOADS = [SAVED, {"tp": 4}, {"dp": 4}]
@@ -134,6 +147,32 @@ def test_a_planned_load_reads_what_a_real_one_read(real: tuple[Path, list[Any]])
                 for rank in range(4):
                     planned = {n: int(b) for n, b in zip(names, nbytes[rank], strict=True) if b}
                     assert planned == results[rank][number], (sizes, rank)
+
+
+def test_stored_copies_are_read_and_counted_as_near(
+    holdfast: Holdfast, real: tuple[Path, list[Any]]
+) -> None:
+    """With `replicate_over` a planned load chooses the copies that a real one chose."""
+    root, results = real
+    near = Path(f"{root}-copies")
+    with open_saved(near) as snapshot:
+        assert snapshot.has_copies
+        names = [file.name for file in snapshot.manifest.files]
+        requests = saved_requests(SavedPlacement(snapshot.manifest, snapshot.index))
+        nbytes = forecast_reads(snapshot, requests.tables, ranks=requests.ranks)
+        totals = snapshot.manifest.totals
+    shown = holdfast("show", near, "--locality", "--json").json["locality"]
+    assert shown["extra_nbytes"] == totals.stored_nbytes - totals.nbytes > 0
+    assert sum(kind["extra_nbytes"] for kind in shown["kinds"]) == shown["extra_nbytes"]
+    for rank in range(4):
+        read = results[rank][len(LOADS)]
+        assert {n: int(b) for n, b in zip(names, nbytes[rank], strict=True) if b} == read
+        own = names[rank]
+        locality = shown["ranks"][rank]
+        # Chunks are smaller than a block here, so that what is read is what is needed.
+        assert locality["own_nbytes"] == read[own]
+        assert locality["other_nbytes"] == sum(read.values()) - read[own]
+        assert locality["num_files"] == len(read)
 
 
 def test_what_was_left_out_and_assumed_is_stated(real: tuple[Path, list[Any]]) -> None:

@@ -212,8 +212,9 @@ def test_planned_reads_and_copies_are_those_of_the_index(
                 nearest = rank if key == "model.twice" else file
                 expected[rank, file] += nbytes * (rank == file if is_cut else file == nearest)
             for rank in range(4):
-                # Blocks of 64 bytes, of a chunk of 96: rows 0 and 1 end in the first one.
-                nearest = rank if key == "model.twice" and rank < 2 else 0 if not is_cut else file
+                # Blocks of 64 bytes, of a chunk of 96: rows 0 and 1 end in the first one. Of two
+                # copies in files that are open anyway ranks take turns.
+                nearest = rank % 2 if key == "model.twice" else file
                 block = 64 if rank % 2 == 0 else 96
                 relaid[rank, file] += (rank // 2 == file) * block if is_cut else (
                     nbytes * (file == nearest)

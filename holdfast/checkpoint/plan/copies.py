@@ -1,0 +1,189 @@
+"""Copies of replicated boxes: which boxes are stored more than once, and by which ranks.
+
+A box that ranks with several coordinates along the chosen axes hold is stored once for each of
+these coordinates, by a rank that has it. So each rank finds what it needs in a file of its own
+coordinate. With TP2 and DP2 (ranks 0 to 3, tp varying fastest) and copies over `tp`:
+
+    box                 held by        stored
+    norm.weight         0, 1, 2, 3     twice: by 0 or 2 (tp=0), and by 1 or 3 (tp=1)
+    linear.weight, tp=0 0, 2           once: all its holders have tp=0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from holdfast.arrays.box_table import enumerate_ranges
+from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.arrays.types import BoolArray, IntArray
+from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, HeldBoxes, slabs
+from holdfast.checkpoint.plan.claims import layout_of
+from holdfast.checkpoint.plan.proof import AllClaims
+from holdfast.errors import PlanError
+from holdfast.format.copies import CopyPolicy
+
+_MIN_CUT_SHARE = 1 / 64
+"""A box with copies is cut only if its pieces have this share of what a rank writes on average."""
+_MAX_NAMED = 5
+
+
+StoredBoxes = tuple[HeldBoxes, IntArray, IntArray, BoolArray]
+"""What is written: m boxes, each by one of its holders; copies of a box are boxes of their own.
+
+    held          the boxes, or pieces of them, and the ranks that may write each
+    offset        (m, d) within the distinct box
+    copy          (m,) 0 for the primary
+    has_copies    (m,) whether it is stored more than once; then it must be written whole, since
+                  copies are equal boxes
+"""
+
+
+def stored_boxes(
+    claims: AllClaims, held: HeldBoxes, ranks: Sequence[int], policy: CopyPolicy
+) -> StoredBoxes:
+    """The boxes to write: every distinct box, and its copies by the policy.
+
+    Args:
+        claims: Of all ranks.
+        held: The distinct boxes of the claims.
+        ranks: Whose claims they are, by position.
+        policy: What is stored more than once.
+
+    Raises:
+        PlanError: The copies would be more than the policy allows; names the largest.
+
+    Cost: O(rows) vector work; nothing without axes.
+    """
+    box = np.arange(len(held.nbytes))
+    once = held, np.zeros_like(held.extent), np.zeros_like(box), np.zeros(len(box), dtype=np.bool_)
+    if not policy.axes or not len(box):
+        return once
+    owner = np.repeat(box, held.num_holders)
+    place = _places(claims, held, ranks, policy.axes)
+    # Sorted by one number for (box, coordinate), so that the holders of a copy lie together.
+    pair = owner * (int(place.max()) + 1) + place
+    counts = np.bincount(np.unique(pair) // (int(place.max()) + 1), minlength=len(box))
+    has_copies = (counts > 1) & (held.nbytes > 0)
+    if not has_copies.any():
+        return once
+    _refuse_too_many(claims, held, np.where(has_copies, counts, 1), policy)
+    # What is stored once keeps all its holders, whatever their coordinates.
+    pair -= np.where(has_copies[owner], 0, place)
+    order = np.argsort(pair, kind="stable")
+    heads = np.flatnonzero(np.diff(pair[order], prepend=-1))
+    of = owner[order[heads]]
+    split = HeldBoxes(
+        extent=held.extent[of],
+        nbytes=held.nbytes[of],
+        holder_ptr=np.append(heads, len(order)),
+        holders=held.holders[order],
+        row=held.row[order],
+        num_ranks=held.num_ranks,
+    )
+    copy = enumerate_ranges(np.bincount(of, minlength=len(box)))[1]
+    return _cut_large(split, of, copy, has_copies[of])
+
+
+def _places(
+    claims: AllClaims, held: HeldBoxes, ranks: Sequence[int], axes: Sequence[str]
+) -> IntArray:
+    """(holders,) a number for the coordinate of each holder along the axes that its layout has.
+
+    Aligned with `held.holders`. The layout is that of the box's tensor.
+    """
+    home = np.array(claims.names.homes, dtype=np.int64)[claims.tensor[held.row]]
+    places = np.zeros(len(held.holders), dtype=np.int64)
+    for number, info in enumerate(claims.names.layouts):
+        layout = layout_of(info)
+        members = {*layout.ranks}
+        seen: dict[tuple[int, ...], int] = {}
+        of_position = np.zeros(held.num_ranks, dtype=np.int64)
+        for position, rank in enumerate(ranks):
+            if rank in members:
+                coordinates = layout.coordinates(rank)
+                along = tuple(coordinates.get(axis, 0) for axis in axes)
+                of_position[position] = seen.setdefault(along, len(seen))
+        chosen = home == number
+        places[chosen] = of_position[held.holders[chosen]]
+    return places
+
+
+def _refuse_too_many(
+    claims: AllClaims, held: HeldBoxes, counts: IntArray, policy: CopyPolicy
+) -> None:
+    """PlanError where copies add more bytes than allowed; `counts` (n,) of each box."""
+    extra = (counts - 1) * held.nbytes
+    total = int(held.nbytes.sum())
+    if int(extra.sum()) <= policy.max_fraction * total:
+        return
+    tensor = claims.tensor[held.row[held.holder_ptr[:-1]]]
+    by_tensor = np.zeros(len(claims.names.keys), dtype=np.int64)
+    np.add.at(by_tensor, tensor, extra)
+    largest = np.argsort(-by_tensor, kind="stable")[:_MAX_NAMED].tolist()
+    named = ", ".join(f"{claims.names.keys[t]} {by_tensor[t]}" for t in largest if by_tensor[t])
+    raise PlanError(
+        f"replicate_over={list(policy.axes)} would store {int(extra.sum())} bytes of copies for "
+        f"{total} bytes of tensors, more than max_copy_fraction={policy.max_fraction:g} allows; "
+        f"the most are of (bytes): {named}. Choose fewer axes, or raise max_copy_fraction"
+    )
+
+
+def _cut_large(
+    held: HeldBoxes, box: IntArray, copy: IntArray, has_copies: BoolArray
+) -> StoredBoxes:
+    """Large boxes with copies, all copies cut alike, so that the holders of each can share it.
+
+    Args:
+        held: The boxes to write.
+        box: (m,) the distinct box that each is.
+        copy: (m,) which copy.
+        has_copies: (m,) whether it has others.
+    """
+    offset = np.zeros_like(held.extent)
+    mean = int(held.nbytes.sum()) / max(held.num_ranks, 1)
+    smallest = max(MIN_PIECE_NBYTES, int(mean * _MIN_CUT_SHARE))
+    # As many pieces as every copy has holders.
+    num_pieces = np.full(int(box.max()) + 1, held.num_ranks)
+    np.minimum.at(num_pieces, box, held.num_holders)
+    num_pieces = np.minimum(num_pieces[box], held.nbytes // smallest)
+    large = np.flatnonzero(has_copies & (num_pieces > 1)).tolist()
+    if not large:
+        return held, offset, copy, has_copies
+    pieces = {n: _pieces(held, n, int(num_pieces[n]), smallest) for n in large}
+    counts = np.ones(len(box), dtype=np.int64)
+    counts[large] = [len(each) for each in pieces.values()]
+    entry, _ = enumerate_ranges(counts)
+    offset, extent = offset[entry], held.extent[entry]
+    first = np.cumsum(counts) - counts
+    for number, boxes in pieces.items():
+        for at, piece in enumerate(boxes, start=int(first[number])):
+            offset[at, : len(piece.offset)] = piece.offset
+            extent[at, : len(piece.shape)] = piece.shape
+    itemsize = held.nbytes // np.maximum(held.extent.prod(axis=1), 1)
+    holder_entry, place = enumerate_ranges(held.num_holders[entry])
+    holder = held.holder_ptr[entry][holder_entry] + place
+    cut = HeldBoxes(
+        extent=extent,
+        nbytes=extent.prod(axis=1) * itemsize[entry],
+        holder_ptr=np.concatenate([[0], np.cumsum(held.num_holders[entry])]),
+        holders=held.holders[holder],
+        row=held.row[holder],
+        num_ranks=held.num_ranks,
+    )
+    return cut, offset, copy[entry], has_copies[entry]
+
+
+def _pieces(held: HeldBoxes, number: int, count: int, smallest: int) -> list[Box]:
+    """A box in about `count` equal pieces along its leading dims."""
+    shape = tuple(held.extent[number].tolist())
+    depth, num_slabs = slabs(held.extent[number], int(held.nbytes[number]), smallest)
+    inner = (0,) * (len(shape) - depth)
+    bounds = [num_slabs * i // count for i in range(count + 1)]
+    return [
+        Box(piece.offset + inner, piece.shape + shape[depth:])
+        for start, stop in pairwise(bounds)
+        for piece in flat_range_boxes(shape[:depth], start, stop)
+    ]

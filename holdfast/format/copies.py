@@ -1,0 +1,117 @@
+"""Copies of chunks: what gets them, which rows of an index are copies, whether they agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.arrays.box_table import enumerate_ranges
+from holdfast.arrays.types import BoolArray, IntArray
+from holdfast.format.index import ChunkIndex, describe_row
+from holdfast.format.manifest import Manifest
+
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPolicy:
+    """What is stored more than once."""
+
+    axes: tuple[str, ...] = ()
+    """Axes of the layout: one copy for each coordinate of the holders along these; none for no
+    copies."""
+    max_fraction: float = 1.0
+    """The most bytes that copies may add, as a fraction of the bytes without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Copies:
+    """The boxes that are stored more than once.
+
+    Args:
+        ptr: (n + 1,) box i is stored in rows `row[ptr[i]:ptr[i + 1]]`.
+        row: Rows of the index, by number of the copy: the primary first.
+        box_of: (rows of the index,) the box of each row; -1 for what is stored once.
+        differs: (n,) whether some copy has other digests than the primary.
+    """
+
+    ptr: IntArray
+    row: IntArray
+    box_of: IntArray
+    differs: BoolArray
+
+    def of_row(self, row: int) -> list[int]:
+        """All rows with the box of a row and its bytes, itself first."""
+        box = int(self.box_of[row])
+        if box < 0 or self.differs[box]:
+            return [row]
+        rows: list[int] = self.row[self.ptr[box] : self.ptr[box + 1]].tolist()
+        return [row, *(each for each in rows if each != row)]
+
+    def drift(self, index: ChunkIndex, manifest: Manifest, rows: IntArray | None = None) -> str:
+        """Which copies differ from their primaries, by tensor, file and rank; empty for none.
+
+        Args:
+            index: Of the checkpoint.
+            manifest: Likewise.
+            rows: Only of the boxes of these rows; None for all.
+        """
+        chosen = np.flatnonzero(self.differs)
+        if rows is not None:
+            chosen = np.intersect1d(chosen, self.box_of[rows])
+        sentences = []
+        for box in chosen[:_MAX_NAMED].tolist():
+            primary, *others = self.row[self.ptr[box] : self.ptr[box + 1]].tolist()
+            words = index.digests(primary)
+            odd = [row for row in others if not np.array_equal(index.digests(row), words)]
+            where = "; ".join(_place(index, manifest, row) for row in (primary, *odd))
+            sentences.append(f"{describe_row(index, manifest, primary)}: copies differ: {where}")
+        more = len(chosen) - _MAX_NAMED
+        return ". ".join(sentences) + (f"; and {more} more" if more > 0 else "")
+
+
+def find_copies(index: ChunkIndex) -> Copies:
+    """The copies of an index.
+
+    Cost: vector work over the rows of tensors that have copies, and over their digests.
+    """
+    has_copies = np.zeros(int(index.tensor.max(initial=-1)) + 1, dtype=np.bool_)
+    has_copies[index.tensor[index.copy > 0]] = True
+    rows = np.flatnonzero(has_copies[index.tensor])
+    boxes = np.column_stack([index.tensor, index.offset, index.extent])[rows]
+    order = np.lexsort((index.copy[rows], *boxes.T[::-1]))
+    rows, boxes = rows[order], boxes[order]
+    heads = np.flatnonzero(
+        np.concatenate(
+            [np.ones(min(len(rows), 1), np.bool_), (boxes[1:] != boxes[:-1]).any(axis=1)]
+        )
+    )
+    counts = np.diff(np.append(heads, len(rows)))
+    several = counts > 1
+    rows, counts = rows[np.repeat(several, counts)], counts[several]
+    box_of = np.full(index.num_rows, -1, dtype=np.int64)
+    box, _ = enumerate_ranges(counts)
+    box_of[rows] = box
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    return Copies(ptr=ptr, row=rows, box_of=box_of, differs=_differing(index, rows, ptr, box))
+
+
+def _differing(index: ChunkIndex, rows: IntArray, ptr: IntArray, box: IntArray) -> BoolArray:
+    """(boxes,) whether a copy has other digests than the primary."""
+    begin, counts = index.digest_ptr[rows], np.diff(index.digest_ptr)[rows]
+    primary = ptr[:-1][box]
+    # They have equally many in a proven index; this one may not be proven yet.
+    is_odd = counts != counts[primary]
+    entry, block = enumerate_ranges(np.where(is_odd, 0, counts))
+    words = index.digest[begin[entry] + block]
+    is_odd[entry[words != index.digest[begin[primary[entry]] + block]]] = True
+    differs = np.zeros(len(ptr) - 1, dtype=np.bool_)
+    differs[box[is_odd]] = True
+    return differs
+
+
+def _place(index: ChunkIndex, manifest: Manifest, row: int) -> str:
+    """The file of a row, and who wrote it."""
+    file = manifest.files[int(index.file[row])]
+    return f"{file.name} of rank {file.writer}"
