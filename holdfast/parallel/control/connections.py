@@ -12,8 +12,9 @@ connections are accepted while a transfer waits.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
-import selectors
+import select
 import socket
 import struct
 import time
@@ -96,9 +97,9 @@ class Connections:
     ) -> None:
         """Send and receive each (index, bytes), all in flight at once.
 
-        Messages of one sender arrive in the order in which they were sent. Those of at least
-        `LARGE_NBYTES` to a rank of this host have been received when this returns; others may not.
-        What is left midway by an error ends its connection.
+        Messages of one sender arrive in the order in which they were sent. When this returns, those
+        of at least a MiB to a rank of this host have been received; others need not have been. What
+        an error leaves midway ends its connection.
 
         Raises:
             OSError: A connection broke, or carries a message of another length.
@@ -114,35 +115,24 @@ class Connections:
             for index, messages in receiving.items():
                 streams.append(self._from.setdefault(index, IncomingStream(self._memory)))
                 self._from[index].begin(messages)
-            with selectors.PollSelector() as selector:  # without a descriptor of its own
-                while streams := [stream for stream in streams if not stream.advance()]:
-                    self._wait(selector, streams, deadline)
+            while streams := [stream for stream in streams if not stream.advance()]:
+                self._wait(streams, deadline)
         finally:
             for stream in streams:
                 stream.close()
 
-    def _wait(
-        self,
-        selector: selectors.PollSelector,
-        streams: Sequence[Stream],
-        deadline: float,
-    ) -> None:
+    def _wait(self, streams: Sequence[Stream], deadline: float) -> None:
         """Sleep until a stream of a transfer can go on, and accept."""
-        watched: dict[socket.socket, int] = {}
+        poll = select.poll()  # without a descriptor of its own
         for stream in streams:
             if stream.connection is not None:
-                watched[stream.connection] = stream.events
+                poll.register(stream.connection, stream.events)
             else:
-                watched |= dict.fromkeys((self._listener, *self._unnamed), selectors.EVENT_READ)
-        for key in list(selector.get_map().values()):
-            if watched.get(key.fileobj) != key.events:  # type: ignore[call-overload]
-                selector.unregister(key.fileobj)
-        for each, events in watched.items():
-            if each not in selector.get_map():
-                selector.register(each, events)
+                for each in (self._listener, *self._unnamed):
+                    poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
         is_busy = any(stream.is_busy for stream in streams)
-        if left <= 0 or not (selector.select(0 if is_busy else left) or is_busy):
+        if left <= 0 or not (poll.poll(0 if is_busy else math.ceil(left * 1000)) or is_busy):
             raise LateError("the time is over")
         self._accept()
 

@@ -1,7 +1,7 @@
 """Bytes from the memory of another process of this host, in one copy (Linux: cross-memory attach).
 
 An *offer* states where a message lies: the process, the address, and a random token with the
-address at which the process keeps it. The reader first reads the token, then the message. Nothing
+address at which the process keeps it. Before its first message the reader reads the token. Nothing
 is assumed about who may read whom: the kernel refuses other users, restricted tracing (Yama),
 system call filters, and memory of devices; another host or pid namespace is recognised by its name,
 and a process that has only the number of the right one (a copy of a virtual machine, a sandbox
@@ -59,6 +59,7 @@ class CrossMemory:
 
     def __init__(self) -> None:
         self.nbytes_pulled = 0
+        self._proven: set[tuple[int, bytes]] = set()
         self._token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_NBYTES), _TOKEN_NBYTES)
         self._place = _place()
         self._read_vectors = _system_call() if self._place is not None else None
@@ -85,12 +86,14 @@ class CrossMemory:
         place, pid, token_address, token, address = _OFFER.unpack(offer)
         if self._read_vectors is None or place != self._place:
             raise RefusedError("another host or pid namespace, or turned off")
-        pull = Pull(self, pid=pid, address=address, target=target)
-        seen = ctypes.create_string_buffer(_TOKEN_NBYTES)
-        self.read(pid, token_address, ctypes.addressof(seen), _TOKEN_NBYTES)
-        if not secrets.compare_digest(seen.raw, token):
-            raise RefusedError(f"process {pid} is another one")
-        return pull
+        # Once for each process: one that still confirms what it offers has kept its number.
+        if (pid, token) not in self._proven:
+            seen = ctypes.create_string_buffer(_TOKEN_NBYTES)
+            self.read(pid, token_address, ctypes.addressof(seen), _TOKEN_NBYTES)
+            if not secrets.compare_digest(seen.raw, token):
+                raise RefusedError(f"process {pid} is another one")
+            self._proven.add((pid, token))
+        return Pull(self, pid=pid, address=address, target=target)
 
     def read(self, pid: int, address: int, into: int, nbytes: int) -> None:
         """Copy bytes of another process to an address of this one.

@@ -8,7 +8,7 @@ From the sender come frames, each after a head of 8 bytes, its kind and a length
                confirmed yet, had not changed when the receiver's answer arrived
 
 From the receiver comes one byte for each offer, in order: PULLED or REFUSED. Messages below
-`LARGE_NBYTES`, and all messages between hosts, are DATA: their length, their bytes, no answer.
+`LARGE_NBYTES`, those of small transfers, and all between hosts are DATA: length, bytes, no answer.
 
 **An offered message has arrived when its CONFIRM has**, and not before. The sender writes it inside
 the transfer that was given the memory, after it has read that the pull is over; and that transfer
@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
-from selectors import EVENT_READ, EVENT_WRITE
+from select import POLLIN, POLLOUT
 
 from holdfast.parallel.control.cross_memory import (
     OFFER_NBYTES,
@@ -41,14 +41,18 @@ from holdfast.parallel.control.cross_memory import (
     RefusedError,
 )
 
-LARGE_NBYTES = 256 << 10
-"""Messages from this size on are offered: below it two copies take less than two answers do."""
+LARGE_NBYTES = 128 << 10
+"""Messages from this size on may be offered: below it two copies take less than an offer does."""
+WORTHWHILE_NBYTES = 1 << 20
+"""A transfer offers large messages if it has as many bytes of them: answers take their time."""
 _HEAD = struct.Struct("<Q")
 _DATA, _OFFER, _CONFIRM = (kind << 62 for kind in range(3))
 _LENGTH_BITS = (1 << 62) - 1
 _REFUSED, _PULLED = b"\0\1"
 _MAX_VIEWS = 64
 """Buffers in one system call."""
+_AHEAD_NBYTES = 4096
+"""Read at once where frames of a few bytes are expected; what is more is copied."""
 
 
 class OutgoingStream:
@@ -63,7 +67,10 @@ class OutgoingStream:
         self.connection = connection
         self._memory = memory
         # Another process may still refuse; a rank elsewhere is not even given the choice.
-        self._offers = memory.is_on and connection.getpeername()[0] == connection.getsockname()[0]
+        is_near = connection.getpeername()[0] == connection.getsockname()[0]
+        self._may_offer = memory.is_on and is_near
+        self._offers = False
+        """In this transfer."""
         self._messages: deque[memoryview] = deque()
         """Not begun."""
         self._views: deque[memoryview] = deque()
@@ -81,13 +88,15 @@ class OutgoingStream:
     @property
     def events(self) -> int:
         """What its socket has to be ready for."""
-        return EVENT_READ * bool(self._offered) | EVENT_WRITE * bool(self._views)
+        return POLLIN * bool(self._offered) | POLLOUT * bool(self._views)
 
     def begin(self, messages: Iterable[memoryview]) -> None:
         """Queue the messages of a transfer; ConnectionError if an earlier one was left midway."""
         _refuse_midway(self._is_midway)
         self._is_midway = True
         self._messages.extend(messages)
+        large = sum(len(data) for data in self._messages if len(data) >= LARGE_NBYTES)
+        self._offers = self._may_offer and large >= WORTHWHILE_NBYTES
 
     def advance(self) -> bool:
         """Move what the socket takes; whether all is through."""
@@ -130,14 +139,13 @@ class OutgoingStream:
             answers = self.connection.recv(len(self._offered))
         except BlockingIOError:
             return
-        if not answers:
-            raise ConnectionResetError("the other rank closed the connection")
+        _check_end(len(answers))
         for answer in answers:
             data = self._offered.popleft()
             if answer == _PULLED:
                 self._views.append(memoryview(_HEAD.pack(_CONFIRM)))
             else:
-                self._offers = False
+                self._offers = self._may_offer = False
                 self._refused.append(data)
         if not self._offered:
             self._messages.extendleft(reversed(self._refused))
@@ -163,6 +171,10 @@ class IncomingStream:
         """Read and not answered: length, and where the message lies."""
         self._pull: Pull | None = None
         """Of the first expected message."""
+        self._ahead = memoryview(b"")
+        """Received, and not in `_parts` yet."""
+        self._is_frame_next = False
+        """Whether `_parts` is nothing but the head of a frame, or an offer."""
         self._num_unconfirmed = 0
         self._is_refusing = False
         """Whether the first expected message is to come as bytes after all."""
@@ -177,7 +189,7 @@ class IncomingStream:
     @property
     def events(self) -> int:
         """What its socket has to be ready for."""
-        return EVENT_READ * (not self._has_arrived()) | EVENT_WRITE * bool(self._answers)
+        return POLLIN * (not self._has_arrived()) | POLLOUT * bool(self._answers)
 
     def begin(self, messages: Iterable[memoryview]) -> None:
         """Expect messages of a transfer; ConnectionError if an earlier one was left midway."""
@@ -231,16 +243,29 @@ class IncomingStream:
             head = bytearray(_HEAD.size)
             self._parts.append((memoryview(head), partial(_check_head, head, data)))
             self._parts.append((data, None))
-        if not self._parts:
+        self._is_frame_next = not self._parts
+        if self._is_frame_next:
             head = bytearray(_HEAD.size)
             self._parts.append((memoryview(head), partial(self._take_head, head)))
 
     def _receive(self, connection: socket.socket) -> int:
-        """One system call; how many bytes it moved. ConnectionError at the end of the stream."""
-        views = [view for view, _ in islice(self._parts, _MAX_VIEWS)]
-        nbytes = connection.recvmsg_into(views)[0]
-        if not nbytes:
-            raise ConnectionResetError("the other rank closed the connection")
+        """At most one system call; how many bytes of `_parts` it filled, maybe none.
+
+        Raises:
+            BlockingIOError: There is nothing now.
+            ConnectionError: The stream has ended.
+        """
+        if not self._ahead and not self._is_frame_next:
+            views = [view for view, _ in islice(self._parts, _MAX_VIEWS)]
+            return _check_end(connection.recvmsg_into(views)[0])
+        if not self._ahead:
+            # Frames of a few bytes follow each other: not a system call for each.
+            self._ahead = memoryview(connection.recv(_AHEAD_NBYTES))
+            _check_end(len(self._ahead))
+        view = self._parts[0][0]
+        nbytes = min(len(view), len(self._ahead))
+        view[:nbytes] = self._ahead[:nbytes]
+        self._ahead = self._ahead[nbytes:]
         return nbytes
 
     def _complete(self, nbytes: int) -> None:
@@ -266,7 +291,7 @@ class IncomingStream:
         elif kind == _DATA and self._expected:
             data = self._expected.popleft()
             _check_head(head, data)
-            self._is_refusing = False
+            self._is_refusing = self._is_frame_next = False
             self._parts.append((data, None))
         else:
             raise ConnectionError(f"a frame of kind {kind >> 62} that nothing waits for")
@@ -307,6 +332,13 @@ class IncomingStream:
 
 
 Stream = OutgoingStream | IncomingStream
+
+
+def _check_end(nbytes: int) -> int:
+    """How many bytes came; ConnectionResetError if it was the end of the stream."""
+    if not nbytes:
+        raise ConnectionResetError("the other rank closed the connection")
+    return nbytes
 
 
 def _refuse_midway(is_midway: bool) -> None:
