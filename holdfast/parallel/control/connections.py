@@ -98,8 +98,9 @@ class Connections:
         """Send and receive each (index, bytes), all in flight at once.
 
         Messages of one sender arrive in the order in which they were sent. When this returns, those
-        of at least a MiB to a rank of this host have been received; others need not have been. What
-        an error leaves midway ends its connection.
+        of at least a MiB to a rank of this host have been received; others need not have been. A
+        connection that an error leaves midway carries nothing any more; `close` lets the others
+        know before their deadlines.
 
         Raises:
             OSError: A connection broke, or carries a message of another length.
@@ -108,18 +109,14 @@ class Connections:
         sending, receiving = _by_index(outgoing), _by_index(incoming)
         self.connect(sending, deadline)
         streams: list[Stream] = []
-        try:
-            for index, messages in sending.items():
-                streams.append(self._to[index])
-                self._to[index].begin(messages)
-            for index, messages in receiving.items():
-                streams.append(self._from.setdefault(index, IncomingStream(self._memory)))
-                self._from[index].begin(messages)
-            while streams := [stream for stream in streams if not stream.advance()]:
-                self._wait(streams, deadline)
-        finally:
-            for stream in streams:
-                stream.close()
+        for index, messages in sending.items():
+            streams.append(self._to[index])
+            self._to[index].begin(messages)
+        for index, messages in receiving.items():
+            streams.append(self._from.setdefault(index, IncomingStream(self._memory)))
+            self._from[index].begin(messages)
+        while streams := [stream for stream in streams if not stream.advance()]:
+            self._wait(streams, deadline)
 
     def _wait(self, streams: Sequence[Stream], deadline: float) -> None:
         """Sleep until a stream of a transfer can go on, and accept."""

@@ -443,10 +443,12 @@ def leaves_midway(context: RankContext, how: str) -> str:
         with pytest.raises(LateError if how == "deadline" else LeavesError):
             connections.transfer([(1, memoryview(data))], [], deadline)
         data[:] = b"\2" * len(data)
-        meet(context, "used again")
-        meet(context, "raised")
         with pytest.raises(ConnectionError, match="left midway"):
             connections.transfer([(1, memoryview(data))], [], soon())
+        meet(context, "used again")
+        time.sleep(0.5)  # the receiver has everything, and waits
+        connections.close()
+        meet(context, "raised")
         return ""
     patch_advance(lambda _: meet(context, "used again"), when=lambda pull: not pull.is_complete)
     target = memoryview(bytearray(len(data)))
@@ -525,6 +527,7 @@ def differs(context: RankContext) -> str:
     pair = [(1 - context.rank, data)]
     with pytest.raises(ConnectionError) as caught:
         connections.transfer(*((pair, []) if context.rank == 0 else ([], pair)), soon())
+    connections.close()
     return str(caught.value)
 
 
