@@ -97,10 +97,10 @@ class Connections:
     ) -> None:
         """Send and receive each (index, bytes), all in flight at once.
 
-        Messages of one sender arrive in the order in which they were sent. When this returns, those
-        of at least a MiB to a rank of this host have been received; others need not have been. A
-        connection that an error leaves midway carries nothing any more; `close` lets the others
-        know before their deadlines.
+        Messages of one sender arrive in the order in which they were sent. It waits for receivers
+        that read large messages from this process's memory; others may still be on their way when
+        it returns. A connection that an error leaves midway carries nothing any more; `close` lets
+        the others know before their deadlines.
 
         Raises:
             OSError: A connection broke, or carries a message of another length.
