@@ -4,24 +4,26 @@ Why not gloo: it connects every rank with every other, which takes ranks + 3 des
 and in its lazy mode a communicator with a failed operation cannot be destroyed: gloo waits until
 its connections are silent, and one with bytes that nothing will read never is.
 
-A connection carries messages in one direction, each after its length. Nothing runs in the
-background: connections are accepted while a transfer waits.
+A connection carries messages in one direction (`streams`): as bytes, or large ones between ranks of
+one host by what the receiver reads from the sender's memory. Nothing runs in the background:
+connections are accepted while a transfer waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
-import selectors
+import select
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.parallel.control.addresses import own_address
+from holdfast.parallel.control.cross_memory import CrossMemory
+from holdfast.parallel.control.streams import IncomingStream, OutgoingStream, Stream
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -29,10 +31,7 @@ if TYPE_CHECKING:
 _TOKEN_NBYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
 """First on a connection: the receiver's token, and the sender's index."""
-_LENGTH = struct.Struct("<Q")
 _BACKLOG = 4096
-_MAX_VIEWS = 64
-"""Buffers in one system call."""
 
 
 class LateError(Exception):
@@ -59,19 +58,24 @@ class Connections:
         self._listener.setblocking(False)
         self._unnamed: dict[socket.socket, bytearray] = {}
         """Accepted, but they have not sent their whole hello."""
-        self._from: dict[int, socket.socket] = {}
-        self._to: dict[int, socket.socket] = {}
+        self._memory = CrossMemory()
+        self._from: dict[int, IncomingStream] = {}
+        self._to: dict[int, OutgoingStream] = {}
         port = self._listener.getsockname()[1]
         store.set(f"address/{index}", f"{self._token.hex()} {port} {host}")
 
+    @property
+    def nbytes_pulled(self) -> int:
+        """Received by reading the memory of other ranks, in place of through a socket."""
+        return self._memory.nbytes_pulled
+
     def close(self) -> None:
         """End all connections; what was sent still arrives."""
-        for sending in self._to.values():
-            # Descriptors that a forked process inherited would keep the connection open.
-            with contextlib.suppress(OSError):
-                sending.shutdown(socket.SHUT_WR)
-        for each in (self._listener, *self._unnamed, *self._from.values(), *self._to.values()):
-            each.close()
+        streams: list[Stream] = [*self._to.values(), *self._from.values()]
+        for stream in streams:
+            stream.close()
+        for unused in (self._listener, *self._unnamed):
+            unused.close()
 
     def connect(self, indices: Iterable[int], deadline: float) -> None:
         """Connect to ranks that this one will send to.
@@ -93,50 +97,39 @@ class Connections:
     ) -> None:
         """Send and receive each (index, bytes), all in flight at once.
 
-        Messages of one sender arrive in the order in which they were sent.
+        Messages of one sender arrive in the order in which they were sent. It waits for receivers
+        that read large messages from this process's memory; others may still be on their way when
+        it returns. A connection that an error leaves midway carries nothing any more; `close` lets
+        the others know before their deadlines.
 
         Raises:
             OSError: A connection broke, or carries a message of another length.
             LateError: The deadline passed.
         """
-        sending: dict[int, _Stream] = {}
-        receiving: dict[int, _Stream] = {}
-        for index, data in outgoing:
-            sending.setdefault(index, _Outgoing()).add(data)
-        for index, data in incoming:
-            receiving.setdefault(index, _Incoming()).add(data)
+        sending, receiving = _by_index(outgoing), _by_index(incoming)
         self.connect(sending, deadline)
-        with selectors.PollSelector() as selector:  # without a descriptor of its own
-            while self._advance(sending, self._to) | self._advance(receiving, self._from):
-                self._wait(selector, sending, receiving, deadline)
+        streams: list[Stream] = []
+        for index, messages in sending.items():
+            streams.append(self._to[index])
+            self._to[index].begin(messages)
+        for index, messages in receiving.items():
+            streams.append(self._from.setdefault(index, IncomingStream(self._memory)))
+            self._from[index].begin(messages)
+        while streams := [stream for stream in streams if not stream.advance()]:
+            self._wait(streams, deadline)
 
-    def _advance(self, messages: dict[int, _Stream], sockets: dict[int, socket.socket]) -> bool:
-        """Move what can be moved now; whether any is left."""
-        for index in [i for i in messages if i in sockets]:
-            if messages[index].advance(sockets[index]):
-                del messages[index]
-        return bool(messages)
-
-    def _wait(
-        self,
-        selector: selectors.PollSelector,
-        sending: Iterable[int],
-        receiving: Iterable[int],
-        deadline: float,
-    ) -> None:
-        """Sleep until a socket of a transfer is ready, and accept."""
-        watched = {self._to[index]: selectors.EVENT_WRITE for index in sending}
-        if any(index not in self._from for index in receiving):
-            watched |= dict.fromkeys((self._listener, *self._unnamed), selectors.EVENT_READ)
-        watched |= {self._from[i]: selectors.EVENT_READ for i in receiving if i in self._from}
-        for done in [key.fileobj for key in selector.get_map().values()]:
-            if done not in watched:
-                selector.unregister(done)
-        for each, events in watched.items():
-            if each not in selector.get_map():
-                selector.register(each, events)
+    def _wait(self, streams: Sequence[Stream], deadline: float) -> None:
+        """Sleep until a stream of a transfer can go on, and accept."""
+        poll = select.poll()  # without a descriptor of its own
+        for stream in streams:
+            if stream.connection is not None:
+                poll.register(stream.connection, stream.events)
+            else:
+                for each in (self._listener, *self._unnamed):
+                    poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
-        if left <= 0 or not selector.select(left):
+        is_busy = any(stream.is_busy for stream in streams)
+        if left <= 0 or not (poll.poll(0 if is_busy else math.ceil(left * 1000)) or is_busy):
             raise LateError("the time is over")
         self._accept()
 
@@ -159,12 +152,16 @@ class Connections:
                 continue
             del self._unnamed[each]
             token, index = _HELLO.unpack(hello) if data else (b"", 0)
-            if secrets.compare_digest(token, self._token) and index not in self._from:
-                self._from[index] = each
-            else:
+            if not secrets.compare_digest(token, self._token):
                 each.close()  # of somebody else
+                continue
+            stream = self._from.setdefault(index, IncomingStream(self._memory))
+            if stream.connection is None:
+                stream.connection = each
+            else:
+                each.close()
 
-    def _connect(self, index: int, deadline: float) -> socket.socket:
+    def _connect(self, index: int, deadline: float) -> OutgoingStream:
         """A connection to a rank, which left its address before this one could use `control`."""
         token, port, host = self._store.get(f"address/{index}").decode().split()
         left = max(deadline - time.monotonic(), 0.001)
@@ -177,78 +174,12 @@ class Connections:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.sendall(_HELLO.pack(bytes.fromhex(token), self._index))  # fits any buffer
         made.setblocking(False)
-        return made
+        return OutgoingStream(made, self._memory)
 
 
-class _Stream:
-    """Messages of one connection that are not through, as the buffers that are left of them."""
-
-    def __init__(self) -> None:
-        self._views: deque[memoryview] = deque()
-
-    def add(self, data: memoryview) -> None:
-        """One more."""
-        raise NotImplementedError
-
-    def advance(self, connection: socket.socket) -> bool:
-        """Move what the socket takes or has; whether all are through."""
-        while self._views:
-            views = list(islice(self._views, _MAX_VIEWS))
-            try:
-                nbytes = self._move(connection, views)
-            except BlockingIOError:
-                return False
-            while self._views and nbytes >= len(self._views[0]):
-                nbytes -= len(self._views[0])
-                self._complete(self._views.popleft())
-            if nbytes:
-                self._views[0] = self._views[0][nbytes:]
-        return True
-
-    def _move(self, connection: socket.socket, views: Sequence[memoryview]) -> int:
-        """One system call; how many bytes it moved."""
-        raise NotImplementedError
-
-    def _complete(self, view: memoryview) -> None:
-        """The last byte of a buffer was moved."""
-
-
-class _Outgoing(_Stream):
-    """Messages to one rank."""
-
-    def add(self, data: memoryview) -> None:
-        """Queue its length and its bytes."""
-        self._views += (memoryview(_LENGTH.pack(len(data))), data)
-
-    def _move(self, connection: socket.socket, views: Sequence[memoryview]) -> int:
-        """Send."""
-        return connection.sendmsg(views)
-
-
-class _Incoming(_Stream):
-    """Messages from one rank; their lengths have to be those expected."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lengths: deque[tuple[bytearray, int]] = deque()
-
-    def add(self, data: memoryview) -> None:
-        """Expect its length and its bytes."""
-        length = bytearray(_LENGTH.size)
-        self._lengths.append((length, len(data)))
-        self._views += (memoryview(length), data)
-
-    def _move(self, connection: socket.socket, views: Sequence[memoryview]) -> int:
-        """Receive; ConnectionError at the end of the stream."""
-        nbytes = connection.recvmsg_into(views)[0]
-        if not nbytes:
-            raise ConnectionResetError("the other rank closed the connection")
-        return nbytes
-
-    def _complete(self, view: memoryview) -> None:
-        """Compare a length as soon as it is there."""
-        if self._lengths and view.obj is self._lengths[0][0]:
-            received, expected = self._lengths.popleft()
-            (length,) = _LENGTH.unpack(received)
-            if length != expected:
-                raise ConnectionError(f"a message of {length} bytes in place of {expected}")
+def _by_index(messages: Iterable[tuple[int, memoryview]]) -> Mapping[int, Sequence[memoryview]]:
+    """The messages of each index, in order."""
+    of_index: dict[int, list[memoryview]] = {}
+    for index, data in messages:
+        of_index.setdefault(index, []).append(data)
+    return of_index

@@ -193,7 +193,8 @@ def test_who_does_not_come_is_named_with_phase_and_last_sight() -> None:
             kind, text, seconds = reports["late"]
             assert kind == DeadlineError.__name__
             assert "Phase 'save 3' (collective 2 of layout 'late')" in text
-            assert "not complete after 1.5 s" in text
+            # The first rank whose time is over closes its connections, for the others to see.
+            assert "not complete after 1.5 s" in text or "a connection broke" in text
             assert "ranks [2] did not arrive, last seen in rank 2: phase 'warm up' (coll" in text
             assert 1.4 < seconds < 3.2
         kind, text, seconds = reports["killed"]
