@@ -141,6 +141,7 @@ def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     check(tmp_path, LAYOUTS, timeout_s=900)
