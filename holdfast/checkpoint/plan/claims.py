@@ -25,6 +25,7 @@ from holdfast.format.digest import digest128
 from holdfast.format.manifest import LayoutInfo
 from holdfast.parallel.layout import Layout
 from holdfast.parallel.rank_ranges import RankRanges
+from holdfast.parallel.stored_layout import layout_info
 from holdfast.state.leaves import FlatState, ReplicaSet
 
 UNDECLARED = -1
@@ -146,20 +147,6 @@ def _without_labels(
         where.append((start - removed, labels.setdefault(label, len(labels))))
         removed += length
     return key, tuple(where)
-
-
-def layout_info(layout: Layout) -> LayoutInfo:
-    """A layout as the manifest keeps it."""
-    # Spelled out, because the manifest keeps them: a new field of `Layout` must not change the
-    # format by itself.
-    names = ("tp", "cp", "ep", "dp", "pp", "expt_tp", "replicas")
-    axes = {name: getattr(layout, name) for name in names}
-    return LayoutInfo(name=layout.name, axes=axes, order=layout.order, ranks=list(layout.ranks))
-
-
-def layout_of(info: LayoutInfo) -> Layout:
-    """The layout that `layout_info` describes."""
-    return Layout(name=info.name, order=info.order, ranks=info.ranks, **info.axes)
 
 
 def encode_claims(claims: RankClaims) -> bytes:

@@ -20,10 +20,10 @@ from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, HeldBoxes, slabs
-from holdfast.checkpoint.plan.claims import layout_of
 from holdfast.checkpoint.plan.proof import AllClaims
 from holdfast.errors import PlanError
 from holdfast.format.copies import CopyPolicy
+from holdfast.parallel.stored_layout import layout_of
 
 _MIN_CUT_SHARE = 1 / 64
 """A box with copies is cut only if its pieces have this share of what a rank writes on average."""

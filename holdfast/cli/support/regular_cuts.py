@@ -14,7 +14,8 @@ from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import IntArray
 from holdfast.errors import LayoutError
 from holdfast.format.manifest import LayoutInfo
-from holdfast.parallel.layout import DEFAULT_ORDER, Layout
+from holdfast.parallel.layout import Layout
+from holdfast.parallel.stored_layout import layout_of
 
 DENSE, EXPERT = ("tp", "cp", "dp"), ("expt_tp", "ep", "expt_dp")
 """Axes of each view along which tensors are cut."""
@@ -59,9 +60,7 @@ class LayoutRanks:
 def _rebuild(info: LayoutInfo) -> Layout | None:
     """The layout that a manifest describes; None where it is none."""
     try:
-        return Layout(
-            **info.axes, order=info.order or DEFAULT_ORDER, ranks=info.ranks, name=info.name
-        )
+        return layout_of(info)
     except (LayoutError, TypeError):
         return None
 

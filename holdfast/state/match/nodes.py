@@ -317,9 +317,9 @@ class LocalTargets:
         Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
         has the boxes of that one.
         """
-        if isinstance(template, torch.Tensor) and type(template) in PLAIN:
+        if isinstance(template, torch.Tensor) and _is_readable(template):
             dtype = TORCH_TO_NAME.get(template.dtype)
-            if dtype is not None and _is_readable(template):
+            if dtype is not None:
                 return dtype, template.shape, None, (template,)
         like: tuple[object, ...] | None = None
         if type(template) is DTensor:
@@ -351,8 +351,10 @@ class LocalTargets:
 def _is_readable(tensor: torch.Tensor) -> bool:
     """Whether `tensor_leaf` takes a plain tensor."""
     # Of a plain type it is neither lazy nor a subclass: what is left of `unreadable`.
+    if type(tensor) not in PLAIN:
+        return False
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
-    return type(tensor) in PLAIN and is_dense and not (tensor.is_quantized or tensor.is_meta)
+    return is_dense and not (tensor.is_quantized or tensor.is_meta)
 
 
 def shape_mismatch(

@@ -21,11 +21,11 @@ from holdfast.checkpoint.plan.claims import (
     decode_claims,
     decode_names,
     encode_claims,
-    layout_info,
 )
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.parallel.stored_layout import layout_info
 from holdfast.state import flatten_state
 from holdfast.state.leaves import ReplicaSet
 from holdfast.writer.records import CommitPlan, decode_plan, encode_plan
