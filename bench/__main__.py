@@ -31,7 +31,7 @@ def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping
         megabytes: of the dense states, instead of their own sizes.
         repeats: rounds after the warm-up.
     """
-    from bench import scale, sharded, states, step, tiny
+    from bench import replicated, scale, sharded, states, step, tiny
 
     times = repeats or (1 if quick else 5)
     large, medium = (megabytes or size for size in ((8, 4) if quick else (1740, 600)))
@@ -54,6 +54,9 @@ def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping
             bars=sharded.Bars(save=1.6, load=3.0),
             repeats=times,
             scratch=scratch,
+        ),
+        "replicated": lambda results, scratch: replicated.measure(
+            results, megabytes=megabytes or (8 if quick else 1024), repeats=times, scratch=scratch
         ),
         "tiny": lambda results, scratch: tiny.measure(
             results, num_tensors=num_tiny, repeats=times, scratch=scratch

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.format.inventory import CheckpointInfo, PartInfo
     from holdfast.format.values import Codec, Codecs
     from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
-    from holdfast.parallel import Control, Layout, ProcessGroups, current_groups
+    from holdfast.parallel import Bandwidths, Control, Layout, ProcessGroups, current_groups
     from holdfast.retention.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
     from holdfast.save_when.policies import (
         AtDeadline,
@@ -70,6 +70,7 @@ __all__ = [
     "RNG",
     "AtDeadline",
     "AtStep",
+    "Bandwidths",
     "ChainedOptimizer",
     "CheckpointInfo",
     "Checkpointer",
@@ -156,7 +157,7 @@ _ROOMS = {
     ),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.optim": ("ChainedOptimizer", "LossScaler", "ShardedOptimizer"),
-    "holdfast.parallel": ("Control", "Layout", "ProcessGroups", "current_groups"),
+    "holdfast.parallel": ("Bandwidths", "Control", "Layout", "ProcessGroups", "current_groups"),
     "holdfast.state": (
         "RNG",
         "FlatShard",

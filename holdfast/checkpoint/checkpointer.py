@@ -24,6 +24,7 @@ from holdfast.format.manifest import encode_metadata
 from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
+from holdfast.parallel.bandwidths import Bandwidths
 from holdfast.parallel.control.guard import Guard, guarded
 from holdfast.retention.policies import Policy
 from holdfast.save_when.policies import SavePolicy
@@ -339,6 +340,7 @@ class Checkpointer:
         cast: bool = False,
         verify: bool = True,
         exchange: bool | Literal["auto"] = "auto",
+        bandwidths: Bandwidths | None = None,
         max_fallbacks: int | None = 0,
     ) -> LoadReport:
         """Load a checkpoint into the state, under any layout.
@@ -356,8 +358,9 @@ class Checkpointer:
             cast: convert dtypes.
             verify: check the digest of every block read.
             exchange: True: what several ranks ask for is read once, in equal shares, and sent over
-                the control communicator; False: each rank reads for itself; "auto": True for what
-                ranks of several hosts ask for (see `HOLDFAST_HOST_ID` in the guide).
+                the control communicator; False: each rank reads for itself; "auto": the faster of
+                both for what ranks of several hosts ask for (`HOLDFAST_HOST_ID` in the guide).
+            bandwidths: what "auto" decides by; by default measured where 256 MiB are shared.
             max_fallbacks: how many older checkpoints may be tried where the newest is damaged or
                 incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
                 most n older ones; None, any number. All ranks take the same one, which overwrites
@@ -370,13 +373,10 @@ class Checkpointer:
             ConfigError: an argument is wrong. All of these on all ranks.
 
         Cost: five small collectives, one of them a broadcast of manifest and index. An exchange:
-        one carries all requests (some bytes a box), and one more with a message between each two
-        ranks for each 64 MiB they share, and as much memory. With `max_fallbacks`: two more.
+        one carries all requests, and one more, with as much memory, each 64 MiB that a rank shares.
+        With `max_fallbacks`: two more.
         """
-        given: object = state
-        if not isinstance(given, Mapping):
-            why = "the state must map names to parts; load_all() needs no state"
-            raise ConfigError(f"load({type(given).__name__.removesuffix('Type')}): {why}")
+        _check_mapping(state)
         options = LoadOptions(
             step=step,
             ignore_unexpected=ignore_unexpected,
@@ -385,6 +385,7 @@ class Checkpointer:
             cast=cast,
             verify=verify,
             exchange=exchange,
+            bandwidths=Bandwidths() if bandwidths is None else bandwidths,
             max_fallbacks=max_fallbacks,
         )
         return self._note_loaded(self._loader.load(state, options))
@@ -471,6 +472,13 @@ class Checkpointer:
         else:
             with suppress(HoldfastError):
                 self.close()
+
+
+def _check_mapping(state: object) -> None:
+    """ConfigError for what is no state to load into."""
+    if not isinstance(state, Mapping):
+        why = "the state must map names to parts; load_all() needs no state"
+        raise ConfigError(f"load({type(state).__name__.removesuffix('Type')}): {why}")
 
 
 def _default_groups() -> ProcessGroups:

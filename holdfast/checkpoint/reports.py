@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.parallel.bandwidths import Bandwidths
+
 _BEFORE_STEP = re.compile(r"^\S*iter_\d+(/|: )")
 """The path of the checkpoint at the beginning of an error: a line that names the step has it."""
 _MAX_SUMMARY = 150
@@ -125,6 +127,9 @@ class LoadReport:
     nbytes_by_file: Mapping[str, int] = field(default_factory=dict)
     """Data file name (`data/00000.safetensors`) -> bytes that this rank read from it; files that it
     read nothing from are absent. Their sum is `nbytes_read`."""
+    bandwidths: Bandwidths | None = None
+    """What decided which bytes are read once and sent on, given or measured; None where nothing had
+    to be decided, or too little was shared to measure for it."""
     job: JobReading = field(default_factory=JobReading)
     """The same for all ranks together."""
     replaced: tuple[str, ...] = ()

@@ -9,14 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.parallel.bandwidths import Bandwidths
     from holdfast.parallel.control.control import Control
     from holdfast.parallel.groups.process_groups import ProcessGroups, current_groups
     from holdfast.parallel.layout import Layout
 
-__all__ = ["Control", "Layout", "ProcessGroups", "current_groups"]
+__all__ = ["Bandwidths", "Control", "Layout", "ProcessGroups", "current_groups"]
 
 
 _MODULES = {
+    "Bandwidths": "holdfast.parallel.bandwidths",
     "Control": "holdfast.parallel.control.control",
     "Layout": "holdfast.parallel.layout",
     "ProcessGroups": "holdfast.parallel.groups.process_groups",

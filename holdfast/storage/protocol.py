@@ -66,6 +66,10 @@ class Storage(Protocol):
     7. *One clock.* `age_s` compares times of one clock, good to some seconds, for all processes.
        Leases, heartbeats and repair depend on it; without it, what is alive could look dead.
 
+    A storage whose files go through no page cache that processes of a host share (an object store's
+    client in each process) has an attribute `is_cached_on_host = False`: a load then counts each
+    rank's reads.
+
     `exchange_dir` may be two renames, and `sync_dir` may do nothing where directories cannot be
     synced: promise 3 then is the file system's own.
     """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,29 @@ def test_every_arm_runs_once_a_round_in_turning_order_and_warm_ups_are_dropped()
     assert [m["seconds"] for m in series["a"]] == [4, 5, 8]
     other = {"a": [{"seconds": 5.0}] * 3, "b": [{"seconds": 0.0}] * 3}
     assert [m["seconds"] for m in slowest([series, other])["a"]] == [5, 5, 8]
+
+
+@pytest.mark.parametrize("num_arms", [1, 2, 3, 4, 6])
+def test_arms_follow_each_other_equally_often(num_arms: int) -> None:
+    names = [str(i) for i in range(num_arms)]
+    calls: list[str] = []
+
+    def arm(name: str) -> Callable[[int], dict[str, float]]:
+        def act(_: int) -> dict[str, float]:
+            calls.append(name)
+            return {}
+
+        return act
+
+    arms = {name: arm(name) for name in names}
+    interleave(arms, repeats=num_arms, before_each=lambda: None, warm_ups=0)
+    rounds = [calls[i : i + num_arms] for i in range(0, len(calls), num_arms)]
+    for place in zip(*rounds, strict=True):
+        assert sorted(place) == names
+    followers = Counter(pair for each in rounds for pair in pairwise(each))
+    if num_arms % 2 == 0:
+        assert set(followers.values()) == {1}
+        assert len(followers) == num_arms * (num_arms - 1)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +216,19 @@ def test_a_quick_run_measures_every_case_and_every_bar(tmp_path: Path) -> None:
         assert "read, buffered" in warm["samples"]
         ratio = rows[case, "load, same layout, warm, defaults / exchange=False"]
         assert ratio["targets"][0]["bound"] == 1.05
+    for hosts in ("one host", "two hosts"):
+        case = f"replicated 8 MiB, {hosts}"
+        assert rows[case, "bytes read by the job, on"]["holdfast"] == 1.0
+        assert rows[case, "bytes read by the job, off"]["holdfast"] == 8.0
+        for cache in ("warm", "cold"):
+            assert rows[case, f"{cache}, auto / better of on, off"]["targets"][0]["bound"] == 1.05
+            assert rows[case, f"load, {cache}, exchange=auto"]["dcp"] > 0
     steps = [name for case, name in rows if case.startswith("a training step")]
     assert len(steps) == 2
     assert set(document["curves"]) == {"scale"}
     assert not (tmp_path / "tmp").exists(), "scratch files were left behind"
     assert set(cases(quick=True, megabytes=None, repeats=None)) == {
-        "large", "medium", "small", "tiny", "steady", "training", "scale",
+        "large", "medium", "small", "replicated", "tiny", "steady", "training", "scale",
     }  # fmt: skip
 
 

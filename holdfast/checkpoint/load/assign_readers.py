@@ -14,6 +14,7 @@ import numpy as np
 from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.arrays.water_filling import fill
+from holdfast.checkpoint.load.choose_exchange import Choose
 
 _SLACK_SHARE = 32
 """A rank may read more than its share by this fraction of it, where that is in its own file."""
@@ -85,23 +86,27 @@ class ReaderAssignment:
         reader: (n,) by which rank.
         rank_set: (n,) number of the set of ranks that request it; -1 where its reader keeps it for
             itself, so that nothing is sent.
+        ranks: Of each set, ascending.
     """
 
     slices: Slices
     reader: IntArray
     rank_set: IntArray
+    ranks: Sequence[IntArray]
 
 
-def assign_readers(ranges: RequestedRanges, *, hosts: IntArray, grain: int) -> ReaderAssignment:
+def assign_readers(
+    ranges: RequestedRanges, *, hosts: IntArray, grain: int, choose: Choose | None = None
+) -> ReaderAssignment:
     """Assign every range to ranks that request it, so that all read about equally much.
 
     What ranks of one host alone request, each of them reads: they share its page cache. What ranks
-    of several hosts request is read once, and divided set of ranks by set, small sets first,
-    because large ones have more freedom to even out: the bytes of a set are filled onto its least
-    loaded ranks, cut between blocks. A rank is assigned what it wrote itself first (it opens that
-    file anyway, and may still have it in its page cache), and all of it where that exceeds its
-    share by a little only; then long stretches in order of files. No rank of a set is above the
-    level by more than two blocks, or 1/32 of its share.
+    of several hosts request is read once where `choose` says so, and divided set by set, small ones
+    first, because large ones have more freedom to even out: the bytes of a set are filled onto its
+    least loaded ranks, cut between blocks. A rank is assigned what it wrote itself first (it opens
+    that file anyway, and may still have it in its page cache), and all of it where that exceeds
+    its share by a little only; then long stretches in order of files. No rank of a set is above
+    the level by more than two blocks, or 1/32 of its share.
 
     Example, three ranks, ranges of 60 bytes:
 
@@ -115,6 +120,7 @@ def assign_readers(ranges: RequestedRanges, *, hosts: IntArray, grain: int) -> R
         hosts: (ranks,) number of the host of each rank; all different where ranks of one host are
             to share what they read, too.
         grain: Bytes of a block; ranges are cut at multiples of it.
+        choose: See `Choose`; None: everything that ranks of several hosts request is sent.
 
     Cost: linear in the ranges, plus the sum of the sizes of all sets; no communication.
     """
@@ -124,12 +130,18 @@ def assign_readers(ranges: RequestedRanges, *, hosts: IntArray, grain: int) -> R
     host = hosts[ranges.rank]
     is_on_first = host == host[ranges.rank_ptr[:-1]].repeat(counts)
     is_shared = np.bincount(whole.number.repeat(counts), ~is_on_first, len(counts)) > 0
+    rank_sets = _rank_sets(ranges, is_shared)
+    if choose is not None and rank_sets:
+        is_sent = choose([_size(each, whole, ranges) for each in rank_sets])
+        for (_, numbers), sent in zip(rank_sets, is_sent, strict=True):
+            is_shared[numbers] = sent
+        rank_sets = [each for each, sent in zip(rank_sets, is_sent, strict=True) if sent]
     alone, place = enumerate_ranges(np.where(is_shared, 0, counts))
     reader = ranges.rank[ranges.rank_ptr[alone] + place]
     load = np.zeros(len(hosts), dtype=np.int64)
     np.add.at(load, reader, whole.nbytes[alone])
     assigned = [(whole.take(alone), reader, np.full(len(alone), -1, dtype=np.int64))]
-    for rank_set, (ranks, numbers) in enumerate(_rank_sets(ranges, is_shared)):
+    for rank_set, (ranks, numbers) in enumerate(rank_sets):
         for slices, rank in _divide(whole.take(numbers), ranks, ranges, load, grain):
             load[rank] += int(slices.nbytes.sum())
             n = len(slices.number)
@@ -141,6 +153,7 @@ def assign_readers(ranges: RequestedRanges, *, hosts: IntArray, grain: int) -> R
         slices=slices.take(order),
         reader=np.concatenate([reader for _, reader, _ in assigned])[order],
         rank_set=np.concatenate([rank_set for _, _, rank_set in assigned])[order],
+        ranks=[ranks for ranks, _ in rank_sets],
     )
 
 
@@ -158,6 +171,14 @@ def _rank_sets(ranges: RequestedRanges, is_shared: BoolArray) -> list[tuple[IntA
     ]
     # Every rank must divide the sets in the same order: ties are decided by the first range.
     return sorted(sets, key=lambda each: (len(each[0]), int(each[1][0])))
+
+
+def _size(
+    rank_set: tuple[IntArray, IntArray], whole: Slices, ranges: RequestedRanges
+) -> tuple[IntArray, int, int]:
+    """(ranks, bytes, data files) of what a set of ranks shares."""
+    ranks, numbers = rank_set
+    return ranks, int(whole.nbytes[numbers].sum()), len(np.unique(ranges.file[numbers]))
 
 
 def _divide(

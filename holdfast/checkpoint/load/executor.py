@@ -16,6 +16,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.choose_copies import choose_copies
+from holdfast.checkpoint.load.choose_exchange import Choose
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
 from holdfast.checkpoint.load.targets import Target, make_targets, memory_at
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
@@ -101,14 +102,19 @@ class LoadExecutor:
         self.nbytes_received = 0
 
     def plan(
-        self, boxes: Sequence[BoxTable] | None = None, *, hosts: Sequence[str] | None = None
+        self,
+        boxes: Sequence[BoxTable] | None = None,
+        *,
+        hosts: Sequence[str] | None = None,
+        choose: Choose | None = None,
     ) -> None:
-        """Plan the reads, without communication.
+        """Plan the reads, without communication but for that of `choose`.
 
         Args:
             boxes: What each rank requests, by position; None where each rank reads for itself.
             hosts: Of each rank; what only ranks of one host request, each of them reads for itself.
                 None: what several ranks request is read once, wherever they are.
+            choose: Which of what is shared is sent; None: all of it.
 
         Cost: see `plan_reads`.
         """
@@ -127,6 +133,7 @@ class LoadExecutor:
             hosts=np.array([hosts.index(each) for each in hosts] if hosts else range(len(tables))),
             grain=block if self._verify else min(block, _UNVERIFIED_NBYTES),
             copies=self._files.copies if self._files.has_copies else None,
+            choose=choose,
         )
         if self._files.has_copies:
             self._refuse_drift(plan.row)

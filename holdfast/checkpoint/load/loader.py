@@ -11,6 +11,11 @@ from functools import partial
 
 import msgspec
 
+from holdfast.checkpoint.load.choose_exchange import (
+    ReplicaSets,
+    choose_exchange,
+    measure_bandwidths,
+)
 from holdfast.checkpoint.load.executor import LoadExecutor, num_reading_threads
 from holdfast.checkpoint.load.finding import Finder
 from holdfast.checkpoint.load.requests import (
@@ -39,6 +44,7 @@ from holdfast.format.index import validate_index
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel.bandwidths import Bandwidths
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.flatten import collector_paused
 from holdfast.state.markers import FromPart, OnLayout, Stored
@@ -67,11 +73,14 @@ class Loader:
         self._groups = groups
         self._codecs = codecs
         self._on_drift = on_drift
+        self._is_cached: bool = getattr(storage, "is_cached_on_host", True)
+        self._bandwidths: Bandwidths | None = None
         self._finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
         self._finder.version = None
+        self._bandwidths = None
         # A load makes many objects that stay: each pass of the garbage collector would visit them.
         with collector_paused():
             if options.max_fallbacks != 0:
@@ -193,6 +202,7 @@ class Loader:
             nbytes_received=executor.nbytes_received,
             num_opens=files.stats.opens,
             nbytes_by_file=files.nbytes_by_file(),
+            bandwidths=self._bandwidths,
             job=job,
             replaced=tuple(files.stats.fallbacks),
             seconds=time.perf_counter() - start,
@@ -204,6 +214,7 @@ class Loader:
             "step": options.step,
             "verify": options.verify,
             "exchange": options.exchange,
+            "bandwidths": repr(options.bandwidths),
             "max_fallbacks": options.max_fallbacks,
             "on_drift": self._on_drift,
         }
@@ -234,10 +245,7 @@ class Loader:
             verify=options.verify,
             num_threads=num_threads,
         )
-        # Ranks of one host share its page cache: none needs to know what the others request.
-        has_other_hosts = len(set(hosts)) > 1
-        is_shared = control.size > 1 and (options.exchange is True or has_other_hosts)
-        is_shared = is_shared and options.exchange is not False
+        is_shared = control.size > 1 and self._may_share(hosts, options)
         if not is_shared:
             executor.plan()
         payload = encode_request(
@@ -256,11 +264,37 @@ class Loader:
         if is_shared:
             # Ranks that request the same boxes send equal bytes, which are decoded once.
             tables = {data: decode_boxes(data) for data in {each.boxes for each in requests}}
-            executor.plan(
-                [tables[each.boxes] for each in requests],
-                hosts=hosts if options.exchange == "auto" else None,
-            )
+            boxes = [tables[each.boxes] for each in requests]
+            if options.exchange == "auto":
+                choose = partial(self._choose, files, hosts, options)
+                executor.plan(boxes, hosts=hosts if self._is_cached else None, choose=choose)
+            else:
+                executor.plan(boxes)
         return executor, unexpected, dropped
+
+    def _may_share(self, hosts: Sequence[str], options: LoadOptions) -> bool:
+        """Whether ranks may send each other what they read, so must know all requests."""
+        if options.exchange == "auto":
+            # Ranks of one host share its page cache: none needs what another one has read.
+            return len(set(hosts)) > 1 or not self._is_cached
+        return options.exchange
+
+    def _choose(
+        self,
+        files: CheckpointFiles,
+        hosts: Sequence[str],
+        options: LoadOptions,
+        sets: ReplicaSets,
+    ) -> list[bool]:
+        """Which of what is shared is read once and sent on; see `choose_exchange`."""
+        is_sent, self._bandwidths = choose_exchange(
+            sets,
+            options.bandwidths,
+            hosts=hosts,
+            is_cached=self._is_cached,
+            measure=partial(measure_bandwidths, files, self._groups.control, hosts),
+        )
+        return is_sent
 
     def _match(
         self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions

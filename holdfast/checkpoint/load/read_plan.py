@@ -25,6 +25,7 @@ from holdfast.arrays.box_table import (
 )
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.assign_readers import RequestedRanges, assign_readers
+from holdfast.checkpoint.load.choose_exchange import Choose
 from holdfast.format.byte_ranges import (
     Overlaps,
     find_overlaps,
@@ -36,7 +37,7 @@ from holdfast.format.copies import Copies
 from holdfast.format.index import ChunkIndex
 
 _ROUND_NBYTES = 64 << 20
-"""Bytes read in a round for one set of ranks: bounds what each of them holds and receives."""
+"""Bytes of a round for one rank: bounds what it reads for others, sends and receives at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,6 +138,7 @@ def plan_reads(
     hosts: IntArray,
     grain: int,
     copies: Copies | None = None,
+    choose: Choose | None = None,
 ) -> ReadPlan:
     """Plan all reads of a load.
 
@@ -146,9 +148,9 @@ def plan_reads(
         itemsize: (tensors,) bytes of an element.
         writer: (files,) position of the rank that wrote each file, -1 where it is none of these.
         hosts: (ranks,) see `assign_readers`; of one rank, which reads for itself.
-        grain: Reads begin at multiples of so many bytes of a payload: the digests' blocks, where
-            these are checked.
+        grain: Reads begin at multiples of so many bytes of a payload.
         copies: The boxes that are stored more than once; None for none.
+        choose: See `assign_readers`.
 
     Raises:
         CorruptionError: Where the chunks do not cover a requested box.
@@ -167,12 +169,12 @@ def plan_reads(
         start, stop, owner = split_ranges(ranges.start, ranges.stop, grain=grain)
         reader, rounds = np.zeros_like(owner), np.full(len(owner), -1, dtype=np.int64)
     else:
-        owners = _owners(index, ranges.row, writer, copies)
-        assignment = assign_readers(replace(ranges, **owners), hosts=hosts, grain=grain)
+        ranges = replace(ranges, **_owners(index, ranges.row, writer, copies))
+        assignment = assign_readers(ranges, hosts=hosts, grain=grain, choose=choose)
         slices = assignment.slices
         start, stop, part = split_ranges(slices.start, slices.stop, grain=grain)
         owner, reader = slices.number[part], assignment.reader[part]
-        rounds = _assign_rounds(assignment.rank_set[part], reader, stop - start)
+        rounds = _assign_rounds(assignment.rank_set[part], reader, stop - start, assignment.ranks)
     piece, position = enumerate_ranges(np.diff(ranges.overlap_ptr)[owner])
     return ReadPlan(
         requests=requests,
@@ -273,10 +275,14 @@ def _owners(
     }
 
 
-def _assign_rounds(rank_set: IntArray, reader: IntArray, nbytes: IntArray) -> IntArray:
-    """The round of each piece: `_ROUND_NBYTES` per set of ranks, its readers taking turns.
+def _assign_rounds(
+    rank_set: IntArray, reader: IntArray, nbytes: IntArray, ranks: Sequence[IntArray]
+) -> IntArray:
+    """The round of each piece: `_ROUND_NBYTES` for each rank, the readers of a set taking turns.
 
-    Example, one set with readers 0 and 1, pieces of 40 bytes and rounds of 100:
+    A set begins where all of its ranks have finished the sets before it; so sets without a rank in
+    common are sent in the same rounds, and no rank is in two sets at a time. Example, one set with
+    readers 0 and 1, pieces of 40 bytes and rounds of 100:
 
         piece    reader    turn    bytes before    round
         0        0         0         0             0
@@ -294,5 +300,13 @@ def _assign_rounds(rank_set: IntArray, reader: IntArray, nbytes: IntArray) -> In
     # The n-th pieces of all readers come next to each other: all of them read in every round.
     turn = sums_before(ones, rank_set[by_reader], reader[by_reader])
     pieces = by_reader[np.lexsort((reader[by_reader], turn, rank_set[by_reader]))]
-    rounds[pieces] = sums_before(nbytes[pieces], rank_set[pieces]) // _ROUND_NBYTES
+    begin = np.zeros(len(ranks), dtype=np.int64)
+    finished: dict[int, int] = {}
+    of_set = np.bincount(rank_set[shared], nbytes[shared], len(ranks)).astype(np.int64)
+    for number, members in enumerate(ranks):
+        listed = members.tolist()
+        begin[number] = max(finished.get(rank, 0) for rank in listed)
+        finished.update(dict.fromkeys(listed, int(begin[number] + of_set[number])))
+    before = begin[rank_set[pieces]] + sums_before(nbytes[pieces], rank_set[pieces])
+    rounds[pieces] = before // _ROUND_NBYTES
     return rounds

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint.load import read_plan
+from holdfast.checkpoint.load.choose_exchange import ReplicaSets
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
 from holdfast.checkpoint.load.requests import decode_boxes, encode_boxes
 from holdfast.checkpoint.load.transfers import RankTransfers, Transfers
@@ -289,6 +290,101 @@ def test_rounds_bound_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         here = plan.round == number
         assert (plan.stop - plan.start)[here].sum() == 256
         assert sorted(plan.reader[here]) == [0, 1, 2, 3]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_rank_in_many_sets_holds_one_round(data: st.DataObject) -> None:
+    """What a rank sends and receives in one round is bounded, in however many sets it is."""
+    most = piece = GRAIN
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_plan, "_ROUND_NBYTES", most)
+        patch.setattr(byte_ranges, "PIECE_NBYTES", piece)
+        case = Case(data)
+        plan = case.plan
+        held: Counter[tuple[int, int]] = Counter()
+        for rank in range(case.num_ranks):
+            transfers = RankTransfers(plan, position=rank)
+            moved = np.unique([*transfers.outgoing.piece, *transfers.incoming.piece]).astype(int)
+            for number in moved.tolist():
+                nbytes = int(plan.stop[number] - plan.start[number])
+                held[rank, int(plan.round[number])] += nbytes
+        assert max(held.values(), default=0) <= most + piece
+        rounds = plan.round[plan.round >= 0]
+        assert set(range(plan.num_rounds)) == set(rounds.tolist()) or not len(rounds)
+
+
+def test_sets_without_a_common_rank_are_sent_in_the_same_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(read_plan, "_ROUND_NBYTES", 256)
+    monkeypatch.setattr(byte_ranges, "PIECE_NBYTES", 64)
+    whole = Box((0,), (1024,))
+    index = index_of([(t, 0, whole, 1) for t in range(3)], 1)
+    # Tensors 0 and 1 of two ranks each, tensor 2 of all four.
+    tables = [table_of([(t, whole), (2, whole)], 1) for t in (0, 0, 1, 1)]
+    plan = plan_reads(
+        index,
+        tables,
+        itemsize=np.ones(3, dtype=np.int64),
+        writer=np.array([-1]),
+        hosts=np.arange(4),
+        grain=GRAIN,
+    )
+    rounds = [sorted(set(plan.round[plan.row == t].tolist())) for t in range(3)]
+    assert rounds == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_is_not_sent_each_of_its_ranks_reads(data: st.DataObject) -> None:
+    """P7: whichever sets of ranks are chosen, each element comes once to each that asks."""
+    case = Case(data)
+    hosts = np.array([data.draw(st.integers(0, 2)) for _ in range(case.num_ranks)])
+    seen: list[tuple[list[int], int, int, bool]] = []
+
+    def choose(sets: ReplicaSets) -> list[bool]:
+        answers = [data.draw(st.booleans()) for _ in sets]
+        columns = zip(sets, answers, strict=True)
+        seen.extend((ranks.tolist(), size, files, yes) for (ranks, size, files), yes in columns)
+        return answers
+
+    plan = plan_reads(
+        case.index,
+        [table_of(asked, case.ndim) for asked in case.asked],
+        itemsize=case.itemsize,
+        writer=case.writer,
+        hosts=hosts,
+        grain=GRAIN,
+        choose=choose,
+    )
+    case.plan = plan
+    everybody = [case.wanted_blocks(rank) for rank in range(case.num_ranks)]
+    asking: dict[tuple[int, int], list[int]] = {}
+    for rank, blocks in enumerate(everybody):
+        for each in blocks:
+            asking.setdefault(each, []).append(rank)
+    is_sent = {tuple(ranks): sent for ranks, _, _, sent in seen}
+    reads = [blocks_of(plan, rank) for rank in range(case.num_ranks)]
+    by_set: dict[tuple[int, ...], int] = {}
+    for (row, block), ranks in asking.items():
+        counts = [reads[rank][row, block] for rank in range(case.num_ranks)]
+        one_host = len({int(hosts[rank]) for rank in ranks}) == 1
+        assert one_host or tuple(ranks) in is_sent
+        if is_sent.get(tuple(ranks), False):
+            assert sum(counts) == 1
+        else:
+            assert counts == [int(rank in ranks) for rank in range(case.num_ranks)]
+        nbytes = int(case.index.nbytes[row])
+        size = min((block + 1) * GRAIN, nbytes) - block * GRAIN
+        by_set[tuple(ranks)] = by_set.get(tuple(ranks), 0) + size
+    assert {tuple(ranks): size for ranks, size, _, _ in seen} == {
+        ranks: size for ranks, size in by_set.items() if ranks in is_sent
+    }
+    for rank in range(case.num_ranks):
+        transfers = RankTransfers(plan, position=rank)
+        for number, times in counted(transfers, case, rank).items():
+            assert (times == 1).all(), (rank, number)
 
 
 def test_a_box_that_no_chunk_covers_is_damage() -> None:
