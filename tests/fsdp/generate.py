@@ -79,9 +79,12 @@ class Block(nn.Module):
             self.order.append(random.choice(self.order))  # a module used twice
         self.rare = random.choice(self.order) if random.random() < 0.4 else None
         self.recomputed = random.random() < 0.3
+        self.seldom = nn.Parameter(torch.empty(5, WIDTH))  # used where row 1 of a step is
 
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         step = int(rows.min()) // ROWS
+        if bool((rows % ROWS == 1).any()):
+            x = x + (rows % ROWS == 1)[:, None] * plain(self.seldom).sum(dim=0)
         for number in self.order:
             if number == self.rare and step % 2:
                 continue

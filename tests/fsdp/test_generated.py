@@ -66,7 +66,7 @@ def place(case: Case, groups: ProcessGroups) -> None:
 
 
 def trained(
-    context: RankContext, root: str, seeds: range, layouts: list[dict[str, Any]]
+    context: RankContext, root: str, seeds: tuple[int, ...], layouts: list[dict[str, Any]]
 ) -> list[str]:
     """What is wrong, in words; each strategy saves, and loads what another one has saved."""
     wrong = []
@@ -115,13 +115,13 @@ def trained(
 @pytest.mark.parametrize(
     ("num_ranks", "seeds"),
     [
-        (4, range(2)),
-        pytest.param(4, range(2, 12), marks=pytest.mark.slow),
-        pytest.param(8, range(20, 24), marks=pytest.mark.slow),
+        (4, (21,)),  # ties between units, which FSDP2 would undo
+        pytest.param(4, (*range(5), 9), marks=pytest.mark.slow),
+        pytest.param(8, (11, 22, 23), marks=pytest.mark.slow),
     ],
 )
 def test_generated_models_train_as_one_process_and_load_each_other(
-    tmp_path: Path, num_ranks: int, seeds: range
+    tmp_path: Path, num_ranks: int, seeds: tuple[int, ...]
 ) -> None:
     """F1, F2, F10: to 1e-6, and bitwise between strategies."""
     layouts = LAYOUTS if num_ranks == 4 else LARGE
