@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from holdfast.format.inventory import CheckpointInfo, PartInfo
     from holdfast.format.values import Codec, Codecs
+    from holdfast.fsdp import ShardedModel, fully_shard_model
     from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
     from holdfast.parallel import Bandwidths, Control, Layout, ProcessGroups, current_groups
     from holdfast.retention.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
@@ -116,6 +117,7 @@ __all__ = [
     "SavePolicy",
     "SaveReport",
     "Sharded",
+    "ShardedModel",
     "ShardedOptimizer",
     "Storage",
     "StorageError",
@@ -127,6 +129,7 @@ __all__ = [
     "current_groups",
     "declare_padding",
     "declare_wrapper",
+    "fully_shard_model",
 ]
 
 _ROOMS = {
@@ -139,6 +142,7 @@ _ROOMS = {
     ),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultError"),
     "holdfast.format.inventory": ("CheckpointInfo", "PartInfo"),
+    "holdfast.fsdp": ("ShardedModel", "fully_shard_model"),
     "holdfast.retention.policies": (
         "KeepBest",
         "KeepEvery",

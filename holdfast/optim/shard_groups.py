@@ -52,6 +52,7 @@ class ShardGroups:
             raise ConfigError(f"over={over!r} is not one of {', '.join(_SHARD_AXES)}")
         ranks = groups.ranks(over)
         several = len(ranks) > 1
+        gather = gather or f"{over}_ag"
         reduce = groups.group(over) if several else None
         between = _BETWEEN.get(over)
         has_between = between is not None and groups.size(between) > 1
@@ -64,13 +65,18 @@ class ShardGroups:
             data_ranks=frozenset(groups.ranks(over.removesuffix("_intra"))),
             index=groups.index(over),
             reduce=reduce,
-            gather=_gather(groups, over=over, name=gather or f"{over}_ag") if several else None,
+            gather=gather_group(groups, over=over, name=gather) if several else None,
             between=groups.group(between) if has_between and between is not None else None,
             tied=groups.group("embd") if has_tied else None,
         )
 
 
-def _gather(groups: ProcessGroups, *, over: str, name: str) -> ProcessGroup:
+def gather_group(groups: ProcessGroups, *, over: str, name: str) -> ProcessGroup:
+    """The communicator on which parameters are gathered, checked against that of `over`.
+
+    Raises:
+        GroupError: It is missing, is that of `over` itself, or has other ranks or another order.
+    """
     try:
         group = groups.group(name)
     except GroupError as error:

@@ -1,0 +1,108 @@
+"""Traps of FSDP2 that give wrong weights without an error; here each is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError
+from holdfast.fsdp import _torch
+
+
+class UnitGuard:
+    """Watches one unit: its whole weights are those of its shards, its reduction is as set up.
+
+    FSDP2 keeps whole weights where it is not to free them (`set_reshard_after_backward(False)`, a
+    root after a forward without backward). A step, a load or any other write then changes the
+    shards alone, and the next forward computes with the old weights; the loss never changes.
+
+    Cost: some microseconds a forward and parameter.
+    """
+
+    def __init__(self, unit: nn.Module, *, name: str) -> None:
+        self._name = name or "(the model)"
+        self.groups: list[Any] = _torch.param_groups(unit)
+        self._reductions = [_torch.reduction_of(group) for group in self.groups]
+        self._gathers = [_torch.gather_of(group) for group in self.groups]
+        self._versions: list[list[tuple[int, int]]] = [[] for _ in self.groups]
+        self._hooked: set[nn.Parameter] = set()
+        self._used: list[Any] = []
+        # The first is before FSDP2's own hook, the second after it.
+        unit.register_forward_pre_hook(self._before_gather, prepend=True)
+        unit.register_forward_pre_hook(self._after_gather)
+
+    def check_settings(self) -> None:
+        """ConfigError if the reduction of this unit is not what the layout says it has to be."""
+        reductions = [_torch.reduction_of(group) for group in self.groups]
+        if reductions != self._reductions:
+            raise ConfigError(
+                f"unit '{self._name}': its gradient divisor, or how its gradients are reduced, was "
+                f"changed after fully_shard_model (from {self._reductions} to {reductions}); the "
+                f"layout gives the divisor. Leave set_gradient_divide_factor, "
+                f"set_force_sum_reduction_for_comms and set_reduce_scatter_unused_params alone, "
+                f"and scale the loss if you want other gradients"
+            )
+        if any(
+            now is not then
+            for now, then in zip(
+                (_torch.gather_of(group) for group in self.groups), self._gathers, strict=True
+            )
+        ):
+            raise ConfigError(
+                f"unit '{self._name}': its all-gather was replaced after fully_shard_model; "
+                f"parameters are gathered on the communicators of the groups it was given"
+            )
+
+    def check_weights(self) -> None:
+        """ConfigError if shards were written while whole weights of them were kept."""
+        for group, versions in zip(self.groups, self._versions, strict=True):
+            if _torch.is_whole(group) and versions and _torch.versions(group) != versions:
+                raise ConfigError(
+                    f"unit '{self._name}': its parameters were changed (a step, a load) while "
+                    f"whole copies of the old ones were kept, which the next forward would use. "
+                    f"Put each backward into microbatch(is_last=...), whose last one frees them; "
+                    f"or call set_reshard_after_backward(True) before the last backward; or "
+                    f"reshard() on the unit before parameters are changed"
+                )
+
+    def used(self) -> set[nn.Parameter]:
+        """Parameters, as the optimizer sees them, that a backward here has given a gradient."""
+        return {member.sharded_param for member in self._used}
+
+    def forget_used(self) -> None:
+        """Begin again to note them."""
+        self._used.clear()
+
+    def reshard(self) -> None:
+        """Free whole weights, if there are any: what comes next sees the shards."""
+        for group in self.groups:
+            if _torch.is_idle(group):
+                group.reshard()
+
+    def _before_gather(self, module: nn.Module, args: Any) -> None:
+        """The first use in a forward: whole weights there are must be those of the shards."""
+        del module, args
+        self.check_weights()
+        for number, group in enumerate(self.groups):
+            if not _torch.is_whole(group):
+                self._versions[number] = _torch.versions(group)
+
+    def _after_gather(self, module: nn.Module, args: Any) -> None:
+        """Note which parameters get a gradient; FSDP2 makes the whole ones at their first use."""
+        del module, args
+        for group in self.groups:
+            for member, whole in _torch.whole_parameters(group):
+                if whole in self._hooked or not whole.requires_grad:
+                    continue
+                self._hooked.add(whole)
+                _torch.on_gradient(whole, self._note_use(member))
+
+    def _note_use(self, member: Any) -> Callable[[torch.Tensor], None]:
+        def note(whole: torch.Tensor) -> None:
+            del whole
+            self._used.append(member)
+
+        return note

@@ -1,0 +1,295 @@
+"""Microbatches and steps of a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import ConfigError
+from holdfast.fsdp import _torch
+from holdfast.fsdp.data_axes import WHOLE, DataAxis
+from holdfast.fsdp.guards import UnitGuard
+from holdfast.fsdp.plan import Kind
+from holdfast.fsdp.strategy import OuterReduction, StrategySchedule
+from holdfast.optim import LossScaler, StepOutcome, collectives
+from holdfast.optim.checks import check_limit
+from holdfast.optim.norms import (
+    GradientNorm,
+    GradientPart,
+    LayoutSum,
+    clip_factor,
+    gradient_parts,
+    measure,
+    scale_gradients,
+)
+from holdfast.parallel import ProcessGroups
+from holdfast.state.module.tree import parameter_names
+
+
+class ShardedModel:
+    """A model that `fully_shard_model` has sharded: what microbatches and steps go through.
+
+        sharded = fully_shard_model(model, groups, experts=(), units=model.layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for i, batch in enumerate(batches):
+            with sharded.microbatch(is_last=i == len(batches) - 1):
+                loss(model(batch)).backward()
+        outcome = sharded.step(optimizer, max_norm=1.0)
+
+    Checkpoints need nothing of it: save the model and `OptimizerState(optimizer, model)`. Names of
+    parameters are those of the bare model.
+
+    Not for callers to build. `groups` are the communicators, `model` the model itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: ProcessGroups,
+        *,
+        guards: Sequence[UnitGuard],
+        axes: Mapping[Kind, DataAxis],
+        schedule: StrategySchedule,
+        outer_reduction: OuterReduction,
+    ) -> None:
+        self.model = model
+        self.groups = groups
+        self._guards = guards
+        self._axes = axes
+        self._schedule = schedule
+        self._outer_reduction = outer_reduction
+        self._is_pending = False
+        self._total = LayoutSum(groups)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of one microbatch; every rank enters the same contexts.
+
+        Without it every backward reduces, between slices too, and frees whole parameters.
+
+        Args:
+            is_last: whether a step follows. Before it, gradients are kept as the strategy says.
+
+        Raises:
+            ConfigError: The reduction of a unit was changed since the model was sharded.
+
+        Cost: the collectives of a backward; a reduction only where the strategy says so.
+        """
+        for guard in self._guards:
+            guard.check_settings()
+        reduces = is_last or self._schedule.reduces_each_microbatch
+        self._set(
+            reduces=reduces,
+            reduces_outer=is_last or self._outer_reduction == "microbatch",
+            reshards=is_last or self._schedule.regathers,
+        )
+        self._is_pending = True
+        try:
+            yield
+            self._is_pending = not is_last
+        finally:
+            self._set(reduces=True, reduces_outer=True, reshards=True)
+
+    @torch.no_grad()
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float = 0.0,
+        scaler: LossScaler | None = None,
+        count_zeros: bool = False,
+    ) -> StepOutcome:
+        """Measure gradients, clip, update; collective. Gradients are forgotten in every case.
+
+        The norm is exact: the sum over all ranks of squares, each divided by the number of ranks
+        that hold the element. Where any rank's gradients are not finite nothing is updated
+        anywhere. A parameter that no rank used keeps its value and its state, as in one process.
+
+        Args:
+            optimizer: of the sharded model's parameters, whatever torch optimizer.
+            max_norm: gradients are scaled down to this 2-norm; 0 or infinity for no limit.
+            scaler: has scaled the loss; it learns whether gradients were finite.
+            count_zeros: whether to count the elements of the gradient that are exactly zero.
+
+        Raises:
+            ConfigError: The optimizer has parameters that are not the model's (it was built before
+                the model was sharded), gradients of a microbatch are not reduced yet, or no rank
+                got a gradient.
+
+        Cost: one small sum over the layout; where some rank used a parameter and another did not,
+            one of a number per parameter for each data axis.
+        """
+        limit = check_limit(max_norm)
+        self._check_optimizer(optimizer)
+        scale = 1.0 if scaler is None else scaler.scale
+        try:
+            norm = self._measure(scale, count_zeros=count_zeros)
+            if scaler is not None:
+                scaler.update(overflowed=not norm.is_finite)
+            factor = clip_factor(norm, limit=limit)
+            if norm.is_finite:
+                self.reshard()
+                scale_gradients(self._kinds(), factor / scale)
+                optimizer.step()
+        finally:
+            self.drop_gradients()
+        return StepOutcome(
+            norm=norm.value,
+            clipped=norm.is_finite and factor != 1.0,
+            skipped=not norm.is_finite,
+            bad_ranks=norm.bad_ranks,
+            num_zeros=norm.num_zeros,
+            loss_scale=scale,
+        )
+
+    def gradient_norm(self) -> GradientNorm:
+        """The norm of the gradients as they are now, each element counted once. Cost: as `step`."""
+        return measure(self._parts(), total=self._total)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those of microbatches that are not reduced included."""
+        self._is_pending = False
+        for guard in self._guards:
+            guard.forget_used()
+            for group in guard.groups:
+                _torch.drop_gradients(group)
+
+    def reshard(self) -> None:
+        """Free whole parameters that are kept; what is written to shards then counts."""
+        for guard in self._guards:
+            guard.check_weights()
+            guard.reshard()
+
+    @torch.no_grad()
+    def materialize(self) -> None:
+        """Allocate the shards of a model that was built on the meta device; no whole tensor.
+
+        They are filled with NaN (integers: zeros), so that what no load fills is seen at once. Load
+        a checkpoint next. Buffers that are stored are allocated alike.
+
+        Raises:
+            ConfigError: A buffer on the meta device is not stored, so no load would fill it.
+
+        Cost: memory of this rank's shards.
+        """
+        for name, module in self.model.named_modules():
+            for key, buffer in module._buffers.items():
+                if (
+                    buffer is not None
+                    and buffer.is_meta
+                    and (key in module._non_persistent_buffers_set)
+                ):
+                    raise ConfigError(
+                        f"materialize: buffer '{f'{name}.' if name else ''}{key}' is on the meta "
+                        f"device and not stored in checkpoints (persistent=False), so its values "
+                        f"would be lost; build it on a real device, or store it"
+                    )
+        device = next((axis.device for axis in self._axes.values()), torch.device("cpu"))
+        _torch.replace_tensors(self.model, lambda t: _filled(t, device) if t.is_meta else t)
+
+    # ---- inside ----
+
+    def _kinds(self) -> dict[nn.Parameter, Kind]:
+        """Every parameter as it is now: moving or materializing a model replaces them."""
+        return {
+            parameter: kind
+            for guard in self._guards
+            for group in guard.groups
+            for kind, axis in self._axes.items()
+            if group.mesh_info is axis.info
+            for parameter in _torch.sharded_parameters(group)
+        }
+
+    def _measure(self, scale: float, *, count_zeros: bool) -> GradientNorm:
+        """The norm; gradients of what no rank used are gone afterwards."""
+        if self._is_pending:
+            raise ConfigError(
+                "step: gradients of the last microbatch are not reduced; run the last one of each "
+                "step in microbatch(is_last=True)"
+            )
+        trained = [p for p in self._kinds() if p.requires_grad]
+        used = {p for guard in self._guards for p in guard.used()}
+        norm = measure(
+            self._parts(),
+            total=self._total,
+            count_zeros=count_zeros,
+            scale=scale,
+            counts=(len(used), len(trained)),
+        )
+        num_used, num_trained = norm.counts
+        if num_trained and not num_used:
+            raise ConfigError(
+                "step: no parameter got a gradient on any rank since the last step; call backward "
+                "first, on the loss of the sharded model"
+            )
+        if num_used < num_trained:
+            self._forget_unused(trained, used)
+        return norm
+
+    def _forget_unused(self, trained: Sequence[nn.Parameter], used: set[nn.Parameter]) -> None:
+        """Take the gradients of zeros off parameters that no rank of their data axis used."""
+        kinds = self._kinds()
+        for kind in self._axes:
+            own = [p for p in trained if kinds[p] == kind]
+            flags = torch.tensor([float(p in used) for p in own])
+            over = WHOLE[kind]
+            if self.groups.size(over) > 1:
+                group = self.groups.group(over)
+                flags = flags.to(collectives.flag_device(group))
+                collectives.wait(
+                    collectives.all_reduce(flags, group), "the exchange of parameters in use"
+                )
+            for parameter, count in zip(own, flags.tolist(), strict=True):
+                if not count:
+                    parameter.grad = None
+
+    def _parts(self) -> list[GradientPart]:
+        """This rank's shares of the gradients, with how many ranks hold the same elements."""
+        layout = self.groups.layout
+        result = []
+        for parameter, kind in self._kinds().items():
+            for part in gradient_parts([parameter], groups=self.groups):
+                copies = part.num_copies
+                if kind == "experts" and _is_one_of_many(parameter):
+                    # Ranks of other ep coordinates hold other experts under other names.
+                    copies //= layout.ep
+                result.append(GradientPart(local=part.local, num_copies=copies))
+        return result
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """ConfigError for an optimizer of other parameters than the sharded model's."""
+        known = self._kinds().keys()
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        stray = [p for p in members if p not in known and p.numel()]
+        if stray:
+            names = parameter_names(self.model)
+            named = [names[p] for p in stray if p in names]
+            raise ConfigError(
+                f"step: {len(stray)} parameters of the optimizer "
+                f"{'(' + ', '.join(named[:3]) + ') ' if named else ''}are not those of the sharded "
+                f"model, first one of shape {list(stray[0].shape)}; build the optimizer of "
+                f"model.parameters() after fully_shard_model, which replaces them"
+            )
+
+    def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
+        if self._guards:
+            _torch.set_microbatch(
+                self.model, reduces=reduces, reduces_outer=reduces_outer, reshards=reshards
+            )
+
+
+def _is_one_of_many(parameter: Tensor) -> bool:
+    """Whether a sharded expert does not declare `ep`: it was a plain tensor of its own name."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    return "ep" not in (names or ())
+
+
+def _filled(meta: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor on the meta device; NaN where its dtype has it."""
+    new = torch.empty_like(meta, device=device)
+    value = float("nan") if new.is_floating_point() or new.is_complex() else 0
+    return new.fill_(value)
