@@ -26,6 +26,7 @@ from holdfast.optim.norms import (
     measure,
     scale_gradients,
 )
+from holdfast.optim.stepping import agree_on_update
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module.tree import parameter_names
 
@@ -119,9 +120,11 @@ class ShardedModel:
             ConfigError: The optimizer has parameters that are not the model's (it was built before
                 the model was sharded), gradients of a microbatch are not reduced yet, or no rank
                 got a gradient.
+            HoldfastError: The optimizer failed on some rank; raised on all, naming the ranks and
+                their messages. The others have updated their shards by then.
 
-        Cost: one small sum over the layout; where some rank used a parameter and another did not,
-            one of a number per parameter for each data axis.
+        Cost: two small sums over the layout, before and after the update; where some rank used a
+            parameter and another did not, one of a number per parameter for each data axis.
         """
         limit = check_limit(max_norm)
         self._check_optimizer(optimizer)
@@ -132,9 +135,7 @@ class ShardedModel:
                 scaler.update(overflowed=not norm.is_finite)
             factor = clip_factor(norm, limit=limit)
             if norm.is_finite:
-                self.reshard()
-                scale_gradients(self._kinds(), factor / scale)
-                optimizer.step()
+                self._update(optimizer, factor / scale)
         finally:
             self.drop_gradients()
         return StepOutcome(
@@ -192,6 +193,17 @@ class ShardedModel:
         _torch.replace_tensors(self.model, lambda t: _filled(t, device) if t.is_meta else t)
 
     # ---- inside ----
+
+    def _update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Update this rank's shards, and raise on all ranks what fails on one."""
+        failure: Exception | None = None
+        try:
+            self.reshard()
+            scale_gradients(self._kinds(), factor)
+            optimizer.step()
+        except Exception as error:
+            failure = error
+        agree_on_update(failure, total=self._total, groups=self.groups)
 
     def _kinds(self) -> dict[nn.Parameter, Kind]:
         """Every parameter as it is now: moving or materializing a model replaces them."""

@@ -157,24 +157,23 @@ class SteppingOptimizer(TorchInterface):
             failure = error
         self.launch_gathers()
         try:
-            self._agree(failure)
+            agree_on_update(failure, total=self._total, groups=self.groups)
         except BaseException:
             with contextlib.suppress(DeadlineError):  # of a rank that the agreement has named
                 self.synchronize()
             raise
         self.publish()
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise on all ranks what any rank has.
 
-        Cost: one sum of a number over the layout; where that would make the host wait for a device,
-        and where there is an error, one agreement of `Control`.
-        """
-        is_in_doubt = True
-        if self._total.is_on_host:
-            with contextlib.suppress(DeadlineError):  # `agree` names the ranks that are missing
-                is_in_doubt = any(
-                    self._total([failure is not None], what="the agreement after an update")
-                )
-        if is_in_doubt:
-            self.groups.control.agree(failure, phase="optimizer: update")
+def agree_on_update(failure: Exception | None, *, total: LayoutSum, groups: ProcessGroups) -> None:
+    """Raise on all ranks what any rank has; nothing where no rank has an error.
+
+    Cost: one sum of a number over the layout; where that would make the host wait for a device,
+    and where there is an error, one agreement of `Control`.
+    """
+    is_in_doubt = True
+    if total.is_on_host:
+        with contextlib.suppress(DeadlineError):  # `agree` names the ranks that are missing
+            is_in_doubt = any(total([failure is not None], what="the agreement after an update"))
+    if is_in_doubt:
+        groups.control.agree(failure, phase="optimizer: update")

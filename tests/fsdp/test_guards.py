@@ -206,10 +206,46 @@ def refused(context: RankContext) -> list[str]:
 
 def test_what_is_wrong_is_refused_on_all_ranks_by_name() -> None:
     """F2, F3: nothing is launched for it; the message names the parameter and the fix."""
-    for found in run_ranks(4, refused).results:
+    for found in run_ranks(4, refused, timeout_s=280).results:
         for (_, case, _, expected), message in zip(CASES, found, strict=True):
             for text in expected:
                 assert text in message, (case.__name__, text, message)
+
+
+def one_update_fails(context: RankContext) -> list[str]:
+    """What each rank raised; training goes on after it."""
+    messages = []
+
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise MemoryError("no memory for the update")
+            return super().step(closure)
+
+    with ProcessGroups.create(Layout(dp=4)) as groups:
+        net = build()
+        sharded = shard(net, groups)
+        optimizer = Failing(net.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.fails = step == 1 and context.rank == 2
+            for i, rows in enumerate(batches := rows_of(step)):
+                with sharded.microbatch(is_last=i == len(batches) - 1):
+                    net(rows).mean().backward()
+            try:
+                sharded.step(optimizer)
+            except HoldfastError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_an_update_that_fails_on_one_rank_is_raised_on_all() -> None:
+    """M15: no rank goes on alone, and the next step works."""
+    for messages in run_ranks(4, one_update_fails).results:
+        (message,) = messages
+        assert "rank 2" in message
+        assert "no memory for the update" in message
 
 
 def missing(context: RankContext) -> dict[str, str]:
