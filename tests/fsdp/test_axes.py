@@ -147,7 +147,7 @@ def tensor_parallel(context: RankContext, ways: list[str]) -> dict[str, tuple[fl
 )
 def test_sharded_models_train_as_one_process_next_to_tensor_parallelism(ways: list[str]) -> None:
     """F2, M12: FSDP x TP, FSDP x EP x TP; the norm of the clipping is that of one process."""
-    for found in run_ranks(4, tensor_parallel, ways).results:
+    for found in run_ranks(4, tensor_parallel, ways, timeout_s=280).results:
         for way, (weights, norms) in found.items():
             assert weights < 1e-6, (way, weights)
             assert norms < 1e-5, (way, norms)

@@ -46,7 +46,7 @@ def recorded(context: RankContext) -> list[tuple[dict[str, Any], list[Launch], f
 
 def test_units_are_gathered_on_the_gathering_communicators() -> None:
     """F4: every all-gather on the clone, every reduction on the main one; odd orders and spans."""
-    outcome = run_ranks(5, recorded)
+    outcome = run_ranks(5, recorded, timeout_s=280)
     assert outcome.results[0] == []  # not in any of the layouts
     for found in outcome.results[1:]:
         assert len(found) == len(LAYOUTS)
