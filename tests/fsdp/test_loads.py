@@ -91,13 +91,13 @@ def check_loaded(
             assert came == "right", (case, came)
 
 
-def test_the_first_forward_after_a_load_uses_what_was_loaded(tmp_path: Path) -> None:
+def test_whole_weights_from_before_a_load_are_never_used(tmp_path: Path) -> None:
     """F13: whole weights that were alive are made again, in the dtype of computation too."""
     check_loaded(tmp_path, LAYOUTS[1:2], ("optim", "optim_grads_params"))
 
 
 @pytest.mark.slow
-def test_the_first_forward_after_a_load_on_every_layout(tmp_path: Path) -> None:
+def test_whole_weights_from_before_a_load_on_every_layout(tmp_path: Path) -> None:
     """F13: dense and with replicas as well."""
     check_loaded(tmp_path, LAYOUTS)
 
@@ -227,7 +227,7 @@ def save_large(root: str) -> None:
     Checkpointer(root).save(1, state)
 
 
-def test_a_model_built_on_the_meta_device_is_never_whole(tmp_path: Path) -> None:
+def test_no_memory_holds_a_whole_weight_of_a_meta_model(tmp_path: Path) -> None:
     """F11: no operation of torch makes a whole weight, and no memory of Python could hold it."""
     save_large(str(tmp_path))
     for largest, peak, whole in run_ranks(
