@@ -244,25 +244,25 @@ def check_client(tmp_path: Path, name: str, strategies: tuple[str, ...]) -> None
 
 
 def test_a_llama_with_fused_projections(tmp_path: Path) -> None:
-    """F1, K8: hooks split and fuse on the way; data, tensor and hybrid parallelism."""
+    """F14: hooks split and fuse on the way; data, tensor and hybrid parallelism."""
     check_client(tmp_path, "llama", ("optim_grads_params",))
 
 
 @pytest.mark.slow
 def test_a_llama_under_every_strategy(tmp_path: Path) -> None:
-    """F1, K8: all four strategies."""
+    """F14: all four strategies."""
     check_client(tmp_path, "llama", STRATEGIES)
 
 
 @pytest.mark.slow
 def test_gpt2_of_transformers(tmp_path: Path) -> None:
-    """F1, F10, K8: its head and its embedding are one weight."""
+    """F14: its head and its embedding are one weight."""
     pytest.importorskip("transformers")
     check_client(tmp_path, "gpt2", STRATEGIES)
 
 
 @pytest.mark.slow
 def test_mixtral_of_transformers(tmp_path: Path) -> None:
-    """F2, K8: experts are what is declared, fused into one tensor for each layer."""
+    """F2, F14: experts are what is declared, fused into one tensor for each layer."""
     pytest.importorskip("transformers")
     check_client(tmp_path, "mixtral", STRATEGIES)
