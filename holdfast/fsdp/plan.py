@@ -137,7 +137,8 @@ def _read_units(model: nn.Module, units: Iterable[nn.Module]) -> dict[nn.Module,
             f"fully_shard_model: units= has a {type(unit).__name__} that is no module of the model"
         )
     for unit, name in names.items():
-        if type(unit).forward is nn.Module.forward:
+        # A compiled module has its forward as an attribute of its own.
+        if type(unit).forward is nn.Module.forward and "forward" not in vars(unit):
             raise ConfigError(
                 f"fully_shard_model: unit '{name}' is a {type(unit).__name__} without a forward, "
                 f"so nothing tells when its parameters are needed; pass the modules inside it"
