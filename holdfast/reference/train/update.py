@@ -196,7 +196,7 @@ class FullyShardedUpdate:
 def make_update(
     model: ParallelGPT, *, optim: OptimConfig, scaler: LossScaler | None
 ) -> WholeUpdate | ShardedUpdate | FullyShardedUpdate:
-    """What `--zero` or `--fsdp` asks for. Collective with sharding: ranks compare what they have."""
+    """What `--zero` or `--fsdp` asks for. Collective with sharding: ranks compare first."""
     if optim.fsdp is not None:
         return FullyShardedUpdate(model, optim=optim, scaler=scaler, strategy=optim.fsdp)
     kind = ShardedUpdate if optim.zero else WholeUpdate
