@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
@@ -196,15 +197,19 @@ def _sharded(net: nn.Sequential, x: Tensor, groups: ProcessGroups) -> Callable[[
 
 
 def trace_text(launches: Sequence[Launch]) -> str:
-    """The launches of a step in order, repeats counted: `3 all_gather dp_cp_ag, ...`."""
-    runs: list[tuple[str, int]] = []
-    for each in launches:
-        name = f"{each.op} {each.purpose}"
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1] + 1)
-        else:
-            runs.append((name, 1))
-    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
+    """The launches in order, repeats counted: `3 all_gather a, 2 x (reduce_scatter b, ...)`."""
+    runs = [(name, len(list(same))) for name, same in groupby(_name(each) for each in launches)]
+    words = [f"{count} {name}" if count > 1 else name for name, count in runs]
+    pairs = groupby(zip(words[1::2], words[2::2], strict=False))
+    found = words[:1]
+    for pair, same in pairs:
+        count, text = len(list(same)), ", ".join(pair)
+        found.append(f"{count} x ({text})" if count > 1 else text)
+    return ", ".join(found + (words[-1:] if len(words) % 2 == 0 else []))
+
+
+def _name(launch: Launch) -> str:
+    return f"{launch.op} {launch.purpose}"
 
 
 def ratios_of(series: Series, arm: str) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""The order of launches in forward and backward of a sharded model, recorded on two ranks and drawn as SVG.
+"""Order of launches in forward and backward of a sharded model, recorded and drawn as SVG.
 
     python -m bench.fsdp --picture docs/assets/fsdp-launches.svg
 
@@ -38,7 +38,7 @@ _LEGEND = {
     GATHER: "all-gather of parameters",
     REDUCE: "reduce-scatter of gradients",
 }
-_SLOT, _BOX, _ROW, _LEFT, _TOP = 38, 34, 34, 150, 76
+_SLOT, _BOX, _ROW, _LEFT, _TOP = 38, 34, 34, 150, 100
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
@@ -174,7 +174,7 @@ def draw(traces: Mapping[str, Sequence[Event]]) -> str:
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {top}' {_FONT} "
-            f"role='img' aria-label='Order of launches in forward and backward of a fully sharded model'>",
+            "role='img' aria-label='Order of launches of a fully sharded model'>",
             f"<rect width='{width}' height='{top}' fill='#ffffff'/>",
             *_draw_legend(),
             *panels,
@@ -198,10 +198,12 @@ def _draw_legend() -> list[str]:
         parts.append(_text(x + 25, 30, text))
         x += 50 + 7 * len(text)
     parts.append(
-        f"<rect x='{x}' y='17' width='16' height='16' fill='{_COLOURS[GATHER]}' stroke='#c0261c' "
+        f"<rect x='17' y='45' width='16' height='16' fill='{_COLOURS[GATHER]}' stroke='#c0261c' "
         f"stroke-width='2.5'/>"
     )
-    parts.append(_text(x + 25, 30, "runs only after the reduction before it"))
+    parts.append(
+        _text(41, 58, "behind a reduction on the same communicator: runs only when that has ended")
+    )
     return parts
 
 

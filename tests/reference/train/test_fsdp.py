@@ -26,7 +26,7 @@ from tests.reference.train.test_resume import tensors, whole
 
 MODEL = (
     "--num-layers 2 --feeds de --model-dim 32 --num-heads 4 --num-experts 4 --expert-dim 16 "
-    "--seq-len 16 --global-batch-size 8 --micro-batch-size 1 --lr 1e-2 --steps 10 --deterministic "
+    "--seq-len 16 --global-batch-size 8 --micro-batch-size 2 --lr 1e-2 --steps 10 --deterministic "
 )
 NUM_STEPS = 10
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
