@@ -18,6 +18,7 @@ for _name in (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "holdfast.checkpoint.checkpointer",
+    "holdfast.fsdp",
     "holdfast.optim",
     "holdfast.reference.train.loop",
 ):

@@ -130,20 +130,38 @@ def add_parameters(
 def set_reduction(group: Any, *, divisor: int) -> None:
     """Divide the sum of gradients by `divisor`, and reduce also what a rank did not use.
 
-    Where a group has one rank FSDP2 divides in one place if only sums are asked for, and in
-    another otherwise; asked for sums and a divisor it divides twice.
+    Where each rank holds all of a parameter FSDP2 divides by a factor once, twice or three times,
+    which depends on the dtype and on whether sums are asked for (`foreach_reduce`). So it is given
+    the factor 1 there, and a hook behind the reduction divides.
     """
-    group.gradient_divide_factor = float(divisor)
-    group.force_sum_reduction_for_comms = num_shards(group) > 1
+    is_cut = num_shards(group) > 1
+    group.gradient_divide_factor = float(divisor) if is_cut else 1.0
+    group.force_sum_reduction_for_comms = True
+    if not is_cut:
+        group._all_reduce_hook = Divide(divisor)
     # A parameter that some ranks did not use would otherwise be left out of their collective.
     group.reduce_scatter_unused_params = True
 
 
-def reduction_of(group: Any) -> tuple[float | None, bool, bool]:
+class Divide:
+    """Divides reduced gradients in place."""
+
+    def __init__(self, divisor: int) -> None:
+        self._divisor = divisor
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Divide; FSDP2 calls it on a stream other than the one that the memory is from."""
+        if reduced.is_cuda:
+            reduced.record_stream(torch.cuda.current_stream())
+        reduced.div_(self._divisor)
+
+
+def reduction_of(group: Any) -> tuple[object, ...]:
     """What `set_reduction` has set."""
     return (
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
+        group._all_reduce_hook,
         group.reduce_scatter_unused_params,
     )
 

@@ -132,6 +132,8 @@ def _mesh(
     try:
         mesh = groups.mesh(*names, *others)
     except GroupError as error:
+        if not declared:
+            raise
         listed = ", ".join(f"'{each.name}'" for each in declared[:3])
         raise ConfigError(
             f"fully_shard_model: parameters {listed} are on meshes with the dims "

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import get_args
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -126,7 +125,6 @@ def _shard(
         for kind in kinds
     }
     _check_devices(plan, axes)
-    _check_precision(precision, axes)
     compare_ranks(
         plan,
         groups,
@@ -207,17 +205,4 @@ def _check_devices(plan: UnitPlan, axes: dict[Kind, DataAxis]) -> None:
             raise ConfigError(
                 f"fully_shard_model: parameter '{each.name}' is on {actual}, the communicators are "
                 f"of {expected}; move the model there, or build it on the meta device"
-            )
-
-
-def _check_precision(precision: MixedPrecisionPolicy, axes: dict[Kind, DataAxis]) -> None:
-    """ConfigError for a reduction in float16 that FSDP2 would divide twice."""
-    reduced_in = precision.reduce_dtype or precision.param_dtype
-    for axis in axes.values():
-        is_alone = not hasattr(axis.info, "shard_mesh_size") or axis.info.shard_mesh_size == 1
-        if reduced_in == torch.float16 and is_alone:
-            raise ConfigError(
-                f"fully_shard_model: {axis.kind} parameters have one shard each, and gradients are "
-                f"reduced in float16, which torch divides twice then; reduce in float32: "
-                f"MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )

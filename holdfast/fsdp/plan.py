@@ -64,6 +64,12 @@ def plan_units(
             (a container without `forward`), or a parameter that FSDP2 cannot shard.
     """
     names = parameter_names(model)
+    for parameter, name in names.items():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigError(
+                f"fully_shard_model: parameter '{name}' has no shape yet; run a forward before the "
+                f"model is sharded"
+            )
     chosen = _read_experts(model, experts, names=names)
     known = _read_units(model, units)
     chains: dict[nn.Parameter, list[Chain]] = {}
@@ -80,6 +86,7 @@ def plan_units(
             places=tuple(places[parameter]),
         )
         for parameter in names
+        if parameter.numel()  # one without elements stays as it is: nothing of it can differ
     )
     for each in parameters:
         _check_parameter(each)
@@ -170,14 +177,17 @@ def _check_parameter(each: PlannedParameter) -> None:
     """ConfigError for a parameter that FSDP2 refuses later, or without its name."""
     parameter = each.parameter
     where = f"fully_shard_model: parameter '{each.name}'"
-    if isinstance(parameter, nn.UninitializedParameter):
-        raise ConfigError(f"{where} has no shape yet; run a forward before the model is sharded")
     if parameter.ndim == 0:
         raise ConfigError(
             f"{where} is a scalar, which has no dim to shard; make it a tensor of shape (1,), or "
             f"register it as a buffer"
         )
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if not local.numel():
+        raise ConfigError(
+            f"{where} is split so that this rank has no element of it, which FSDP2 cannot reduce; "
+            f"split it over fewer ranks, or not at all"
+        )
     if type(local) not in (torch.Tensor, nn.Parameter):
         raise ConfigError(f"{where} is a {type(local).__name__}, which cannot be cut into shards")
     if local.layout is not torch.strided or not local.is_contiguous():

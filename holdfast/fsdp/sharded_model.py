@@ -263,7 +263,8 @@ class ShardedModel:
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """ConfigError for an optimizer of other parameters than the sharded model's."""
         known = self._kinds().keys()
-        stray = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        stray = [p for p in members if p not in known and p.numel()]
         if stray:
             names = parameter_names(self.model)
             named = [names[p] for p in stray if p in names]

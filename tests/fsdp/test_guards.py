@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from holdfast import ConfigError, GroupError, HoldfastError, Layout, ProcessGroups
 from holdfast.fsdp import fully_shard_model
@@ -113,11 +113,6 @@ def unknown_strategy(groups: ProcessGroups) -> None:
     shard(build(), groups, strategy="zero3")
 
 
-def half_with_float16(groups: ProcessGroups) -> None:
-    precision = MixedPrecisionPolicy(param_dtype=torch.float16)
-    shard(build(), groups, strategy="no_shard", precision=precision)
-
-
 def stale_weights(groups: ProcessGroups) -> None:
     """torch's own switch left on while stepping: FSDP2 computes with the old weights."""
     net = build()
@@ -187,7 +182,6 @@ CASES: list[tuple[str, Callable[[ProcessGroups], None], type[HoldfastError], tup
     ("dense", twice, ConfigError, ("already",)),
     ("dense", torchs_own, ConfigError, ("layers.0", "already")),
     ("dense", unknown_strategy, ConfigError, ("zero3", "optim_grads_params")),
-    ("dense", half_with_float16, ConfigError, ("float16", "float32")),
     ("dense", stale_weights, ConfigError, ("(the model)", "microbatch", "reshard")),
     ("dense", stale_root, ConfigError, ("(the model)", "reshard")),
     ("dense", other_divisor, ConfigError, ("layers.0", "divisor", "layout")),

@@ -127,11 +127,15 @@ def traced(context: RankContext, names: tuple[str, ...] | None) -> dict[str, Any
         optimizer = sgd(net.parameters())
         train(sharded, optimizer, steps=1)
         shares, index = groups.size("dp_cp"), groups.index("dp_cp")
-        loss = net(rows_of(1, index=index, shares=shares)[0]).mean()
+        begun: list[int] = []
+        with LaunchRecorder(groups) as recorder:
+            for layer in net.layers:
+                layer.register_forward_hook(lambda *_: begun.append(len(recorder.of("all_gather"))))
+            loss = net(rows_of(1, index=index, shares=shares)[0]).mean()
         with LaunchRecorder(groups) as recorder, releases(sharded, recorder) as freed:
             loss.backward()
         found = [(each.op, each.purpose) for each in recorder.launches]
-        return {"launches": found, "freed": freed, "layers": len(list(net.layers))}
+        return {"begun": begun, "launches": found, "freed": freed, "layers": len(list(net.layers))}
 
 
 def test_the_next_layer_is_gathered_before_this_one_is_reduced_and_released() -> None:
@@ -143,6 +147,8 @@ def test_the_next_layer_is_gathered_before_this_one_is_reduced_and_released() ->
             at = {op: [i for i, each in enumerate(launches) if each[0] == op] for op in
                   ("all_gather", "reduce_scatter")}  # fmt: skip
             num_layers = found["layers"]
+            # By the end of a layer's forward: the model's table, this layer, and the next one.
+            assert found["begun"] == [1 + 2 * min(i + 2, num_layers) for i in range(num_layers)]
             assert len(at["all_gather"]) == 2 * num_layers
             assert len(at["reduce_scatter"]) == 2 * num_layers + 1  # the table of the model
             for layer in range(num_layers - 1):  # counted from the end, as backward goes
