@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +40,12 @@ from holdfast.reference.models.config import GPTConfig, check_layout
 from holdfast.reference.models.context import take_positions
 from holdfast.reference.models.gpt import GPT, initial_parameter
 from holdfast.reference.models.gradients import reduce_gradients
-from holdfast.reference.models.pipeline import PipelineRunner
+from holdfast.reference.models.pipeline import AroundMicrobatch, PipelineRunner
 from holdfast.reference.models.stages import Pipeline, Stage, Variant
 
 DENSE_MESH = ("dp_cp", "tp")
 TIED_MESH = ("embd", "dp_cp", "tp")
 EXPERT_MESH = ("expt_dp", "ep", "expt_tp")
-
-
-class AroundMicrobatch(Protocol):
-    """Makes a context for the forward and backward of one microbatch."""
-
-    def __call__(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """The context; `is_last`: no other microbatch follows in this step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +152,20 @@ class ParallelGPT:
                 schedule's order and takes the same sizes in every call.
             loss_scale: what gradients are multiplied by, for float16; losses are not.
             around: entered around forward and backward of each microbatch, with whether it is the
-                last; not under a pipeline, whose schedule mixes them.
+                last. Under a pipeline, whose schedule mixes them, it is entered around backward
+                alone, and only after `view_in_units`; the first call's counts for all.
 
         Returns:
             The losses of each row; empty where the last stage is not on this rank.
         """
         if self.groups.size("pp") > 1:
-            return self._forward_backward_pipeline(tokens, targets, num_microbatches, loss_scale)
+            return self._forward_backward_pipeline(
+                tokens,
+                targets,
+                num_microbatches,
+                loss_scale,
+                around=around if self._has_units else None,
+            )
         losses, balances = [], []
         batches = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
         for number, (batch, labels) in enumerate(batches, start=1):
@@ -243,7 +242,13 @@ class ParallelGPT:
         )
 
     def _forward_backward_pipeline(
-        self, tokens: Tensor, targets: Tensor, num_microbatches: int, loss_scale: float
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        num_microbatches: int,
+        loss_scale: float,
+        *,
+        around: AroundMicrobatch | None,
     ) -> RowLosses:
         """The same through the pipeline's schedule, which is made again when the sizes change."""
         sizes = (len(tokens), tokens.shape[1], num_microbatches)
@@ -256,6 +261,7 @@ class ParallelGPT:
                 groups=self.groups,
                 device=self.device,
                 sizes=sizes,
+                around=around,
             )
         with self._loss_context():
             losses, balance = self._runner.step(

@@ -360,11 +360,16 @@ def _check_fsdp(config: TrainConfig, *, layout: Layout) -> None:
             f"--fsdp {fsdp} in one process has no other rank to shard over: leave it out, or start "
             f"several with --nproc N; checkpoints are the same"
         )
-    if layout.pp > 1:
+    schedule = config.layout.pp_schedule
+    if layout.pp > 1 and schedule not in ("1f1b", "gpipe"):
         raise ConfigError(
-            f"--fsdp {fsdp} with --pp {layout.pp}: the schedule of a pipeline mixes forward and "
-            f"backward of several microbatches, which fully sharded models do not support here; "
-            f"leave out --pp, or use --zero 1 in place of --fsdp"
+            f"--fsdp {fsdp} with --pp-schedule {schedule}: it needs one stage per rank and whole "
+            f"backwards; set --pp-schedule 1f1b or gpipe, or use --zero 1 in place of --fsdp"
+        )
+    if layout.pp > 1 and config.model.tied_head:
+        raise ConfigError(
+            f"--fsdp {fsdp} with --pp {layout.pp} and a tied head: two stages would have shards of "
+            f"one embedding; set --no-tied-head, or use --zero 1 in place of --fsdp"
         )
 
 

@@ -41,6 +41,9 @@ LAYOUTS = (
     "--tp 2 --ep 2 --expt-tp 1",
     "--ep 2 --expt-tp 2 --order dp-cp-tp-ep-pp",
     "--mixers sa --tp 2 --state-dim 4 --state-groups 2",
+    "--no-tied-head --pp 2",
+    "--no-tied-head --pp 2 --tp 2 --pp-schedule gpipe",
+    "--no-tied-head --pp 2 --ep 2",
 )
 
 
@@ -81,10 +84,12 @@ def check_curves(workplace: Path, cases: tuple[tuple[str, str, str], ...]) -> No
     results = run_ranks(4, curves, str(workplace), tuple(words), timeout_s=280).results
     truths: dict[str, list[tuple[float, float]]] = {}
     for (layout, _, kind), case in zip(cases, words, strict=True):
-        # The model, without the axes: a state space is another model.
+        # The model, without the axes: a state space or an untied head is another model.
         alone = f"--optimizer {kind}"
         if "--mixers" in layout:
             alone += " --mixers sa --state-dim 4 --state-groups 2"
+        if "--no-tied-head" in layout:
+            alone += " --no-tied-head"
         if alone not in truths:
             truths[alone] = curve(alone, groups=ProcessGroups.single(), directory=str(workplace))
         for found in results:
@@ -102,6 +107,7 @@ def test_it_trains_as_one_process(workplace: Path) -> None:
             ("", "optim_grads_params", "adamw"),
             ("--tp 2 --ep 2 --expt-tp 1", "optim_grads", "sgd"),
             ("--cp 2", "optim", "sgd"),
+            ("--no-tied-head --pp 2", "optim_grads_params", "sgd"),
         ),
     )
 
@@ -135,10 +141,12 @@ def test_every_strategy_loads_what_every_layout_saved(tmp_path: Path) -> None:
         (4, "--cp 2 --ep 2 --expt-tp 1 --fsdp optim_grads"),
         (2, "--ep 2 --fsdp no_shard"),
         (4, "--tp 2 --ep 2 --zero 2 --bucket-nbytes 3000"),
+        (4, "--pp 2 --fsdp optim_grads_params"),
         (2, "--pp 2"),
         (1, ""),
     )
-    check(tmp_path, layouts, timeout_s=900)
+    untied = tuple((num_ranks, f"--no-tied-head {words}") for num_ranks, words in layouts)
+    check(tmp_path, untied, timeout_s=900)
 
 
 def keys(rank: RankContext, directory: str) -> dict[str, list[str]]:
@@ -258,7 +266,12 @@ def test_overflow_and_faults_are_of_all_ranks(workplace: Path) -> None:
     [
         ("--fsdp optim --zero 1", 2, "both shard the optimizer's state; leave --zero out"),
         ("--fsdp optim_grads", 1, "has no other rank to shard over: leave it out"),
-        ("--fsdp no_shard --pp 2", 2, "leave out --pp, or use --zero 1"),
+        ("--fsdp no_shard --pp 2", 2, "set --no-tied-head, or use --zero 1"),
+        (
+            "--fsdp optim --no-tied-head --pp 2 --pp-schedule zero-bubble",
+            2,
+            "set --pp-schedule 1f1b or gpipe",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
