@@ -106,7 +106,6 @@ def test_it_trains_as_one_process(workplace: Path) -> None:
         (
             ("", "optim_grads_params", "adamw"),
             ("--tp 2 --ep 2 --expt-tp 1", "optim_grads", "sgd"),
-            ("--cp 2", "optim", "sgd"),
             ("--no-tied-head --pp 2", "optim_grads_params", "sgd"),
         ),
     )
