@@ -14,10 +14,10 @@ modules run on a view of each parameter: on the `tp` mesh alone, or its plain lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +40,12 @@ from holdfast.reference.models.config import GPTConfig, check_layout
 from holdfast.reference.models.context import take_positions
 from holdfast.reference.models.gpt import GPT, initial_parameter
 from holdfast.reference.models.gradients import reduce_gradients
-from holdfast.reference.models.pipeline import PipelineRunner
+from holdfast.reference.models.pipeline import AroundMicrobatch, PipelineRunner
 from holdfast.reference.models.stages import Pipeline, Stage, Variant
 
 DENSE_MESH = ("dp_cp", "tp")
 TIED_MESH = ("embd", "dp_cp", "tp")
 EXPERT_MESH = ("expt_dp", "ep", "expt_tp")
-
-
-class AroundMicrobatch(Protocol):
-    """Makes a context for the forward and backward of one microbatch."""
-
-    def __call__(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """The context; `is_last`: no other microbatch follows in this step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +125,7 @@ class ParallelGPT:
                 parallelize_module(self.module, self._mesh("tp"), plan, src_data_rank=None)
         self._initialise(seed=seed)
         self._runner: PipelineRunner | None = None
+        self._has_units = False
 
     @property
     def ties_stages(self) -> bool:
@@ -159,13 +152,20 @@ class ParallelGPT:
                 schedule's order and takes the same sizes in every call.
             loss_scale: what gradients are multiplied by, for float16; losses are not.
             around: entered around forward and backward of each microbatch, with whether it is the
-                last; not under a pipeline, whose schedule mixes them.
+                last. Under a pipeline, whose schedule mixes them, it is entered around backward
+                alone, and only after `view_in_units`; the first call's counts for all.
 
         Returns:
             The losses of each row; empty where the last stage is not on this rank.
         """
         if self.groups.size("pp") > 1:
-            return self._forward_backward_pipeline(tokens, targets, num_microbatches, loss_scale)
+            return self._forward_backward_pipeline(
+                tokens,
+                targets,
+                num_microbatches,
+                loss_scale,
+                around=around if self._has_units else None,
+            )
         losses, balances = [], []
         batches = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
         for number, (batch, labels) in enumerate(batches, start=1):
@@ -193,16 +193,38 @@ class ParallelGPT:
         """Make every gradient that of the mean loss over all data ranks. Collective."""
         reduce_gradients(self.module.parameters(), groups=self.groups)
 
+    def view_in_units(self, units: Sequence[nn.Module]) -> None:
+        """From now on, make the views of parameters when the unit around them runs.
+
+        For a model whose parameters are gathered and freed unit by unit (`fully_shard_model`):
+        before a unit runs its parameters are not there to be viewed.
+
+        Args:
+            units: modules of `module`, none inside of another; it is itself one for all the rest.
+        """
+        splits_itself = _names_with_splits(self.module)
+        names = {module: prefix for prefix, module in self.module.named_modules()}
+        for unit in (self.module, *units):
+            others = {inner for each in units if each is not unit for inner in each.modules()}
+            places = [
+                (module, name, f"{names[module]}.{name}" in splits_itself)
+                for module in unit.modules()
+                if module not in others
+                for name in module._parameters
+            ]
+            _run_on_views(unit, places, view=self._view)
+        self._has_units = True
+
     def run_stage(
         self, stage: Stage, x: Tensor, balance: Tensor | None, targets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """One stage on this rank's own parameters; see `GPT.forward`."""
+        options = {"stage": stage, "targets": targets}
         with self._autocast():
-            out, balance = functional_call(
-                self.module,
-                self._views(),
-                (x, balance),
-                {"stage": stage, "targets": targets},
+            out, balance = (
+                self.module(x, balance, **options)
+                if self._has_units
+                else functional_call(self.module, self._views(), (x, balance), options)
             )
         return _local(out), _local(balance)
 
@@ -220,7 +242,13 @@ class ParallelGPT:
         )
 
     def _forward_backward_pipeline(
-        self, tokens: Tensor, targets: Tensor, num_microbatches: int, loss_scale: float
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        num_microbatches: int,
+        loss_scale: float,
+        *,
+        around: AroundMicrobatch | None,
     ) -> RowLosses:
         """The same through the pipeline's schedule, which is made again when the sizes change."""
         sizes = (len(tokens), tokens.shape[1], num_microbatches)
@@ -233,6 +261,7 @@ class ParallelGPT:
                 groups=self.groups,
                 device=self.device,
                 sizes=sizes,
+                around=around,
             )
         with self._loss_context():
             losses, balance = self._runner.step(
@@ -285,24 +314,53 @@ class ParallelGPT:
         )
 
     def _views(self) -> dict[str, Tensor]:
-        """Parameters as the computation needs them: split dense ones on `tp`, others plain.
-
-        Autograd runs through the views, so gradients arrive at the declared parameters. Until
-        `reduce_gradients` they are those of this rank's rows only.
-        """
+        """Parameters as the computation needs them, by name."""
         if not self._is_split:
             return {}
         own = _names_with_splits(self.module)
-        views = {}
-        for name, parameter in self.module.named_parameters():
-            declared = cast("DTensor", parameter)
-            local, placement = declared.to_local(), declared.placements[-1]
-            views[name] = (
-                DTensor.from_local(local, self._mesh("tp"), [placement], run_check=False)
-                if placement.is_shard() and name not in own
-                else local
-            )
-        return views
+        return {
+            name: self._view(parameter, splits_itself=name in own)
+            for name, parameter in self.module.named_parameters()
+        }
+
+    def _view(self, parameter: Tensor, *, splits_itself: bool) -> Tensor:
+        """A parameter as the computation needs it: a split dense one on `tp`, others plain.
+
+        Autograd runs through the views, so gradients arrive at the declared parameters. Until they
+        are reduced they are those of this rank's rows only.
+        """
+        if not isinstance(parameter, DTensor):
+            return parameter
+        local, placement = parameter.to_local(), parameter.placements[-1]
+        if splits_itself or not placement.is_shard():
+            return local
+        return DTensor.from_local(local, self._mesh("tp"), [placement], run_check=False)
+
+
+def _run_on_views(
+    unit: nn.Module, places: Sequence[tuple[nn.Module, str, bool]], *, view: Callable[..., Tensor]
+) -> None:
+    """Let the forward of a module compute with views of parameters, below its own hooks.
+
+    Args:
+        unit: the module.
+        places: module, attribute and whether the module splits itself, of each parameter.
+        view: makes the view of a parameter.
+    """
+    forward = unit.forward
+
+    def on_views(*args: Any, **kwargs: Any) -> Any:
+        declared = [module._parameters[name] for module, name, _ in places]
+        try:
+            for (module, name, splits_itself), parameter in zip(places, declared, strict=True):
+                value: Any = view(parameter, splits_itself=splits_itself)
+                module._parameters[name] = value
+            return forward(*args, **kwargs)
+        finally:
+            for (module, name, _), parameter in zip(places, declared, strict=True):
+                module._parameters[name] = parameter
+
+    unit.forward = on_views
 
 
 def _names_with_splits(module: nn.Module) -> set[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from holdfast.reference.models.stages import Pipeline, Stage
 
 RunStage = Callable[[Stage, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 """Runs a stage on its input, the balance losses so far and the targets; see `GPT.forward`."""
+
+
+class AroundMicrobatch(Protocol):
+    """Makes a context for the forward and backward of one microbatch."""
+
+    def __call__(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """The context; `is_last`: no other microbatch follows in this step."""
+        ...
 
 
 class PipelineRunner:
@@ -31,6 +40,7 @@ class PipelineRunner:
         groups: ProcessGroups,
         device: torch.device,
         sizes: tuple[int, int, int],
+        around: AroundMicrobatch | None = None,
     ) -> None:
         """Make torch's stages and their schedule; no collective.
 
@@ -43,6 +53,7 @@ class PipelineRunner:
             device: where the layers are.
             sizes: rows, positions of a whole row, microbatches. They determine the shapes that are
                 sent between stages, so no rank has to ask another for them.
+            around: entered around each backward, with whether it is the stage's last one.
         """
         self.sizes = sizes
         self._factor = 1.0 / sizes[0]
@@ -52,7 +63,7 @@ class PipelineRunner:
         shape = (rows // num_microbatches, num_positions // groups.size("cp"))
         tokens, stream, losses = _signatures(model, shape)
         parts = [
-            PipelineStage(
+            _make_stage(
                 _StageModule(model, stage, run_stage),
                 stage.index,
                 stage.num_stages,
@@ -60,6 +71,7 @@ class PipelineRunner:
                 input_args=tokens if stage.is_first else stream,
                 output_args=losses if stage.is_last else stream,
                 group=groups.group("pp"),
+                around=around,
             )
             for stage in stages
         ]
@@ -101,6 +113,30 @@ class PipelineRunner:
         del target
         losses, balance = output
         return (losses.mean(dim=1) + balance).sum() * self._factor
+
+
+class _StageInContext(PipelineStage):
+    """A stage whose backwards run in a context, such as one that reduces gradients in the last."""
+
+    around: AroundMicrobatch
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """What a schedule calls for each microbatch: it knows which one is the last."""
+        with self.around(is_last=last_backward):
+            return super().backward_maybe_with_nosync(
+                backward_type, bwd_kwargs, last_backward=last_backward
+            )
+
+
+def _make_stage(*args: Any, around: AroundMicrobatch | None, **kwargs: Any) -> PipelineStage:
+    """A stage of torch's, with a context around each backward if there is one."""
+    if around is None:
+        return PipelineStage(*args, **kwargs)
+    stage = _StageInContext(*args, **kwargs)
+    stage.around = around
+    return stage
 
 
 class _StageModule(nn.Module):

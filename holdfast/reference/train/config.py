@@ -139,6 +139,9 @@ class OptimConfig:
     """Largest global gradient norm; a larger gradient is scaled down to it. 0 means no limit."""
     zero: Literal[0, 1, 2] = 0
     """Optimizer state: 0 whole on every data rank, 1 in shards, 2 gradients in shards, too."""
+    fsdp: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
+    """Shard the whole model over data ranks, layer by layer, with torch's FSDP2: what lies in
+    shards; absent means not to. In place of --zero."""
     bucket_nbytes: int = 32 * 2**20
     """With --zero: bytes of gradient that travel at once."""
 
@@ -246,6 +249,7 @@ class TrainConfig:
                 raise
             raise LayoutError(f"{error} One process runs: --nproc N starts N of them.") from error
         check_layout(self.model, layout=layout)
+        _check_fsdp(self, layout=layout)
         stages = self.layout.pipeline().stages(num_layers=self.model.num_layers, pp=layout.pp)
         _check_batch(self.data, layout=layout)
         self.data.num_microbatches(dp=layout.dp, num_stages=len(stages))
@@ -338,6 +342,34 @@ def _check_optim(optim: OptimConfig, *, steps: int) -> None:
         raise ConfigError(
             f"--warmup-steps {optim.warmup_steps} is after the end of the schedule at step {end}; "
             f"lower --warmup-steps, or raise --decay-steps or --steps"
+        )
+
+
+def _check_fsdp(config: TrainConfig, *, layout: Layout) -> None:
+    """Refuse what fully sharded models do not run with."""
+    fsdp, zero = config.optim.fsdp, config.optim.zero
+    if fsdp is None:
+        return
+    if zero:
+        raise ConfigError(
+            f"--fsdp {fsdp} with --zero {zero}: both shard the optimizer's state; leave --zero out "
+            f"(--fsdp optim shards what --zero 1 does, --fsdp optim_grads what --zero 2 does)"
+        )
+    if layout.world_size == 1:
+        raise ConfigError(
+            f"--fsdp {fsdp} in one process has no other rank to shard over: leave it out, or start "
+            f"several with --nproc N; checkpoints are the same"
+        )
+    schedule = config.layout.pp_schedule
+    if layout.pp > 1 and schedule not in ("1f1b", "gpipe"):
+        raise ConfigError(
+            f"--fsdp {fsdp} with --pp-schedule {schedule}: it needs one stage per rank and whole "
+            f"backwards; set --pp-schedule 1f1b or gpipe, or use --zero 1 in place of --fsdp"
+        )
+    if layout.pp > 1 and config.model.tied_head:
+        raise ConfigError(
+            f"--fsdp {fsdp} with --pp {layout.pp} and a tied head: two stages would have shards of "
+            f"one embedding; set --no-tied-head, or use --zero 1 in place of --fsdp"
         )
 
 

@@ -1,9 +1,10 @@
-"""From gradients to updated parameters: whole optimizer state on every rank, or sharded."""
+"""From gradients to updated parameters: whole optimizer state, sharded, or a sharded model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast.fsdp import Strategy, fully_shard_model
 from holdfast.optim import (
     ChainedOptimizer,
     GradientNorm,
@@ -137,10 +139,66 @@ class ShardedUpdate:
         self.optimizer.close()
 
 
+class FullyShardedUpdate:
+    """The whole model in shards, each layer gathered while it runs: `fully_shard_model`."""
+
+    def __init__(
+        self,
+        model: ParallelGPT,
+        *,
+        optim: OptimConfig,
+        scaler: LossScaler | None,
+        strategy: Strategy,
+    ) -> None:
+        layers = list(model.module.blocks.values())
+        self._sharded = fully_shard_model(
+            model.module,
+            model.groups,
+            experts=[p for p in model.module.parameters() if _is_expert(p)],
+            units=layers,
+            strategy=strategy,
+        )
+        model.view_in_units(layers)
+        # Sharding has replaced the parameters.
+        self.optimizer: torch.optim.Optimizer = _maker(optim)(
+            _groups(list(model.module.parameters()), weight_decay=optim.weight_decay)
+        )
+        self._scaler = scaler
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Parameters are gathered and gradients reduced concurrently with the computation."""
+        return self._sharded.microbatch(is_last=is_last)
+
+    def step(self, *, max_norm: float, is_finite: bool = True) -> StepOutcome:
+        """Measure, clip, update each rank's shards; collective.
+
+        A step whose loss or gradients are not finite forgets the gradients instead.
+
+        Args:
+            max_norm: largest global gradient norm; 0 means no limit.
+            is_finite: whether the loss is, on all ranks.
+        """
+        if is_finite:
+            return self._sharded.step(self.optimizer, max_norm=max_norm, scaler=self._scaler)
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        norm = self._sharded.gradient_norm()
+        self._sharded.drop_gradients()
+        norm = replace(norm, value=norm.value / scale)
+        return _skipped_step(norm, scale=scale, scaler=self._scaler)
+
+    def synchronize(self) -> None:
+        """Shards are up to date after every step."""
+
+    def close(self) -> None:
+        """What is attached to the model goes with it."""
+
+
 def make_update(
     model: ParallelGPT, *, optim: OptimConfig, scaler: LossScaler | None
-) -> WholeUpdate | ShardedUpdate:
-    """What `--zero` asks for. Collective with sharding: ranks compare their buckets."""
+) -> WholeUpdate | ShardedUpdate | FullyShardedUpdate:
+    """What `--zero` or `--fsdp` asks for. Collective with sharding: ranks compare first."""
+    if optim.fsdp is not None:
+        return FullyShardedUpdate(model, optim=optim, scaler=scaler, strategy=optim.fsdp)
     kind = ShardedUpdate if optim.zero else WholeUpdate
     return kind(model, optim=optim, scaler=scaler)
 
