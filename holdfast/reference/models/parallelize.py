@@ -355,7 +355,8 @@ def _run_on_views(
             for (module, name, splits_itself), parameter in zip(places, declared, strict=True):
                 value: Any = view(parameter, splits_itself=splits_itself)
                 module._parameters[name] = value
-            return forward(*args, **kwargs)
+            # FSDP2 warns of views, on which its hooks do not hold: what is passed through, losses.
+            return tuple(t.clone() if t._is_view() else t for t in forward(*args, **kwargs))
         finally:
             for (module, name, _), parameter in zip(places, declared, strict=True):
                 module._parameters[name] = parameter
