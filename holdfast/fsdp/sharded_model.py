@@ -138,14 +138,7 @@ class ShardedModel:
                 self._update(optimizer, factor / scale)
         finally:
             self.drop_gradients()
-        return StepOutcome(
-            norm=norm.value,
-            clipped=norm.is_finite and factor != 1.0,
-            skipped=not norm.is_finite,
-            bad_ranks=norm.bad_ranks,
-            num_zeros=norm.num_zeros,
-            loss_scale=scale,
-        )
+        return StepOutcome.of(norm, factor=factor, scale=scale)
 
     def gradient_norm(self) -> GradientNorm:
         """The norm of the gradients as they are now, each element counted once. Cost: as `step`."""

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim.checks import check_limit
@@ -33,6 +34,18 @@ class StepOutcome:
     """Elements of the gradient that are exactly zero; None if not requested."""
     loss_scale: float
     """What the loss of this step was multiplied by; 1 without a scaler."""
+
+    @classmethod
+    def of(cls, norm: GradientNorm, *, factor: float, scale: float) -> Self:
+        """The outcome of a step that, where the gradient is finite, has scaled it by `factor`."""
+        return cls(
+            norm=norm.value,
+            clipped=norm.is_finite and factor != 1.0,
+            skipped=not norm.is_finite,
+            bad_ranks=norm.bad_ranks,
+            num_zeros=norm.num_zeros,
+            loss_scale=scale,
+        )
 
 
 class SteppingOptimizer(TorchInterface):
@@ -113,14 +126,7 @@ class SteppingOptimizer(TorchInterface):
                 self._update_together(factor / scale)
         finally:
             self.drop_gradients()
-        return StepOutcome(
-            norm=norm.value,
-            clipped=norm.is_finite and factor != 1.0,
-            skipped=not norm.is_finite,
-            bad_ranks=norm.bad_ranks,
-            num_zeros=norm.num_zeros,
-            loss_scale=scale,
-        )
+        return StepOutcome.of(norm, factor=factor, scale=scale)
 
     def _measure(self, scale: float, *, count_zeros: bool) -> GradientNorm:
         parts = self.gradient_parts()

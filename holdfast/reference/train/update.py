@@ -72,14 +72,7 @@ class WholeUpdate:
         self.optimizer.zero_grad(set_to_none=True)
         if self._scaler is not None:
             self._scaler.update(overflowed=False)
-        return StepOutcome(
-            norm=norm.value,
-            clipped=factor != 1.0,
-            skipped=False,
-            bad_ranks=(),
-            num_zeros=None,
-            loss_scale=scale,
-        )
+        return StepOutcome.of(norm, factor=factor, scale=scale)
 
     def synchronize(self) -> None:
         """Parameters are whole after every step."""
