@@ -35,7 +35,16 @@ if TYPE_CHECKING:
     from holdfast.format.values import Codec, Codecs
     from holdfast.fsdp import ShardedModel, fully_shard_model
     from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
-    from holdfast.parallel import Bandwidths, Control, Layout, ProcessGroups, current_groups
+    from holdfast.parallel import (
+        Bandwidths,
+        Control,
+        Layout,
+        ModuleGroups,
+        ModuleLayouts,
+        ModuleRole,
+        ProcessGroups,
+        current_groups,
+    )
     from holdfast.retention.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
     from holdfast.save_when.policies import (
         AtDeadline,
@@ -99,6 +108,9 @@ __all__ = [
     "LoadReport",
     "LossScaler",
     "MismatchError",
+    "ModuleGroups",
+    "ModuleLayouts",
+    "ModuleRole",
     "ModuleState",
     "OnFile",
     "OnLayout",
@@ -161,7 +173,16 @@ _ROOMS = {
     ),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.optim": ("ChainedOptimizer", "LossScaler", "ShardedOptimizer"),
-    "holdfast.parallel": ("Bandwidths", "Control", "Layout", "ProcessGroups", "current_groups"),
+    "holdfast.parallel": (
+        "Bandwidths",
+        "Control",
+        "Layout",
+        "ModuleGroups",
+        "ModuleLayouts",
+        "ModuleRole",
+        "ProcessGroups",
+        "current_groups",
+    ),
     "holdfast.state": (
         "RNG",
         "FlatShard",

@@ -11,16 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.parallel.bandwidths import Bandwidths
     from holdfast.parallel.control.control import Control
+    from holdfast.parallel.groups.module_groups import ModuleGroups
     from holdfast.parallel.groups.process_groups import ProcessGroups, current_groups
     from holdfast.parallel.layout import Layout
+    from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
 
-__all__ = ["Bandwidths", "Control", "Layout", "ProcessGroups", "current_groups"]
+__all__ = [
+    "Bandwidths",
+    "Control",
+    "Layout",
+    "ModuleGroups",
+    "ModuleLayouts",
+    "ModuleRole",
+    "ProcessGroups",
+    "current_groups",
+]
 
 
 _MODULES = {
     "Bandwidths": "holdfast.parallel.bandwidths",
     "Control": "holdfast.parallel.control.control",
     "Layout": "holdfast.parallel.layout",
+    "ModuleGroups": "holdfast.parallel.groups.module_groups",
+    "ModuleLayouts": "holdfast.parallel.module_layouts",
+    "ModuleRole": "holdfast.parallel.module_layouts",
     "ProcessGroups": "holdfast.parallel.groups.process_groups",
     "current_groups": "holdfast.parallel.groups.process_groups",
 }
