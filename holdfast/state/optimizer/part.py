@@ -11,7 +11,7 @@ from holdfast.errors import MismatchError
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.match.templates import follow_stored
-from holdfast.state.optimizer.fresh import absent_groups, as_built, why_fresh
+from holdfast.state.optimizer.fresh import absent_groups, as_built, is_nothing, why_fresh
 from holdfast.state.optimizer.named import NUM_GROUPS, SHARDING, NamedOptimizer
 from holdfast.state.optimizer.own_form import TorchForm, load_form, read_form
 from holdfast.state.optimizer.param_groups import set_group, stored_settings
@@ -77,6 +77,8 @@ class OptimizerState(NamedOptimizer):
         self._check_num_groups(stored)
         self._optimizer.synchronize()
         form, by_name = self._forms()
+        if by_name is not None and is_nothing(stored):
+            return {"state": Fresh("the saved run had an empty entry here, nothing was trained")}
         # A tree of one kind does not say what the other kind needs.
         if stored.has("own") == (by_name is not None):
             raise MismatchError(
@@ -170,6 +172,11 @@ class OptimizerState(NamedOptimizer):
         if not isinstance(tree, Mapping):
             raise MismatchError("the stored optimizer part is no mapping; was it saved from one?")
         form, by_name = self._forms()
+        if by_name is not None and isinstance(why := tree.get("state"), Fresh):
+            names = (name for name, _ in self._named())
+            nothing = {"state": dict.fromkeys(names, why), "groups": [], "membership": {}}
+            self._restore_by_name(nothing, by_name)
+            return
         if by_name is not None:
             self._restore_by_name(tree, by_name)
         else:
