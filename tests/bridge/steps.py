@@ -133,11 +133,11 @@ def backward(step: Step, batch: Batch, leaf: Tensor | None, bridged: Bridged, ra
 def random_layout(choose: random.Random, ranks: Sequence[int], dp: int) -> Layout:
     """A layout with `dp` data ranks over some of the ranks, in any order."""
     ranks = list(ranks)
+    rest = len(ranks) // dp
+    factors = [(tp, cp) for tp in range(1, rest + 1) for cp in range(1, rest + 1)]
     while True:
-        sizes = {axis: choose.choice((1, 1, 2, 3)) for axis in ("tp", "cp", "pp")}
-        num_ranks = dp * sizes["tp"] * sizes["cp"] * sizes["pp"]
-        if num_ranks != len(ranks):
-            continue
+        tp, cp = choose.choice([(tp, cp) for tp, cp in factors if rest % (tp * cp) == 0])
+        sizes = {"tp": tp, "cp": cp, "pp": rest // (tp * cp)}
         order = "-".join(choose.sample(AXES, len(AXES)))
         try:
             return Layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def test_every_rank_takes_its_samples_once_from_a_rank_that_has_them(seed: int) 
         held = samples(at["dp"], source.dp, num_samples)
         assert set(order) == {(s, cp) for s in held for cp in range(destination.cp)}
         assert [m.piece for m in taken] == sorted(m.piece for m in taken)
-        for first, second in zip(taken, taken[1:], strict=False):
+        for first, second in itertools.pairwise(taken):
             assert first.piece < second.piece or first.cp < second.cp
         for m in taken:
             there = takers[m.giver]
