@@ -211,7 +211,7 @@ class OptimizerState(NamedOptimizer):
                 with torch.no_grad():
                     param.updated.copy_(wide)
                 param.markers.pop("main", None)
-        settings = stored_settings(tree, members, form.groups)
+        settings = stored_settings(tree, members, form.groups, where=self._name)
         restore = self._set_state if form.is_live else self._load_torch_form
         restore(tree, form, settings, entries)
         self._optimizer.finish_load(with_main=main is not None)
@@ -287,8 +287,8 @@ class OptimizerState(NamedOptimizer):
             saved = stored.value(NUM_GROUPS, name)
             if isinstance(saved, int) and saved != count:
                 raise MismatchError(
-                    f"optimizer '{name}' has {count} parameter groups, the checkpoint's has "
-                    f"{saved}; build the same parameter groups as the saved run"
+                    f"{stored.name}: optimizer '{name}' has {count} parameter groups, the "
+                    f"checkpoint's has {saved}; build the same parameter groups as the saved run"
                 )
 
 
