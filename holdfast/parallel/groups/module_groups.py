@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from holdfast.errors import GroupError, HoldfastError
+from holdfast.errors import GroupError, LayoutError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.groups.process_groups import ProcessGroups
 from holdfast.parallel.layout import Layout
@@ -68,7 +68,7 @@ class ModuleGroups:
         Args:
             layouts: the modules, equal on all ranks.
             names: the groups to make, by module; by default those that `ProcessGroups.create` makes
-                by itself, also for a module that is left out.
+                by itself, also for a module that is left out. LayoutError for other modules.
             backend: as for `ProcessGroups.create`.
             timeout_s: as there.
             rank: as there.
@@ -86,7 +86,7 @@ class ModuleGroups:
             union = stack.enter_context(
                 ProcessGroups.create(layouts.union, names=("dp_cp",), **settings)  # type: ignore[arg-type]
             )
-            _compare(layouts, union.control)
+            _compare(layouts, names or {}, union.control)
             modules: dict[str, ProcessGroups] = {}
             edges: dict[tuple[str, str], ProcessGroups] = {}
 
@@ -107,10 +107,10 @@ class ModuleGroups:
 
             # After each, so that no rank waits for one that has failed in another module.
             for make, what in ((make_modules, "modules"), (make_edges, "edges")):
-                failure: HoldfastError | None = None
+                failure: Exception | None = None
                 try:
                     make()
-                except HoldfastError as error:
+                except Exception as error:
                     failure = error
                 union.control.agree(failure, phase=f"groups of all {what}")
             return cls(layouts, union, modules=modules, edges=edges, stack=stack.pop_all())
@@ -192,11 +192,18 @@ def edge_layout(layouts: ModuleLayouts, edge: tuple[str, str]) -> Layout:
     return Layout(dp=len(ranks), ranks=ranks, name=f"{layouts.name}: {source} -> {destination}")
 
 
-def _compare(layouts: ModuleLayouts, control: Control) -> None:
-    """PlanError on all ranks where they were given different module layouts."""
-    texts = [
-        row.decode()
-        for row in control.all_gather(layouts.digest().encode(), phase="compare module layouts")
-    ]
+def _compare(layouts: ModuleLayouts, names: Mapping[str, Iterable[str]], control: Control) -> None:
+    """PlanError on all ranks where they were given different module layouts.
+
+    LayoutError, on all too, where one rank chooses the groups of a module that there is not.
+    """
+    failure: LayoutError | None = None
+    try:
+        for module in names:
+            _ = layouts[module]
+    except LayoutError as error:
+        failure = error
+    rows = control.agree(failure, phase="compare module layouts", payload=layouts.digest().encode())
+    texts = [row.decode() for row in rows]
     if len(set(texts)) > 1:
         raise disagreement("module groups", "the module layouts", texts, ranks=control.ranks)
