@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups
+from holdfast.parallel.groups import building
 from tests.harness import RankContext, run_ranks
 
 
@@ -180,16 +181,16 @@ def failing(rank: RankContext, what: str) -> Any:
 
 def fail_on_edges(rank: int, error: Exception) -> None:
     """On rank 0 the groups of the edge cannot be made."""
-    create = ProcessGroups.create
+    create = building.create
 
-    def fails(layout: Layout, **settings: Any) -> ProcessGroups:
+    def fails(layout: Layout, **settings: Any) -> building.Communicators:
         made = create(layout, **settings)
         if rank == 0 and "->" in layout.name:
-            made.close()
+            made.destroy()
             raise error
         return made
 
-    ProcessGroups.create = staticmethod(fails)  # type: ignore[method-assign,assignment]
+    building.create = fails
 
 
 @pytest.mark.parametrize(
