@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -106,13 +106,8 @@ class ModuleGroups:
                         )
 
             # After each, so that no rank waits for one that has failed in another module.
-            for make, what in ((make_modules, "modules"), (make_edges, "edges")):
-                failure: Exception | None = None
-                try:
-                    make()
-                except Exception as error:
-                    failure = error
-                union.control.agree(failure, phase=f"groups of all {what}")
+            _make_on_all(make_modules, union.control, phase="groups of all modules")
+            _make_on_all(make_edges, union.control, phase="groups of all edges")
             return cls(layouts, union, modules=modules, edges=edges, stack=stack.pop_all())
 
     @property
@@ -190,6 +185,16 @@ def edge_layout(layouts: ModuleLayouts, edge: tuple[str, str]) -> Layout:
     source, destination = edge
     ranks = sorted({*layouts[source].ranks, *layouts[destination].ranks})
     return Layout(dp=len(ranks), ranks=ranks, name=f"{layouts.name}: {source} -> {destination}")
+
+
+def _make_on_all(make: Callable[[], None], control: Control, *, phase: str) -> None:
+    """Call `make`; what it raises on one rank is raised on all."""
+    failure: Exception | None = None
+    try:
+        make()
+    except Exception as error:
+        failure = error
+    control.agree(failure, phase=phase)
 
 
 def _compare(layouts: ModuleLayouts, names: Mapping[str, Iterable[str]], control: Control) -> None:
