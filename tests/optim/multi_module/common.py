@@ -63,6 +63,8 @@ class Bag(nn.Module):
     def __init__(self, spec: Spec, groups: ProcessGroups | None = None, *, seed: str) -> None:
         super().__init__()
         self.groups = groups
+        self.poison: float | None = None
+        """A number that comes into the gradient of one element, on this rank alone."""
         layout = spec.layout
         stages = list(range(layout.pp))
         if groups is not None:
@@ -109,6 +111,8 @@ class Bag(nn.Module):
             for row in mine.tolist():
                 whole = pattern(name, row, SHAPES[name.rsplit("_", 1)[1]])
                 total = total + (local - self._slice(name, whole)).square().sum() / 2
+            if self.poison is not None and name.endswith(("dense", "experts")):
+                total = total + local.reshape(-1)[:1].sum() * self.poison
         return total
 
     def _slice(self, name: str, whole: Tensor) -> Tensor:
@@ -135,6 +139,8 @@ class Trained:
         self.model = Bag(spec, groups, seed=name)
         self.stepper: ModuleStepper | None = None
         self.sharded: Any = None
+        self.is_active = True
+        """Whether the module is part of this step, on any rank."""
         if spec.kind == "frozen":
             return
         divisor = groups.size("dp_cp")
@@ -174,8 +180,10 @@ class Trained:
         """Average gradients over data parallelism by hand."""
         for name, parameter in self.model.named_parameters():
             over = "expt_dp" if name.endswith("experts") else "dp_cp"
-            if parameter.grad is None:
+            if not self.is_active:
                 continue
+            if parameter.grad is None:  # no row here; other ranks have some
+                parameter.grad = torch.zeros_like(parameter)
             local = parameter.grad
             local = local.to_local() if isinstance(local, DTensor) else local
             if self.groups.size(over) > 1:
@@ -187,7 +195,7 @@ class Trained:
         index, shares = self.groups.index("dp_cp"), self.groups.size("dp_cp")
         sizes = [len(rows) // shares] * shares if counts is None else list(counts)
         assert sum(sizes) == len(rows)
-        own = rows.split(sizes)[index]
+        own = torch.split(rows, sizes)[index]
         # Experts see rows of other ranks; over expt_dp all rows, each once.
         expert = rows[self.groups.index("expt_dp") :: self.groups.size("expt_dp")]
         loss: Tensor = self.model(own, expert)
@@ -198,7 +206,7 @@ def train_module(each: Trained, rows: Tensor, **options: Any) -> None:
     """Backward of one module, where it has something to train."""
     loss = each.loss(rows, **options)
     if loss.requires_grad:
-        loss.backward()
+        torch.autograd.backward(loss)
 
 
 def rows_of(step: int, module: str) -> Tensor:
