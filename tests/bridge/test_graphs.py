@@ -291,7 +291,13 @@ def partly(rank: RankContext) -> tuple[Any, int]:
         messages.dist.batch_isend_irecv = counted
         bridged.backward(None if bridged.tokens is None else torch.full((4, 3), 2.0))
         messages.dist.batch_isend_irecv = start
-    return None if leaf is None or leaf.grad is None else leaf.grad.tolist(), num_messages
+        gradient = None if leaf is None or leaf.grad is None else leaf.grad.tolist()
+        bridged = bridge(leaf, None if leaf is None else [1, 1])
+        messages.dist.batch_isend_irecv = None  # nothing was used: nothing is sent
+        bridged.anchor.backward()
+        if leaf is not None and leaf.grad is not None:
+            assert leaf.grad.tolist() == gradient
+    return gradient, num_messages
 
 
 def test_only_data_ranks_that_need_a_gradient_get_one() -> None:
