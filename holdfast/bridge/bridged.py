@@ -1,0 +1,85 @@
+"""What a bridge returns: the destination's tokens, and the anchor of the backward exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from holdfast.bridge.crossing import Crossing
+from holdfast.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bridged:
+    """The result of one forward of a `Bridge` on one rank.
+
+    The backward exchange runs where autograd reaches it, and every rank of the edge has to: each
+    adds `anchor` to its loss, or calls `backward` of this object or of `anchor` itself.
+    """
+
+    tokens: Tensor | None
+    """(number of tokens, *features): the packed tokens of this destination data rank's samples, on
+    every rank with the destination's first pipeline stage; None elsewhere. Read only: where this
+    rank also has the source, it may be a view of the source's own tokens."""
+    counts: Tensor | None
+    """int64 on the CPU: the tokens of each of these samples; None where `tokens` is."""
+    anchor: Tensor
+    """A scalar zero to add to this rank's loss. Its gradient is of no interest; its backward runs
+    the backward exchange, also where no token was used."""
+    crossing: Crossing
+    """The sizes and messages of this forward."""
+
+    def backward(self, gradient: Tensor | None = None) -> None:
+        """Run the backward exchange and, on source ranks, go on from there into the source.
+
+        For a gradient that was gathered elsewhere, as after a pipeline schedule on a detached leaf:
+
+            leaf = bridged.tokens.detach().requires_grad_()
+            ...
+            bridged.backward(leaf.grad)
+
+        Called by all ranks of the edge. Nothing happens where no source rank needs a gradient.
+
+        Args:
+            gradient: of `tokens`, in their shape and dtype; None for none, and on ranks without
+                tokens.
+
+        Raises:
+            ConfigError: The gradient does not fit, on any rank; raised on all of them.
+            HoldfastError: As for the backward exchange itself: a rank is missing, or in another
+                phase.
+        """
+        failure = self._misfit(gradient)
+        if not self.anchor.grad_fn:
+            if failure is not None:
+                raise failure
+            return
+        if failure is not None:
+            # sent in this rank's place in the agreement, so that all ranks raise it
+            self.crossing.failure = failure
+        if gradient is None or failure is not None or self.tokens is None:
+            torch.autograd.backward([self.anchor])
+        else:
+            torch.autograd.backward(
+                [self.tokens, self.anchor], [gradient, torch.zeros_like(self.anchor)]
+            )
+
+    def _misfit(self, gradient: Tensor | None) -> ConfigError | None:
+        """Why a gradient cannot be that of the tokens here."""
+        where = self.crossing.describe_destination()
+        if gradient is None:
+            return None
+        if self.tokens is None:
+            return ConfigError(
+                f"{where} took no tokens, and has no gradient of them: call backward() without one."
+            )
+        tokens = self.tokens
+        if (gradient.shape, gradient.dtype) != (tokens.shape, tokens.dtype):
+            return ConfigError(
+                f"{where}: the gradient has shape {tuple(gradient.shape)} and is of "
+                f"{gradient.dtype}, the tokens have shape {tuple(tokens.shape)} and are of "
+                f"{tokens.dtype}."
+            )
+        return None

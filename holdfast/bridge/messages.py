@@ -1,0 +1,113 @@
+"""Tensors sent between single ranks: all started before any is waited for, each with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+_PROBE_S = 0.001
+"""How long a message is waited for once time is over: gloo tells only then whether it is there."""
+
+
+class Parcel(NamedTuple):
+    """A tensor to send to a rank, or to receive from it."""
+
+    tensor: Tensor
+    """Contiguous. One without elements is not sent."""
+    rank: int
+    """The other rank."""
+    tag: int = 0
+    """Distinguishes the messages between two ranks."""
+
+
+def exchange(
+    leaving: Sequence[Parcel],
+    arriving: Sequence[Parcel],
+    *,
+    get_group: Callable[[], ProcessGroup],
+    timeout_s: float,
+    what: str,
+    giver: str,
+    taker: str,
+) -> None:
+    """Send and receive; on return every tensor has arrived and none is read any more.
+
+    Nothing is waited for before everything is started, so no order of ranks can deadlock. With NCCL
+    the messages are one batch on the communicator's stream, which the current stream waits for.
+
+    Args:
+        leaving: to send. Between two ranks the order of messages is the same at both ends.
+        arriving: where to receive.
+        get_group: the communicator; called only where there is something to send or receive.
+        timeout_s: deadline for all of it together.
+        what: which exchange it is, for messages.
+        giver: the module whose ranks send, for messages.
+        taker: the module whose ranks receive.
+
+    Raises:
+        DeadlineError: Ranks did not answer in time, or their connections broke; they are named.
+    """
+    operations: list[tuple[Callable[..., dist.Work | None], str, Parcel]] = [
+        (dist.irecv, f"from rank {each.rank} ({giver})", each)
+        for each in arriving
+        if each.tensor.numel()
+    ]
+    operations += [
+        (dist.isend, f"to rank {each.rank} ({taker})", each)
+        for each in leaving
+        if each.tensor.numel()
+    ]
+    if not operations:
+        return
+    group = get_group()
+    batch = [
+        dist.P2POp(operation, each.tensor, each.rank, group=group, tag=each.tag)
+        for operation, _, each in operations
+    ]
+    deadline = time.monotonic() + timeout_s
+    names = [name for _, name, _ in operations]
+    try:
+        works = dist.batch_isend_irecv(batch)
+    except RuntimeError as error:
+        raise _late(what, names, error) from error
+    for index, work in enumerate(works):
+        remaining = deadline - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(remaining, _PROBE_S)))
+        except RuntimeError as error:
+            if len(works) != len(names):  # NCCL completes a batch as one
+                raise _late(what, names, error) from error
+            late = names[index : index + 1]
+            if time.monotonic() >= deadline:
+                rest = zip(names[index + 1 :], works[index + 1 :], strict=True)
+                late += [name for name, each in rest if not _has_completed(each)]
+            raise _late(what, late, error) from error
+
+
+def _has_completed(work: dist.Work) -> bool:
+    """Whether a message has completed; one that has not is given up."""
+    try:
+        work.wait(timedelta(seconds=_PROBE_S))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _late(what: str, names: Sequence[str], error: Exception) -> DeadlineError:
+    """The error for messages that did not complete."""
+    listed = ", ".join(dict.fromkeys(names))
+    return DeadlineError(
+        f"{what}: messages {listed} did not complete: {error}. Look at what happened on these "
+        f"ranks first; start again from the last checkpoint."
+    )

@@ -1,0 +1,91 @@
+"""What one rank has to do with an edge: its share of the plan, and the communicator for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.bridge.messages import Parcel, exchange
+from holdfast.bridge.plan import BridgePlan, Message
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from holdfast.parallel.groups.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What a rank has to do with an edge; the same for every forward."""
+
+    edge: tuple[str, str]
+    """Source and destination module."""
+    plan: BridgePlan
+    groups: ProcessGroups
+    """Of the edge."""
+    device: torch.device
+    """Of the communicator, and of what arrives."""
+    activations: tuple[Message, ...]
+    """The plan's messages that this rank gives or takes."""
+    gradients: tuple[Message, ...]
+    """The same of the backward."""
+    source_dp: int | None
+    """This rank's data rank in the source; None without the source's last stage."""
+    destination_dp: int | None
+    """This rank's data rank in the destination; None without the destination's first stage."""
+
+    @classmethod
+    def of(
+        cls, plan: BridgePlan, groups: ProcessGroups, *, edge: tuple[str, str], device: torch.device
+    ) -> Route:
+        """The share of the rank whose groups these are. Cost: one pass over the plan."""
+        rank = groups.rank
+        return cls(
+            edge=edge,
+            plan=plan,
+            groups=groups,
+            device=device,
+            activations=tuple(m for m in plan.activations if rank in (m.giver, m.taker)),
+            gradients=tuple(m for m in plan.gradients if rank in (m.giver, m.taker)),
+            source_dp=_data_rank(plan.givers, rank),
+            destination_dp=_data_rank(plan.takers, rank),
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.groups.rank
+
+    def phase(self, direction: str, number: int) -> str:
+        """What all ranks are doing; the number comes first, since long phases are cut."""
+        return f"{direction} {number} of {self.edge[0]} -> {self.edge[1]}"
+
+    def exchange(
+        self, leaving: Sequence[Parcel], arriving: Sequence[Parcel], *, direction: str, number: int
+    ) -> None:
+        """Send and receive within the groups' deadline; see `messages.exchange`."""
+        giving, taking = self.edge if direction == "forward" else self.edge[::-1]
+        exchange(
+            leaving,
+            arriving,
+            get_group=self._group,
+            timeout_s=self.groups.control.timeout_s,
+            what=f"{self.phase(direction, number)}, on rank {self.rank}",
+            giver=giving,
+            taker=taking,
+        )
+
+    def _group(self) -> ProcessGroup:
+        """The communicator; an edge of one rank has none, and sends nothing."""
+        return self.groups.group("dp")
+
+
+def _data_rank(ranks: tuple[tuple[tuple[int, ...], ...], ...], rank: int) -> int | None:
+    """The data rank that has a rank among its replicas."""
+    for dp, by_cp in enumerate(ranks):
+        if any(rank in by_tp for by_tp in by_cp):
+            return dp
+    return None
