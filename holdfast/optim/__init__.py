@@ -1,6 +1,8 @@
 """Optimizers whose state is sharded over data parallelism, and what a step of them needs."""
 
 from holdfast.optim.chained import ChainedOptimizer
+from holdfast.optim.module_stepper import ModuleStepper, ReducedOptimizer
+from holdfast.optim.multi_module import MultiModuleOptimizer, MultiModuleOutcome
 from holdfast.optim.norms import GradientNorm, clip_gradients, gradient_norm
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.sharded import ShardedOptimizer
@@ -10,6 +12,10 @@ __all__ = [
     "ChainedOptimizer",
     "GradientNorm",
     "LossScaler",
+    "ModuleStepper",
+    "MultiModuleOptimizer",
+    "MultiModuleOutcome",
+    "ReducedOptimizer",
     "ShardedOptimizer",
     "StepOutcome",
     "clip_gradients",

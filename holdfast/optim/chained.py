@@ -73,6 +73,11 @@ class ChainedOptimizer(SteppingOptimizer):
         """As `ShardedOptimizer.gradient_parts`, of all."""
         return [part for o in self._optimizers.values() for part in o.gradient_parts()]
 
+    def join_reductions(self) -> None:
+        """As `ShardedOptimizer.join_reductions`, of all."""
+        for optimizer in self._optimizers.values():
+            optimizer.join_reductions()
+
     @property
     def reducers(self) -> Sequence[GradientReducer]:
         """Those of all."""

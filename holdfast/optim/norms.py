@@ -51,6 +51,18 @@ class GradientNorm:
         return not self.bad_ranks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSums:
+    """Sums over all ranks of one layout of what they hold of the gradients; equal on all ranks."""
+
+    square: float
+    """Of the squares of all elements, without those of `bad_ranks`."""
+    num_zeros: int
+    """Elements that are exactly zero; 0 where they were not counted."""
+    bad_ranks: tuple[int, ...]
+    """Global ranks that hold an infinity or a NaN, ascending."""
+
+
 def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
     """On how many ranks of the layout each element of a parameter is.
 
@@ -105,7 +117,7 @@ class LayoutSum:
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.layout = groups.layout
-        self.index = groups.layout.ranks.index(groups.rank)
+        self.rank = groups.rank
         names = [name for name in _WORLD if groups.size(name) > 1]
         groups.require(*names)
         members = [groups.group(name) for name in names]
@@ -154,24 +166,50 @@ def measure(
     Cost: collective over the layout; one sum of 3 + number of counts + world size numbers; at most
     16 MiB of extra memory.
     """
-    layout = total.layout
-    unit = 2 * layout.world_size
-    square, zeros = _local_sums(parts, layout=layout, unit=unit, count_zeros=count_zeros)
-    flags = [0.0] * layout.world_size
-    if not math.isfinite(square):
-        square, flags[total.index] = 0.0, 1.0
-    # A float64 holds integers up to 2**53: two words keep the sum exact for any model.
-    values = [square, *divmod(zeros, _WORD), *counts, *flags]
-    sums = total(values, what="the sum of the norms of all ranks' gradients")
-    head = 3 + len(counts)
-    bad = tuple(sorted(r for r, flag in zip(layout.ranks, sums[head:], strict=True) if flag))
-    counted = (int(sums[1]) * _WORD + int(sums[2])) // unit
+    terms = NormTerms(total.layout)
+    mine = terms.of(parts, rank=total.rank, count_zeros=count_zeros)
+    sums = total([*counts, *mine], what="the sum of the norms of all ranks' gradients")
+    gradient = terms.read(sums[len(counts) :])
+    bad = gradient.bad_ranks
     return GradientNorm(
-        value=math.nan if bad else math.sqrt(sums[0]) / scale,
+        value=math.nan if bad else math.sqrt(gradient.square) / scale,
         bad_ranks=bad,
-        num_zeros=counted if count_zeros else None,
-        counts=tuple(int(value) for value in sums[3:head]),
+        num_zeros=gradient.num_zeros if count_zeros else None,
+        counts=tuple(int(value) for value in sums[: len(counts)]),
     )
+
+
+class NormTerms:
+    """The numbers of each rank whose sums are the `GradientSums` of one layout.
+
+    They may travel in one sum with those of other layouts: a rank that is not of this layout, or
+    has nothing to add, contributes zeros.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._unit = 2 * layout.world_size
+        """A number that any number of copies divides, so that zeros stay whole numbers."""
+        self.size = 3 + layout.world_size
+        """How many numbers there are."""
+
+    def of(self, parts: Iterable[GradientPart], *, rank: int, count_zeros: bool) -> list[float]:
+        """What a rank of the layout adds; ConfigError for copies that do not divide the ranks."""
+        flags = [0.0] * self._layout.world_size
+        square, zeros = _local_sums(
+            parts, layout=self._layout, unit=self._unit, count_zeros=count_zeros
+        )
+        if not math.isfinite(square):
+            square, flags[self._layout.ranks.index(rank)] = 0.0, 1.0
+        # A float64 holds integers up to 2**53: two words keep the sum exact for any model.
+        return [square, *divmod(zeros, _WORD), *flags]
+
+    def read(self, sums: Sequence[float]) -> GradientSums:
+        """What the sums of all ranks' numbers say."""
+        square, high, low, *flags = sums
+        bad = tuple(sorted(r for r, f in zip(self._layout.ranks, flags, strict=True) if f))
+        zeros = (int(high) * _WORD + int(low)) // self._unit
+        return GradientSums(square=square, num_zeros=zeros, bad_ranks=bad)
 
 
 @torch.no_grad()

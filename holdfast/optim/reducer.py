@@ -109,7 +109,7 @@ class GradientReducer:
         self._buckets = buckets
         self._shard_groups = shard_groups
         self._stage = stage
-        self._divisor = divisor
+        self.divisor = divisor
         self._names = names
         self.name = name
         self.slots = [
@@ -192,13 +192,25 @@ class GradientReducer:
             self._finish_round()
         self._is_reduced = True
         self._take_rest()  # raises where there is one: its bucket has been reduced
-        for bucket in self._buckets:
-            bucket.finish_reduction()
-        self._sum_between()
-        if self._divisor != 1:
+        self._finish_reductions()
+        if self.divisor != 1:
             for bucket in self._buckets:
-                bucket.gradient.div_(self._divisor)
-        self._is_finished = True
+                bucket.gradient.div_(self.divisor)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Make the collectives of this step's reductions that are left, taking no gradient more.
+
+        For a rank that has failed, whose shares no rank uses then: the others do not wait for it.
+
+        Cost: as `finish`.
+        """
+        if self._is_finished:
+            return
+        if not self._is_reduced:
+            self._launch_rest()
+        self._is_reduced = True
+        self._finish_reductions()
 
     def drop(self) -> None:
         """Forget all gradients: the next step begins."""
@@ -320,9 +332,19 @@ class GradientReducer:
     def _finish_round(self) -> None:
         """Launch every bucket not launched yet, with what lies in `.grad`, in order."""
         self._take_rest()
+        self._launch_rest()
+
+    def _launch_rest(self) -> None:
         while self._next < len(self._buckets):
             self._launch_next()
         self._next = 0
+
+    def _finish_reductions(self) -> None:
+        """Wait for all reductions of the step: shares hold the sums of all ranks then."""
+        for bucket in self._buckets:
+            bucket.finish_reduction()
+        self._sum_between()
+        self._is_finished = True
 
     def _launch_next(self) -> None:
         if self._stage == 2 and self._next >= _MAX_IN_FLIGHT:

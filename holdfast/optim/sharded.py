@@ -197,6 +197,15 @@ class ShardedOptimizer(SteppingOptimizer):
         self.finish_gradients()
         return self._parts
 
+    def join_reductions(self) -> None:
+        """Make the collectives of `finish_gradients` that are left, after a failure of this rank.
+
+        Its shares are of no use then; forget them with `drop_gradients`. Cost: as there.
+        """
+        if not self._is_closed:
+            self.synchronize()
+            self._reducer.join()
+
     @property
     def reducers(self) -> Sequence[GradientReducer]:
         """What takes the gradients."""

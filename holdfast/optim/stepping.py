@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
+
+from torch import nn
 
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim.checks import check_limit
@@ -16,6 +19,7 @@ from holdfast.optim.reducer import GradientReducer
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface, refuse_closure
 from holdfast.parallel import ProcessGroups
+from holdfast.state.optimizer.protocol import OptimizerParameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,14 @@ class SteppingOptimizer(TorchInterface):
         """This rank's shares of the gradients, reduced: what is not yet is so here."""
 
     @abstractmethod
+    def join_reductions(self) -> None:
+        """Make the collectives of `gradient_parts` that are left, after a failure of this rank."""
+
+    @abstractmethod
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around one microbatch with one backward."""
+
+    @abstractmethod
     def update(self, factor: float) -> None:
         """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
 
@@ -80,6 +92,60 @@ class SteppingOptimizer(TorchInterface):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until this rank's parameters are whole and up to date."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take all hooks off the model."""
+
+    @abstractmethod
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        """Every parameter with the elements of it that this rank updates."""
+
+    @abstractmethod
+    def sharding_records(self) -> dict[str, dict[str, object]]:
+        """How each optimizer is sharded, by its name."""
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of gradients was divided by; ConfigError where that is not one number."""
+        divisors = {reducer.name: reducer.divisor for reducer in self.reducers}
+        if len(set(divisors.values())) > 1:
+            raise ConfigError(
+                f"the optimizers divide gradients by different numbers, {divisors}; with the same "
+                f"loss, dense parameters and experts have the same divisor"
+            )
+        return next(iter(divisors.values()))
+
+    @property
+    def optimizer(self) -> Self:
+        """Itself: the `ModuleStepper` of a module is its optimizer."""
+        return self
+
+    @property
+    def kind(self) -> str:
+        """Its class, and the names of the sharded optimizers inside."""
+        return f"{type(self).__name__} ({', '.join(each.name for each in self.reducers)})"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups."""
+        return [member.parameter for member in self.optimizer_parameters()]
+
+    def stage_description(self) -> str:
+        """Empty: ranks that share buckets have compared them."""
+        return ""
+
+    def usage(self) -> tuple[int, int]:
+        """How many parameters got a gradient on this rank, and how many are trained."""
+        slots = [slot for reducer in self.reducers for slot in reducer.slots]
+        return sum(slot.is_used for slot in slots), len(slots)
+
+    def exchange_used(self) -> None:
+        """Leave alone what got a gradient on no rank; called by all ranks that share parameters.
+
+        Cost: an all-reduce of one number per parameter over the ranks that share them.
+        """
+        for reducer in self.reducers:
+            reducer.exchange_used()
 
     def step(  # type: ignore[override]
         self,
@@ -130,13 +196,12 @@ class SteppingOptimizer(TorchInterface):
 
     def _measure(self, scale: float, *, count_zeros: bool) -> GradientNorm:
         parts = self.gradient_parts()
-        slots = [slot for reducer in self.reducers for slot in reducer.slots]
         norm = measure(
             parts,
             total=self._total,
             count_zeros=count_zeros,
             scale=scale,
-            counts=(sum(slot.is_used for slot in slots), len(slots)),
+            counts=self.usage(),
         )
         num_used, num_trained = norm.counts
         if num_trained and not num_used:
@@ -146,8 +211,7 @@ class SteppingOptimizer(TorchInterface):
                 f"of the model that the optimizer was built for"
             )
         if num_used < num_trained:
-            for reducer in self.reducers:
-                reducer.exchange_used()
+            self.exchange_used()
         return norm
 
     @cached_property

@@ -1,0 +1,76 @@
+"""One norm, one clip and one update over modules of any placement (M10, M12)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from holdfast.optim import MultiModuleOptimizer
+from holdfast.parallel import ModuleGroups
+from tests.harness import RankContext, run_ranks
+from tests.optim.multi_module.common import (
+    Spec,
+    Twin,
+    build,
+    layouts_of,
+    rows_of,
+    train_module,
+)
+
+DP2, DP2B = {"dp": 2, "ranks": (0, 1)}, {"dp": 2, "ranks": (2, 3)}
+MIXES: dict[str, dict[str, Spec]] = {
+    "disjoint": {
+        "vision": Spec(sizes=DP2),
+        "language": Spec(sizes={"tp": 2, "ranks": (2, 3)}, kind="chained"),
+    },
+    "one and three": {
+        "vision": Spec(sizes={"dp": 1, "ranks": (2,)}, kind="reduced"),
+        "language": Spec(sizes={"dp": 3, "ranks": (0, 1, 3)}),
+    },
+    "colocated": {
+        "vision": Spec(sizes={"dp": 4}),
+        "language": Spec(sizes={"dp": 2, "tp": 2}, kind="chained", options={"stage": 2}),
+        "speech": Spec(sizes={"dp": 2, "pp": 2}, empty_stages=(1,)),
+    },
+    "experts and stages": {
+        "vision": Spec(sizes={**DP2, "ep": 2}, kind="chained"),
+        "language": Spec(sizes={"pp": 2, "ranks": (3, 2)}, empty_stages=(0,)),
+    },
+}
+STEPS = 3
+
+
+def every_mix(context: RankContext, mixes: Mapping[str, Mapping[str, Spec]]) -> dict[str, Any]:
+    report = {}
+    for mix, specs in mixes.items():
+        twin = Twin(specs)
+        with ModuleGroups.create(layouts_of(specs, tag=f"{mix}: ")) as groups:
+            modules = build(groups, specs)
+            optimizer = MultiModuleOptimizer(groups, {n: m.stepper for n, m in modules.items()})
+            outcomes = []
+            for step in range(STEPS):
+                rows = {name: rows_of(step, name) for name in specs}
+                limit = 0.5 if step else 0.0
+                norms = twin.step(rows, max_norm=limit)
+                with optimizer.microbatch(is_last=True):
+                    for name, each in modules.items():
+                        train_module(each, rows[name])
+                outcome = optimizer.step(max_norm=limit, count_zeros=True)
+                assert outcome.norm == pytest.approx(norms.pop(""), rel=1e-6), mix
+                assert outcome.module_norms == pytest.approx(norms, rel=1e-6), mix
+                assert outcome.clipped == bool(limit), mix
+                assert not outcome.skipped
+                outcomes.append(outcome)
+            optimizer.synchronize()
+            assert twin.difference(modules) < 1e-6, mix
+            report[mix] = outcomes
+            optimizer.close()
+    return report
+
+
+def test_norm_clip_and_update_of_any_mix_equal_one_process() -> None:
+    """M12, M10: each element counts once, wherever its module is."""
+    first, *others = run_ranks(4, every_mix, MIXES).results
+    assert all(other == first for other in others)
