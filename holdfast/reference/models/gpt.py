@@ -261,7 +261,7 @@ class GPT(nn.Module):
 def initial_parameter(name: str, *, shape: tuple[int, ...], config: GPTConfig, seed: int) -> Tensor:
     """The whole initial value of one parameter, a function of these arguments only.
 
-    Matrices are normal with deviation 0.02; the two of a block that write into the residual stream
+    Matrices are normal with deviation `init_std`; the two of a block that write into the residual stream
     are divided by sqrt(2 x num_layers), so that the stream's variance does not grow with depth
     (GPT-2's rule). Norm scales are 1 and shifts 0. A state space has rules of its own; see there.
 
@@ -276,7 +276,7 @@ def initial_parameter(name: str, *, shape: tuple[int, ...], config: GPTConfig, s
             return special
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    deviation = 0.02
+    deviation = config.init_std
     if name.endswith(_INTO_THE_STREAM):
         deviation /= math.sqrt(2 * config.num_layers)
     return torch.empty(shape).normal_(std=deviation, generator=generator)

@@ -25,7 +25,6 @@ from holdfast.reference.models.parallelize import ParallelGPT, RowLosses
 from holdfast.reference.models.pipeline import AroundMicrobatch, Rows
 from holdfast.reference.models.split import SplitModule
 from holdfast.reference.models.stages import Pipeline, Variant
-from holdfast.reference.models.streams import RandomStream, derive_seed
 from holdfast.reference.models.vision import (
     ParallelProjector,
     ParallelVision,
@@ -70,7 +69,7 @@ class _Forward:
 class MultimodalModel:
     """The modules that this rank has of a vision encoder, a projector and a language model.
 
-    A module that is not here is None. Each has a random stream of its own.
+    A module that is not here is None.
     """
 
     def __init__(
@@ -86,6 +85,7 @@ class MultimodalModel:
         variant: Variant = "gather",
         autocast: torch.dtype | None = None,
         freeze_vision: bool = False,
+        streams: Mapping[str, AbstractContextManager[object]] | None = None,
     ) -> None:
         """Build this rank's modules; no collective but the bridges' own.
 
@@ -95,12 +95,13 @@ class MultimodalModel:
             groups: of the modules `MODULES`, with the edges `EDGES`. The projector has data ranks
                 only.
             image_side: pixels of an image along each side.
-            seed: parameters and random streams are a function of it and of names.
+            seed: parameters are a function of it and of their names.
             device: where parameters live; default the CPU.
             pipeline: of the language model; see `ParallelGPT`.
             variant: see there.
             autocast: see there; for all modules.
             freeze_vision: whether the encoder's parameters stay what they are.
+            streams: by module, entered around its forward: what dropout draws from then.
 
         Raises:
             ConfigError: a module cannot be split over its layout.
@@ -129,10 +130,7 @@ class MultimodalModel:
                     config, groups=own, seed=seed, device=device, pipeline=pipeline,
                     variant=variant, autocast=autocast,
                 )  # fmt: skip
-        self.streams = {
-            module: RandomStream(_stream_seed(groups, module, seed=seed), device=device)
-            for module in groups.modules
-        }
+        self._streams = dict(streams or {})
         self._bridges = {
             edge: Bridge(groups, *edge, device=device) if any(map(groups.has, edge)) else None
             for edge in EDGES
@@ -184,7 +182,7 @@ class MultimodalModel:
         losses = None
         if self.language is not None:
             rows = _given(rows, "language", "rows")
-            with self.streams["language"]:
+            with self._stream("language"):
                 losses = self.language.forward_backward(
                     rows.tokens,
                     rows.targets,
@@ -226,7 +224,7 @@ class MultimodalModel:
         if self.vision is not None:
             images = _given(images, "vision", "images")
             counts = images.counts
-            with self.streams["vision"]:
+            with self._stream("vision"):
                 tokens = self.vision.encode(
                     images.patches, images.places, [count for count in counts.tolist() if count]
                 )
@@ -235,7 +233,7 @@ class MultimodalModel:
         if self.projector is not None and encoded is not None and encoded.tokens is not None:
             counts = encoded.counts
             leaf = encoded.tokens.detach().requires_grad_(torch.is_grad_enabled())
-            with self.streams["projector"]:
+            with self._stream("projector"):
                 tokens = self.projector.project(leaf)
         projected = self._cross(EDGES[1], tokens, counts)
         if projected is not None and projected.tokens is not None and projected.counts is not None:
@@ -251,6 +249,10 @@ class MultimodalModel:
         """One exchange, on ranks that have to do with it."""
         bridge = self._bridges[edge]
         return None if bridge is None else bridge(tokens, counts)
+
+    def _stream(self, module: str) -> AbstractContextManager[object]:
+        """The context in which a module draws."""
+        return self._streams.get(module, nullcontext())
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -284,9 +286,3 @@ def _given(value: T | None, module: str, what: str) -> T:
     if value is None:
         raise ConfigError(f"this rank has module {module!r} and got no {what} for it")
     return value
-
-
-def _stream_seed(groups: ModuleGroups, module: str, *, seed: int) -> int:
-    """Equal on tensor ranks, which draw the same masks; different elsewhere."""
-    own = groups[module]
-    return derive_seed(seed, module, own.index("dp_cp"), own.index("pp"))

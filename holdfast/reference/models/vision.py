@@ -6,6 +6,7 @@ The blocks are those of the language model; attention looks in both directions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from holdfast.parallel import ProcessGroups
-from holdfast.reference.models.config import GPTConfig, VisionConfig, check_vision_layout
+from holdfast.reference.models.config import VisionConfig, check_vision_layout
 from holdfast.reference.models.gpt import Block, make_norm
 from holdfast.reference.models.split import SplitModule, plan_blocks
 
@@ -55,6 +56,8 @@ class VisionEncoder(nn.Module):
             (images, patches, vision_dim); what is padded has no meaning.
         """
         x = self.patch(patches) + self.row(places[..., 0]) + self.column(places[..., 1])
+        # As Vaswani et al. (2017) scale embeddings: blocks add to what is seen, not to nothing.
+        x = x * math.sqrt(x.shape[-1])
         balance = x.new_zeros(len(x))
         for block in self.blocks.values():
             x, balance = block(x, balance, None, mask)
@@ -164,7 +167,7 @@ class ParallelProjector(SplitModule[Projector]):
         super().__init__(
             module,
             groups=groups,
-            blocks=GPTConfig(),
+            blocks=config.blocks,
             plan={},
             seed=seed,
             device=device,

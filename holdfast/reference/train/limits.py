@@ -47,6 +47,7 @@ _POSITIVE = frozenset(
         *("stages_per_rank", "stage_layers", "vocab_size", "num_layers", "model_dim", "num_heads"),
         *("vision_layers", "vision_dim", "vision_heads", "projector_dim", "vision_tp"),
         *("num_experts", "top_k", "state_dim", "state_expand", "conv_width", "rope_base"),
+        "init_std",
     }
 )
 """Where 0 has no meaning either."""
