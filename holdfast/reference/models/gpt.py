@@ -261,9 +261,10 @@ class GPT(nn.Module):
 def initial_parameter(name: str, *, shape: tuple[int, ...], config: GPTConfig, seed: int) -> Tensor:
     """The whole initial value of one parameter, a function of these arguments only.
 
-    Matrices are normal with deviation `init_std`; the two of a block that write into the residual stream
-    are divided by sqrt(2 x num_layers), so that the stream's variance does not grow with depth
-    (GPT-2's rule). Norm scales are 1 and shifts 0. A state space has rules of its own; see there.
+    Matrices are normal with deviation `init_std`; the two of a block that write into the residual
+    stream are divided by sqrt(2 x num_layers), so that the stream's variance does not grow with
+    depth (GPT-2's rule). Norm scales are 1 and shifts 0. A state space has rules of its own; see
+    there.
 
     Returns:
         A float32 CPU tensor; one allocation of the full shape.

@@ -106,8 +106,9 @@ class SplitModule(Generic[ModuleT]):
             units: modules of `module`, none inside of another; it is itself one for all the rest.
         """
         splits_itself = _names_with_splits(self.module)
+        whole: nn.Module = self.module
         names = {module: prefix for prefix, module in self.module.named_modules()}
-        for unit in (self.module, *units):
+        for unit in (whole, *units):
             others = {inner for each in units if each is not unit for inner in each.modules()}
             places = [
                 (module, name, f"{names[module]}.{name}" in splits_itself)
