@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         RNG,
         FlatShard,
         FromPart,
+        ModuleRNG,
         ModuleState,
         OnLayout,
         OptimizerState,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         Union,
         declare_padding,
         declare_wrapper,
+        module_parts,
     )
     from holdfast.storage import PosixStorage, Storage
 
@@ -110,6 +112,7 @@ __all__ = [
     "MismatchError",
     "ModuleGroups",
     "ModuleLayouts",
+    "ModuleRNG",
     "ModuleRole",
     "ModuleState",
     "OnFile",
@@ -142,6 +145,7 @@ __all__ = [
     "declare_padding",
     "declare_wrapper",
     "fully_shard_model",
+    "module_parts",
 ]
 
 _ROOMS = {
@@ -187,6 +191,7 @@ _ROOMS = {
         "RNG",
         "FlatShard",
         "FromPart",
+        "ModuleRNG",
         "ModuleState",
         "OnLayout",
         "OptimizerState",
@@ -201,6 +206,7 @@ _ROOMS = {
         "Union",
         "declare_padding",
         "declare_wrapper",
+        "module_parts",
     ),
     "holdfast.storage": ("PosixStorage", "Storage"),
 }

@@ -108,8 +108,7 @@ class Bridge:
             GroupError: Ranks of the edge are in different forwards or backwards; on all of them.
             DeadlineError: A rank did not arrive, or its messages did not; it is named.
         """
-        self._num_forwards += 1
-        route, number = self._route, self._num_forwards
+        route, number = self._route, self._num_forwards + 1
         control = route.groups.control
         failure: Exception | None = None
         packed, payload = None, b""
@@ -119,6 +118,7 @@ class Bridge:
         except Exception as error:
             failure = error
         rows = control.agree(failure, phase=route.phase("forward", number), payload=payload)
+        self._num_forwards = number  # one that failed before is none, on any rank
         headers = {r: Header.decode(row) for r, row in zip(control.ranks, rows, strict=True)}
         crossing = Crossing(
             route, check_headers(headers, route.plan, edge=route.edge), number=number

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from holdfast.bridge.messages import Parcel, exchange
 from holdfast.bridge.plan import BridgePlan, Message
+from holdfast.errors import DeadlineError, HoldfastError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,17 +67,34 @@ class Route:
     def exchange(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel], *, direction: str, number: int
     ) -> None:
-        """Send and receive within the groups' deadline; see `messages.exchange`."""
+        """Send and receive within the groups' deadline; see `messages.exchange`.
+
+        Where that fails, the other ranks receive the error in their next agreement.
+        """
         giving, taking = self.edge if direction == "forward" else self.edge[::-1]
-        exchange(
-            leaving,
-            arriving,
-            get_group=self._group,
-            timeout_s=self.groups.control.timeout_s,
-            what=f"{self.phase(direction, number)}, on rank {self.rank}",
-            giver=giving,
-            taker=taking,
-        )
+        phase = self.phase(direction, number)
+        try:
+            exchange(
+                leaving,
+                arriving,
+                get_group=self._group,
+                timeout_s=self.groups.control.timeout_s,
+                what=f"{phase}, on rank {self.rank}",
+                giver=giving,
+                taker=taking,
+            )
+        except DeadlineError as error:
+            self._fail_on_all(error, phase)
+
+    def _fail_on_all(self, error: DeadlineError, phase: str) -> NoReturn:
+        """Raise on all ranks. A rank that left at once would pass for a missing one itself."""
+        control = self.groups.control
+        try:
+            control.fail(error, phase=phase)
+        except HoldfastError:
+            if control.is_broken:  # a rank is missing there, too: this one's error says more
+                raise error from None
+            raise
 
     def _group(self) -> ProcessGroup:
         """The communicator; an edge of one rank has none, and sends nothing."""

@@ -334,7 +334,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         step: int | None = None,
-        ignore_unexpected: bool = False,
+        ignore_unexpected: bool | Sequence[str] = False,
         allow_missing: Sequence[str] = (),
         allow_dropped: Sequence[str] = (),
         cast: bool = False,
@@ -352,7 +352,7 @@ class Checkpointer:
         Args:
             state: as of `save`; what it holds is overwritten.
             step: which checkpoint; default the newest committed one.
-            ignore_unexpected: leave stored entries that no rank asks for.
+            ignore_unexpected: leave stored entries that no rank asks for: all, or by patterns.
             allow_missing: `fnmatch` patterns of full paths that may be absent.
             allow_dropped: patterns of per-rank values whose coordinates no rank of this layout has.
             cast: convert dtypes.

@@ -105,8 +105,9 @@ class LoadOptions:
 
     step: int | None = None
     """The step to load; None for the newest."""
-    ignore_unexpected: bool = False
-    """Leave stored entries that no rank asks for, instead of raising MismatchError."""
+    ignore_unexpected: bool | Sequence[str] = False
+    """Leave stored entries that no rank asks for, instead of raising MismatchError: all, or those
+    whose full paths fit one of the `fnmatch` patterns."""
     allow_missing: Sequence[str] = ()
     """`fnmatch` patterns of full paths that may be absent from the checkpoint."""
     allow_dropped: Sequence[str] = ()
@@ -125,7 +126,10 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         """Refuse what a caller cannot have meant."""
-        for name in ("ignore_unexpected", "cast", "verify"):
+        if not isinstance(self.ignore_unexpected, bool):
+            patterns = as_patterns(self.ignore_unexpected, "ignore_unexpected")
+            object.__setattr__(self, "ignore_unexpected", patterns)
+        for name in ("cast", "verify"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from holdfast.parallel.bandwidths import Bandwidths
+
+if TYPE_CHECKING:
+    from holdfast.parallel import Control
 
 _BEFORE_STEP = re.compile(r"^\S*iter_\d+(/|: )")
 """The path of the checkpoint at the beginning of an error: a line that names the step has it."""
 _MAX_SUMMARY = 150
+_NAMES = ("loaded", "missing", "fresh", "unexpected", "cast", "kept", "dropped", "replaced")
+"""Fields of a load report that list paths of one rank, or lines that begin with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +148,45 @@ class LoadReport:
     seconds: float = 0.0
     """Wall time."""
 
+    def of(self, name: str) -> LoadReport:
+        """What the report says of one module of several, or of one part, by the name before a dot.
+
+        Lists and values are those whose paths begin with `name`; all else, bytes included, is that
+        of the whole load. A name that nothing begins with gives empty lists.
+        """
+        lists: dict[str, Any] = {
+            field: _below(getattr(self, field), name) for field in (*_NAMES, "not_requested")
+        }
+        values = {part: tree for part, tree in self.values.items() if _below((part,), name)}
+        return replace(self, **lists, values=values)
+
+    def of_all_ranks(self, control: Control) -> LoadReport:
+        """The report with the lists of all ranks together, equal on all; collective.
+
+        A rank's own report names what that rank loaded: with modules on different ranks, or
+        pipeline stages, a part of the whole. Here a path is listed if it is on any rank's list, and
+        a part is `not_requested` if no rank requested it. Values and counts stay this rank's.
+
+        Args:
+            control: of the groups that the load was made with.
+
+        Cost: one or two collectives that carry every rank's names, compressed.
+        """
+        own = {field: getattr(self, field) for field in (*_NAMES, "not_requested")}
+        payload = zlib.compress(msgspec.msgpack.encode(own), 1)
+        gathered = control.all_gather(payload, phase="load report of all ranks")
+        # Equal ones once: on a thousand ranks most are.
+        rows = [
+            msgspec.msgpack.decode(zlib.decompress(data), type=dict[str, list[str]])
+            for data in dict.fromkeys(gathered)
+        ]
+        united: dict[str, Any] = {
+            field: tuple(dict.fromkeys(name for row in rows for name in row[field]))
+            for field in _NAMES
+        }
+        left_out = set.intersection(*(set(row["not_requested"]) for row in rows))
+        return replace(self, **united, not_requested=tuple(sorted(left_out)))
+
     def summary(self) -> str:
         """One line for a log."""
         extra = "".join(
@@ -160,6 +207,11 @@ class LoadReport:
             f"step {self.step} from {self.path}: {len(self.loaded)} tensors, "
             f"{self.nbytes_read / 1e6:.1f} MB read in {self.seconds:.2f} s{extra}"
         )
+
+
+def _below(paths: Sequence[str], name: str) -> tuple[str, ...]:
+    """The paths that are a name or begin with it and a dot."""
+    return tuple(path for path in paths if path == name or path.startswith(f"{name}."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

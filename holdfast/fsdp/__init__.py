@@ -2,6 +2,7 @@
 
 from holdfast.fsdp.model import fully_shard_model
 from holdfast.fsdp.sharded_model import ShardedModel
+from holdfast.fsdp.stepper import ShardedModelStepper
 from holdfast.fsdp.strategy import OuterReduction, Strategy
 
-__all__ = ["OuterReduction", "ShardedModel", "Strategy", "fully_shard_model"]
+__all__ = ["OuterReduction", "ShardedModel", "ShardedModelStepper", "Strategy", "fully_shard_model"]

@@ -113,7 +113,8 @@ def _shard(
     plan = plan_units(model, units=units, experts=experts)
     check_declarations(plan, groups)
     kinds: list[Kind] = list(dict.fromkeys(each.kind for each in plan.parameters))
-    overlaps = is_overlap_requested(kinds, groups, shards=schedule.shards)
+    # A stage without parameters gathers nothing, but is set up like the others.
+    overlaps = is_overlap_requested(kinds or ["dense"], groups, shards=schedule.shards)
     axes = {
         kind: make_axis(
             kind,

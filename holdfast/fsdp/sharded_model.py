@@ -14,6 +14,7 @@ from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind
+from holdfast.fsdp.stepper import ShardedModelStepper
 from holdfast.fsdp.strategy import OuterReduction, StrategySchedule
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.checks import check_limit
@@ -127,7 +128,7 @@ class ShardedModel:
             parameter and another did not, one of a number per parameter for each data axis.
         """
         limit = check_limit(max_norm)
-        self._check_optimizer(optimizer)
+        self.check_optimizer(optimizer)
         scale = 1.0 if scaler is None else scaler.scale
         try:
             norm = self._measure(scale, count_zeros=count_zeros)
@@ -139,6 +140,18 @@ class ShardedModel:
         finally:
             self.drop_gradients()
         return StepOutcome.of(norm, factor=factor, scale=scale)
+
+    def stepper(self, optimizer: torch.optim.Optimizer) -> ShardedModelStepper:
+        """What steps this model together with other modules, in a `MultiModuleOptimizer`.
+
+        Args:
+            optimizer: of the sharded model's parameters, as for `step`.
+
+        Raises:
+            ConfigError: The optimizer has parameters that are not the model's.
+        """
+        self.check_optimizer(optimizer)
+        return ShardedModelStepper(self, optimizer)
 
     def gradient_norm(self) -> GradientNorm:
         """The norm of the gradients as they are now, each element counted once. Cost: as `step`."""
@@ -185,59 +198,32 @@ class ShardedModel:
         device = next((axis.device for axis in self._axes.values()), torch.device("cpu"))
         _torch.replace_tensors(self.model, lambda t: _filled(t, device) if t.is_meta else t)
 
-    # ---- inside ----
+    # ---- phases of a step, see `holdfast.optim.ModuleStepper` ----
 
-    def _update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Update this rank's shards, and raise on all ranks what fails on one."""
-        failure: Exception | None = None
-        try:
-            self.reshard()
-            scale_gradients(self._kinds(), factor)
-            optimizer.step()
-        except Exception as error:
-            failure = error
-        agree_on_update(failure, total=self._total, groups=self.groups)
+    @property
+    def divisor(self) -> int:
+        """What the sum of gradients is divided by: the data ranks, whatever the parameter."""
+        return self.groups.size("dp_cp")
 
-    def _kinds(self) -> dict[nn.Parameter, Kind]:
-        """Every parameter as it is now: moving or materializing a model replaces them."""
-        return {
-            parameter: kind
-            for guard in self._guards
-            for group in guard.groups
-            for kind, axis in self._axes.items()
-            if group.mesh_info is axis.info
-            for parameter in _torch.sharded_parameters(group)
-        }
-
-    def _measure(self, scale: float, *, count_zeros: bool) -> GradientNorm:
-        """The norm; gradients of what no rank used are gone afterwards."""
+    def gradient_parts(self) -> list[GradientPart]:
+        """This rank's shares of the gradients; ConfigError where some are not reduced."""
         if self._is_pending:
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step in microbatch(is_last=True)"
             )
-        trained = [p for p in self._kinds() if p.requires_grad]
-        used = {p for guard in self._guards for p in guard.used()}
-        norm = measure(
-            self._parts(),
-            total=self._total,
-            count_zeros=count_zeros,
-            scale=scale,
-            counts=(len(used), len(trained)),
-        )
-        num_used, num_trained = norm.counts
-        if num_trained and not num_used:
-            raise ConfigError(
-                "step: no parameter got a gradient on any rank since the last step; call backward "
-                "first, on the loss of the sharded model"
-            )
-        if num_used < num_trained:
-            self._forget_unused(trained, used)
-        return norm
+        return self._parts()
 
-    def _forget_unused(self, trained: Sequence[nn.Parameter], used: set[nn.Parameter]) -> None:
-        """Take the gradients of zeros off parameters that no rank of their data axis used."""
-        kinds = self._kinds()
+    def usage(self) -> tuple[int, int]:
+        """How many parameters got a gradient from this rank, and how many are trained."""
+        return len(self._used()), len(self._trained())
+
+    def exchange_used(self) -> None:
+        """Take the gradients of zeros off parameters that no rank of their data axis used.
+
+        Cost: for each data axis an all-reduce of a number per parameter.
+        """
+        kinds, trained, used = self._kinds(), self._trained(), self._used()
         for kind in self._axes:
             own = [p for p in trained if kinds[p] == kind]
             flags = torch.tensor([float(p in used) for p in own])
@@ -252,20 +238,7 @@ class ShardedModel:
                 if not count:
                     parameter.grad = None
 
-    def _parts(self) -> list[GradientPart]:
-        """This rank's shares of the gradients, with how many ranks hold the same elements."""
-        layout = self.groups.layout
-        result = []
-        for parameter, kind in self._kinds().items():
-            for part in gradient_parts([parameter], groups=self.groups):
-                copies = part.num_copies
-                if kind == "experts" and _is_one_of_many(parameter):
-                    # Ranks of other ep coordinates hold other experts under other names.
-                    copies //= layout.ep
-                result.append(GradientPart(local=part.local, num_copies=copies))
-        return result
-
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """ConfigError for an optimizer of other parameters than the sharded model's."""
         known = self._kinds().keys()
         members = [p for group in optimizer.param_groups for p in group["params"]]
@@ -279,6 +252,73 @@ class ShardedModel:
                 f"model, first one of shape {list(stray[0].shape)}; build the optimizer of "
                 f"model.parameters() after fully_shard_model, which replaces them"
             )
+
+    @torch.no_grad()
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Update this rank's shards with its gradients times `factor`."""
+        self.reshard()
+        scale_gradients(self._kinds(), factor)
+        optimizer.step()
+
+    # ---- inside ----
+
+    def _update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Update this rank's shards, and raise on all ranks what fails on one."""
+        failure: Exception | None = None
+        try:
+            self.update(optimizer, factor)
+        except Exception as error:
+            failure = error
+        agree_on_update(failure, total=self._total, groups=self.groups)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._kinds() if p.requires_grad]
+
+    def _used(self) -> set[nn.Parameter]:
+        return {p for guard in self._guards for p in guard.used()}
+
+    def _kinds(self) -> dict[nn.Parameter, Kind]:
+        """Every parameter as it is now: moving or materializing a model replaces them."""
+        return {
+            parameter: kind
+            for guard in self._guards
+            for group in guard.groups
+            for kind, axis in self._axes.items()
+            if group.mesh_info is axis.info
+            for parameter in _torch.sharded_parameters(group)
+        }
+
+    def _measure(self, scale: float, *, count_zeros: bool) -> GradientNorm:
+        """The norm; gradients of what no rank used are gone afterwards."""
+        norm = measure(
+            self.gradient_parts(),
+            total=self._total,
+            count_zeros=count_zeros,
+            scale=scale,
+            counts=self.usage(),
+        )
+        num_used, num_trained = norm.counts
+        if num_trained and not num_used:
+            raise ConfigError(
+                "step: no parameter got a gradient on any rank since the last step; call backward "
+                "first, on the loss of the sharded model"
+            )
+        if num_used < num_trained:
+            self.exchange_used()
+        return norm
+
+    def _parts(self) -> list[GradientPart]:
+        """This rank's shares of the gradients, with how many ranks hold the same elements."""
+        layout = self.groups.layout
+        result = []
+        for parameter, kind in self._kinds().items():
+            for part in gradient_parts([parameter], groups=self.groups):
+                copies = part.num_copies
+                if kind == "experts" and _is_one_of_many(parameter):
+                    # Ranks of other ep coordinates hold other experts under other names.
+                    copies //= layout.ep
+                result.append(GradientPart(local=part.local, num_copies=copies))
+        return result
 
     def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
         if self._guards:

@@ -25,7 +25,7 @@ from holdfast.optim.norms import LayoutSum, clip_factor
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.step_sum import Contribution, StepSum, StepSums
 from holdfast.optim.stepping import StepOutcome, agree_on_update
-from holdfast.optim.torch_interface import TorchInterface, refuse_closure
+from holdfast.optim.torch_interface import TorchInterface, count_as_stepped, refuse_closure
 from holdfast.parallel import ModuleGroups
 
 
@@ -132,10 +132,9 @@ class MultiModuleOptimizer(TorchInterface):
         """The communicators of all modules."""
         return self._module_groups
 
-    @property
-    def trained_modules(self) -> tuple[str, ...]:
-        """The modules of this rank that have an optimizer, in order."""
-        return tuple(self._steppers)
+    def optimizers_by_module(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizer of each module here that is trained, in the modules' order."""
+        return {module: stepper.optimizer for module, stepper in self._steppers.items()}
 
     @property
     def group_modules(self) -> tuple[str, ...]:
@@ -218,6 +217,8 @@ class MultiModuleOptimizer(TorchInterface):
                 self._update_together(factor / scale, sums, weights=self._weights(tokens))
         finally:
             self.drop_gradients()
+        for stepper in self._steppers.values():
+            count_as_stepped(stepper.optimizer)
         return outcome
 
     def drop_gradients(self) -> None:

@@ -285,13 +285,15 @@ class ShardedOptimizer(SteppingOptimizer):
         return {self.name: len(self.param_groups)}
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        """Stage, bucket size and group of the shards, by this optimizer's name."""
+        """Stage, bucket size and group of the shards, by this optimizer's name.
+
+        Nothing that the layout decides: the record is the same wherever the module is.
+        """
         return {
             self.name: {
                 "type": "parameter_coordinates",
                 "stage": self._stage,
                 "over": self._shard_groups.over,
-                "num_shares": self._shard_groups.num_shares,
                 "bucket_nbytes": self._bucket_nbytes,
             }
         }

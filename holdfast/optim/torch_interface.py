@@ -102,6 +102,14 @@ class TorchInterface(torch.optim.Optimizer):
     __getstate__ = __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
 
+def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let the schedulers of an optimizer know of a step that was not made by its own `step`.
+
+    They count calls of it, and warn where there was none before their own.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def refuse_closure(closure: Callable[[], object] | None) -> None:
     """ConfigError for a closure: backward belongs into `microbatch`, before the step."""
     if closure is not None:

@@ -21,6 +21,8 @@ from holdfast.parallel.ranks import shorten_ranks
 
 _UNNAMED = "model"
 """What a layout is called that was not given a name."""
+_UNNAMED_MODULES = "modules"
+"""The same of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class ModuleLayouts(Mapping[str, Layout]):
 
     Pure data: equal ones have equal digests. The order of the modules is that of the mapping; it
     decides the order in which communicators are made. A layout that was not given a name takes
-    the module's.
+    the module's, behind `name` where that was given.
 
     Args:
         layouts: by module name. Two modules are on the same ranks or have none in common.
@@ -56,7 +58,8 @@ class ModuleLayouts(Mapping[str, Layout]):
             other.
         ranks: every rank that has to have a module; by default the range from the lowest to the
             highest rank of any. Ranks of the job outside of it take no part.
-        name: for messages and, where one program has several, to tell them apart.
+        name: for messages; where one program has several module layouts, ranks find each other by
+            it, so each needs its own.
 
     Raises:
         LayoutError: There are no modules; a name cannot begin keys of a checkpoint; spans overlap
@@ -73,7 +76,7 @@ class ModuleLayouts(Mapping[str, Layout]):
         *,
         edges: Iterable[tuple[str, str]] = (),
         ranks: Sequence[int] | None = None,
-        name: str = "modules",
+        name: str = _UNNAMED_MODULES,
     ) -> None:
         """Check and store; see the class."""
         if not layouts:
@@ -81,7 +84,8 @@ class ModuleLayouts(Mapping[str, Layout]):
         for module in layouts:
             _check_name(module)
         self.name = name
-        self._layouts = {module: _named(layouts[module], module) for module in layouts}
+        prefix = "" if name == _UNNAMED_MODULES else f"{name}: "
+        self._layouts = {m: _named(layouts[m], m, prefix=prefix) for m in layouts}
         self._check_names_of_layouts()
         self._check_spans()
         self.union = self._make_union(ranks)
@@ -183,6 +187,11 @@ class ModuleLayouts(Mapping[str, Layout]):
         """LayoutError for two layouts of one name: ranks find each other by it."""
         seen: dict[str, str] = {}
         for module, layout in self.items():
+            if layout.name == self.name:
+                raise LayoutError(
+                    f"The layout of module {module!r} has the name of all modules together, "
+                    f"{self.name!r}; give the module layouts another with name=."
+                )
             if layout.name in seen:
                 raise LayoutError(
                     f"Modules {seen[layout.name]!r} and {module!r} have layouts of one name, "
@@ -257,10 +266,10 @@ def _check_name(module: object) -> None:
         )
 
 
-def _named(layout: Layout, module: str) -> Layout:
+def _named(layout: Layout, module: str, *, prefix: str) -> Layout:
     """The layout under the module's name, unless it was given one."""
     if not isinstance(layout, Layout):
         raise LayoutError(f"Module {module!r}: a {type(layout).__name__} is no Layout.")
     if layout.name != _UNNAMED:
         return layout
-    return Layout.from_dict({**layout.to_dict(), "name": module})
+    return Layout.from_dict({**layout.to_dict(), "name": prefix + module})

@@ -18,6 +18,8 @@ from holdfast.state.markers import (
 from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.module.part import ModuleState
 from holdfast.state.module.tree import declare_padding, declare_wrapper
+from holdfast.state.module_parts import module_parts
+from holdfast.state.module_rng import ModuleRNG
 from holdfast.state.optimizer.part import OptimizerState
 from holdfast.state.optimizer.protocol import OptimizerParameter, PartitionedOptimizer
 from holdfast.state.parts import Part, Stateful
@@ -27,6 +29,7 @@ __all__ = [
     "RNG",
     "FlatShard",
     "FromPart",
+    "ModuleRNG",
     "ModuleState",
     "OnLayout",
     "OptimizerParameter",
@@ -48,4 +51,5 @@ __all__ = [
     "declare_padding",
     "declare_wrapper",
     "flatten_state",
+    "module_parts",
 ]

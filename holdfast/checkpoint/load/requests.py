@@ -139,9 +139,15 @@ def encode_request(
 
 
 def find_unexpected(
-    parts: Mapping[str, Node], requests: Sequence[LoadRequest], codecs: Codecs, *, ignore: bool
+    parts: Mapping[str, Node],
+    requests: Sequence[LoadRequest],
+    codecs: Codecs,
+    *,
+    ignore: bool | Sequence[str],
 ) -> list[str]:
     """Stored entries of closed parts that no rank requests; an error unless allowed.
+
+    `ignore` allows all, none, or those whose paths fit one of its patterns.
 
     Ranks may request different parts (modules on their own layouts) and different entries
     (pipeline stages): an entry is unexpected if none of them requests it. Example, a part with
@@ -167,10 +173,13 @@ def find_unexpected(
             packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
             touched |= np.unpackbits(packed, count=len(paths))
         unexpected += [paths[i] for i in np.flatnonzero(touched == 0).tolist()]
-    if unexpected and not ignore:
+    patterns = ("*",) if ignore is True else () if ignore is False else ignore
+    refused = [path for path in unexpected if not matches(path, patterns)]
+    if refused:
         raise MismatchError(
-            f"the checkpoint holds {len(unexpected)} entries that the state does not ask for: "
-            f"{shorten_list(unexpected)}; pass ignore_unexpected=True to leave them"
+            f"the checkpoint holds {len(refused)} entries that the state does not ask for: "
+            f"{shorten_list(refused)}; pass ignore_unexpected=[patterns], or True for all, to "
+            f"leave them"
         )
     return unexpected
 

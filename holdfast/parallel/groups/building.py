@@ -97,15 +97,20 @@ def create(
     timeout_s: float,
     rank: int | None,
     store: Store | None,
+    scope: str = "",
 ) -> Communicators:
-    """See `ProcessGroups.create`."""
+    """See `ProcessGroups.create`.
+
+    `scope` names what the layout is one of, where ranks count how often they made it within that
+    alone: a module may have been on other ranks before.
+    """
     requested = None if names is None else list(names)
     rank = _own_rank(layout, rank)
     if layout.world_size == 1 and not _torch.is_initialized():
         _names_to_create(layout, requested)
         return _of_one_process(layout, rank, timeout_s)
     comms = _start(layout, rank, backend, timeout_s, store)
-    rendezvous = _rendezvous_on(comms, "create", layout.ranks)
+    rendezvous = _rendezvous_on(comms, "create", layout.ranks, scope=scope)
     chosen: list[str] = []
     error: Exception | None = None
     try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import GroupError, HoldfastError
 from holdfast.parallel.control.control import Control
+from holdfast.parallel.groups import building
+from holdfast.parallel.groups.building import Communicators
 from holdfast.parallel.groups.process_groups import ProcessGroups
 from holdfast.parallel.layout import Layout
 from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
@@ -16,6 +19,9 @@ from holdfast.parallel.ranks import disagreement, shorten_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class ModuleGroups:
@@ -69,10 +75,7 @@ class ModuleGroups:
             layouts: the modules, equal on all ranks.
             names: the groups to make, by module; by default those that `ProcessGroups.create` makes
                 by itself, also for a module that is left out.
-            backend: as for `ProcessGroups.create`.
-            timeout_s: as there.
-            rank: as there.
-            store: as there.
+            backend, timeout_s, rank, store: as for `ProcessGroups.create`.
 
         Raises:
             PlanError: Ranks have different module layouts; they are named, on all ranks.
@@ -81,38 +84,35 @@ class ModuleGroups:
         Cost: that of `ProcessGroups.create` for the union, each module and each edge of this rank;
         three collectives of `control`.
         """
-        settings = {"backend": backend, "timeout_s": timeout_s, "rank": rank, "store": store}
+        create = partial(
+            building.create, backend=backend, timeout_s=timeout_s, rank=rank, store=store
+        )
         with contextlib.ExitStack() as stack:
-            union = stack.enter_context(
-                ProcessGroups.create(layouts.union, names=("dp_cp",), **settings)  # type: ignore[arg-type]
-            )
+
+            def opened(comms: Communicators) -> ProcessGroups:
+                return stack.enter_context(ProcessGroups(comms))
+
+            union = opened(create(layouts.union, names=("dp_cp",)))
             _compare(layouts, union.control)
-            modules: dict[str, ProcessGroups] = {}
-            edges: dict[tuple[str, str], ProcessGroups] = {}
-
-            def make_modules() -> None:
-                for module in layouts.modules_of(union.rank):
-                    chosen = (names or {}).get(module)
-                    modules[module] = stack.enter_context(
-                        ProcessGroups.create(layouts[module], names=chosen, **settings)  # type: ignore[arg-type]
-                    )
-
-            def make_edges() -> None:
-                for edge in layouts.edges:
-                    ends = edge_layout(layouts, edge)
-                    if union.rank in ends.ranks:
-                        edges[edge] = stack.enter_context(
-                            ProcessGroups.create(ends, names=("dp",), **settings)  # type: ignore[arg-type]
-                        )
-
-            # After each, so that no rank waits for one that has failed in another module.
-            for make, what in ((make_modules, "modules"), (make_edges, "edges")):
-                failure: HoldfastError | None = None
-                try:
-                    make()
-                except HoldfastError as error:
-                    failure = error
-                union.control.agree(failure, phase=f"groups of all {what}")
+            create = partial(create, scope=union._comms.prefix)
+            # Agreed after each, so that no rank waits for one that has failed in another module.
+            modules = _agreed(
+                union.control,
+                "modules",
+                lambda: {
+                    module: opened(create(layouts[module], names=(names or {}).get(module)))
+                    for module in layouts.modules_of(union.rank)
+                },
+            )
+            edges = _agreed(
+                union.control,
+                "edges",
+                lambda: {
+                    edge: opened(create(ends, names=("dp",)))
+                    for edge in layouts.edges
+                    if union.rank in (ends := edge_layout(layouts, edge)).ranks
+                },
+            )
             return cls(layouts, union, modules=modules, edges=edges, stack=stack.pop_all())
 
     @property
@@ -190,6 +190,18 @@ def edge_layout(layouts: ModuleLayouts, edge: tuple[str, str]) -> Layout:
     source, destination = edge
     ranks = sorted({*layouts[source].ranks, *layouts[destination].ranks})
     return Layout(dp=len(ranks), ranks=ranks, name=f"{layouts.name}: {source} -> {destination}")
+
+
+def _agreed(control: Control, what: str, make: Callable[[], dict[K, V]]) -> dict[K, V]:
+    """What is made on this rank, once all ranks have made theirs; what one raises, all raise."""
+    failure: HoldfastError | None = None
+    made: dict[K, V] = {}
+    try:
+        made = make()
+    except HoldfastError as error:
+        failure = error
+    control.agree(failure, phase=f"groups of all {what}")
+    return made
 
 
 def _compare(layouts: ModuleLayouts, control: Control) -> None:

@@ -15,6 +15,11 @@ from holdfast.state.optimizer.param_groups import hyperparameters
 from holdfast.state.optimizer.protocol import OptimizerParameter
 
 
+def is_nothing(stored: StoredPart) -> bool:
+    """Whether an empty mapping is stored in the optimizer's place, as for a frozen module."""
+    return isinstance(stored.node, Mapping) and not stored.node
+
+
 def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | None:
     """Why a parameter would start fresh; None where its state is stored, or there was none to lose.
 

@@ -18,7 +18,11 @@ from holdfast.state.module.tree import (
 )
 from holdfast.state.optimizer.inner import inner_optimizers, unwrapped_optimizer
 from holdfast.state.optimizer.own_form import TorchForm, read_form, shows
-from holdfast.state.optimizer.protocol import OptimizerParameter, PartitionedOptimizer
+from holdfast.state.optimizer.protocol import (
+    OptimizerParameter,
+    OptimizersByModule,
+    PartitionedOptimizer,
+)
 from holdfast.state.tensors import tensors_of
 
 SHARDING = "param_state_sharding_type"
@@ -74,6 +78,15 @@ class NamedOptimizer:
         module: nn.Module | Mapping[str, nn.Module],
     ) -> None:
         optimizer = unwrapped_optimizer(optimizer)
+        if isinstance(optimizer, OptimizersByModule):
+            modules = list(optimizer.optimizers_by_module())
+            name = modules[0] if modules else "module"
+            raise ConfigError(
+                f"OptimizerState: a {type(optimizer).__name__} steps several modules, whose states "
+                f"are parts of their own; save each under its module's name, such as "
+                f"'{name}.optimizer': OptimizerState(optimizer['{name}'], {name}). This rank "
+                f"trains {', '.join(map(repr, modules)) or 'none'}"
+            )
         self._own: Any = None
         """The optimizer where it is whole: a torch optimizer, or one that looks like one."""
         self._optimizer: PartitionedOptimizer

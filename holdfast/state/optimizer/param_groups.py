@@ -68,6 +68,8 @@ def stored_settings(
     tree: Mapping[str, Any],
     members: Sequence[Sequence[str]],
     groups: Sequence[Mapping[str, Any]],
+    *,
+    where: str,
 ) -> list[dict[str, Any] | None]:
     """The settings of each local group, found by its members; None: it stays as it was built.
 
@@ -75,6 +77,7 @@ def stored_settings(
         tree: An optimizer's part as loaded.
         members: Of each group, the names of its parameters.
         groups: The groups' settings now.
+        where: The part's name, for messages.
 
     Raises:
         MismatchError: Where a group's members were in groups that differ.
@@ -86,9 +89,9 @@ def stored_settings(
         homes = sorted({membership[name] for name in names if name in membership})
         if any(not equal_trees(stored[home], stored[homes[0]]) for home in homes):
             raise MismatchError(
-                f"optimizer group {position} holds parameters that the checkpoint has in "
-                f"groups {homes}, whose settings differ; build the same parameter groups as "
-                f"the saved run"
+                f"{where}: optimizer group {position} of {len(members)} holds parameters that the "
+                f"checkpoint, which has {len(stored)} groups, has in groups {homes}, whose "
+                f"settings differ; build the same parameter groups as the saved run"
             )
         if not homes and (names or position >= len(stored)):
             settings.append(None)  # none is known: it stays as built

@@ -11,7 +11,7 @@ from holdfast.errors import MismatchError
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.match.templates import follow_stored
-from holdfast.state.optimizer.fresh import absent_groups, as_built, why_fresh
+from holdfast.state.optimizer.fresh import absent_groups, as_built, is_nothing, why_fresh
 from holdfast.state.optimizer.named import NUM_GROUPS, SHARDING, NamedOptimizer
 from holdfast.state.optimizer.own_form import TorchForm, load_form, read_form
 from holdfast.state.optimizer.param_groups import set_group, stored_settings
@@ -77,6 +77,8 @@ class OptimizerState(NamedOptimizer):
         self._check_num_groups(stored)
         self._optimizer.synchronize()
         form, by_name = self._forms()
+        if by_name is not None and is_nothing(stored):
+            return {"state": Fresh("the saved run had an empty entry here, nothing was trained")}
         # A tree of one kind does not say what the other kind needs.
         if stored.has("own") == (by_name is not None):
             raise MismatchError(
@@ -170,6 +172,11 @@ class OptimizerState(NamedOptimizer):
         if not isinstance(tree, Mapping):
             raise MismatchError("the stored optimizer part is no mapping; was it saved from one?")
         form, by_name = self._forms()
+        if by_name is not None and isinstance(why := tree.get("state"), Fresh):
+            names = (name for name, _ in self._named())
+            nothing = {"state": dict.fromkeys(names, why), "groups": [], "membership": {}}
+            self._restore_by_name(nothing, by_name)
+            return
         if by_name is not None:
             self._restore_by_name(tree, by_name)
         else:
@@ -204,7 +211,7 @@ class OptimizerState(NamedOptimizer):
                 with torch.no_grad():
                     param.updated.copy_(wide)
                 param.markers.pop("main", None)
-        settings = stored_settings(tree, members, form.groups)
+        settings = stored_settings(tree, members, form.groups, where=self._name)
         restore = self._set_state if form.is_live else self._load_torch_form
         restore(tree, form, settings, entries)
         self._optimizer.finish_load(with_main=main is not None)
@@ -280,8 +287,8 @@ class OptimizerState(NamedOptimizer):
             saved = stored.value(NUM_GROUPS, name)
             if isinstance(saved, int) and saved != count:
                 raise MismatchError(
-                    f"optimizer '{name}' has {count} parameter groups, the checkpoint's has "
-                    f"{saved}; build the same parameter groups as the saved run"
+                    f"{stored.name}: optimizer '{name}' has {count} parameter groups, the "
+                    f"checkpoint's has {saved}; build the same parameter groups as the saved run"
                 )
 
 

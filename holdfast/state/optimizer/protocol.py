@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -80,3 +80,11 @@ class PartitionedOptimizer(Protocol):
         Args:
             with_main: Whether main parameters were loaded; the same on every rank.
         """
+
+
+@runtime_checkable
+class OptimizersByModule(Protocol):
+    """Optimizers of several modules that step as one; each is stored under its module's name."""
+
+    def optimizers_by_module(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizer of each module on this rank."""

@@ -28,7 +28,7 @@ from holdfast.optim import (
 )
 from holdfast.parallel import ModuleGroups, ModuleLayouts
 
-SHAPES = {"dense": (5, 3), "gain": (), "split": (7, 2), "experts": (4, 3, 2)}
+SHAPES = {"dense": (5, 3), "gain": (1,), "split": (7, 2), "experts": (4, 3, 2)}
 """Parameters of one pipeline stage; `split` is cut over tp (unevenly), `experts` over ep."""
 ROWS = 12
 
@@ -91,10 +91,10 @@ class Bag(nn.Module):
             return distribute_tensor(value, mesh, placed, src_data_rank=None)
         if name == "experts":
             if is_sliced:
-                if groups.size("ep") == 1:
+                if groups.size("ep") * groups.size("expt_tp") == 1:
                     return value
-                mesh = groups.mesh("expt_dp", "ep")["ep"]
-                return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+                mesh = groups.mesh("expt_dp", "ep", "expt_tp")["ep", "expt_tp"]
+                return distribute_tensor(value, mesh, [Shard(0), Replicate()], src_data_rank=None)
             mesh = groups.mesh("expt_dp", "ep", "expt_tp")
             placed = [Replicate(), Shard(0), Replicate()]
             return distribute_tensor(value, mesh, placed, src_data_rank=None)

@@ -39,6 +39,21 @@ MIXES: dict[str, dict[str, Spec]] = {
         "language": Spec(sizes={"pp": 2, "ranks": (3, 2)}, empty_stages=(0,)),
     },
 }
+SHARDED_MODELS: dict[str, dict[str, Spec]] = {
+    "fully sharded and tensor parallel": {
+        "vision": Spec(sizes={**DP2B, "ep": 2}, kind="fsdp"),
+        "language": Spec(sizes={"tp": 2, "ranks": (1, 0)}, kind="fsdp"),
+    },
+    "fully sharded on all": {
+        "vision": Spec(sizes={"dp": 2, "tp": 2}, kind="fsdp"),
+        "language": Spec(sizes={"dp": 4, "ep": 2}, kind="chained"),
+        "speech": Spec(sizes={"dp": 2, "cp": 2, "ep": 2}, kind="reduced"),
+    },
+    "fully sharded stages": {
+        "vision": Spec(sizes={"dp": 4}, kind="frozen"),
+        "language": Spec(sizes={"dp": 2, "pp": 2}, kind="fsdp", empty_stages=(1,)),
+    },
+}
 STEPS = 3
 
 
@@ -72,5 +87,5 @@ def every_mix(context: RankContext, mixes: Mapping[str, Mapping[str, Spec]]) -> 
 
 def test_norm_clip_and_update_of_any_mix_equal_one_process() -> None:
     """M12, M10: each element counts once, wherever its module is."""
-    first, *others = run_ranks(4, every_mix, MIXES).results
+    first, *others = run_ranks(4, every_mix, MIXES | SHARDED_MODELS).results
     assert all(other == first for other in others)
