@@ -96,8 +96,9 @@ class MultimodalTrainer(BaseTrainer):
             freeze_vision=config.placement.freeze_vision,
             streams=self.streams,
         )
-        self._updates = _make_updates(self.model, optim=config.optim)
-        self.optimizer = MultiModuleOptimizer(groups, self._updates)
+        self.updates = _make_updates(self.model, optim=config.optim)
+        """The optimizers of this rank's modules by name; None for a frozen encoder."""
+        self.optimizer = MultiModuleOptimizer(groups, self.updates)
         language = groups.layouts["language"]
         self.num_microbatches = config.data.num_microbatches(
             dp=language.dp,
@@ -128,8 +129,9 @@ class MultimodalTrainer(BaseTrainer):
         parts: dict[str, dict[str, object]] = {}
         for name, model in self.model.modules.items():
             parts[name] = {"model": model.module, "rng": self.streams[name]}
-            if name in self.optimizer.trained_modules:
-                parts[name]["optimizer"] = OptimizerState(self.optimizer[name], model.module)
+            update = self.updates[name]
+            if update is not None:
+                parts[name]["optimizer"] = OptimizerState(update, model.module)
         run: dict[str, object] = {
             "rng": RNG(shared=()),
             "scheduler": self.schedule,
@@ -155,7 +157,7 @@ class MultimodalTrainer(BaseTrainer):
             self._rows(self._share("language")),
             num_microbatches=self.num_microbatches,
             loss_scale=1.0 if self.scaler is None else self.scaler.scale,
-            around={m: o.microbatch for m, o in self._updates.items() if o is not None},
+            around={m: o.microbatch for m, o in self.updates.items() if o is not None},
         )
         loss = self._mean(None if losses is None else losses.loss)
         outcome = self._update(is_finite=math.isfinite(loss))

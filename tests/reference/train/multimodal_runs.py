@@ -28,7 +28,7 @@ from tests.harness import RankContext
 SIZES = (
     "multimodal --steps 8 --save-interval 3 --num-layers 2 --model-dim 16 --num-heads 2 "
     "--mlp-dim 32 --feeds d --seq-len 24 --global-batch-size 8 --vision-layers 1 --vision-dim 16 "
-    "--vision-heads 2 --projector-dim 8 --warmup-steps 2 --deterministic"
+    "--vision-heads 4 --projector-dim 8 --warmup-steps 2 --deterministic"
 )
 SGD = "--optimizer sgd --lr 0.5 --min-lr 0.5 --warmup-steps 0 --weight-decay 0 --clip-grad 0.5"
 EXPERTS = "--feeds de --num-experts 4 --expert-dim 8"

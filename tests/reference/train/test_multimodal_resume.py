@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,11 +50,9 @@ def local_state(trainer: MultimodalTrainer) -> dict[str, Tensor]:
         for parameter, name in names.items():
             value = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             result[f"{module}.{name}"] = value.detach().clone()
-        if module in trainer.optimizer.trained_modules:
-            optimizer: Any = trainer.optimizer[module]
-            for member in optimizer.optimizer_parameters():
-                if member.updated is None:
-                    continue
+        update = trainer.updates[module]
+        for member in () if update is None else update.optimizer_parameters():
+            if member.updated is not None:
                 for entry, value in member.optimizer.state[member.updated].items():
                     key = f"{module}.{names[member.parameter]}.{entry}"
                     result[key] = torch.as_tensor(value).detach().clone()
@@ -188,9 +185,7 @@ def thaw(rank: RankContext, directory: str, digits: Digits) -> tuple[str, list[s
         end = whole_parameters(trainer)
     changed = [name for name in start if not torch.equal(start[name], end[name])]
     message = ""
-    with open_run(
-        config_of(ADAM, f"--load {directory} --tp 2"), digits, rank.num_ranks
-    ) as trainer:
+    with open_run(config_of(ADAM, f"--load {directory} --tp 2"), digits, rank.num_ranks) as trainer:
         try:
             trainer.resume()
         except MismatchError as error:
