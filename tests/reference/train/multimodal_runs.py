@@ -1,7 +1,7 @@
 """What tests of the multimodal trainer have in common: rows, runs, and one process without it all.
 
-`train_alone` is the oracle: plain modules, one autograd graph, torch's SGD. No bridge, no layout, no
-sharded optimizer.
+`train_alone` is the oracle: plain modules, one autograd graph, torch's SGD. No bridge, no layout,
+no sharded optimizer.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def make_rows(*, num_images: int = 20, num_texts: int = 6) -> Digits:
         for place in random.permutation(16)[: random.integers(4, 13)]:
             image[place // 4, :, place % 4] = random.uniform(0.1, 1.0, (2, 2))
         answer = b"abcdefg"[: 2 + number % 5] + b"\n"
-        image = image.reshape(IMAGE_SIDE, IMAGE_SIDE)
-        return Row(image=image, prompt=b"i:", answer=answer, num_word_bytes=2)
+        whole = image.reshape(IMAGE_SIDE, IMAGE_SIDE)
+        return Row(image=whole, prompt=b"i:", answer=answer, num_word_bytes=2)
 
     texts = [
         Row(image=None, prompt=b"t%d:" % number, answer=b"xyz"[: 1 + number % 3], num_word_bytes=1)
