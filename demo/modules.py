@@ -75,7 +75,7 @@ MODULE_SCENARIOS = (MODULE_REFERENCE, MODULE_KILLED, MODULE_MOVED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleResults:
-    """What came of the runs of several modules."""
+    """The results of the runs of several modules."""
 
     curves: dict[str, Curve]
     """By scenario."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -112,24 +112,20 @@ class MultimodalModel:
         self.vision: ParallelVision | None = None
         self.projector: ParallelProjector | None = None
         self.language: ParallelGPT | None = None
-        for module in groups.modules:
-            own = groups[module]
-            if module == "vision":
-                self.vision = ParallelVision(
-                    vision, image_side=image_side, groups=own, seed=seed, device=device,
-                    autocast=autocast,
-                )  # fmt: skip
-                self.vision.module.requires_grad_(not freeze_vision)
-            elif module == "projector":
-                self.projector = ParallelProjector(
-                    vision, model_dim=config.model_dim, groups=own, seed=seed, device=device,
-                    autocast=autocast,
-                )  # fmt: skip
-            else:
-                self.language = ParallelGPT(
-                    config, groups=own, seed=seed, device=device, pipeline=pipeline,
-                    variant=variant, autocast=autocast,
-                )  # fmt: skip
+        common: dict[str, Any] = {"seed": seed, "device": device, "autocast": autocast}
+        if groups.has("vision"):
+            self.vision = ParallelVision(
+                vision, image_side=image_side, groups=groups["vision"], **common
+            )
+            self.vision.module.requires_grad_(not freeze_vision)
+        if groups.has("projector"):
+            self.projector = ParallelProjector(
+                vision, model_dim=config.model_dim, groups=groups["projector"], **common
+            )
+        if groups.has("language"):
+            self.language = ParallelGPT(
+                config, groups=groups["language"], pipeline=pipeline, variant=variant, **common
+            )
         self._streams = dict(streams or {})
         self._bridges = {
             edge: Bridge(groups, *edge, device=device) if any(map(groups.has, edge)) else None

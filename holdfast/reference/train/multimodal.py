@@ -19,7 +19,7 @@ from holdfast.optim import (
     ShardedOptimizer,
     StepOutcome,
 )
-from holdfast.parallel import ModuleGroups
+from holdfast.parallel import Layout, ModuleGroups
 from holdfast.reference.models.collectives import Axis
 from holdfast.reference.models.context import take_positions
 from holdfast.reference.models.multimodal import Images, MultimodalModel
@@ -99,13 +99,7 @@ class MultimodalTrainer(BaseTrainer):
         self.updates = _make_updates(self.model, optim=config.optim)
         """The optimizers of this rank's modules by name; None for a frozen encoder."""
         self.optimizer = MultiModuleOptimizer(groups, self.updates)
-        language = groups.layouts["language"]
-        self.num_microbatches = config.data.num_microbatches(
-            dp=language.dp,
-            num_stages=len(
-                config.layout.pipeline().stages(num_layers=config.model.num_layers, pp=language.pp)
-            ),
-        )
+        self.num_microbatches = _num_microbatches(config, language=groups.layouts["language"])
         self.sampler = DigitSampler(
             digits,
             seed=config.seed,
@@ -343,6 +337,13 @@ def _make_updates(
         else:
             updates[name] = None
     return updates
+
+
+def _num_microbatches(config: TrainConfig, *, language: Layout) -> int:
+    """Parts of the language model's rows in a step."""
+    num_layers = config.model.num_layers
+    stages = config.layout.pipeline().stages(num_layers=num_layers, pp=language.pp)
+    return config.data.num_microbatches(dp=language.dp, num_stages=len(stages))
 
 
 def _make_stream(groups: ModuleGroups, module: str, seed: int) -> ModuleRNG:
