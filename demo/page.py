@@ -7,9 +7,17 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from demo.modules import (
+    MODULE_KILL_RANK,
+    MODULE_MOVED,
+    MODULE_RESUME_STEP,
+    MODULE_SCENARIOS,
+    ModuleResults,
+    describe,
+)
 from demo.plan import KILL_RANK, KILLED, LOSS_BOUND, RESUME_STEP, SCENARIOS
 from demo.results import Results
-from demo.tables import loss_rows, traffic_rows
+from demo.tables import loss_rows, module_rows, traffic_rows
 
 STYLE = """
 :root { color-scheme: light; --ink: #22303c; --faint: #6b7a87; --line: #e3e8ec; }
@@ -26,7 +34,7 @@ th { color: var(--faint); font-weight: 600; vertical-align: bottom; }
 """
 
 
-def write_page(results: Results, *, picture: Path, out: Path) -> Path:
+def write_page(results: Results, *, modules: ModuleResults, picture: Path, out: Path) -> Path:
     """Write `out/demo.html`, with the picture inside; returns its path."""
     image = base64.b64encode(picture.read_bytes()).decode("ascii")
     verdict = (
@@ -35,6 +43,10 @@ def write_page(results: Results, *, picture: Path, out: Path) -> Path:
         else '<span class="bad">Checks failed.</span>'
     )
     columns = ["step", *(f"{item.title}<br>{item.layout}" for item in SCENARIOS)]
+    module_columns = [
+        "step",
+        *(f"{item.title}<br>{item.layout}" for item in MODULE_SCENARIOS),
+    ]
     text = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -51,6 +63,10 @@ rank {KILL_RANK} gets SIGKILL; all start again from the newest committed checkpo
 {_table(columns, loss_rows(results))}
 <p>Under the same layout nothing may differ. Under another one the same numbers are added in
 another order; the bound for that is {LOSS_BOUND:g}.</p>
+<h2>Several modules: an encoder that moves (nats per token)</h2>
+<p>In the end {escape(describe())}. Rank {MODULE_KILL_RANK}, of the encoder, is killed; from step
+{MODULE_RESUME_STEP} on the run goes on with the {escape(MODULE_MOVED.layout)}.</p>
+{_table(module_columns, module_rows(modules))}
 <h2>Saves and loads</h2>
 {_table(("run", "layout", "what", "step", "bytes", "seconds"), traffic_rows(results))}
 </body></html>

@@ -13,6 +13,14 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MultipleLocator
 
+from demo.modules import (
+    MODULE_KILLED,
+    MODULE_MOVED,
+    MODULE_REFERENCE,
+    MODULE_RESUME_STEP,
+    MODULE_STEPS,
+    ModuleResults,
+)
 from demo.plan import (
     KILL_RANK,
     KILLED,
@@ -53,14 +61,15 @@ STYLE: Any = {
 }
 
 
-def draw(results: Results, *, out: Path) -> Path:
+def draw(results: Results, *, modules: ModuleResults, out: Path) -> Path:
     """Draw into `out/demo.png`; returns its path."""
     with mpl.rc_context(STYLE):
-        figure = plt.figure(figsize=(13, 9.6), dpi=120, layout="constrained")
-        grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1), width_ratios=(1, 1.15))
+        figure = plt.figure(figsize=(13, 13), dpi=120, layout="constrained")
+        grid = figure.add_gridspec(3, 2, height_ratios=(1.25, 1, 0.8), width_ratios=(1, 1.15))
         _draw_losses(figure.add_subplot(grid[0, :]), results)
         _draw_differences(figure.add_subplot(grid[1, 0]), results)
         _draw_writers(figure.add_subplot(grid[1, 1]), results)
+        _draw_modules(figure.add_subplot(grid[2, :]), modules)
         figure.suptitle(
             "One worker killed, the run resumed under the same and under three other layouts",
             x=0.012,
@@ -231,6 +240,36 @@ def _draw_writers(axes: Axes, results: Results) -> None:
         bbox_to_anchor=(0.5, -0.16),
         fontsize=9.5,
     )
+
+
+def _draw_modules(axes: Axes, modules: ModuleResults) -> None:
+    """The losses of a model of several modules, before and after its encoder moved."""
+    for scenario, colour, width, style in (
+        (MODULE_REFERENCE, COLOURS[REFERENCE.name], 7.0, "solid"),
+        (MODULE_KILLED, COLOURS[KILLED.name], 2.2, "solid"),
+        (MODULE_MOVED, COLOURS[RESHARDED[0].name], 2.2, "solid"),
+    ):
+        losses = modules.curves[scenario.name].losses
+        share = modules.accuracy.get(scenario.name)
+        ending = "" if share is None else f": {share:.1%} of held-out digits named rightly"
+        axes.plot(
+            list(losses),
+            list(losses.values()),
+            color=colour,
+            linewidth=width,
+            linestyle=style,
+            label=f"{scenario.title}, {scenario.layout}{ending}",
+        )
+    last = max(modules.curves[MODULE_KILLED.name].losses)
+    at = modules.curves[MODULE_KILLED.name].losses[last]
+    axes.plot(last, at, "X", color=RED, markersize=12, zorder=6)
+    axes.axvspan(MODULE_RESUME_STEP, last, color=RED, alpha=0.07, zorder=0)
+    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, MODULE_STEPS + 1))
+    axes.set_title("Several modules: the encoder moved to other ranks, under another layout")
+    axes.grid(axis="y", color="#e8ecef", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper right", fontsize=9.5)
 
 
 def _all_writers(results: Results) -> list[Writer]:

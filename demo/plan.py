@@ -56,6 +56,8 @@ class Scenario:
     """ZeRO stage of the optimizer; 0 for state whole on every data rank."""
     is_resumed: bool = False
     """Whether it begins with the killed run's checkpoint, in a directory of its own."""
+    num_steps: int = NUM_STEPS
+    """Steps in all."""
 
     @property
     def layout(self) -> str:

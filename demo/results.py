@@ -204,13 +204,18 @@ def compare_checkpoints(left: Path, right: Path, *, step: int) -> tuple[list[str
     ):
         ours = {t.key: (t.dtype, tuple(t.shape)) for t in a.manifest.tensors}
         theirs = {t.key: (t.dtype, tuple(t.shape)) for t in b.manifest.tensors}
-        keys = sorted(key for key in ours.keys() | theirs.keys() if not key.startswith("rng"))
+        keys = sorted(key for key in ours.keys() | theirs.keys() if not _is_stream(key))
         differing = [
             key
             for key in keys
             if ours.get(key) != theirs.get(key) or read_whole(a, key) != read_whole(b, key)
         ]
     return differing, len(keys)
+
+
+def _is_stream(key: str) -> bool:
+    """Whether it is a random stream, of the run or of a module; these follow the ranks."""
+    return any(part.partition("[")[0] == "rng" for part in key.split(".")[:2])
 
 
 def read_whole(snapshot: Snapshot, key: str) -> bytes:

@@ -6,6 +6,7 @@ import argparse
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from demo.modules import (
+    MODULE_KILL_RANK,
+    MODULE_KILL_STEP,
+    MODULE_KILLED,
+    MODULE_MOVED,
+    MODULE_REFERENCE,
+    MODULE_RESUME_STEP,
+    MODULE_STEPS,
+    ModuleScenario,
+    collect_modules,
+    describe,
+)
 from demo.page import write_page
 from demo.picture import draw
 from demo.plan import (
@@ -46,33 +59,36 @@ def main() -> int:
     started = time.monotonic()
     try:
         killed = run_all(runs, console=console)
-        console.print("\n[bold]5/5  Compare[/]  everything is read back from the files")
+        modules_killed = run_modules(runs, console=console)
+        console.print("\n[bold]6/6  Compare[/]  everything is read back from the files")
         results = collect(runs, killed=killed, seconds=time.monotonic() - started)
+        modules = collect_modules(runs, killed=modules_killed)
+        results = replace(results, checks=[*results.checks, *modules.checks])
     except (RunFailed, HoldfastError) as error:
         console.print(f"[red bold]failed:[/] {escape(str(error))}")
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; no process is left")
         return 130
-    picture = draw(results, out=out)
-    page = write_page(results, picture=picture, out=out)
-    print_report(results, console=console)
+    picture = draw(results, modules=modules, out=out)
+    page = write_page(results, modules=modules, picture=picture, out=out)
+    print_report(results, modules=modules, console=console)
     console.print(f"picture  {picture}\npage     {page}\nruns     {runs}")
     return 0 if results.is_good else 1
 
 
 def run_all(runs: Path, *, console: Console) -> RunOutcome:
-    """The five runs; returns how the killed one ended."""
+    """The five runs of one model; returns how the killed one ended."""
     announce(
         console,
-        "1/5  Reference",
+        "1/6  Reference",
         f"{NUM_RANKS} processes, {REFERENCE.layout}, {NUM_STEPS} steps on the source of Python's "
         f"standard library, a checkpoint every {SAVE_INTERVAL} steps; never disturbed",
     )
     train(REFERENCE, runs=runs, console=console, label="first")
     announce(
         console,
-        "2/5  Kill",
+        "2/6  Kill",
         f"the same run again, but rank {KILL_RANK} gets SIGKILL once step {KILL_STEP} is done",
     )
     killed = train(
@@ -84,18 +100,38 @@ def run_all(runs: Path, *, console: Console) -> RunOutcome:
     )
     announce(
         console,
-        "3/5  Resume",
+        "3/6  Resume",
         f"all {NUM_RANKS} processes start again and load the newest committed step",
     )
     train(KILLED, runs=runs, console=console, label="second", load=KILLED)
     for number, scenario in enumerate(RESHARDED):
         announce(
             console,
-            f"4/5  Reshard {'abc'[number]}",
+            f"4/6  Reshard {'abc'[number]}",
             f"step {RESUME_STEP} of the killed run, loaded as {scenario.layout}: every rank reads "
             f"the byte ranges of its new shards",
         )
         train(scenario, runs=runs, console=console, label="first", load=KILLED)
+    return killed
+
+
+def run_modules(runs: Path, *, console: Console) -> RunOutcome:
+    """The runs of a model of several modules; returns how the killed one ended."""
+    announce(
+        console,
+        "5/6  Modules",
+        f"{describe()}: {MODULE_REFERENCE.layout}, {MODULE_STEPS} steps; then the same run again, "
+        f"in which rank {MODULE_KILL_RANK} gets SIGKILL; then resumed: {MODULE_MOVED.layout}",
+    )
+    train(MODULE_REFERENCE, runs=runs, console=console, label="first")
+    killed = train(
+        MODULE_KILLED,
+        runs=runs,
+        console=console,
+        label="first",
+        kill=Kill(rank=MODULE_KILL_RANK, step=MODULE_KILL_STEP),
+    )
+    train(MODULE_MOVED, runs=runs, console=console, label="first", load=MODULE_KILLED)
     return killed
 
 
@@ -117,7 +153,8 @@ def train(
     if load is not None:
         words += ["--load", str(runs / load.name / "checkpoints")]
     if scenario.is_resumed:
-        words += ["--load-step", str(RESUME_STEP)]
+        is_of_modules = isinstance(scenario, ModuleScenario)
+        words += ["--load-step", str(MODULE_RESUME_STEP if is_of_modules else RESUME_STEP)]
     with Progress(
         TextColumn("     {task.description}"),
         BarColumn(bar_width=36),
@@ -126,7 +163,7 @@ def train(
         TimeElapsedColumn(),
         console=console,
     ) as progress:
-        task = progress.add_task("starting", total=NUM_STEPS, loss="")
+        task = progress.add_task("starting", total=scenario.num_steps, loss="")
 
         def show(event: dict[str, Any]) -> None:
             if event["event"] == "load":

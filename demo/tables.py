@@ -7,24 +7,33 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from demo.modules import (
+    MODULE_RESUME_STEP,
+    MODULE_SCENARIOS,
+    MODULE_STEPS,
+    ModuleResults,
+)
 from demo.plan import KILLED, NUM_STEPS, REFERENCE, RESUME_STEP, SCENARIOS
 from demo.results import Curve, Results, largest_difference
 from holdfast.reference.train.metrics import readable_nbytes
 
 SHOWN_STEPS = (1, 10, 20, 30, 31, 32, 35, 40, 50, 60)
+SHOWN_MODULE_STEPS = (1, 40, 80, 81, 82, 90, 120, 160)
 
 
-def print_report(results: Results, *, console: Console) -> None:
+def print_report(results: Results, *, modules: ModuleResults, console: Console) -> None:
     """Losses, saves and loads, checks."""
     console.print()
     console.print(loss_table(results))
+    console.print(module_table(modules))
     console.print(traffic_table(results))
     console.print(check_table(results))
     verdict = (
         "[green bold]All checks held.[/]" if results.is_good else "[red bold]CHECKS FAILED.[/]"
     )
     console.print(
-        f"{verdict} {results.num_parameters:,} parameters, {len(SCENARIOS)} runs in "
+        f"{verdict} {results.num_parameters:,} parameters, "
+        f"{len(SCENARIOS) + len(MODULE_SCENARIOS)} runs in "
         f"{results.seconds:.0f} s.\n"
     )
 
@@ -50,6 +59,29 @@ def loss_rows(results: Results) -> Iterator[list[str]]:
         "largest Δ",
         "",
         *(_difference(largest_difference(curve, reference)) for curve in curves[1:]),
+    ]
+
+
+def module_table(modules: ModuleResults) -> Table:
+    """Losses at selected steps and the accuracy at the end, of the runs of several modules."""
+    table = Table(title="Several modules: loss per step (nats per token)", title_justify="left")
+    table.add_column("step", justify="right")
+    for scenario in MODULE_SCENARIOS:
+        table.add_column(f"{scenario.title}\n{scenario.layout}", justify="right")
+    for row in module_rows(modules):
+        table.add_row(*row, end_section=row[0] in (str(MODULE_RESUME_STEP), str(MODULE_STEPS)))
+    return table
+
+
+def module_rows(modules: ModuleResults) -> Iterator[list[str]]:
+    """The rows of the table of modules; the last holds the accuracy on held-out images."""
+    for step in SHOWN_MODULE_STEPS:
+        losses = (modules.curves[item.name].losses.get(step) for item in MODULE_SCENARIOS)
+        yield [str(step), *("" if loss is None else f"{loss:.6f}" for loss in losses)]
+    shares = (modules.accuracy.get(item.name) for item in MODULE_SCENARIOS)
+    yield [
+        f"{modules.num_images} held-out digits",
+        *("" if share is None else f"{share:.1%} named rightly" for share in shares),
     ]
 
 

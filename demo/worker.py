@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -16,9 +15,8 @@ from holdfast.cli.commands.train import parse
 from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import HoldfastError
 from holdfast.reference.train.config import TrainConfig
-from holdfast.reference.train.launch import open_groups, open_inputs
+from holdfast.reference.train.launch import open_trainer
 from holdfast.reference.train.launch_environment import LaunchEnvironment
-from holdfast.reference.train.loop import Trainer
 
 
 def main(words: list[str]) -> int:
@@ -36,19 +34,12 @@ def main(words: list[str]) -> int:
 def work(config: TrainConfig, *, save_loaded: Path | None) -> None:
     """Resume, keep a copy of the loaded state as this layout sees it, and train on."""
     torch.use_deterministic_algorithms(config.deterministic)
-    layout = config.check(world_size=LaunchEnvironment.from_environment().world_size)
-    device = torch.device("cpu")
-    with (
-        open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,
-        ExitStack() as stack,
-    ):
-        corpus, reporter = open_inputs(config, groups=groups, stack=stack)
-        trainer = stack.enter_context(
-            Trainer(config, groups=groups, corpus=corpus, reporter=reporter)
-        )
+    world_size = LaunchEnvironment.from_environment().world_size
+    config.check(world_size=world_size)
+    with open_trainer(config, world_size=world_size, device=torch.device("cpu")) as trainer:
         trainer.resume()
         if save_loaded is not None:
-            with Checkpointer(save_loaded, groups=groups) as checkpointer:
+            with Checkpointer(save_loaded, groups=trainer.groups) as checkpointer:
                 checkpointer.save(trainer.progress.step, trainer.state())
         trainer.train()
 

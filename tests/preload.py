@@ -21,6 +21,7 @@ for _name in (
     "holdfast.fsdp",
     "holdfast.optim",
     "holdfast.reference.train.loop",
+    "holdfast.reference.train.multimodal",
 ):
     importlib.import_module(_name)
 # A rank's collector then leaves these objects alone, and does not copy their pages.

@@ -11,14 +11,15 @@ from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import ConfigError, HoldfastError, LayoutError
 from holdfast.reference.train.config import TrainConfig, read_toml
 from holdfast.reference.train.data import check_paths
+from holdfast.reference.train.digits import check_digits_installed
 from holdfast.reference.train.launch_environment import LaunchEnvironment, record_failure
 from holdfast.reference.train.presets import PRESETS
 from holdfast.reference.train.resume import step_to_load
 
 _ABOUT = (
-    "Train the reference model: holdfast train [dense | moe | hybrid | CONFIG.toml] [--flags]. "
-    "Flags win over preset and file. Start it under torchrun, or with --nproc N by itself, or "
-    "alone as one process."
+    "Train the reference model: holdfast train [dense | moe | hybrid | multimodal | CONFIG.toml] "
+    "[--flags]. Flags win over preset and file. Start it under torchrun, or with --nproc N by "
+    "itself, or alone as one process."
 )
 
 
@@ -39,6 +40,8 @@ def run_command(words: Sequence[str]) -> int:
             return _work(config, environment=environment)
         config.check(world_size=config.nproc)
         check_paths(config.data.data)
+        if config.vision.multimodal:
+            check_digits_installed()
         step_to_load(config.checkpoint)
         if config.nproc == 1:
             return _work(config, environment=environment)

@@ -9,6 +9,12 @@ from typing import Literal
 from holdfast.errors import ConfigError
 from holdfast.parallel.layout import Layout
 
+_SMALL_INIT_STD = 0.08
+"""What a narrow module begins with: at 0.02 its attention would be even for hundreds of steps."""
+
+IMAGE_TOKEN = 1
+"""The id, no byte of text, at positions where tokens of an image go."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
@@ -32,6 +38,9 @@ class GPTConfig:
     """Whether the output head uses the embedding's matrix instead of one of its own."""
     rope_base: float = 10000.0
     """Base of the rotary position frequencies."""
+    init_std: float = 0.02
+    """Standard deviation of matrices at the start; those that write into the residual stream begin
+    with less."""
     dropout: float = 0.0
     """Probability of dropping an element of the embedding and of each block's two outputs."""
     mixers: str = "a"
@@ -169,6 +178,74 @@ class GPTConfig:
         if self.mlp == "gelu":
             return 4 * self.model_dim
         return 64 * math.ceil(8 * self.model_dim / 3 / 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """Sizes of a vision encoder, and of the projector behind it."""
+
+    multimodal: bool = False
+    """Train a vision encoder, a projector and the language model together, to describe images of
+    digits; the preset multimodal sets it."""
+    vision_layers: int = 2
+    """Encoder: number of blocks."""
+    vision_dim: int = 64
+    """Encoder: width of the residual stream; a multiple of twice `vision_heads`."""
+    vision_heads: int = 4
+    """Encoder: attention heads; --vision-tp must divide it."""
+    vision_mixers: str = "a"
+    """Encoder: what mixes patches in each layer: a for attention to all, s for a state space."""
+    vision_dropout: float = 0.0
+    """Encoder: probability of dropping an element of each block's two outputs."""
+    patch_size: Literal[1, 2, 4] = 2
+    """Encoder: pixels of a patch along each side."""
+    projector_dim: int = 128
+    """Projector: inner width of the MLP from the encoder's width to the language model's."""
+
+    def __post_init__(self) -> None:
+        for name in ("vision_layers", "vision_dim", "vision_heads", "projector_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; set it to 1 or more")
+        if self.vision_dim % (2 * self.vision_heads):
+            raise ConfigError(
+                f"--vision-dim {self.vision_dim} with --vision-heads {self.vision_heads}: each "
+                f"head needs an even whole width; set --vision-dim to a multiple of "
+                f"{2 * self.vision_heads}"
+            )
+        if not self.vision_mixers or set(self.vision_mixers) - set("as"):
+            raise ConfigError(
+                f"--vision-mixers {self.vision_mixers!r}: it is a pattern of the letters a and s, "
+                f"one for each layer, repeated to fit"
+            )
+        if not 0.0 <= self.vision_dropout < 1.0:
+            raise ConfigError(
+                f"--vision-dropout is {self.vision_dropout}; set a probability in [0, 1)"
+            )
+
+    @property
+    def blocks(self) -> GPTConfig:
+        """The encoder's blocks, in the terms of the language model's."""
+        return GPTConfig(
+            num_layers=self.vision_layers,
+            model_dim=self.vision_dim,
+            num_heads=self.vision_heads,
+            mixers=self.vision_mixers,
+            init_std=_SMALL_INIT_STD,
+            dropout=self.vision_dropout,
+        )
+
+
+def check_vision_layout(config: VisionConfig, *, layout: Layout) -> None:
+    """Refuse a layout that the encoder is not written for: it has a tensor and a data axis."""
+    if layout.pp != 1 or layout.cp != 1 or layout.ep != 1 or layout.expt_tp != layout.tp:
+        raise ConfigError(f"the encoder is split over tensor and data ranks only, not as {layout}")
+    blocks = config.blocks
+    _check_divides("vision-tp", layout.tp, config.vision_heads, what="--vision-heads")
+    _check_divides(
+        "vision-tp", layout.tp, blocks.inner_dim, what="its MLP's inner width", flag="--vision-dim"
+    )
+    if blocks.has_state_space:
+        _check_divides("vision-tp", layout.tp, blocks.num_state_groups, what="--vision-heads")
 
 
 def _flag(name: str) -> str:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from holdfast.parallel import ProcessGroups
 from holdfast.reference.models.collectives import Axis
-from holdfast.reference.models.config import GPTConfig
+from holdfast.reference.models.config import IMAGE_TOKEN, GPTConfig
 from holdfast.reference.models.context import causal_attention, positions
 from holdfast.reference.models.moe import MoE
 from holdfast.reference.models.ssm import StateSpace, initial_state_space
@@ -27,9 +28,9 @@ _INTO_THE_STREAM = ("attn.out.weight", "mlp.down.weight", "ssm.out", "ssm.out.we
 
 
 class Attention(nn.Module):
-    """Causal self-attention over the heads of its projections.
+    """Self-attention over the heads of its projections: causal, or to all that a mask shows.
 
-    Positions may be cut over a context axis; see `context.py`.
+    Where it is causal positions may be cut over a context axis; see `context.py`.
     """
 
     def __init__(self, config: GPTConfig, *, context: Axis, variant: Variant) -> None:
@@ -42,15 +43,30 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.model_dim, config.model_dim, bias=False)
         self.out = nn.Linear(config.model_dim, config.model_dim, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """(rows, positions, model_dim) -> the same shape."""
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(rows, positions, model_dim) -> the same shape.
+
+        Args:
+            x: what attends to itself.
+            rotation: of queries and keys by their positions; None where `x` shows positions.
+            mask: (rows, positions) which positions there are: each attends to all of these. None:
+                to itself and those before.
+        """
         query, key, value = self.query(x), self.key(x), self.value(x)
         # The number of heads is read off the projection: a split model sees fewer of them here.
         heads = (*query.shape[:2], query.shape[2] // self.head_dim, self.head_dim)
-        query = _rotate(query.view(heads).transpose(1, 2), rotation)
-        key = _rotate(key.view(heads).transpose(1, 2), rotation)
-        value = value.view(heads).transpose(1, 2)
-        mixed = causal_attention(query, key, value, axis=self.context, variant=self.variant)
+        query, key, value = (part.view(heads).transpose(1, 2) for part in (query, key, value))
+        if rotation is not None:
+            query, key = _rotate(query, rotation), _rotate(key, rotation)
+        mixed = (
+            causal_attention(query, key, value, axis=self.context, variant=self.variant)
+            if mask is None
+            else functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask[:, None, None, :]
+            )
+        )
         projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return projected
 
@@ -87,30 +103,36 @@ class Block(nn.Module):
         self.mixes_by_state = config.mixer(layer) == "s"
         self.has_experts = config.feed(layer) == "e"
         if self.mixes_by_state:
-            self.ssm_norm = _make_norm(config)
+            self.ssm_norm = make_norm(config)
             self.ssm = StateSpace(config, groups=groups)
         else:
-            self.attn_norm = _make_norm(config)
+            self.attn_norm = make_norm(config)
             self.attn = Attention(config, context=Axis.of(groups, "cp"), variant=variant)
         if self.has_experts:
-            self.moe_norm = _make_norm(config)
+            self.moe_norm = make_norm(config)
             self.moe = MoE(config, groups=groups)
         else:
-            self.mlp_norm = _make_norm(config)
+            self.mlp_norm = make_norm(config)
             self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, balance: Tensor, rotation: tuple[Tensor, Tensor]
+        self,
+        x: Tensor,
+        balance: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(rows, positions, model_dim) and (rows,) -> the same shapes.
 
-        `balance` grows by the balance loss of each row where the layer has experts.
+        `balance` grows by the balance loss of each row where the layer has experts. `rotation` and
+        `mask` are as for `Attention`; a state space takes neither: what it makes of a position
+        depends on those before alone.
         """
         if self.mixes_by_state:
             mixed = self.ssm(self.ssm_norm(x))
         else:
-            mixed = self.attn(self.attn_norm(x), rotation)
+            mixed = self.attn(self.attn_norm(x), rotation, mask=mask)
         x = x + self.dropout(mixed)
         if self.has_experts:
             fed, own = self.moe(self.moe_norm(x))
@@ -167,7 +189,7 @@ class GPT(nn.Module):
             }
         )
         if is_last:
-            self.norm = _make_norm(config)
+            self.norm = make_norm(config)
             self.head: nn.Module = (
                 TiedHead()
                 if config.tied_head
@@ -181,6 +203,9 @@ class GPT(nn.Module):
         *,
         stage: Stage,
         targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        images: Tensor | None = None,
+        in_hits: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """One stage of the model.
 
@@ -189,13 +214,18 @@ class GPT(nn.Module):
             balance: (rows,) balance losses of the stages before; absent for the first.
             stage: which.
             targets: (rows, positions) ids, for the last stage.
+            weights: (rows, positions) what the losses per token are multiplied by; absent: 1.
+            images: (rows, positions, model_dim), for the first stage: what takes the places of
+                `IMAGE_TOKEN`; other positions are not looked at.
+            in_hits: whether the last stage returns 1 for each token whose target is the most
+                likely one, and else 0, in place of its loss.
 
         Returns:
             What the next stage takes; of the last stage, the losses per token (cross entropy in
             nats, float32 or wider) and per row, or without targets the logits.
         """
         if balance is None:
-            x, balance = self._embed(x)
+            x, balance = self._embed(x, images)
         rotation = _rotation(self.config, context=self.context, like=x)
         for layer in stage.layers:
             x, balance = self.blocks[str(layer)](x, balance, rotation)
@@ -209,11 +239,20 @@ class GPT(nn.Module):
             # The sum of a vocabulary's exponentials loses too much in the dtype autocast leaves
             # here.
             logits = logits.float()
+        if in_hits:
+            if isinstance(logits, DTensor):
+                logits = logits.full_tensor()
+            return (logits.argmax(dim=-1) == targets).to(logits.dtype), balance
         losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-        return losses, balance
+        if weights is None:
+            return losses, balance
+        return (losses.to_local() if isinstance(losses, DTensor) else losses) * weights, balance
 
-    def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x: Tensor = self.dropout(self.embed(tokens))
+    def _embed(self, tokens: Tensor, images: Tensor | None) -> tuple[Tensor, Tensor]:
+        x: Tensor = self.embed(tokens)
+        if images is not None:
+            x = torch.where((tokens == IMAGE_TOKEN)[..., None], images.to(x.dtype), x)
+        x = self.dropout(x)
         dtype = torch.promote_types(torch.float32, x.dtype)
         # A leaf that requires a gradient, which torch's pipeline stages insist on.
         return x, torch.zeros(len(x), dtype=dtype, device=x.device, requires_grad=True)
@@ -222,9 +261,10 @@ class GPT(nn.Module):
 def initial_parameter(name: str, *, shape: tuple[int, ...], config: GPTConfig, seed: int) -> Tensor:
     """The whole initial value of one parameter, a function of these arguments only.
 
-    Matrices are normal with deviation 0.02; the two of a block that write into the residual stream
-    are divided by sqrt(2 x num_layers), so that the stream's variance does not grow with depth
-    (GPT-2's rule). Norm scales are 1 and shifts 0. A state space has rules of its own; see there.
+    Matrices are normal with deviation `init_std`; the two of a block that write into the residual
+    stream are divided by sqrt(2 x num_layers), so that the stream's variance does not grow with
+    depth (GPT-2's rule). Norm scales are 1 and shifts 0. A state space has rules of its own; see
+    there.
 
     Returns:
         A float32 CPU tensor; one allocation of the full shape.
@@ -237,13 +277,14 @@ def initial_parameter(name: str, *, shape: tuple[int, ...], config: GPTConfig, s
             return special
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    deviation = 0.02
+    deviation = config.init_std
     if name.endswith(_INTO_THE_STREAM):
         deviation /= math.sqrt(2 * config.num_layers)
     return torch.empty(shape).normal_(std=deviation, generator=generator)
 
 
-def _make_norm(config: GPTConfig) -> nn.Module:
+def make_norm(config: GPTConfig) -> nn.Module:
+    """The norm that a model has before each mixer and feed, and at its end."""
     if config.norm == "rms":
         return nn.RMSNorm(config.model_dim, eps=1e-6)
     return nn.LayerNorm(config.model_dim, eps=1e-6)

@@ -4,48 +4,35 @@ The tensor axis of the dense layers is torch's own: `parallelize_module` with co
 styles and a vocabulary-parallel embedding and head. Experts, state space and attention over a
 context axis have their groups as constructor arguments. The pipeline is
 `torch.distributed.pipelining` on the `pp` communicator. The data axis is explicit: see
-`reduce_gradients`.
-
-Every parameter is a DTensor that declares its placement on the ranks that have it: dense ones on
-the mesh (`dp_cp`, `tp`), experts on (`expt_dp`, `ep`, `expt_tp`), and an embedding that the first
-and the last stage share on (`embd`, `dp_cp`, `tp`). The computation needs only a part of that, so
-modules run on a view of each parameter: on the `tp` mesh alone, or its plain local part.
+`reduce_gradients`. Which rank has what of each parameter is declared in `split.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     PrepareModuleInputOutput,
     RowwiseParallel,
     loss_parallel,
-    parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.func import functional_call
 
 from holdfast.parallel import ProcessGroups
 from holdfast.reference.models.collectives import Axis
 from holdfast.reference.models.config import GPTConfig, check_layout
-from holdfast.reference.models.context import take_positions
-from holdfast.reference.models.gpt import GPT, initial_parameter
+from holdfast.reference.models.gpt import GPT
 from holdfast.reference.models.gradients import reduce_gradients
-from holdfast.reference.models.pipeline import AroundMicrobatch, PipelineRunner
+from holdfast.reference.models.pipeline import AroundMicrobatch, ImageLeaves, PipelineRunner, Rows
+from holdfast.reference.models.split import SplitModule, plan_blocks
 from holdfast.reference.models.stages import Pipeline, Stage, Variant
-
-DENSE_MESH = ("dp_cp", "tp")
-TIED_MESH = ("embd", "dp_cp", "tp")
-EXPERT_MESH = ("expt_dp", "ep", "expt_tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +47,12 @@ class RowLosses:
     """(rows,) mean cross entropy of each row."""
     balance: Tensor
     """(rows,) balance loss of each row; 0 in a model without experts."""
+    image_gradient: Tensor | None = None
+    """(rows, positions, model_dim): the gradient of the images that were given, on ranks with the
+    first stage; under a context axis zero at positions of other ranks."""
 
 
-class ParallelGPT:
+class ParallelGPT(SplitModule[GPT]):
     """A GPT on the groups of a layout.
 
     `module` is the `nn.Module` to optimise and to checkpoint: the layers this rank has, under their
@@ -101,9 +91,6 @@ class ParallelGPT:
         """
         check_layout(config, layout=groups.layout)
         self.config = config
-        self.groups = groups
-        self.device = device or torch.device("cpu")
-        self.autocast = autocast
         self.pipeline = pipeline or Pipeline()
         pp, tp = groups.size("pp"), groups.size("tp")
         self._all_stages = self.pipeline.stages(num_layers=config.num_layers, pp=pp)
@@ -112,26 +99,22 @@ class ParallelGPT:
             for stage in self._all_stages
             if self.pipeline.owner(stage.index, pp=pp) == groups.index("pp")
         )
-        self._is_split = groups.layout.world_size > 1
         self._vocab_is_split = tp > 1 and config.vocab_size % tp == 0
         self._context = Axis.of(groups, "cp")
+        self._in_hits = False
+        self._runners: dict[tuple[int, int, int, bool], PipelineRunner] = {}
         with torch.device("meta"):
-            self.module = GPT(config, groups=groups, stages=self.stages, variant=variant)
-        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
-        if self._is_split:
-            groups.require("tp", "dp_cp", "pp")
-            if tp > 1:
-                plan = _tensor_plan(self.module, vocab_is_split=self._vocab_is_split)
-                parallelize_module(self.module, self._mesh("tp"), plan, src_data_rank=None)
-        self._initialise(seed=seed)
-        self._runner: PipelineRunner | None = None
-        self._has_units = False
-
-    @property
-    def ties_stages(self) -> bool:
-        """Whether the first and the last rank of a pipeline each have the embedding."""
-        return (
-            self.groups.size("pp") > 1 and self.config.tied_head and not self.pipeline.is_v_shaped
+            module = GPT(config, groups=groups, stages=self.stages, variant=variant)
+        ties_stages = pp > 1 and config.tied_head and not self.pipeline.is_v_shaped
+        super().__init__(
+            module,
+            groups=groups,
+            blocks=config,
+            plan=_tensor_plan(module, vocab_is_split=self._vocab_is_split),
+            seed=seed,
+            device=device,
+            autocast=autocast,
+            tied=("embed.weight",) if ties_stages else (),
         )
 
     def forward_backward(
@@ -139,6 +122,8 @@ class ParallelGPT:
         tokens: Tensor,
         targets: Tensor,
         *,
+        weights: Tensor | None = None,
+        images: Tensor | None = None,
         num_microbatches: int = 1,
         loss_scale: float = 1.0,
         around: AroundMicrobatch | None = None,
@@ -148,6 +133,10 @@ class ParallelGPT:
         Args:
             tokens: (rows, positions) of whole rows, equal on all ranks of one data share.
             targets: the same shape.
+            weights: the same shape: what the loss of each token is multiplied by; absent: 1.
+            images: (rows, positions, model_dim), on ranks with the first stage: what takes the
+                places of `IMAGE_TOKEN`; equal on all ranks of one data share. Its own graph is not
+                looked at: the gradient is in the result.
             num_microbatches: equal parts that the rows are cut into; a pipeline runs them in its
                 schedule's order and takes the same sizes in every call.
             loss_scale: what gradients are multiplied by, for float16; losses are not.
@@ -158,27 +147,68 @@ class ParallelGPT:
         Returns:
             The losses of each row; empty where the last stage is not on this rank.
         """
+        rows = Rows(tokens=tokens, targets=targets, weights=weights, images=images)
         if self.groups.size("pp") > 1:
-            return self._forward_backward_pipeline(
-                tokens,
-                targets,
-                num_microbatches,
-                loss_scale,
-                around=around if self._has_units else None,
+            runner = self._runner(rows, num_microbatches, around if self._has_units else None)
+            with self._loss_context():
+                per_token, balance = runner.step(rows, loss_scale=loss_scale)
+            return RowLosses(
+                loss=per_token.double().mean(dim=1),
+                balance=balance.double(),
+                image_gradient=runner.leaves.gradient(),
             )
-        losses, balances = [], []
-        batches = zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True)
-        for number, (batch, labels) in enumerate(batches, start=1):
+        losses, balances, leaves = [], [], ImageLeaves(self._context)
+        for number, part in enumerate(rows.chunk(num_microbatches), start=1):
             context = (
                 nullcontext() if around is None else around(is_last=number == num_microbatches)
             )
             with context, self._loss_context():
-                per_token, balance = self._run_whole(batch, labels)
+                per_token, balance = self._run_whole(part, leaves)
                 total = (per_token.mean(dim=1) + balance).sum() * (loss_scale / len(tokens))
                 total.backward()  # type: ignore[no-untyped-call]
             losses.append(per_token.detach().double().mean(dim=1))
             balances.append(balance.detach().double())
-        return RowLosses(loss=torch.cat(losses), balance=torch.cat(balances))
+        return RowLosses(
+            loss=torch.cat(losses), balance=torch.cat(balances), image_gradient=leaves.gradient()
+        )
+
+    @torch.no_grad()
+    def find_hits(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        images: Tensor | None = None,
+        num_microbatches: int = 1,
+    ) -> Tensor:
+        """Which targets are the most likely token at their position; without dropout.
+
+        Args:
+            tokens: as for `forward_backward`, like the rest.
+            targets: see there.
+            images: see there.
+            num_microbatches: see there.
+
+        Returns:
+            (rows, local positions) of 0 and 1, positions as `take_positions` cuts them; empty
+            where the last stage is not on this rank.
+        """
+        rows = Rows(tokens=tokens, targets=targets, weights=None, images=images)
+        with self._evaluating():
+            if self.groups.size("pp") > 1:
+                return self._runner(rows, num_microbatches, None).step(rows, loss_scale=1.0)[0]
+            return self._run_whole(rows, ImageLeaves(self._context))[0]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Let stages return hits, without dropout."""
+        self._in_hits = True
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
+            self._in_hits = False
 
     def _loss_context(self) -> AbstractContextManager[None]:
         """The context for forward *and backward* in which split logits are never gathered."""
@@ -193,67 +223,44 @@ class ParallelGPT:
         """Make every gradient that of the mean loss over all data ranks. Collective."""
         reduce_gradients(self.module.parameters(), groups=self.groups)
 
-    def view_in_units(self, units: Sequence[nn.Module]) -> None:
-        """From now on, make the views of parameters when the unit around them runs.
-
-        For a model whose parameters are gathered and freed unit by unit (`fully_shard_model`):
-        before a unit runs its parameters are not there to be viewed.
-
-        Args:
-            units: modules of `module`, none inside of another; it is itself one for all the rest.
-        """
-        splits_itself = _names_with_splits(self.module)
-        names = {module: prefix for prefix, module in self.module.named_modules()}
-        for unit in (self.module, *units):
-            others = {inner for each in units if each is not unit for inner in each.modules()}
-            places = [
-                (module, name, f"{names[module]}.{name}" in splits_itself)
-                for module in unit.modules()
-                if module not in others
-                for name in module._parameters
-            ]
-            _run_on_views(unit, places, view=self._view)
-        self._has_units = True
-
     def run_stage(
-        self, stage: Stage, x: Tensor, balance: Tensor | None, targets: Tensor | None
+        self,
+        stage: Stage,
+        x: Tensor,
+        balance: Tensor | None,
+        targets: Tensor | None,
+        weights: Tensor | None = None,
+        images: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One stage on this rank's own parameters; see `GPT.forward`."""
-        options = {"stage": stage, "targets": targets}
-        with self._autocast():
-            out, balance = (
-                self.module(x, balance, **options)
-                if self._has_units
-                else functional_call(self.module, self._views(), (x, balance), options)
-            )
+        out, balance = self.run(
+            x,
+            balance,
+            stage=stage,
+            targets=targets,
+            weights=weights,
+            images=images,
+            in_hits=self._in_hits,
+        )
         return _local(out), _local(balance)
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
-
-    def _run_whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_whole(self, rows: Rows, leaves: ImageLeaves) -> tuple[Tensor, Tensor]:
+        """All layers on this rank's positions."""
+        images = leaves.take(rows.images)
+        local = rows.take_positions(self._context)
         return self.run_stage(
-            self._all_stages[0],
-            take_positions(tokens, axis=self._context, dim=1),
-            None,
-            take_positions(targets, axis=self._context, dim=1),
+            self._all_stages[0], local.tokens, None, local.targets, local.weights, images
         )
 
-    def _forward_backward_pipeline(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        num_microbatches: int,
-        loss_scale: float,
-        *,
-        around: AroundMicrobatch | None,
-    ) -> RowLosses:
-        """The same through the pipeline's schedule, which is made again when the sizes change."""
-        sizes = (len(tokens), tokens.shape[1], num_microbatches)
-        if self._runner is None or self._runner.sizes != sizes:
-            self._runner = PipelineRunner(
+    def _runner(
+        self, rows: Rows, num_microbatches: int, around: AroundMicrobatch | None
+    ) -> PipelineRunner:
+        """The pipeline's schedule for these sizes; another one where nothing is learnt."""
+        sizes = (*rows.tokens.shape, num_microbatches)
+        key = (*sizes, self._in_hits)
+        if key not in self._runners:
+            self._runners = {k: v for k, v in self._runners.items() if k[3] != self._in_hits}
+            self._runners[key] = PipelineRunner(
                 self.module,
                 self.stages,
                 run_stage=self.run_stage,
@@ -262,155 +269,18 @@ class ParallelGPT:
                 device=self.device,
                 sizes=sizes,
                 around=around,
+                has_backward=not self._in_hits,
             )
-        with self._loss_context():
-            losses, balance = self._runner.step(
-                take_positions(tokens, axis=self._context, dim=1),
-                take_positions(targets, axis=self._context, dim=1),
-                loss_scale=loss_scale,
-            )
-        return RowLosses(loss=losses.double().mean(dim=1), balance=balance.double())
-
-    def _mesh(self, *names: str) -> DeviceMesh:
-        if names not in self._meshes:
-            self._meshes[names] = self.groups.mesh(*names)
-        return self._meshes[names]
-
-    def _initialise(self, *, seed: int) -> None:
-        """Replace each meta parameter by its real local part, declared on the whole mesh."""
-        for module_name, module in self.module.named_modules():
-            splits: Mapping[str, Mapping[int, str]] = getattr(module, "SPLITS", {})
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                key = f"{module_name}.{name}" if module_name else name
-                full = initial_parameter(
-                    key, shape=tuple(parameter.shape), config=self.config, seed=seed
-                )
-                axes = _axes_of(parameter, splits.get(name, {}))
-                value = self._declare(key, full, axes)
-                module.register_parameter(name, nn.Parameter(value))
-
-    def _declare(self, key: str, full: Tensor, axes: Mapping[int, str]) -> Tensor:
-        """This rank's part of a parameter whose dims are split over the axes named."""
-        if not self._is_split:
-            return full.to(self.device)
-        names: tuple[str, ...] = DENSE_MESH
-        if key == "embed.weight" and self.ties_stages:
-            names = TIED_MESH
-        elif not set(axes.values()) <= {"tp"}:
-            names = EXPERT_MESH
-        local = full
-        dims = {axis: dim for dim, axis in axes.items()}
-        placements: list[Placement] = []
-        for axis in names:
-            if axis not in dims:
-                placements.append(Replicate())
-                continue
-            dim = dims[axis]
-            size = local.shape[dim] // self.groups.size(axis)
-            local = local.narrow(dim, self.groups.index(axis) * size, size)
-            placements.append(Shard(dim))
-        return DTensor.from_local(
-            local.clone().to(self.device), self._mesh(*names), placements, run_check=False
-        )
-
-    def _views(self) -> dict[str, Tensor]:
-        """Parameters as the computation needs them, by name."""
-        if not self._is_split:
-            return {}
-        own = _names_with_splits(self.module)
-        return {
-            name: self._view(parameter, splits_itself=name in own)
-            for name, parameter in self.module.named_parameters()
-        }
-
-    def _view(self, parameter: Tensor, *, splits_itself: bool) -> Tensor:
-        """A parameter as the computation needs it: a split dense one on `tp`, others plain.
-
-        Autograd runs through the views, so gradients arrive at the declared parameters. Until they
-        are reduced they are those of this rank's rows only.
-        """
-        if not isinstance(parameter, DTensor):
-            return parameter
-        local, placement = parameter.to_local(), parameter.placements[-1]
-        if splits_itself or not placement.is_shard():
-            return local
-        return DTensor.from_local(local, self._mesh("tp"), [placement], run_check=False)
-
-
-def _run_on_views(
-    unit: nn.Module, places: Sequence[tuple[nn.Module, str, bool]], *, view: Callable[..., Tensor]
-) -> None:
-    """Let the forward of a module compute with views of parameters, below its own hooks.
-
-    Args:
-        unit: the module.
-        places: module, attribute and whether the module splits itself, of each parameter.
-        view: makes the view of a parameter.
-    """
-    forward = unit.forward
-
-    def on_views(*args: Any, **kwargs: Any) -> Any:
-        declared = [module._parameters[name] for module, name, _ in places]
-        try:
-            for (module, name, splits_itself), parameter in zip(places, declared, strict=True):
-                value: Any = view(parameter, splits_itself=splits_itself)
-                module._parameters[name] = value
-            # FSDP2 warns of views, on which its hooks do not hold: what is passed through, losses.
-            return tuple(t.clone() if t._is_view() else t for t in forward(*args, **kwargs))
-        finally:
-            for (module, name, _), parameter in zip(places, declared, strict=True):
-                module._parameters[name] = parameter
-
-    unit.forward = on_views
-
-
-def _names_with_splits(module: nn.Module) -> set[str]:
-    """Parameters of modules that split themselves and so compute with plain tensors."""
-    return {
-        f"{prefix}.{name}"
-        for prefix, inner in module.named_modules()
-        if hasattr(inner, "SPLITS")
-        for name, _ in inner.named_parameters()
-    }
-
-
-def _axes_of(parameter: Tensor, splits: Mapping[int, str]) -> Mapping[int, str]:
-    """Dim -> axis, as the module declares or as torch's tensor parallelism has split it."""
-    if isinstance(parameter, DTensor):
-        placement = parameter.placements[0]
-        return {placement.dim: "tp"} if isinstance(placement, Shard) else {}
-    return splits
+        return self._runners[key]
 
 
 def _tensor_plan(module: GPT, *, vocab_is_split: bool) -> dict[str, ParallelStyle]:
-    """How each dense module is split over the tensor axis (Shoeybi et al. 2019).
-
-    The residual stream stays plain and equal on all tensor ranks. The input of attention or
-    MLP becomes a DTensor once, before its two or three column-wise matrices, so that their
-    gradients are added up before the one all-reduce.
-    """
-    config = module.config
-    plan: dict[str, ParallelStyle] = {}
-    for layer in module.blocks:
-        attn, mlp = f"blocks.{layer}.attn", f"blocks.{layer}.mlp"
-        if config.mixer(int(layer)) == "a":
-            plan[attn] = PrepareModuleInput(
-                input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
-            )
-            for name in ("query", "key", "value"):
-                plan[f"{attn}.{name}"] = ColwiseParallel()
-            plan[f"{attn}.out"] = RowwiseParallel()
-        if config.feed(int(layer)) == "d":
-            plan[mlp] = PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
-            )
-            for name in ("gate", "up") if config.mlp == "swiglu" else ("up",):
-                plan[f"{mlp}.{name}"] = ColwiseParallel()
-            plan[f"{mlp}.down"] = RowwiseParallel()
+    """How each dense module is split over the tensor axis."""
+    plan = plan_blocks(module.blocks, config=module.config)
     if vocab_is_split and hasattr(module, "embed"):
         plan["embed"] = RowwiseParallel(input_layouts=Replicate())
     if vocab_is_split and hasattr(module, "head"):
-        plan["head"] = _head_style(config)
+        plan["head"] = _head_style(module.config)
     return plan
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -12,11 +13,83 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from holdfast.parallel import ProcessGroups
+from holdfast.reference.models.collectives import Axis
+from holdfast.reference.models.context import take_positions
 from holdfast.reference.models.gpt import GPT
 from holdfast.reference.models.stages import Pipeline, Stage
 
-RunStage = Callable[[Stage, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
-"""Runs a stage on its input, the balance losses so far and the targets; see `GPT.forward`."""
+RunStage = Callable[
+    [Stage, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    tuple[Tensor, Tensor],
+]
+"""Runs a stage on its input, the balance losses so far, the targets with their weights, and what
+takes the places of images; see `GPT.forward`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Whole rows, with every position; see `ParallelGPT.forward_backward`."""
+
+    tokens: Tensor
+    """(rows, positions)."""
+    targets: Tensor
+    """(rows, positions)."""
+    weights: Tensor | None
+    """(rows, positions)."""
+    images: Tensor | None
+    """(rows, positions, model_dim)."""
+
+    def chunk(self, count: int) -> Iterator[Rows]:
+        """Equal runs of rows, in order."""
+        for part in torch.arange(len(self.tokens)).chunk(count):
+            run = slice(int(part[0]), int(part[-1]) + 1)
+            yield Rows(
+                tokens=self.tokens[run],
+                targets=self.targets[run],
+                weights=None if self.weights is None else self.weights[run],
+                images=None if self.images is None else self.images[run],
+            )
+
+    def take_positions(self, axis: Axis) -> Rows:
+        """The same rows with this rank's positions, without images: they are cut as leaves."""
+        return Rows(
+            tokens=take_positions(self.tokens, axis=axis, dim=1),
+            targets=take_positions(self.targets, axis=axis, dim=1),
+            weights=(
+                None if self.weights is None else take_positions(self.weights, axis=axis, dim=1)
+            ),
+            images=None,
+        )
+
+
+class ImageLeaves:
+    """What takes the places of images, microbatch by microbatch, and collects its gradient.
+
+    Torch's schedules clear the gradients of a stage's inputs and look for none in the first one.
+    So the graph begins at leaves of our own, and what made the images gets the gradient later.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        """Collect nothing yet; `axis` has the positions."""
+        self._axis = axis
+        self._leaves: list[Tensor] = []
+
+    def take(self, images: Tensor | None) -> Tensor | None:
+        """The next microbatch's images as a leaf, this rank's positions of it."""
+        if images is None or not torch.is_grad_enabled():
+            return None if images is None else take_positions(images, axis=self._axis, dim=1)
+        leaf = images.detach().requires_grad_()
+        self._leaves.append(leaf)
+        return take_positions(leaf, axis=self._axis, dim=1)
+
+    def gradient(self) -> Tensor | None:
+        """The gradient of all images so far, which are then forgotten; None if there were none."""
+        leaves, self._leaves = self._leaves, []
+        if not leaves:
+            return None
+        return torch.cat(
+            [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        )
 
 
 class AroundMicrobatch(Protocol):
@@ -41,6 +114,7 @@ class PipelineRunner:
         device: torch.device,
         sizes: tuple[int, int, int],
         around: AroundMicrobatch | None = None,
+        has_backward: bool = True,
     ) -> None:
         """Make torch's stages and their schedule; no collective.
 
@@ -54,8 +128,12 @@ class PipelineRunner:
             sizes: rows, positions of a whole row, microbatches. They determine the shapes that are
                 sent between stages, so no rank has to ask another for them.
             around: entered around each backward, with whether it is the stage's last one.
+            has_backward: whether steps learn.
         """
         self.sizes = sizes
+        self._context = Axis.of(groups, "cp")
+        self.leaves = ImageLeaves(self._context)
+        """The images of the last step, with their gradient, on ranks with the first stage."""
         self._factor = 1.0 / sizes[0]
         rows, num_positions, num_microbatches = sizes
         self._has_first = any(stage.is_first for stage in stages)
@@ -64,7 +142,7 @@ class PipelineRunner:
         tokens, stream, losses = _signatures(model, shape)
         parts = [
             _make_stage(
-                _StageModule(model, stage, run_stage),
+                _StageModule(model, stage, run_stage, self.leaves),
                 stage.index,
                 stage.num_stages,
                 device,
@@ -79,18 +157,15 @@ class PipelineRunner:
         self._schedule = schedule_class(
             parts[0] if pipeline.takes_one_stage else parts,
             n_microbatches=num_microbatches,
-            loss_fn=self._loss,
+            loss_fn=self._loss if has_backward else None,
             scale_grads=False,
         )
 
-    def step(
-        self, tokens: Tensor, targets: Tensor, *, loss_scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Forward and backward of all microbatches.
+    def step(self, rows: Rows, *, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Forward and, where it learns, backward of all microbatches.
 
         Args:
-            tokens: (rows, local positions), for the first stage.
-            targets: the same shape, for the last one.
+            rows: tokens and images for the first stage, targets and weights for the last one.
             loss_scale: what gradients are multiplied by; losses are not.
 
         Returns:
@@ -98,12 +173,18 @@ class PipelineRunner:
             empty on ranks without the last stage.
         """
         self._factor = loss_scale / self.sizes[0]
-        inputs = (tokens,) if self._has_first else ()
-        # `target` is what torch passes to the loss function, `targets` what the stage receives.
-        labels = {"target": targets, "targets": targets} if self._has_last else {}
-        output = self._schedule.step(*inputs, **labels)
+        local = rows.take_positions(self._context)
+        inputs = (local.tokens,) if self._has_first else ()
+        # `target` is what torch passes to the loss function, the rest what stages receive.
+        options = {"target": local.targets, "targets": local.targets} if self._has_last else {}
+        if self._has_last and local.weights is not None:
+            options["weights"] = local.weights
+        if self._has_first and rows.images is not None:
+            options["images"] = rows.images.detach()
+        output = self._schedule.step(*inputs, **options)
         if output is None:
-            empty = torch.empty((0, tokens.shape[1]), dtype=torch.float64, device=tokens.device)
+            shape = (0, local.tokens.shape[1])
+            empty = torch.empty(shape, dtype=torch.float64, device=local.tokens.device)
             return empty, empty[:, 0]
         losses, balance = output
         return losses.detach(), balance.detach()
@@ -142,8 +223,9 @@ def _make_stage(*args: Any, around: AroundMicrobatch | None, **kwargs: Any) -> P
 class _StageModule(nn.Module):
     """One stage as torch's pipelining requires it: a module that owns its parameters."""
 
-    def __init__(self, model: GPT, stage: Stage, run_stage: RunStage) -> None:
+    def __init__(self, model: GPT, stage: Stage, run_stage: RunStage, leaves: ImageLeaves) -> None:
         super().__init__()
+        self._leaves = leaves
         self._stage = stage
         self._run_stage = run_stage
         self.blocks = nn.ModuleDict(
@@ -155,12 +237,22 @@ class _StageModule(nn.Module):
             self.norm, self.head = model.norm, model.head
 
     def forward(
-        self, x: Tensor, balance: Tensor | None = None, *, targets: Tensor | None = None
+        self,
+        x: Tensor,
+        balance: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        images: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The stage on one microbatch; only the last one looks at `targets`."""
+        """The stage on one microbatch.
+
+        Only the last one looks at `targets` and `weights`, only the first one at `images`.
+        """
         if balance is not None:
             balance = cast("Tensor", _DenseGradient.apply(balance))  # type: ignore[no-untyped-call]
-        return self._run_stage(self._stage, x, balance, targets)
+        placed = self._leaves.take(images) if self._stage.is_first else None
+        return self._run_stage(self._stage, x, balance, targets, weights, placed)
 
 
 class _DenseGradient(torch.autograd.Function):

@@ -16,9 +16,15 @@ import msgspec
 
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.parallel.layout import DEFAULT_ORDER, Layout
-from holdfast.reference.models.config import GPTConfig, check_layout
+from holdfast.parallel.module_layouts import ModuleLayouts
+from holdfast.reference.models.config import GPTConfig, VisionConfig, check_layout
 from holdfast.reference.models.stages import Pipeline, ScheduleName
 from holdfast.reference.train.limits import check_numbers
+from holdfast.reference.train.placement import (
+    PlacementConfig,
+    check_placement,
+    refuse_placement,
+)
 
 RANK_LOG_DIR = "events"
 """Directory of a run, below that of --save, with what each rank logs of its saves and loads."""
@@ -51,10 +57,11 @@ class LayoutConfig:
     cp_attention: Literal["gather", "ring"] = "gather"
     """Attention over a context axis: gather keys and values, or send them round a ring."""
 
-    def layout(self, world_size: int) -> Layout:
+    def layout(self, world_size: int, *, ranks: range | None = None) -> Layout:
         """The layout over `world_size` ranks; LayoutError with the arithmetic if none fits."""
         return Layout.of_world(
             world_size,
+            ranks=ranks,
             tp=self.tp,
             pp=self.pp,
             cp=self.cp,
@@ -231,9 +238,20 @@ class TrainConfig:
     """Saving and loading."""
     log: LogConfig = field(default_factory=LogConfig)
     """Reporting."""
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    """Sizes of a vision encoder and a projector."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Where those are."""
+
+    def module_layouts(self, *, world_size: int) -> ModuleLayouts:
+        """The layouts of all modules of a multimodal run; see `PlacementConfig.layouts`."""
+        return self.placement.layouts(
+            world_size,
+            make_language=lambda ranks: self.layout.layout(len(ranks), ranks=ranks),
+        )
 
     def check(self, *, world_size: int) -> Layout:
-        """The layout of this run, once everything fits together.
+        """The layout of this run, or of its language model, once everything fits together.
 
         Raises:
             ConfigError, LayoutError: naming the flag and the fix.
@@ -243,7 +261,7 @@ class TrainConfig:
         _check_optim(self.optim, steps=self.steps)
         _check_checkpoint(self.checkpoint)
         try:
-            layout = self.layout.layout(world_size)
+            layout = self._layout(world_size)
         except LayoutError as error:
             if world_size > 1:
                 raise
@@ -254,6 +272,29 @@ class TrainConfig:
         _check_batch(self.data, layout=layout)
         self.data.num_microbatches(dp=layout.dp, num_stages=len(stages))
         return layout
+
+    def _layout(self, world_size: int) -> Layout:
+        """The layout of the run or of its language model; refuses what a multimodal one is not."""
+        if not self.vision.multimodal:
+            refuse_placement(self.placement)
+            return self.layout.layout(world_size)
+        layouts = self.module_layouts(world_size=world_size)
+        check_placement(
+            self.placement,
+            vision=self.vision,
+            layouts=layouts,
+            global_batch_size=self.data.global_batch_size,
+        )
+        if self.data.data:
+            raise ConfigError(
+                "--data with the preset multimodal: its data are images; leave it out"
+            )
+        if self.optim.zero == 0 or self.optim.fsdp is not None:
+            raise ConfigError(
+                "the preset multimodal keeps optimizer state in shards: set --zero 1 or 2, and "
+                "leave --fsdp out"
+            )
+        return layouts["language"]
 
 
 def read_toml(path: Path) -> TrainConfig:

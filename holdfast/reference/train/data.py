@@ -85,8 +85,78 @@ def check_paths(paths: Sequence[Path]) -> None:
             raise ConfigError(f"--data {path}: no such file or directory; check the path")
 
 
-class BatchSampler:
-    """The rows of each step, and the position in them that belongs to the training state."""
+class EpochSampler:
+    """Visits each of a number of items once per epoch; its position belongs to the training state.
+
+    The items of a step follow from seed, position and global batch size, never from the layout.
+    """
+
+    def __init__(self, *, num_items: int, seed: int, global_batch_size: int) -> None:
+        """Begin at the first epoch; the order of an epoch is made when it is reached."""
+        self.num_items = num_items
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.num_samples = 0
+        """Rows already trained on, over all epochs; the next batch begins here."""
+        self._order: tuple[int, IntArray] | None = None
+
+    def numbers(self, *, index: int = 0, num_shares: int = 1) -> list[int]:
+        """The items, by number, of one share of the batch at the current position.
+
+        Args:
+            index: which share, in [0, num_shares).
+            num_shares: into how many equal runs the batch is cut; must divide it.
+        """
+        share = self.global_batch_size // num_shares
+        first = self.num_samples + index * share
+        return [self._number(first + row) for row in range(share)]
+
+    def advance(self) -> None:
+        """Move to the next batch."""
+        self.num_samples += self.global_batch_size
+
+    def describe(self) -> dict[str, object]:
+        """What a position is a position in; plain values."""
+        raise NotImplementedError
+
+    def check_same(self, state: Mapping[str, object]) -> None:
+        """Refuse a position in something else than `describe` has; MismatchError with the fix."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, object]:
+        """The position, and what it is a position in."""
+        return {"num_samples": self.num_samples, **self.describe()}
+
+    def load_state_dict(self, state: Mapping[str, object], *, allow_other: bool = False) -> None:
+        """Take a position, if it is one in this data cut the same way.
+
+        Args:
+            state: what `state_dict` gave.
+            allow_other: take the number of rows even if data, cut or order differ.
+
+        Raises:
+            MismatchError: the data, or their order, are not those of the state.
+        """
+        mine = self.state_dict()
+        if set(state) != set(mine) or not isinstance(state["num_samples"], int):
+            raise MismatchError(
+                f"the stored data position has the entries {sorted(state)}, expected "
+                f"{sorted(mine)}: use --finetune to begin at the start of the data"
+            )
+        if not allow_other:
+            self.check_same(state)
+        self.num_samples = state["num_samples"]
+
+    def _number(self, sample: int) -> int:
+        """The item that a row shows, by its number over all epochs."""
+        epoch, position = divmod(sample, self.num_items)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.num_items, seed=self.seed, epoch=epoch))
+        return int(self._order[1][position])
+
+
+class BatchSampler(EpochSampler):
+    """The rows of text of each step."""
 
     def __init__(self, corpus: Corpus, *, seed: int, seq_len: int, global_batch_size: int) -> None:
         """Count windows; nothing is copied.
@@ -95,18 +165,14 @@ class BatchSampler:
             ConfigError: the text is shorter than one window.
         """
         self.corpus = corpus
-        self.seed = seed
         self.seq_len = seq_len
-        self.global_batch_size = global_batch_size
         self.num_windows = (corpus.nbytes - 1) // seq_len
-        self.num_samples = 0
-        """Rows already trained on, over all epochs; the next batch begins here."""
         if self.num_windows < 1:
             raise ConfigError(
                 f"{corpus.source} has {corpus.nbytes} bytes, fewer than one row of "
                 f"--seq-len {seq_len} and its next byte: give more text or a smaller --seq-len"
             )
-        self._order: tuple[int, IntArray] | None = None
+        super().__init__(num_items=self.num_windows, seed=seed, global_batch_size=global_batch_size)
 
     def rows(self, *, index: int = 0, num_shares: int = 1) -> IntArray:
         """This share's rows of the batch at the current position.
@@ -118,48 +184,21 @@ class BatchSampler:
         Returns:
             (global_batch_size / num_shares, seq_len + 1) token ids; a fresh array.
         """
-        share = self.global_batch_size // num_shares
-        first = self.num_samples + index * share
-        starts = [self._window(first + row) * self.seq_len for row in range(share)]
+        starts = [n * self.seq_len for n in self.numbers(index=index, num_shares=num_shares)]
         tokens = self.corpus.tokens
         cut = np.stack([tokens[start : start + self.seq_len + 1] for start in starts])
         return cut.astype(np.int64)
 
-    def advance(self) -> None:
-        """Move to the next batch."""
-        self.num_samples += self.global_batch_size
-
-    def state_dict(self) -> dict[str, object]:
-        """The position, and what it is a position in."""
+    def describe(self) -> dict[str, object]:
+        """Order, cut and text."""
         return {
-            "num_samples": self.num_samples,
             "seed": self.seed,
             "seq_len": self.seq_len,
             "fingerprint": self.corpus.fingerprint,
             "nbytes": self.corpus.nbytes,
         }
 
-    def load_state_dict(self, state: Mapping[str, object], *, allow_other: bool = False) -> None:
-        """Take a position, if it is one in this text cut the same way.
-
-        Args:
-            state: what `state_dict` gave.
-            allow_other: take the number of rows even if text, cut or order differ.
-
-        Raises:
-            MismatchError: text, sequence length or seed are not those of the state.
-        """
-        mine = self.state_dict()
-        if set(state) != set(mine) or not isinstance(state["num_samples"], int):
-            raise MismatchError(
-                f"the stored data position has the entries {sorted(state)}, expected "
-                f"{sorted(mine)}: use --finetune to begin at the start of the data"
-            )
-        if not allow_other:
-            self._check_same(state)
-        self.num_samples = state["num_samples"]
-
-    def _check_same(self, state: Mapping[str, object]) -> None:
+    def check_same(self, state: Mapping[str, object]) -> None:
         """Refuse a position in other text, or in text cut or ordered otherwise."""
         if state["fingerprint"] != self.corpus.fingerprint:
             raise MismatchError(
@@ -175,13 +214,6 @@ class BatchSampler:
                     f"{flag} {getattr(self, name)}: set it to {state[name]}, or add "
                     f"--allow-other-data to go on in another order"
                 )
-
-    def _window(self, sample: int) -> int:
-        """The window that a row shows, by its number over all epochs."""
-        epoch, position = divmod(sample, self.num_windows)
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.num_windows, seed=self.seed, epoch=epoch))
-        return int(self._order[1][position])
 
 
 def epoch_order(num_windows: int, *, seed: int, epoch: int) -> IntArray:

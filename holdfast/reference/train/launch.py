@@ -7,24 +7,29 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
-from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups
+from holdfast.parallel.ranks import shorten_ranks
+from holdfast.reference.train.base import BaseTrainer
 from holdfast.reference.train.config import TrainConfig
 from holdfast.reference.train.data import Corpus, read_corpus
+from holdfast.reference.train.digits import Digits, read_digits
 from holdfast.reference.train.launch_environment import RUN_PREFIX, LaunchEnvironment
 from holdfast.reference.train.loop import Trainer
 from holdfast.reference.train.metrics import Reporter
+from holdfast.reference.train.multimodal import MultimodalTrainer
 from holdfast.reference.train.stopping import (
     StopRequest,
     handle_stop_signals,
@@ -64,30 +69,72 @@ def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
     Raises:
         HoldfastError: a mistake or a failure, on every rank.
     """
-    layout = config.check(world_size=environment.world_size)
+    config.check(world_size=environment.world_size)
     device = _pick_device(config, environment=environment)
     _set_determinism(config, device=device)
     request = request_of_launcher() if environment.is_ours else StopRequest()
     is_speaker = environment.rank == 0 and not environment.is_ours
     with (
         handle_stop_signals(request, directories=_checkpoint_dirs(config) if is_speaker else None),
-        open_groups(layout, device=device, timeout_s=config.timeout_s) as groups,
-        ExitStack() as stack,
+        open_trainer(
+            config, world_size=environment.world_size, device=device, stop=request
+        ) as trainer,
     ):
-        corpus, reporter = open_inputs(config, groups=groups, stack=stack)
-        with Trainer(
-            config, groups=groups, corpus=corpus, reporter=reporter, device=device, stop=request
-        ) as trainer:
-            if reporter is not None:
-                reporter.note(summary(trainer))
-                if config.checkpoint.save is None:
-                    reporter.note("nothing of this run is saved: --save DIR does", style="yellow")
-            with _lost_ranks_explained(groups.rank):
-                stop_signal = trainer.run()
-            if stop_signal and environment.rank == 0:
-                print_line(_stop_message(trainer, stop_signal))
-                request.record_stop(stop_signal)
+        if trainer.reporter is not None:
+            trainer.reporter.note(summary(trainer))
+            if config.checkpoint.save is None:
+                trainer.reporter.note(
+                    "nothing of this run is saved: --save DIR does", style="yellow"
+                )
+        with _lost_ranks_explained(trainer.groups.rank):
+            stop_signal = trainer.run()
+        if stop_signal and environment.rank == 0:
+            print_line(_stop_message(trainer, stop_signal))
+            request.record_stop(stop_signal)
     return 128 + stop_signal if stop_signal and not environment.is_ours else 0
+
+
+@contextmanager
+def open_trainer(
+    config: TrainConfig, *, world_size: int, device: torch.device, stop: StopRequest | None = None
+) -> Iterator[BaseTrainer]:
+    """The trainer of a run, with its communicators, data and reports; collective.
+
+    Args:
+        config: the run.
+        world_size: processes of it.
+        device: of this one.
+        stop: asks for an end at the next step boundary.
+    """
+    with ExitStack() as stack:
+        if config.vision.multimodal:
+            modules = stack.enter_context(
+                open_modules(
+                    config.module_layouts(world_size=world_size),
+                    device=device,
+                    timeout_s=config.timeout_s,
+                )
+            )
+            digits, reporter = open_digits(config, groups=modules.union, stack=stack)
+            yield stack.enter_context(
+                MultimodalTrainer(
+                    config,
+                    groups=modules,
+                    digits=digits,
+                    reporter=reporter,
+                    device=device,
+                    stop=stop,
+                )
+            )
+            return
+        layout = config.check(world_size=world_size)
+        groups = stack.enter_context(open_groups(layout, device=device, timeout_s=config.timeout_s))
+        corpus, reporter = open_inputs(config, groups=groups, stack=stack)
+        yield stack.enter_context(
+            Trainer(
+                config, groups=groups, corpus=corpus, reporter=reporter, device=device, stop=stop
+            )
+        )
 
 
 def _checkpoint_dirs(config: TrainConfig) -> tuple[Path | None, ...]:
@@ -95,7 +142,7 @@ def _checkpoint_dirs(config: TrainConfig) -> tuple[Path | None, ...]:
     return config.checkpoint.save, config.checkpoint.load
 
 
-def _stop_message(trainer: Trainer, stop_signal: int) -> str:
+def _stop_message(trainer: BaseTrainer, stop_signal: int) -> str:
     """One line: the signal, the step, and the checkpoint to go on from."""
     stopped = f"stopped by {signal_name(stop_signal)} after step {trainer.progress.step}"
     if trainer.safe is None:
@@ -124,6 +171,28 @@ def open_groups(
         dist.destroy_process_group()
 
 
+@contextmanager
+def open_modules(
+    layouts: ModuleLayouts, *, device: torch.device, timeout_s: float
+) -> Iterator[ModuleGroups]:
+    """The communicators of all modules over the environment's world; also for one process."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # One process has no launcher to meet: it has a store of its own.
+    alone = (
+        {"store": HashStore(), "rank": 0, "world_size": 1} if layouts.union.world_size == 1 else {}
+    )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        timeout=timedelta(seconds=timeout_s),
+        **alone,  # type: ignore[arg-type]
+    )
+    try:
+        with ModuleGroups.create(layouts, backend=backend, timeout_s=timeout_s) as groups:
+            yield groups
+    finally:
+        dist.destroy_process_group()
+
+
 def open_inputs(
     config: TrainConfig, *, groups: ProcessGroups, stack: ExitStack
 ) -> tuple[Corpus, Reporter | None]:
@@ -132,24 +201,74 @@ def open_inputs(
     Raises:
         ConfigError, StorageError: on every rank, naming the rank whose text or file is at fault.
     """
+    return _open(
+        config,
+        groups=groups,
+        stack=stack,
+        read=lambda: read_corpus(config.data.data),
+        what="text",
+        fix="put the same files on every machine, or name a shared directory with --data",
+    )
+
+
+def open_digits(
+    config: TrainConfig, *, groups: ProcessGroups, stack: ExitStack
+) -> tuple[Digits, Reporter | None]:
+    """Read the digits on every rank and open the reports on one; all ranks fail together.
+
+    Raises:
+        ConfigError, StorageError: on every rank, naming the rank whose digits or file is at fault.
+    """
+    return _open(
+        config,
+        groups=groups,
+        stack=stack,
+        read=read_digits,
+        what="digits",
+        fix="install the same version of scikit-learn on every machine",
+    )
+
+
+class _HasFingerprint(Protocol):
+    """Data of a run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal data."""
+        ...
+
+
+_Data = TypeVar("_Data", bound=_HasFingerprint)
+
+
+def _open(
+    config: TrainConfig,
+    *,
+    groups: ProcessGroups,
+    stack: ExitStack,
+    read: Callable[[], _Data],
+    what: str,
+    fix: str,
+) -> tuple[_Data, Reporter | None]:
+    """Read data on every rank and open the reports on one; all ranks fail together."""
     error: HoldfastError | None = None
-    corpus, reporter = None, None
+    data: _Data | None = None
+    reporter = None
     control = groups.control
     try:
-        corpus = read_corpus(config.data.data)
+        data = read()
         if control.is_coordinator:
             reporter = stack.enter_context(Reporter(config.log, num_steps=config.steps))
     except HoldfastError as reason:
         error = reason
-    mine = corpus.fingerprint.encode() if corpus is not None else b""
-    prints = control.agree(error, phase="read text", payload=mine)
+    mine = data.fingerprint.encode() if data is not None else b""
+    prints = control.agree(error, phase=f"read {what}", payload=mine)
     odd = [rank for rank, seen in zip(control.ranks, prints, strict=True) if seen != prints[0]]
-    if odd or corpus is None:
+    if odd or data is None:
         raise ConfigError(
-            f"the text on rank(s) {odd} is not that of rank {control.ranks[0]}: put the same files "
-            f"on every machine, or name a shared directory with --data"
+            f"the {what} on rank(s) {odd} is not that of rank {control.ranks[0]}: {fix}"
         )
-    return corpus, reporter
+    return data, reporter
 
 
 def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | None:
@@ -305,17 +424,33 @@ def _set_determinism(config: TrainConfig, *, device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def summary(trainer: Trainer) -> str:
+def summary(trainer: BaseTrainer) -> str:
     """One line about a run for its beginning."""
-    layout, sampler = trainer.groups.layout, trainer.sampler
+    if isinstance(trainer, MultimodalTrainer):
+        where = "; ".join(
+            f"{name} as {_axes(layout)} on ranks {shorten_ranks(layout.ranks)}"
+            for name, layout in trainer.modules.layouts.items()
+        )
+        return (
+            f"{where} ({trainer.device.type}, {trainer.config.precision}); "
+            f"{trainer.sampler.digits.source}"
+        )
+    if not isinstance(trainer, Trainer):
+        return f"a {type(trainer).__name__}"
+    sampler = trainer.sampler
     num_parameters = sum(p.numel() for p in trainer.model.module.parameters())
-    axes = " x ".join(
-        f"{axis.upper()}{layout.size(axis)}"
-        for axis in ("tp", "cp", "dp", "pp")
-        if layout.size(axis) > 1
-    )
     return (
-        f"{num_parameters:,} parameters on {axes or 'one process'} ({trainer.device.type}, "
+        f"{num_parameters:,} parameters on {_axes(trainer.groups.layout)} ({trainer.device.type}, "
         f"{trainer.config.precision}); {sampler.corpus.nbytes / 1e6:.1f} MB of text in "
         f"{sampler.corpus.num_files} files from {sampler.corpus.source}"
     )
+
+
+def _axes(layout: Layout) -> str:
+    """A layout's axes of several ranks, for people."""
+    axes = [
+        f"{axis.upper()}{layout.size(axis)}"
+        for axis in ("tp", "cp", "dp", "pp")
+        if layout.size(axis) > 1
+    ]
+    return " x ".join(axes) or "one process"

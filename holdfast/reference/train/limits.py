@@ -26,6 +26,10 @@ _MOST_OF: dict[str, float] = {
     "mlp_dim": 2**24,
     "expert_dim": 2**24,
     "num_heads": 2**24,
+    "vision_layers": 10**5,
+    "vision_dim": 2**24,
+    "vision_heads": 2**24,
+    "projector_dim": 2**24,
     "state_dim": 2**24,
     "state_heads": 2**24,
     "state_groups": 2**24,
@@ -41,12 +45,14 @@ _POSITIVE = frozenset(
         *("nproc", "steps", "timeout_s", "seq_len", "global_batch_size", "log_interval"),
         *("save_interval", "bucket_nbytes", "tp", "pp", "cp", "ep", "expt_tp", "dp"),
         *("stages_per_rank", "stage_layers", "vocab_size", "num_layers", "model_dim", "num_heads"),
+        *("vision_layers", "vision_dim", "vision_heads", "projector_dim", "vision_tp"),
         *("num_experts", "top_k", "state_dim", "state_expand", "conv_width", "rope_base"),
+        "init_std",
     }
 )
 """Where 0 has no meaning either."""
 
-_BELOW_1 = frozenset({"beta1", "beta2", "dropout"})
+_BELOW_1 = frozenset({"beta1", "beta2", "dropout", "vision_dropout"})
 """Decays and probabilities."""
 
 

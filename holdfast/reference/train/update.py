@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from holdfast.optim.norms import (
     scale_gradients,
 )
 from holdfast.reference.models.parallelize import ParallelGPT
+from holdfast.reference.models.split import SplitModule
 from holdfast.reference.train.config import OptimConfig
 
 
@@ -87,18 +88,7 @@ class ShardedUpdate:
     def __init__(
         self, model: ParallelGPT, *, optim: OptimConfig, scaler: LossScaler | None
     ) -> None:
-        experts = [p for p in model.module.parameters() if _is_expert(p)]
-        chosen = set(experts)
-        dense = [p for p in model.module.parameters() if p not in chosen]
-        members = {"dense": (dense, "dp_cp")}
-        if "e" in model.config.feeds:  # on every rank, also on one whose stages have none
-            members["experts"] = (experts, "expt_dp")
-        self.optimizer = ChainedOptimizer(
-            {
-                name: _sharded(name, parameters, model=model, optim=optim, over=over)
-                for name, (parameters, over) in members.items()
-            }
-        )
+        self.optimizer = chain_sharded(model, optim=optim, divisor=model.groups.size("dp_cp"))
         self._model = model
         self._scaler = scaler
 
@@ -210,17 +200,56 @@ def _skipped_step(norm: GradientNorm, *, scale: float, scaler: LossScaler | None
     )
 
 
-def _sharded(
-    name: str, parameters: list[nn.Parameter], *, model: ParallelGPT, optim: OptimConfig, over: str
+def chain_sharded(model: ParallelGPT, *, optim: OptimConfig, divisor: int) -> ChainedOptimizer:
+    """Sharded optimizers of a GPT's dense and expert parameters; collective.
+
+    Args:
+        model: the GPT.
+        optim: which optimizer, and how it is sharded.
+        divisor: the ranks whose losses are averaged.
+    """
+    experts = [p for p in model.module.parameters() if _is_expert(p)]
+    chosen = set(experts)
+    dense = [p for p in model.module.parameters() if p not in chosen]
+    members = {"dense": (dense, "dp_cp")}
+    if "e" in model.config.feeds:  # on every rank, also on one whose stages have none
+        members["experts"] = (experts, "expt_dp")
+    return ChainedOptimizer(
+        {
+            name: make_sharded(
+                name, parameters, model=model, optim=optim, over=over, divisor=divisor
+            )
+            for name, (parameters, over) in members.items()
+        }
+    )
+
+
+def make_sharded(
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    *,
+    model: SplitModule[Any],
+    optim: OptimConfig,
+    over: str = "dp_cp",
+    divisor: int,
 ) -> ShardedOptimizer:
-    """The sharded optimizer of one kind of parameters."""
+    """The sharded optimizer of one kind of parameters of a module; collective.
+
+    Args:
+        name: of the optimizer.
+        parameters: of the module.
+        model: the module on its groups.
+        optim: which optimizer, and how it is sharded.
+        over: the data ranks.
+        divisor: the ranks whose losses are averaged, which may be those of another module.
+    """
     return ShardedOptimizer(
         model.module,
-        _groups(parameters, weight_decay=optim.weight_decay),
+        _groups(list(parameters), weight_decay=optim.weight_decay),
         make=_maker(optim),
         groups=model.groups,
         over=over,
-        divisor=model.groups.size("dp_cp"),
+        divisor=divisor,
         stage=2 if optim.zero == 2 else 1,
         bucket_nbytes=optim.bucket_nbytes,
         overlap=True,

@@ -1,0 +1,405 @@
+"""What every trainer does, whatever it trains: the loop, saves, resuming, reports, stopping."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
+from holdfast.errors import ConfigError, FaultError, HoldfastError
+from holdfast.optim import LossScaler, StepOutcome
+from holdfast.parallel import ProcessGroups
+from holdfast.reference.train.config import CheckpointConfig, OptimConfig, TrainConfig
+from holdfast.reference.train.data import EpochSampler
+from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
+from holdfast.reference.train.rank_log import RankLog
+from holdfast.reference.train.resume import check_save, find_checkpoint
+from holdfast.reference.train.schedule import HasParamGroups, Schedule, ScheduleSettings
+from holdfast.reference.train.stopping import StopRequest, StopWhenAsked
+from holdfast.retention.policies import KeepEvery, KeepLast, Policy
+from holdfast.save_when.policies import AtStep, EverySteps
+from holdfast.save_when.schedule import SaveSchedule
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of matrix products by `--precision`."""
+
+
+class BaseTrainer(ABC):
+    """A training state, the loop that changes it step by step, and its checkpoints.
+
+    Everything that a checkpoint has to bring back is in `state()`; nothing else changes from step
+    to step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        groups: ProcessGroups,
+        optimizer: HasParamGroups,
+        sampler: EpochSampler,
+        scaler: LossScaler | None,
+        reporter: Reporter | None,
+        stop: StopRequest | None,
+    ) -> None:
+        """Everything but the model, at step 0.
+
+        Args:
+            config: checked by `TrainConfig.check`.
+            groups: of all ranks of the run: checkpoints and agreement.
+            optimizer: whose groups the schedule sets.
+            sampler: of the rows of each step.
+            scaler: of the loss; absent without scaling.
+            reporter: where this rank reports; absent on all ranks but one.
+            stop: asks for an end at the next step boundary; any rank's counts for all.
+        """
+        self.config = config
+        self.groups = groups
+        self.reporter = reporter
+        self.scaler = scaler
+        self.schedule = Schedule(
+            optimizer,
+            settings=_schedule_settings(config.optim, num_steps=config.steps),
+            on_override=self._note,
+        )
+        self.progress = Progress(sampler, allow_other_data=config.data.allow_other_data)
+        self._checkpointer = _make_checkpointer(config.checkpoint, groups=groups)
+        policy = EverySteps(config.checkpoint.save_interval) | AtStep(config.steps)
+        stopping = StopWhenAsked(stop or StopRequest(), reporter)
+        self._save_schedule = SaveSchedule(policy | stopping, control=groups.control)
+        self._save_schedule.saved(0)  # a run that has not begun has nothing to keep
+        self._pending: tuple[PendingSave, float, float] | None = None
+        log_in = config.checkpoint.save if config.log.rank_log else None
+        self._log = RankLog(log_in, layout=groups.layout, rank=groups.rank)
+        self._damaged: tuple[int, ...] = ()
+        self.safe: tuple[int, Path] | None = None
+        """The step that a run can go on from, and the directory it is in; None before any is."""
+
+    @abstractmethod
+    def state(self) -> dict[str, object]:
+        """The whole training state by part; what `Checkpointer` saves and loads into."""
+
+    @abstractmethod
+    def train_step(self) -> StepMetrics:
+        """One optimizer step on the next global batch.
+
+        With sharded optimizers updated parameters may still be on their way when it returns; the
+        next step and `save` wait for them, anything else calls `synchronize()`.
+
+        Raises:
+            FaultError: on every rank, before the update, if loss or gradient is not finite; with
+                a loss scale, only when that cannot be lowered any more.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until this rank's parameters are whole and up to date."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Take the optimizer's hooks off the model."""
+
+    @abstractmethod
+    def after_step(self, step: int) -> None:
+        """What else is to be done once a step is finished; collective."""
+
+    def __enter__(self) -> Self:
+        """Itself; leaving gives back the staging memory and the hooks on the model."""
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Give back the staging memory and the hooks; groups and reporter are the caller's."""
+        if error is None:
+            self.detach()
+        self._save_schedule.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+    def run(self) -> int:
+        """Resume if configured to, then train to the last step; see `resume` and `train`."""
+        self.resume()
+        if self.progress.step >= self.config.steps:
+            self._note(
+                f"step {self.progress.step} of {self.config.steps}: nothing is left to train; "
+                f"raise --steps to go on"
+            )
+        return self.train()
+
+    def train(self) -> int:
+        """Train from where the state is to the last step, and save on the way; collective.
+
+        Returns:
+            0, or the number of the signal that stopped the run on all ranks before the last step;
+            the state of that step is saved.
+
+        Raises:
+            HoldfastError: on every rank; a save that failed, or a loss or gradient that is not
+                finite.
+        """
+        num_steps = self.config.steps
+        decision = self._save_schedule.decide(self.progress.step)
+        while self.progress.step < num_steps and not decision.stop:
+            metrics = self.train_step()
+            if self.reporter is not None:
+                self.reporter.step(metrics)
+            self.after_step(metrics.step)
+            decision = self._save_schedule.decide(metrics.step)
+            if decision.save and self._checkpointer is not None:
+                self.save()
+            self._report_finished()
+        self.synchronize()
+        self._finish_save()
+        return decision.votes[-1] if self.progress.step < num_steps else 0
+
+    def _check(self, outcome: StepOutcome, *, loss: float) -> StepOutcome:
+        """The outcome of a step, if it updated or a lower loss scale can help; else FaultError."""
+        if outcome.skipped and (self.scaler is None or outcome.loss_scale <= self.scaler.minimum):
+            raise FaultError(
+                f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
+                f"finite on {len(outcome.bad_ranks)} of {self.groups.layout.world_size} ranks "
+                f"{list(outcome.bad_ranks)}; no update was made. Resume from the last checkpoint "
+                f"with a lower --lr"
+            )
+        return outcome
+
+    def save(self) -> None:
+        """Save the state at the current step; collective.
+
+        With `async_save` it returns once the state is copied; the save is reported as saved at the
+        first step after it is committed.
+        """
+        if self._checkpointer is None:
+            raise ConfigError("a save in a run without --save: add --save DIR")
+        state = self.state()
+        if not self.config.checkpoint.save_optim:
+            state = _without(state, {"optimizer"})
+        if not self.config.checkpoint.save_rng:
+            state = _without(state, {"rng"})
+        started, began = time.perf_counter(), time.time()
+        step = self.progress.step
+        self._save_schedule.saved(step)
+        overwrite = step in self._damaged
+        if self.config.checkpoint.async_save:
+            self._finish_save()
+            pending = self._checkpointer.save_async(step, state, overwrite=overwrite)
+            self._pending = (pending, time.perf_counter() - started, began)
+        else:
+            report = self._checkpointer.save(step, state, overwrite=overwrite)
+            self._report_save(report, time.perf_counter() - started, began=began)
+
+    def _report_finished(self) -> None:
+        """Report the asynchronous save in flight once it is committed; waits for nothing.
+
+        One that failed is left to `_finish_save`, which raises on all ranks at the same place.
+        """
+        if self._pending is not None and self._pending[0].phase == "committed":
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the asynchronous save in flight, if any, and report it."""
+        if self._pending is not None:
+            (pending, seconds, began), self._pending = self._pending, None
+            self._report_save(pending.result(), seconds, began=began)
+
+    def _report_save(self, report: SaveReport, seconds: float, *, began: float) -> None:
+        """Report a committed save, from which the run can now go on."""
+        if self.config.checkpoint.save is not None:
+            self.safe = (report.step, self.config.checkpoint.save)
+        self._log.save(report, began=began)
+        if self.reporter is not None:
+            self.reporter.event(
+                "save",
+                {
+                    "step": report.step,
+                    "path": str(report.path),
+                    "nbytes": report.total_nbytes,
+                    "seconds": round(seconds, 4),
+                    "phases": {name: round(value, 4) for name, value in report.seconds.items()},
+                },
+            )
+            self.reporter.note(
+                f"saved step {report.step}: {readable_nbytes(report.total_nbytes)} in "
+                f"{seconds:.2f} s  {report.path}",
+                style="green",
+            )
+
+    def resume(self) -> LoadReport | None:
+        """Load what the configuration asks for; None if this run begins afresh. Collective."""
+        checkpoint = self.config.checkpoint
+        step = find_checkpoint(checkpoint, control=self.groups.control)
+        if checkpoint.load is None or step is None:
+            if checkpoint.load is not None:
+                self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
+            return None
+        state = self.state()
+        chosen = {
+            "optimizer": checkpoint.load_optim,
+            "scheduler": checkpoint.load_scheduler,
+            "rng": checkpoint.load_rng,
+        }
+        if checkpoint.finetune:
+            chosen = dict.fromkeys(map(_kind, state), False) | {"model": True}
+        started, began = time.perf_counter(), time.time()
+        report = Checkpointer(checkpoint.load, groups=self.groups).load(
+            _without(state, {kind for kind, is_chosen in chosen.items() if not is_chosen}),
+            step=None if checkpoint.max_fallbacks else step,
+            allow_missing=self.may_be_missing,
+            max_fallbacks=checkpoint.max_fallbacks,
+        )
+        self._after_load(report)
+        self._log.load(report, began=began)
+        if report.missing:
+            self._note(self.describe_missing(report))
+        seconds = time.perf_counter() - started
+        # The optimizer's part brings the stored lr: this run's schedule applies.
+        self.schedule.apply()
+        self._report_load(report, seconds=seconds)
+        return report
+
+    @property
+    def may_be_missing(self) -> tuple[str, ...]:
+        """Parts that a checkpoint need not have."""
+        return ("scaler",)
+
+    def describe_missing(self, report: LoadReport) -> str:
+        """What a person reads where some were missing."""
+        del report
+        return "the checkpoint was trained without a loss scale: it starts afresh"
+
+    def _after_load(self, report: LoadReport) -> None:
+        """Note the step that is on storage, and the damaged ones to save over after a fallback."""
+        checkpoint = self.config.checkpoint
+        if not checkpoint.finetune:
+            self._save_schedule.saved(report.step)
+        if checkpoint.load is not None:
+            self.safe = (report.step, checkpoint.load)
+        for given_up in report.fell_back:
+            self._note(f"{given_up.summary} and was given up")
+        if not report.fell_back or checkpoint.save is None or checkpoint.load is None:
+            return
+        error: HoldfastError | None = None
+        if checkpoint.save.resolve() == checkpoint.load.resolve():
+            self._damaged = tuple(given_up.step for given_up in report.fell_back)
+        elif self.groups.control.is_coordinator and not checkpoint.finetune:
+            try:
+                check_save(checkpoint.save, begins_at=report.step)
+            except HoldfastError as reason:
+                error = reason
+        self.groups.control.agree(error, phase="after a fallback")
+
+    def _report_load(self, report: LoadReport, *, seconds: float) -> None:
+        """Report what was loaded, and from where."""
+        if self.reporter is None:
+            return
+        self.reporter.event(
+            "load",
+            {
+                "step": report.step,
+                "path": str(self.config.checkpoint.load),
+                "begins_at": self.progress.step,
+                "nbytes_read": report.job.nbytes_read,
+                "nbytes_needed": report.job.nbytes_needed,
+                "seconds": round(seconds, 4),
+            },
+        )
+        what = "weights of step" if self.config.checkpoint.finetune else "step"
+        self._note(
+            f"loaded {what} {report.step} from {self.config.checkpoint.load}: "
+            f"{readable_nbytes(report.job.nbytes_read)} read by all ranks in {seconds:.2f} s"
+        )
+
+    def _note(self, text: str) -> None:
+        """One line for the person, on the rank that reports."""
+        if self.reporter is not None:
+            self.reporter.note(text, style="yellow")
+
+
+class Progress:
+    """How far the run is: finished steps and the position in the data."""
+
+    def __init__(self, sampler: EpochSampler, *, allow_other_data: bool = False) -> None:
+        self.step = 0
+        """Finished optimizer steps."""
+        self._sampler = sampler
+        self._allow_other_data = allow_other_data
+
+    def advance(self) -> None:
+        """A step is finished."""
+        self.step += 1
+        self._sampler.advance()
+
+    def state_dict(self) -> dict[str, object]:
+        """Plain numbers and strings, equal on all ranks."""
+        return {"step": self.step, "data": self._sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take a position; MismatchError if it is one in other data."""
+        step, data = state["step"], state["data"]
+        self._sampler.load_state_dict(data, allow_other=self._allow_other_data)  # type: ignore[arg-type]
+        self.step = int(step)  # type: ignore[call-overload]
+
+
+def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSettings:
+    """The curves that the options describe."""
+    end = optim.end_weight_decay
+    return ScheduleSettings(
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        warmup_steps=optim.warmup_steps,
+        decay_steps=optim.decay_steps or num_steps,
+        weight_decay=optim.weight_decay,
+        end_weight_decay=optim.weight_decay if end is None else end,
+    )
+
+
+def seed_generators(value: int) -> None:
+    """Seed Python's, NumPy's and torch's streams of the process."""
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed that is a function of these parts' texts; different ones have different seeds."""
+    text = ":".join(map(str, parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _kind(name: str) -> str:
+    """What a part is, without the module it is of: `vision.optimizer` is an optimizer."""
+    return name.rpartition(".")[2]
+
+
+def _without(state: dict[str, object], kinds: Collection[str]) -> dict[str, object]:
+    """A state without the parts of some kinds."""
+    return {name: part for name, part in state.items() if _kind(name) not in kinds}
+
+
+def _make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
+    """What saves are made with; None for a run that makes none."""
+    if config.save is None:
+        return None
+    return Checkpointer(
+        config.save,
+        groups=groups,
+        retention=_retention(config),
+        replicate_over=config.replicate_over,
+        max_copy_fraction=config.max_copy_fraction,
+    )
+
+
+def _retention(config: CheckpointConfig) -> Policy | None:
+    """Which checkpoints to keep; None keeps all."""
+    if config.keep_last == 0:
+        return None
+    policy: Policy = KeepLast(config.keep_last)
+    return policy | KeepEvery(config.keep_every) if config.keep_every else policy
