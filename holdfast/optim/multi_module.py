@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -207,14 +207,7 @@ class MultiModuleOptimizer(TorchInterface):
                 num_tokens=num_tokens,
                 count_zeros=count_zeros,
             )
-            sums = self._sum_up(mine, failure)
-            tokens = self._sum.total_tokens(sums)
-            outcome, factor = self._decide(mine, sums, tokens)
-            for each in _distinct(scaler):
-                each.update(overflowed=outcome.skipped)
-            if not outcome.skipped:
-                scale = outcome.loss_scale * (1 if tokens is None else tokens)
-                self._update_together(factor / scale, sums, weights=self._weights(tokens))
+            outcome = self._decide_and_update(mine, failure, scalers=_distinct(scaler))
         except BaseException:
             with contextlib.suppress(DeadlineError):  # of a rank that the error has named
                 self.drop_gradients()
@@ -309,6 +302,21 @@ class MultiModuleOptimizer(TorchInterface):
             mine = Contribution(has_failed=True)
         return mine, failure
 
+    def _decide_and_update(
+        self, mine: Contribution, failure: Exception | None, *, scalers: Sequence[LossScaler]
+    ) -> MultiModuleOutcome:
+        """What comes after the gradients: the sum, the decision, loss scales, and the update."""
+        sums = self._sum_up(mine, failure)
+        tokens = self._sum.total_tokens(sums)
+        outcome, factor = self._decide(mine, sums, tokens)
+        # Only now: a scale that was updated from less than all ranks know would drift.
+        for scaler in scalers:
+            scaler.update(overflowed=outcome.skipped)
+        if not outcome.skipped:
+            scale = outcome.loss_scale * (1 if tokens is None else tokens)
+            self._update_together(factor / scale, sums, weights=self._weights(tokens))
+        return outcome
+
     def _sum_up(self, mine: Contribution, failure: Exception | None) -> StepSums:
         """What all ranks contribute; raises on all ranks what any of them has."""
         phase = "multi-module step: gradients"
@@ -392,6 +400,9 @@ class MultiModuleOptimizer(TorchInterface):
                     f"scaler has no LossScaler for {', '.join(map(repr, missing)) or 'any module'};"
                     f" give each trained module one, or all of them the same one"
                 )
+        for each in _distinct(scaler):
+            if not isinstance(each, LossScaler):
+                raise ConfigError(f"scaler: a {type(each).__name__} is no LossScaler")
         scales = {each.scale for each in _distinct(scaler)}
         if len(scales) > 1 and isinstance(scaler, Mapping):
             listed = ", ".join(f"{each.scale:g} of {m!r}" for m, each in scaler.items())

@@ -245,3 +245,27 @@ def saved(context: RankContext, root: str) -> None:
 def test_state_of_each_inner_optimizer_comes_back_under_its_module(tmp_path: Path) -> None:
     """M3."""
     run_ranks(5, saved, str(tmp_path))
+
+
+def unreduced(context: RankContext) -> None:
+    """A gradient that one of two data ranks has was not reduced: no rank may use it."""
+    specs = {"one": Spec(sizes={"dp": 2}, kind="reduced"), "two": Spec(sizes={"dp": 2})}
+    with ModuleGroups.create(layouts_of(specs)) as groups:
+        modules = build(groups, specs)
+        parameters = list(modules["one"].model.parameters())
+        inner = sgd([{"params": parameters}])
+        optimizer = MultiModuleOptimizer(
+            groups,
+            {"one": ReducedOptimizer(inner, groups["one"]), "two": modules["two"].stepper},
+        )
+        before = [p.detach().clone() for p in parameters]
+        for parameter in parameters[context.rank :]:
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(ConfigError, match=r"module 'one': .*on 1 of the 2 ranks of 'dp_cp'"):
+            optimizer.step()
+        assert all(torch.equal(p, was) for p, was in zip(parameters, before, strict=True))
+        assert all(p.grad is None for p in parameters)
+
+
+def test_a_plain_optimizer_refuses_gradients_that_only_some_ranks_have() -> None:
+    run_ranks(2, unreduced)

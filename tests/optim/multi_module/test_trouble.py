@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,6 +277,7 @@ def settings(context: RankContext) -> list[str]:
                 ({"max_norm": -1.0 if odd else 2.0}, r"rank 2: max_norm=-1.0 is not"),
                 ({"count_zeros": odd}, "differ in count_zeros"),
                 ({"scaler": {}} if odd else {}, "rank 2: scaler has no LossScaler"),
+                ({"scaler": SimpleNamespace(scale=1.0)} if odd else {}, "rank 2: .*no LossScaler"),
                 ({"closure": print} if odd else {}, r"rank 2: step\(closure\)"),
             ):
                 with pytest.raises(HoldfastError, match=match) as caught:
