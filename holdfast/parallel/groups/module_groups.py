@@ -180,6 +180,13 @@ class ModuleGroups:
         """Close, whether or not the body raised."""
         self.close()
 
+    def __getattr__(self, name: str) -> object:
+        """Refuse: what takes the groups of one layout takes those of a module, or of the union."""
+        raise AttributeError(
+            f"ModuleGroups has no attribute {name!r}: where groups of one layout are asked for, "
+            f"pass those of a module, groups[module], or of all ranks together, groups.union."
+        )
+
     def __repr__(self) -> str:
         """Layouts, rank, and the modules here."""
         return f"ModuleGroups({self.layouts!r}, rank {self.rank}, with {', '.join(self._modules)})"

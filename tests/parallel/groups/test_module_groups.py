@@ -223,3 +223,12 @@ def test_what_fails_on_one_rank_is_raised_on_all(what: str, kind: str, parts: li
             assert part in text, (rank, text)
         assert is_clean, (rank, text)
     assert time.monotonic() - started < 15  # no rank waits for its deadline
+
+
+def test_module_groups_do_not_pass_for_those_of_one_layout() -> None:
+    """What takes ProcessGroups says which of them to give."""
+    with (
+        ModuleGroups.create(ModuleLayouts({"vision": Layout()})) as groups,
+        pytest.raises(AttributeError, match=r"groups\[module\].*groups\.union"),
+    ):
+        _ = groups.layout
