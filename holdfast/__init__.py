@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
+    from holdfast.bridge import Bridge, Bridged
     from holdfast.checkpoint import (
         Checkpointer,
         CheckpointerStats,
@@ -34,7 +35,14 @@ if TYPE_CHECKING:
     from holdfast.format.inventory import CheckpointInfo, PartInfo
     from holdfast.format.values import Codec, Codecs
     from holdfast.fsdp import ShardedModel, fully_shard_model
-    from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
+    from holdfast.optim import (
+        ChainedOptimizer,
+        LossScaler,
+        MultiModuleOptimizer,
+        MultiModuleOutcome,
+        ReducedOptimizer,
+        ShardedOptimizer,
+    )
     from holdfast.parallel import (
         Bandwidths,
         Control,
@@ -83,6 +91,8 @@ __all__ = [
     "AtDeadline",
     "AtStep",
     "Bandwidths",
+    "Bridge",
+    "Bridged",
     "ChainedOptimizer",
     "CheckpointInfo",
     "Checkpointer",
@@ -115,6 +125,8 @@ __all__ = [
     "ModuleRNG",
     "ModuleRole",
     "ModuleState",
+    "MultiModuleOptimizer",
+    "MultiModuleOutcome",
     "OnFile",
     "OnLayout",
     "OnSignal",
@@ -128,6 +140,7 @@ __all__ = [
     "PlanError",
     "PosixStorage",
     "ProcessGroups",
+    "ReducedOptimizer",
     "Replicated",
     "SavePolicy",
     "SaveReport",
@@ -176,7 +189,15 @@ _ROOMS = {
         "SavePolicy",
     ),
     "holdfast.format.values": ("Codec", "Codecs"),
-    "holdfast.optim": ("ChainedOptimizer", "LossScaler", "ShardedOptimizer"),
+    "holdfast.bridge": ("Bridge", "Bridged"),
+    "holdfast.optim": (
+        "ChainedOptimizer",
+        "LossScaler",
+        "MultiModuleOptimizer",
+        "MultiModuleOutcome",
+        "ReducedOptimizer",
+        "ShardedOptimizer",
+    ),
     "holdfast.parallel": (
         "Bandwidths",
         "Control",

@@ -56,8 +56,8 @@ class Bridge:
     to each destination rank of the first stage and from each source data rank that it takes from.
     Of a backward, one agreement, and a message to each source rank of the last stage from each
     destination data rank and cp coordinate that it gave to. A rank sends nothing to itself. Bytes
-    are those of the tokens once for each such pair. Both end when this rank's messages have
-    arrived; with NCCL, when they are in the stream.
+    are those of the tokens once for each such pair. Both return when this rank's messages
+    have arrived, and no later use of memory waits for them.
     """
 
     __slots__ = ("_num_forwards", "_route")

@@ -44,7 +44,7 @@ def exchange(
     """Send and receive; on return every tensor has arrived and none is read any more.
 
     Nothing is waited for before everything is started, so no order of ranks can deadlock. With NCCL
-    the messages are one batch on the communicator's stream, which the current stream waits for.
+    the messages are one batch on the communicator's stream, and this thread waits for them, too.
 
     Args:
         leaving: to send. Between two ranks the order of messages is the same at both ends.
@@ -81,6 +81,11 @@ def exchange(
         works = dist.batch_isend_irecv(batch)
     except RuntimeError as error:
         raise _late(what, names, error) from error
+    _wait(works, names, deadline=deadline, what=what)
+
+
+def _wait(works: Sequence[dist.Work], names: Sequence[str], *, deadline: float, what: str) -> None:
+    """Wait for all messages; DeadlineError that names those which did not complete."""
     for index, work in enumerate(works):
         remaining = deadline - time.monotonic()
         try:
@@ -88,7 +93,7 @@ def exchange(
         except RuntimeError as error:
             if len(works) != len(names):  # NCCL completes a batch as one
                 raise _late(what, names, error) from error
-            late = names[index : index + 1]
+            late = [names[index]]
             if time.monotonic() >= deadline:
                 rest = zip(names[index + 1 :], works[index + 1 :], strict=True)
                 late += [name for name, each in rest if not _has_completed(each)]

@@ -81,24 +81,20 @@ def compare_ranks(
     layouts: ModuleLayouts, by_rank: Mapping[int, Mapping[str, list[Any]]]
 ) -> dict[str, int]:
     """Each module's divisor; the same ConfigError on all ranks where those of a module differ."""
-    divisors = {}
     for module, layout in layouts.items():
-        for index, what in enumerate(("optimizer", "divisor", "parameters in a ReducedOptimizer")):
-            peers: dict[Any, list[int]] = {}
+        for index, what in enumerate(("kind of optimizer", "divisor", "parameters")):
+            peers: dict[int, dict[int, Any]] = {}
             for rank in layout.ranks:
-                # Only what a ReducedOptimizer has may differ between pipeline stages.
-                stage = layout.coordinates(rank)["pp"] if index == 2 else 0
-                peers.setdefault(stage, []).append(rank)
-            for ranks in peers.values():
-                first, *others = (by_rank[rank][module][index] for rank in ranks)
-                differing = [
-                    r for r, other in zip(ranks[1:], others, strict=True) if other != first
-                ]
+                # Pipeline stages have other parameters, and all else in common.
+                stage = layout.coordinates(rank)["pp"] if what == "parameters" else 0
+                peers.setdefault(stage, {})[rank] = by_rank[rank][module][index]
+            for values in peers.values():
+                first = next(iter(values))
+                differing = [rank for rank, value in values.items() if value != values[first]]
                 if differing:
                     raise ConfigError(
-                        f"module {module!r}: ranks {shorten_ranks(differing)} have another {what} "
-                        f"than rank {ranks[0]}, {by_rank[differing[0]][module][index]} instead of "
-                        f"{first}; build it alike on all ranks of the module"
+                        f"module {module!r}: ranks {shorten_ranks(differing)} differ from rank "
+                        f"{first} in {what}: {values[differing[0]]} instead of {values[first]}; "
+                        f"build it alike on all ranks of the module"
                     )
-        divisors[module] = by_rank[layout.ranks[0]][module][1]
-    return divisors
+    return {module: by_rank[layout.ranks[0]][module][1] for module, layout in layouts.items()}

@@ -215,8 +215,11 @@ class MultiModuleOptimizer(TorchInterface):
             if not outcome.skipped:
                 scale = outcome.loss_scale * (1 if tokens is None else tokens)
                 self._update_together(factor / scale, sums, weights=self._weights(tokens))
-        finally:
-            self.drop_gradients()
+        except BaseException:
+            with contextlib.suppress(DeadlineError):  # of a rank that the error has named
+                self.drop_gradients()
+            raise
+        self.drop_gradients()
         for stepper in self._steppers.values():
             count_as_stepped(stepper.optimizer)
         return outcome

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
 from holdfast.optim.checks import check_limit
 from holdfast.parallel import Layout, ProcessGroups
@@ -132,7 +132,11 @@ class LayoutSum:
         total = torch.tensor(values, dtype=torch.float64)
         for group, device in self._steps:
             total = total.to(device)
-            collectives.wait(collectives.all_reduce(total, group), what)
+            try:
+                work = collectives.all_reduce(total, group)
+            except RuntimeError as error:  # a connection that broke earlier is seen here
+                raise DeadlineError(f"{what} cannot begin: {error}") from error
+            collectives.wait(work, what)
         sums: list[float] = total.tolist()
         return sums
 

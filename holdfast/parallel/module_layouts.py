@@ -90,7 +90,7 @@ class ModuleLayouts(Mapping[str, Layout]):
         self._check_spans()
         self.union = self._make_union(ranks)
         """The layout of all ranks, by number: what agreement and a checkpoint of all run on."""
-        self.edges: tuple[tuple[str, str], ...] = tuple((a, b) for a, b in edges)
+        self.edges: tuple[tuple[str, str], ...] = tuple(map(_checked_edge, edges))
         """(source, destination) pairs, in the order given."""
         self._check_edges()
 
@@ -251,7 +251,7 @@ class ModuleLayouts(Mapping[str, Layout]):
         try:
             order.prepare()
         except graphlib.CycleError as error:
-            circle = " -> ".join(reversed(error.args[1]))
+            circle = " -> ".join(error.args[1])
             raise LayoutError(
                 f"The edges {circle} form a cycle: no module could be the first to run."
             ) from None
@@ -264,6 +264,17 @@ def _check_name(module: object) -> None:
             f"A module's name is the beginning of its keys in checkpoints: {module!r} is not "
             f"letters, digits and underscores."
         )
+
+
+def _checked_edge(edge: object) -> tuple[str, str]:
+    """A pair of names; LayoutError for anything else, such as one pair in place of a list."""
+    if isinstance(edge, str) or not isinstance(edge, Sequence) or len(edge) != 2:
+        raise LayoutError(
+            f"An edge is a pair of modules, (source, destination), and edges= a list of them; got "
+            f"{edge!r} as an edge."
+        )
+    source, destination = edge
+    return source, destination
 
 
 def _named(layout: Layout, module: str, *, prefix: str) -> Layout:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.bridge import Bridge, Bridged
+from holdfast.bridge import Bridge, Bridged, messages
 from holdfast.errors import GroupError, HoldfastError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts
 from tests.harness import RankContext, run_ranks
@@ -268,3 +268,38 @@ def aliases(rank: RankContext) -> list[bool]:
 def test_what_a_rank_has_already_is_not_copied() -> None:
     """Colocated modules narrow local memory."""
     assert run_ranks(2, aliases).results == [[True, True, False]] * 2
+
+
+# A source of which one data rank needs no gradient.
+
+
+def partly(rank: RankContext) -> tuple[Any, int]:
+    """The gradient here, and how many messages the backward had for this rank."""
+    layouts = ModuleLayouts({"a": Layout(dp=2), "b": Layout(ranks=(2,))}, edges=[("a", "b")])
+    num_messages = 0
+    start = messages.dist.batch_isend_irecv
+
+    def counted(batch: list[Any]) -> Any:
+        nonlocal num_messages
+        num_messages += len(batch)
+        return start(batch)
+
+    with ModuleGroups.create(layouts) as groups:
+        bridge = Bridge(groups, "a", "b")
+        leaf = torch.ones(2, 3, requires_grad=rank.rank == 0) if rank.rank < 2 else None
+        bridged = bridge(leaf, None if leaf is None else [1, 1])
+        messages.dist.batch_isend_irecv = counted
+        bridged.backward(None if bridged.tokens is None else torch.full((4, 3), 2.0))
+        messages.dist.batch_isend_irecv = start
+        gradient = None if leaf is None or leaf.grad is None else leaf.grad.tolist()
+        bridged = bridge(leaf, None if leaf is None else [1, 1])
+        messages.dist.batch_isend_irecv = None  # nothing was used: nothing is sent
+        bridged.anchor.backward()
+        if leaf is not None and leaf.grad is not None:
+            assert leaf.grad.tolist() == gradient
+    return gradient, num_messages
+
+
+def test_only_data_ranks_that_need_a_gradient_get_one() -> None:
+    """As where one of them had no images, and its tokens do not come from the encoder."""
+    assert run_ranks(3, partly).results == [([[2.0] * 3] * 2, 1), (None, 0), (None, 1)]

@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.errors import GroupError, HoldfastError
+from holdfast.errors import GroupError, LayoutError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.groups import building
 from holdfast.parallel.groups.building import Communicators
@@ -74,7 +74,7 @@ class ModuleGroups:
         Args:
             layouts: the modules, equal on all ranks.
             names: the groups to make, by module; by default those that `ProcessGroups.create` makes
-                by itself, also for a module that is left out.
+                by itself, also for a module that is left out. LayoutError for other modules.
             backend, timeout_s, rank, store: as for `ProcessGroups.create`.
 
         Raises:
@@ -93,7 +93,7 @@ class ModuleGroups:
                 return stack.enter_context(ProcessGroups(comms))
 
             union = opened(create(layouts.union, names=("dp_cp",)))
-            _compare(layouts, union.control)
+            _compare(layouts, names or {}, union.control)
             create = partial(create, scope=union._comms.prefix)
             # Agreed after each, so that no rank waits for one that has failed in another module.
             modules = _agreed(
@@ -194,21 +194,28 @@ def edge_layout(layouts: ModuleLayouts, edge: tuple[str, str]) -> Layout:
 
 def _agreed(control: Control, what: str, make: Callable[[], dict[K, V]]) -> dict[K, V]:
     """What is made on this rank, once all ranks have made theirs; what one raises, all raise."""
-    failure: HoldfastError | None = None
+    failure: Exception | None = None
     made: dict[K, V] = {}
     try:
         made = make()
-    except HoldfastError as error:
+    except Exception as error:
         failure = error
     control.agree(failure, phase=f"groups of all {what}")
     return made
 
 
-def _compare(layouts: ModuleLayouts, control: Control) -> None:
-    """PlanError on all ranks where they were given different module layouts."""
-    texts = [
-        row.decode()
-        for row in control.all_gather(layouts.digest().encode(), phase="compare module layouts")
-    ]
+def _compare(layouts: ModuleLayouts, names: Mapping[str, Iterable[str]], control: Control) -> None:
+    """PlanError on all ranks where they were given different module layouts.
+
+    LayoutError, on all too, where one rank chooses the groups of a module that there is not.
+    """
+    failure: LayoutError | None = None
+    try:
+        for module in names:
+            _ = layouts[module]
+    except LayoutError as error:
+        failure = error
+    rows = control.agree(failure, phase="compare module layouts", payload=layouts.digest().encode())
+    texts = [row.decode() for row in rows]
     if len(set(texts)) > 1:
         raise disagreement("module groups", "the module layouts", texts, ranks=control.ranks)

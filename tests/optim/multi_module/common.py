@@ -63,6 +63,8 @@ class Bag(nn.Module):
     def __init__(self, spec: Spec, groups: ProcessGroups | None = None, *, seed: str) -> None:
         super().__init__()
         self.groups = groups
+        self.poison: float | None = None
+        """A number that comes into the gradient of one element, on this rank alone."""
         layout = spec.layout
         stages = list(range(layout.pp))
         if groups is not None:
@@ -106,13 +108,20 @@ class Bag(nn.Module):
         for name, parameter in self.named_parameters():
             mine = expert_rows if name.endswith("experts") else rows
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            for row in mine.tolist():
-                whole = pattern(name, row, SHAPES[name.rsplit("_", 1)[1]])
-                total = total + (local - self._slice(name, whole)).square().sum() / 2
+            kind = name.rsplit("_", 1)[1]
+            if len(mine):
+                targets = torch.stack(
+                    [self._slice(kind, pattern(name, row, SHAPES[kind])) for row in mine.tolist()]
+                )
+                counts = self._slice(kind, mask(SHAPES[kind]))
+                total = total + ((local - targets) * counts).square().sum() / 2
+            if self.poison is not None and kind in ("dense", "experts"):
+                total = total + local.reshape(-1)[:1].sum() * self.poison
         return total
 
-    def _slice(self, name: str, whole: Tensor) -> Tensor:
-        axis = {"split": "tp", "experts": "ep"}.get(name.rsplit("_", 1)[1])
+    def _slice(self, kind: str, whole: Tensor) -> Tensor:
+        """What this rank has of a whole tensor of a kind."""
+        axis = {"split": "tp", "experts": "ep"}.get(kind)
         if axis is None or self.groups is None or self.groups.layout.world_size == 1:
             return whole
         size, index = self.groups.size(axis), self.groups.index(axis)
@@ -123,8 +132,14 @@ class Bag(nn.Module):
 def pattern(name: str, row: float, shape: Sequence[int]) -> Tensor:
     """Numbers that depend on a name, a row and the position alone."""
     start = zlib.crc32(name.encode()) % 97
-    flat = torch.arange(max(1, torch.Size(shape).numel()))
+    flat = torch.arange(torch.Size(shape).numel())
     return torch.sin(flat * 1.7 + start + 0.9 * row).reshape(tuple(shape))
+
+
+def mask(shape: Sequence[int]) -> Tensor:
+    """Zero for each third element, whose gradient is then exactly zero."""
+    flat = torch.arange(1, torch.Size(shape).numel() + 1)
+    return (flat % 3 != 0).float().reshape(tuple(shape))
 
 
 class Trained:
@@ -135,6 +150,8 @@ class Trained:
         self.model = Bag(spec, groups, seed=name)
         self.stepper: ModuleStepper | None = None
         self.sharded: Any = None
+        self.is_active = True
+        """Whether the module is part of this step, on any rank."""
         if spec.kind == "frozen":
             return
         divisor = groups.size("dp_cp")
@@ -174,8 +191,10 @@ class Trained:
         """Average gradients over data parallelism by hand."""
         for name, parameter in self.model.named_parameters():
             over = "expt_dp" if name.endswith("experts") else "dp_cp"
-            if parameter.grad is None:
+            if not self.is_active:
                 continue
+            if parameter.grad is None:  # no row here; other ranks have some
+                parameter.grad = torch.zeros_like(parameter)
             local = parameter.grad
             local = local.to_local() if isinstance(local, DTensor) else local
             if self.groups.size(over) > 1:
@@ -187,7 +206,7 @@ class Trained:
         index, shares = self.groups.index("dp_cp"), self.groups.size("dp_cp")
         sizes = [len(rows) // shares] * shares if counts is None else list(counts)
         assert sum(sizes) == len(rows)
-        own = rows.split(sizes)[index]
+        own = torch.split(rows, sizes)[index]
         # Experts see rows of other ranks; over expt_dp all rows, each once.
         expert = rows[self.groups.index("expt_dp") :: self.groups.size("expt_dp")]
         loss: Tensor = self.model(own, expert)
@@ -198,7 +217,7 @@ def train_module(each: Trained, rows: Tensor, **options: Any) -> None:
     """Backward of one module, where it has something to train."""
     loss = each.loss(rows, **options)
     if loss.requires_grad:
-        loss.backward()
+        torch.autograd.backward(loss)
 
 
 def rows_of(step: int, module: str) -> Tensor:
@@ -226,6 +245,8 @@ class Twin:
         self.models = {name: Bag(spec, seed=name) for name, spec in specs.items()}
         self.trained = [p for m in self.models.values() for p in m.parameters() if p.requires_grad]
         self.optimizer = make([{"params": self.trained}])
+        self.num_zeros = 0
+        """Elements of the last step's gradient that were exactly zero."""
 
     def step(
         self,
@@ -245,6 +266,7 @@ class Twin:
             for name, model in self.models.items()
         }
         norms[""] = norm_of(p.grad for p in self.trained if p.grad is not None)
+        self.num_zeros = sum(int((p.grad == 0).sum()) for p in self.trained if p.grad is not None)
         for parameter in self.trained:
             if max_norm and norms[""] > max_norm and parameter.grad is not None:
                 parameter.grad.mul_(max_norm / norms[""])

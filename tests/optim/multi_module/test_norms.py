@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,7 +76,8 @@ def every_mix(context: RankContext, mixes: Mapping[str, Mapping[str, Spec]]) -> 
                 outcome = optimizer.step(max_norm=limit, count_zeros=True)
                 assert outcome.norm == pytest.approx(norms.pop(""), rel=1e-6), mix
                 assert outcome.module_norms == pytest.approx(norms, rel=1e-6), mix
-                assert outcome.clipped == bool(limit), mix
+                assert outcome.clipped == (0 < limit < outcome.norm), mix
+                assert outcome.num_zeros == twin.num_zeros, mix
                 assert not outcome.skipped
                 outcomes.append(outcome)
             optimizer.synchronize()
@@ -88,4 +90,44 @@ def every_mix(context: RankContext, mixes: Mapping[str, Mapping[str, Spec]]) -> 
 def test_norm_clip_and_update_of_any_mix_equal_one_process() -> None:
     """M12, M10: each element counts once, wherever its module is."""
     first, *others = run_ranks(4, every_mix, MIXES | SHARDED_MODELS).results
+    assert all(other == first for other in others)
+
+
+def generate(seed: int) -> dict[str, Spec]:
+    """Two to four modules on four ranks: on spans of their own or the same ones, each its way."""
+    dice = random.Random(seed)
+    ranks = dice.sample(range(4), 4)
+    cut = dice.choice((1, 2, 3, 4))
+    spans = [ranks[:cut], ranks[cut:] or ranks]
+    spans += [dice.choice(spans) for _ in range(dice.choice((0, 0, 1, 2)))]
+    return {f"{chr(97 + i) * (i + 1)}": random_spec(dice, span) for i, span in enumerate(spans)}
+
+
+def random_spec(dice: random.Random, span: list[int]) -> Spec:
+    kind = dice.choice(("sharded", "chained", "reduced", "fsdp", "frozen", "chained"))
+    sizes: dict[str, Any] = {"ranks": tuple(span)}
+    rest = len(span)
+    for axis in ("pp", "tp", "cp"):
+        sizes[axis] = dice.choice([n for n in (1, 2) if rest % n == 0])
+        rest //= sizes[axis]
+    sizes["dp"] = rest
+    width = sizes["tp"] * sizes["cp"] * rest
+    sizes["ep"] = dice.choice([n for n in (1, 2, 4) if width % n == 0])
+    sizes["expt_tp"] = dice.choice([n for n in (1, 2) if width // sizes["ep"] % n == 0])
+    empty = (dice.randrange(2),) if sizes["pp"] == 2 and dice.random() < 0.5 else ()
+    stage = dice.choice((1, 2))
+    options = {"stage": stage} if kind in ("sharded", "chained") else {}
+    return Spec(sizes=sizes, kind=kind, options=options, empty_stages=empty)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(10), *(pytest.param(range(i, i + 30), marks=pytest.mark.slow) for i in (10, 40))],
+    ids=str,
+)
+def test_generated_mixes_equal_one_process(seeds: range) -> None:
+    """M12, M10, over layouts that nobody has thought of."""
+    mixes = {f"seed {seed}": generate(seed) for seed in seeds}
+    mixes = {n: m for n, m in mixes.items() if any(s.kind != "frozen" for s in m.values())}
+    first, *others = run_ranks(4, every_mix, mixes).results
     assert all(other == first for other in others)
