@@ -11,11 +11,11 @@ from demo.plan import LOSS_BOUND, NUM_RANKS, Scenario
 from demo.results import Check, Curve, check_bytes, compare_checkpoints, read_curve
 from demo.supervisor import RunOutcome
 
-MODULE_STEPS = 160
-MODULE_SAVE_INTERVAL = 80
+MODULE_STEPS = 120
+MODULE_SAVE_INTERVAL = 60
 MODULE_KILL_RANK = 0
 """An encoder's rank."""
-MODULE_KILL_STEP = 92
+MODULE_KILL_STEP = 66
 MODULE_RESUME_STEP = MODULE_KILL_STEP // MODULE_SAVE_INTERVAL * MODULE_SAVE_INTERVAL
 
 MIN_ACCURACY = 0.8
