@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from demo.plan import LOSS_BOUND, NUM_RANKS, Scenario
-from demo.results import Check, Curve, compare_checkpoints, read_curve
+from demo.results import Check, Curve, check_bytes, compare_checkpoints, read_curve
 from demo.supervisor import RunOutcome
 
-MODULE_STEPS = 160
-MODULE_SAVE_INTERVAL = 80
+MODULE_STEPS = 120
+MODULE_SAVE_INTERVAL = 60
 MODULE_KILL_RANK = 0
 """An encoder's rank."""
-MODULE_KILL_STEP = 92
+MODULE_KILL_STEP = 66
 MODULE_RESUME_STEP = MODULE_KILL_STEP // MODULE_SAVE_INTERVAL * MODULE_SAVE_INTERVAL
 
 MIN_ACCURACY = 0.8
@@ -102,6 +102,7 @@ def collect_modules(runs: Path, *, killed: RunOutcome) -> ModuleResults:
             _check_loaded(runs),
             _check_losses(curves),
             _check_accuracy(accuracy, num_images=num_images),
+            check_bytes(runs, scenarios=MODULE_SCENARIOS, of="every checkpoint of modules"),
         ],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,16 +174,18 @@ def check_other_layout(scenario: Scenario, *, curves: dict[str, Curve], runs: Pa
     ]
 
 
-def check_bytes(runs: Path) -> Check:
+def check_bytes(
+    runs: Path, *, scenarios: Sequence[Scenario] = SCENARIOS, of: str = "every checkpoint"
+) -> Check:
     """Every byte of every committed checkpoint is the byte that was saved."""
     num_snapshots, damages = 0, []
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         storage = PosixStorage(runs / scenario.name / "checkpoints")
         for step in list_steps(storage):
             num_snapshots += 1
             damages += verify_snapshot(storage, step_dir(step))
     return Check(
-        what="Every byte of every checkpoint has the digest it was saved with",
+        what=f"Every byte of {of} has the digest it was saved with",
         found=f"{num_snapshots} checkpoints, {len(damages)} damages",
         is_kept=num_snapshots > 0 and not damages,
     )

@@ -18,7 +18,7 @@ from demo.results import Curve, Results, largest_difference
 from holdfast.reference.train.metrics import readable_nbytes
 
 SHOWN_STEPS = (1, 10, 20, 30, 31, 32, 35, 40, 50, 60)
-SHOWN_MODULE_STEPS = (1, 40, 80, 81, 82, 90, 120, 160)
+SHOWN_MODULE_STEPS = (1, 30, 60, 61, 62, 70, 90, 120)
 
 
 def print_report(results: Results, *, modules: ModuleResults, console: Console) -> None:

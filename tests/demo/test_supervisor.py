@@ -8,6 +8,17 @@ from typing import Any
 
 import pytest
 
+from demo.modules import (
+    MODULE_KILL_RANK,
+    MODULE_MOVED,
+    MODULE_REFERENCE,
+    MODULE_RESUME_STEP,
+    MODULE_SCENARIOS,
+    MODULE_STEPS,
+    ModuleScenario,
+    module_gaps,
+    read_evaluation,
+)
 from demo.plan import SCENARIOS
 from demo.results import Curve, read_curve
 from demo.supervisor import Kill, RunFailed, run_ranks
@@ -103,3 +114,41 @@ def test_every_scenario_is_a_valid_run(scenario: Any, tmp_path: Path) -> None:
     cut = f"PP{layout.pp}" if layout.pp > 1 else f"TP{layout.tp}"
     zero = f" ZeRO-{config.optim.zero}" if config.optim.zero else ""
     assert scenario.layout == f"{cut}\N{MULTIPLICATION SIGN}DP{layout.dp}{zero}"
+
+
+@pytest.mark.parametrize("scenario", MODULE_SCENARIOS, ids=lambda scenario: scenario.name)
+def test_every_scenario_of_modules_is_what_it_is_called(
+    scenario: ModuleScenario, tmp_path: Path
+) -> None:
+    config = parse(scenario.flags(tmp_path))
+    config.check(world_size=4)
+    vision = config.module_layouts(world_size=4)["vision"]
+    axis = f"TP{vision.tp}" if vision.tp > 1 else f"DP{vision.dp}"
+    ranks = ", ".join(map(str, vision.ranks))
+    assert scenario.layout == f"encoder {axis} on ranks {ranks}"
+    assert (config.steps, MODULE_KILL_RANK in vision.ranks) == (
+        MODULE_STEPS,
+        scenario is not MODULE_MOVED,
+    )
+
+
+def test_an_evaluation_that_is_missing_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / MODULE_MOVED.name).mkdir()
+    events = tmp_path / MODULE_MOVED.name / "events.jsonl"
+    events.write_text('{"event": "step", "step": 1}\n')
+    assert read_evaluation(MODULE_MOVED, runs=tmp_path)["word_accuracy"] == 0.0
+    with events.open("a") as file:
+        file.write('{"event": "eval", "word_accuracy": 0.9, "num_images": 299}\n')
+    assert read_evaluation(MODULE_MOVED, runs=tmp_path)["word_accuracy"] == 0.9
+
+
+def curve_of(scenario: ModuleScenario, losses: dict[int, float]) -> Curve:
+    return Curve(scenario=scenario, losses=losses, norms={}, lost={}, saves=[], loads=[])
+
+
+def test_a_loss_that_is_missing_after_the_move_is_infinitely_far() -> None:
+    first = MODULE_RESUME_STEP + 1
+    reference = curve_of(MODULE_REFERENCE, {1: 5.0, first: 1.0, first + 1: 0.5})
+    moved = curve_of(MODULE_MOVED, {first: 1.25})
+    curves = {MODULE_REFERENCE.name: reference, MODULE_MOVED.name: moved}
+    assert module_gaps(curves) == [0.25, float("inf")]

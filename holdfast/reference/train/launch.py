@@ -428,8 +428,7 @@ def summary(trainer: BaseTrainer) -> str:
     """One line about a run for its beginning."""
     if isinstance(trainer, MultimodalTrainer):
         where = "; ".join(
-            f"{name} as {_axes(layout)} on ranks {shorten_ranks(layout.ranks)}"
-            for name, layout in trainer.modules.layouts.items()
+            f"{name} on {_place(layout)}" for name, layout in trainer.modules.layouts.items()
         )
         return (
             f"{where} ({trainer.device.type}, {trainer.config.precision}); "
@@ -444,6 +443,12 @@ def summary(trainer: BaseTrainer) -> str:
         f"{trainer.config.precision}); {sampler.corpus.nbytes / 1e6:.1f} MB of text in "
         f"{sampler.corpus.num_files} files from {sampler.corpus.source}"
     )
+
+
+def _place(layout: Layout) -> str:
+    """A module's ranks and how they are arranged, for people."""
+    ranks = shorten_ranks(layout.ranks)
+    return f"ranks {ranks} as {_axes(layout)}" if layout.world_size > 1 else f"rank {ranks}"
 
 
 def _axes(layout: Layout) -> str:
