@@ -70,6 +70,7 @@ class BaseTrainer(ABC):
             settings=_schedule_settings(config.optim, num_steps=config.steps),
             on_override=self._note,
         )
+        self._num_tokens = config.data.global_batch_size * config.data.seq_len
         self.progress = Progress(sampler, allow_other_data=config.data.allow_other_data)
         self._checkpointer = _make_checkpointer(config.checkpoint, groups=groups)
         policy = EverySteps(config.checkpoint.save_interval) | AtStep(config.steps)
@@ -159,8 +160,14 @@ class BaseTrainer(ABC):
         self._finish_save()
         return decision.votes[-1] if self.progress.step < num_steps else 0
 
-    def _check(self, outcome: StepOutcome, *, loss: float) -> StepOutcome:
-        """The outcome of a step, if it updated or a lower loss scale can help; else FaultError."""
+    def _finish_step(self, outcome: StepOutcome, *, loss: float, started: float) -> StepMetrics:
+        """Count a step that was updated, or left out for a lower loss scale; else FaultError.
+
+        Args:
+            outcome: of the update.
+            loss: mean of the global batch.
+            started: when the step began, by `time.perf_counter`.
+        """
         if outcome.skipped and (self.scaler is None or outcome.loss_scale <= self.scaler.minimum):
             raise FaultError(
                 f"step {self.progress.step + 1}: the loss is {loss:g} and the gradient is not "
@@ -168,7 +175,21 @@ class BaseTrainer(ABC):
                 f"{list(outcome.bad_ranks)}; no update was made. Resume from the last checkpoint "
                 f"with a lower --lr"
             )
-        return outcome
+        lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
+        if not outcome.skipped:
+            self.schedule.step()
+        self.progress.advance()
+        return StepMetrics(
+            step=self.progress.step,
+            loss=loss,
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_norm=outcome.norm,
+            num_tokens=self._num_tokens,
+            seconds=time.perf_counter() - started,
+            loss_scale=None if self.scaler is None else outcome.loss_scale,
+            skipped=outcome.skipped,
+        )
 
     def save(self) -> None:
         """Save the state at the current step; collective.

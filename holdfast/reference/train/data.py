@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def check_paths(paths: Sequence[Path]) -> None:
             raise ConfigError(f"--data {path}: no such file or directory; check the path")
 
 
-class EpochSampler:
+class EpochSampler(ABC):
     """Visits each of a number of items once per epoch; its position belongs to the training state.
 
     The items of a step follow from seed, position and global batch size, never from the layout.
@@ -115,13 +116,13 @@ class EpochSampler:
         """Move to the next batch."""
         self.num_samples += self.global_batch_size
 
+    @abstractmethod
     def describe(self) -> dict[str, object]:
         """What a position is a position in; plain values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_same(self, state: Mapping[str, object]) -> None:
         """Refuse a position in something else than `describe` has; MismatchError with the fix."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:
         """The position, and what it is a position in."""

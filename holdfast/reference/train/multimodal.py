@@ -155,22 +155,7 @@ class MultimodalTrainer(BaseTrainer):
         )
         loss = self._mean(None if losses is None else losses.loss)
         outcome = self._update(is_finite=math.isfinite(loss))
-        self._check(outcome, loss=loss)
-        lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
-        if not outcome.skipped:
-            self.schedule.step()
-        self.progress.advance()
-        return StepMetrics(
-            step=self.progress.step,
-            loss=loss,
-            lr=lr,
-            weight_decay=weight_decay,
-            grad_norm=outcome.norm,
-            num_tokens=self.sampler.global_batch_size * self.sampler.seq_len,
-            seconds=time.perf_counter() - started,
-            loss_scale=None if self.scaler is None else outcome.loss_scale,
-            skipped=outcome.skipped,
-        )
+        return self._finish_step(outcome, loss=loss, started=started)
 
     def _update(self, *, is_finite: bool) -> StepOutcome:
         """Update all modules, or none where the loss is not finite; collective."""
