@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
@@ -89,15 +90,44 @@ class BaseTrainer(ABC):
         """The whole training state by part; what `Checkpointer` saves and loads into."""
 
     @abstractmethod
-    def train_step(self) -> StepMetrics:
-        """One optimizer step on the next global batch.
+    def step_rows(self) -> object:
+        """This rank's rows of the batch at the sampler's position; the same each time."""
 
-        With sharded optimizers updated parameters may still be on their way when it returns; the
-        next step and `save` wait for them, anything else calls `synchronize()`.
+    @abstractmethod
+    def forward_backward(self, rows: object) -> Tensor | None:
+        """Add the gradient of the mean loss of one global batch to the parameters. Collective.
 
-        Raises:
-            FaultError: on every rank, before the update, if loss or gradient is not finite; with
-                a loss scale, only when that cannot be lowered any more.
+        After `drop_gradients`, and with the random generators as before, another call adds bitwise
+        the same gradients.
+
+        Args:
+            rows: what `step_rows` gave; not changed.
+
+        Returns:
+            (rows,) losses of this rank's rows, microbatch after microbatch; empty or None on ranks
+            that compute none.
+        """
+
+    @abstractmethod
+    def gradient_share(self) -> float:
+        """The norm of what this rank holds of the reduced gradients. Collective.
+
+        Cost: the reductions that the update would make otherwise; reads this rank's part once.
+        """
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget what `forward_backward` has added; nothing else of the state."""
+
+    @abstractmethod
+    def finish_update(self, row_losses: Tensor | None) -> tuple[float, StepOutcome]:
+        """Average the losses of all ranks, and update unless something is not finite. Collective.
+
+        Args:
+            row_losses: what `forward_backward` gave.
+
+        Returns:
+            The mean loss of the global batch, and the outcome of the update.
         """
 
     @abstractmethod
@@ -159,6 +189,21 @@ class BaseTrainer(ABC):
         self.synchronize()
         self._finish_save()
         return decision.votes[-1] if self.progress.step < num_steps else 0
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step on the next global batch.
+
+        With sharded optimizers updated parameters may still be on their way when it returns; the
+        next step and `save` wait for them, anything else calls `synchronize()`.
+
+        Raises:
+            FaultError: on every rank, before the update, if loss or gradient is not finite; with
+                a loss scale, only when that cannot be lowered any more.
+        """
+        started = time.perf_counter()
+        row_losses = self.forward_backward(self.step_rows())
+        loss, outcome = self.finish_update(row_losses)
+        return self._finish_step(outcome, loss=loss, started=started)
 
     def _finish_step(self, outcome: StepOutcome, *, loss: float, started: float) -> StepMetrics:
         """Count a step that was updated, or left out for a lower loss scale; else FaultError.

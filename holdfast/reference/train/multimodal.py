@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -28,9 +27,9 @@ from holdfast.reference.train.base import AUTOCAST, BaseTrainer, derive_seed, se
 from holdfast.reference.train.config import OptimConfig, TrainConfig
 from holdfast.reference.train.digits import IMAGE_SIDE, DigitBatch, Digits, DigitSampler, Row
 from holdfast.reference.train.loop import mean_over_rows
-from holdfast.reference.train.metrics import Reporter, StepMetrics
+from holdfast.reference.train.metrics import Reporter
 from holdfast.reference.train.stopping import StopRequest
-from holdfast.reference.train.update import chain_sharded, make_sharded
+from holdfast.reference.train.update import chain_sharded, make_sharded, share_norm
 from holdfast.state import RNG, OptimizerState
 from holdfast.state.module_parts import module_parts
 from holdfast.state.module_rng import ModuleRNG
@@ -143,19 +142,44 @@ class MultimodalTrainer(BaseTrainer):
         """Take the optimizers' hooks off the modules."""
         self.optimizer.close()
 
-    def train_step(self) -> StepMetrics:
-        """One optimizer step on the next global batch; see `BaseTrainer.train_step`."""
-        started = time.perf_counter()
+    def step_rows(self) -> tuple[DigitBatch | None, DigitBatch | None]:
+        """This rank's shares of the batch, as a data rank of the encoder and of the language model.
+
+        None for a module that it does not have.
+        """
+        return self._share("vision"), self._share("language")
+
+    def forward_backward(self, rows: object) -> Tensor | None:
+        """Add the gradients of a step; see `BaseTrainer.forward_backward`."""
+        assert isinstance(rows, tuple)
+        images, texts = rows
         losses = self.model.forward_backward(
-            self._images(self._share("vision")),
-            self._rows(self._share("language")),
+            self._images(images),
+            self._rows(texts),
             num_microbatches=self.num_microbatches,
             loss_scale=1.0 if self.scaler is None else self.scaler.scale,
             around={m: o.microbatch for m, o in self.updates.items() if o is not None},
         )
-        loss = self._mean(None if losses is None else losses.loss)
-        outcome = self._update(is_finite=math.isfinite(loss))
-        return self._finish_step(outcome, loss=loss, started=started)
+        return None if losses is None else losses.loss
+
+    def gradient_share(self) -> float:
+        """The norm of what this rank holds of the gradients of all its modules. Collective."""
+        return math.hypot(
+            *(
+                share_norm(update.gradient_parts(), groups=update.groups, scaler=self.scaler)
+                for update in self.updates.values()
+                if update is not None
+            )
+        )
+
+    def drop_gradients(self) -> None:
+        """Forget what `forward_backward` has added."""
+        self.optimizer.drop_gradients()
+
+    def finish_update(self, row_losses: Tensor | None) -> tuple[float, StepOutcome]:
+        """The mean loss, and what was updated. Collective."""
+        loss = self._mean(row_losses)
+        return loss, self._update(is_finite=math.isfinite(loss))
 
     def _update(self, *, is_finite: bool) -> StepOutcome:
         """Update all modules, or none where the loss is not finite; collective."""
