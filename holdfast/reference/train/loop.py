@@ -16,12 +16,14 @@ from torch import Tensor
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.reference.models.parallelize import ParallelGPT
-from holdfast.reference.train.base import AUTOCAST, BaseTrainer, derive_seed, seed_generators
+from holdfast.reference.train.base import AUTOCAST, BaseTrainer
 from holdfast.reference.train.config import TrainConfig
 from holdfast.reference.train.data import BatchSampler, Corpus
 from holdfast.reference.train.metrics import Reporter
+from holdfast.reference.train.seeding import derive_seed, seed_generators
 from holdfast.reference.train.stopping import StopRequest
 from holdfast.reference.train.update import make_update
+from holdfast.rerun import Replayed
 from holdfast.state import RNG, OptimizerState
 
 
@@ -52,12 +54,12 @@ class Trainer(BaseTrainer):
             device: where to compute; default the CPU.
             stop: asks for an end at the next step boundary; any rank's counts for all.
         """
-        self.device = device or torch.device("cpu")
-        self.model = _make_model(config, groups=groups, device=self.device)
+        device = device or torch.device("cpu")
+        self.model = _make_model(config, groups=groups, device=device)
         stages = config.layout.pipeline().stages(
             num_layers=config.model.num_layers, pp=groups.size("pp")
         )
-        self.num_microbatches = config.data.num_microbatches(
+        num_microbatches = config.data.num_microbatches(
             dp=groups.size("dp"), num_stages=len(stages)
         )
         scaler = LossScaler() if config.precision == "fp16" else None
@@ -74,6 +76,9 @@ class Trainer(BaseTrainer):
             optimizer=self.update.optimizer,
             sampler=self.sampler,
             scaler=scaler,
+            num_microbatches=num_microbatches,
+            device=device,
+            replayed=Replayed(modules=[self.model.module]),
             reporter=reporter,
             stop=stop,
         )
@@ -101,6 +106,7 @@ class Trainer(BaseTrainer):
             # Ranks along tp hold the same residual stream: dropout draws the same mask on them.
             "rng": RNG(shared=("tp",)),
             "progress": self.progress,
+            "rerun": self.machine,
         }
         return state if self.scaler is None else state | {"scaler": self.scaler}
 

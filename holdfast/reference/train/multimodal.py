@@ -23,13 +23,15 @@ from holdfast.reference.models.collectives import Axis
 from holdfast.reference.models.context import take_positions
 from holdfast.reference.models.multimodal import Images, MultimodalModel
 from holdfast.reference.models.pipeline import Rows
-from holdfast.reference.train.base import AUTOCAST, BaseTrainer, derive_seed, seed_generators
+from holdfast.reference.train.base import AUTOCAST, BaseTrainer
 from holdfast.reference.train.config import OptimConfig, TrainConfig
 from holdfast.reference.train.digits import IMAGE_SIDE, DigitBatch, Digits, DigitSampler, Row
 from holdfast.reference.train.loop import mean_over_rows
 from holdfast.reference.train.metrics import Reporter
+from holdfast.reference.train.seeding import derive_seed, seed_generators
 from holdfast.reference.train.stopping import StopRequest
 from holdfast.reference.train.update import chain_sharded, make_sharded, share_norm
+from holdfast.rerun import Replayed
 from holdfast.state import RNG, OptimizerState
 from holdfast.state.module_parts import module_parts
 from holdfast.state.module_rng import ModuleRNG
@@ -79,7 +81,7 @@ class MultimodalTrainer(BaseTrainer):
             device: where to compute; default the CPU.
             stop: asks for an end at the next step boundary; any rank's counts for all.
         """
-        self.device = device or torch.device("cpu")
+        device = device or torch.device("cpu")
         self.modules = groups
         self.streams = {name: _make_stream(groups, name, config.seed) for name in groups.modules}
         self.model = MultimodalModel(
@@ -88,7 +90,7 @@ class MultimodalTrainer(BaseTrainer):
             groups=groups,
             image_side=IMAGE_SIDE,
             seed=config.seed,
-            device=self.device,
+            device=device,
             pipeline=config.layout.pipeline(),
             variant=config.layout.cp_attention,
             autocast=AUTOCAST[config.precision],
@@ -98,7 +100,6 @@ class MultimodalTrainer(BaseTrainer):
         self.updates = _make_updates(self.model, optim=config.optim)
         """The optimizers of this rank's modules by name; None for a frozen encoder."""
         self.optimizer = MultiModuleOptimizer(groups, self.updates)
-        self.num_microbatches = _num_microbatches(config, language=groups.layouts["language"])
         self.sampler = DigitSampler(
             digits,
             seed=config.seed,
@@ -112,6 +113,9 @@ class MultimodalTrainer(BaseTrainer):
             optimizer=self.optimizer,
             sampler=self.sampler,
             scaler=LossScaler() if config.precision == "fp16" else None,
+            num_microbatches=_num_microbatches(config, language=groups.layouts["language"]),
+            device=device,
+            replayed=_replayed(self.model, self.streams),
             reporter=reporter,
             stop=stop,
         )
@@ -129,6 +133,7 @@ class MultimodalTrainer(BaseTrainer):
             "rng": RNG(shared=()),
             "scheduler": self.schedule,
             "progress": self.progress,
+            "rerun": self.machine,
         }
         if self.scaler is not None:
             run["scaler"] = self.scaler
@@ -353,6 +358,12 @@ def _num_microbatches(config: TrainConfig, *, language: Layout) -> int:
     num_layers = config.model.num_layers
     stages = config.layout.pipeline().stages(num_layers=num_layers, pp=language.pp)
     return config.data.num_microbatches(dp=language.dp, num_stages=len(stages))
+
+
+def _replayed(model: MultimodalModel, streams: dict[str, ModuleRNG]) -> Replayed:
+    """What a rerun of a step needs to be as it was."""
+    modules = [split.module for split in model.modules.values()]
+    return Replayed(modules=modules, streams=list(streams.values()))
 
 
 def _make_stream(groups: ModuleGroups, module: str, seed: int) -> ModuleRNG:
