@@ -1,4 +1,5 @@
 # make demo   sets up and runs the main job end to end
+# make demo-faults   shows a transient and a persistent fault, and the verdict on each (about a minute)
 # make test   sets up and passes the tests (short ones; `make test-all` runs every test)
 # make docs   builds the documentation with the API reference in site/, in an environment of its own
 
@@ -11,7 +12,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 PYTEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-slow lint types contracts format bench bench-groups trace docs setup clean help
+.PHONY: demo demo-faults test test-all test-slow lint types contracts format bench bench-groups trace docs setup clean help
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench bench-groups trace test-slow clean"
@@ -28,6 +29,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	@$(BIN)/python -m demo --out demo/out
+
+demo-faults: setup
+	@$(BIN)/python -m demo.faults --out demo/out
 
 test: setup lint
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow and not gpu"

@@ -232,6 +232,15 @@ def _local_sums(
     return square, zeros
 
 
+def share_square(parts: Iterable[GradientPart], *, layout: Layout) -> float:
+    """What this rank adds to the square of the norm; not finite where an element it holds is not.
+
+    Cost: reads this rank's parts once; no collective.
+    """
+    square, _ = _local_sums(parts, layout=layout, unit=2 * layout.world_size, count_zeros=False)
+    return square
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) -> GradientNorm:
     """`measure` of the gradients in `.grad`, which are reduced already. Cost: as `measure`."""
     return measure(gradient_parts(parameters, groups=groups), total=LayoutSum(groups))

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
-from holdfast.reference.train.config import CheckpointConfig, OptimConfig, TrainConfig
+from holdfast.reference.train.checkpointer import make_checkpointer
+from holdfast.reference.train.config import OptimConfig, TrainConfig
 from holdfast.reference.train.data import EpochSampler
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
+from holdfast.reference.train.progress import Progress
 from holdfast.reference.train.rank_log import RankLog
-from holdfast.reference.train.resume import check_save, find_checkpoint
+from holdfast.reference.train.rerun import (
+    RerunExit,
+    StepRows,
+    make_machine,
+    save_fault,
+    validate_step,
+)
+from holdfast.reference.train.resume import CheckpointToLoad, check_save, find_checkpoint
 from holdfast.reference.train.schedule import HasParamGroups, Schedule, ScheduleSettings
 from holdfast.reference.train.stopping import StopRequest, StopWhenAsked
-from holdfast.retention.policies import KeepEvery, KeepLast, Policy
+from holdfast.rerun import Replayed
 from holdfast.save_when.policies import AtStep, EverySteps
 from holdfast.save_when.schedule import SaveSchedule
 
@@ -33,11 +41,7 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BaseTrainer(ABC):
-    """A training state, the loop that changes it step by step, and its checkpoints.
-
-    Everything that a checkpoint has to bring back is in `state()`; nothing else changes from step
-    to step.
-    """
+    """A training state, the loop that changes it step by step, and its checkpoints."""
 
     def __init__(
         self,
@@ -47,6 +51,9 @@ class BaseTrainer(ABC):
         optimizer: HasParamGroups,
         sampler: EpochSampler,
         scaler: LossScaler | None,
+        num_microbatches: int,
+        device: torch.device,
+        replayed: Replayed,
         reporter: Reporter | None,
         stop: StopRequest | None,
     ) -> None:
@@ -58,6 +65,9 @@ class BaseTrainer(ABC):
             optimizer: whose groups the schedule sets.
             sampler: of the rows of each step.
             scaler: of the loss; absent without scaling.
+            num_microbatches: equal parts of a rank's rows.
+            device: of this process.
+            replayed: what a rerun of a step needs to be as it was.
             reporter: where this rank reports; absent on all ranks but one.
             stop: asks for an end at the next step boundary; any rank's counts for all.
         """
@@ -65,6 +75,12 @@ class BaseTrainer(ABC):
         self.groups = groups
         self.reporter = reporter
         self.scaler = scaler
+        self.num_microbatches = num_microbatches
+        self.device = device
+        self.machine = make_machine(
+            config, groups=groups, device=device, replayed=replayed, note=self._note
+        )
+        self._batches = self.machine.replayable(StepRows(self.step_rows), is_rewound=True)
         self.schedule = Schedule(
             optimizer,
             settings=_schedule_settings(config.optim, num_steps=config.steps),
@@ -72,7 +88,7 @@ class BaseTrainer(ABC):
         )
         self._num_tokens = config.data.global_batch_size * config.data.seq_len
         self.progress = Progress(sampler, allow_other_data=config.data.allow_other_data)
-        self._checkpointer = _make_checkpointer(config.checkpoint, groups=groups)
+        self._checkpointer = make_checkpointer(config.checkpoint, groups=groups)
         policy = EverySteps(config.checkpoint.save_interval) | AtStep(config.steps)
         stopping = StopWhenAsked(stop or StopRequest(), reporter)
         self._save_schedule = SaveSchedule(policy | stopping, control=groups.control)
@@ -89,15 +105,44 @@ class BaseTrainer(ABC):
         """The whole training state by part; what `Checkpointer` saves and loads into."""
 
     @abstractmethod
-    def train_step(self) -> StepMetrics:
-        """One optimizer step on the next global batch.
+    def step_rows(self) -> object:
+        """This rank's rows of the batch at the sampler's position; the same each time."""
 
-        With sharded optimizers updated parameters may still be on their way when it returns; the
-        next step and `save` wait for them, anything else calls `synchronize()`.
+    @abstractmethod
+    def forward_backward(self, rows: object) -> Tensor | None:
+        """Add the gradient of the mean loss of one global batch to the parameters. Collective.
 
-        Raises:
-            FaultError: on every rank, before the update, if loss or gradient is not finite; with
-                a loss scale, only when that cannot be lowered any more.
+        After `drop_gradients`, and with the random generators as before, another call adds bitwise
+        the same gradients.
+
+        Args:
+            rows: what `step_rows` gave; not changed.
+
+        Returns:
+            (rows,) losses of this rank's rows, microbatch after microbatch; empty or None on ranks
+            that compute none.
+        """
+
+    @abstractmethod
+    def gradient_share(self) -> float:
+        """The norm of what this rank holds of the reduced gradients. Collective.
+
+        Cost: the reductions that the update would make otherwise; reads this rank's part once.
+        """
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget what `forward_backward` has added; nothing else of the state."""
+
+    @abstractmethod
+    def finish_update(self, row_losses: Tensor | None) -> tuple[float, StepOutcome]:
+        """Average the losses of all ranks, and update unless something is not finite. Collective.
+
+        Args:
+            row_losses: what `forward_backward` gave.
+
+        Returns:
+            The mean loss of the global batch, and the outcome of the update.
         """
 
     @abstractmethod
@@ -159,6 +204,76 @@ class BaseTrainer(ABC):
         self.synchronize()
         self._finish_save()
         return decision.votes[-1] if self.progress.step < num_steps else 0
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step on the next global batch.
+
+        With sharded optimizers updated parameters may still be on their way when it returns; the
+        next step and `save` wait for them, anything else calls `synchronize()`.
+
+        Raises:
+            FaultError: on every rank, before the update, if loss or gradient is not finite; with
+                a loss scale, only when that cannot be lowered any more.
+            RerunExit: on every rank, with a rerun machine in place of that; the state is saved
+                where the machine asks for it.
+        """
+        started = time.perf_counter()
+        step = self.progress.step + 1
+        if self.machine.skips(step):
+            return self._leave_out(step, started=started)
+        row_losses = None
+        for number in self.machine.attempts(step, self._batches):
+            if number:
+                self.drop_gradients()
+            row_losses = self.forward_backward(next(self._batches))
+            validate_step(
+                self.machine,
+                self.config.rerun,
+                row_losses=row_losses,
+                num_microbatches=self.num_microbatches,
+                gradient_share=self.gradient_share,
+                scaler=self.scaler,
+            )
+        self._obey_decision()
+        loss, outcome = self.finish_update(row_losses)
+        return self._finish_step(outcome, loss=loss, started=started)
+
+    def _obey_decision(self) -> None:
+        """Go on, or save what the machine asks for and raise RerunExit on all ranks."""
+        decision = self.machine.decision
+        if decision.exit_code is None:
+            return
+        self.drop_gradients()
+        self.synchronize()
+        if decision.save:
+            try:
+                self._finish_save()
+            except HoldfastError as error:  # that step is lost, this one need not be
+                self._note(f"the save in flight failed: {error}")
+            step = self.progress.step
+            report = save_fault(self.machine, step=step, state=self.state(), groups=self.groups)
+            if self.reporter is not None:
+                self.reporter.event("fault_save", {"step": step, "path": str(report.path)})
+            self._note(f"saved the state before step {step + 1} for its rerun: {report.path}")
+        raise RerunExit(decision)
+
+    def _leave_out(self, step: int, *, started: float) -> StepMetrics:
+        """Pass over the rows of a step, and update nothing."""
+        self._note(
+            f"step {step} is left out: {self.config.rerun.rerun_tracker} has it as rejected in two "
+            f"starts on one rank"
+        )
+        self.progress.advance()
+        return StepMetrics(
+            step=self.progress.step,
+            loss=math.nan,
+            lr=self.schedule.lr,
+            weight_decay=self.schedule.weight_decay,
+            grad_norm=math.nan,
+            num_tokens=self._num_tokens,
+            seconds=time.perf_counter() - started,
+            skipped=True,
+        )
 
     def _finish_step(self, outcome: StepOutcome, *, loss: float, started: float) -> StepMetrics:
         """Count a step that was updated, or left out for a lower loss scale; else FaultError.
@@ -255,8 +370,8 @@ class BaseTrainer(ABC):
     def resume(self) -> LoadReport | None:
         """Load what the configuration asks for; None if this run begins afresh. Collective."""
         checkpoint = self.config.checkpoint
-        step = find_checkpoint(checkpoint, control=self.groups.control)
-        if checkpoint.load is None or step is None:
+        begin = find_checkpoint(checkpoint, control=self.groups.control)
+        if checkpoint.load is None or begin is None:
             if checkpoint.load is not None:
                 self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
             return None
@@ -265,15 +380,16 @@ class BaseTrainer(ABC):
             "optimizer": checkpoint.load_optim,
             "scheduler": checkpoint.load_scheduler,
             "rng": checkpoint.load_rng,
+            # A step that does not begin as it did says nothing about what it was.
+            "rerun": checkpoint.load_optim and checkpoint.load_rng,
         }
         if checkpoint.finetune:
             chosen = dict.fromkeys(map(_kind, state), False) | {"model": True}
         started, began = time.perf_counter(), time.time()
-        report = Checkpointer(checkpoint.load, groups=self.groups).load(
+        report = self._load(
             _without(state, {kind for kind, is_chosen in chosen.items() if not is_chosen}),
-            step=None if checkpoint.max_fallbacks else step,
-            allow_missing=self.may_be_missing,
-            max_fallbacks=checkpoint.max_fallbacks,
+            begin=begin,
+            load=checkpoint.load,
         )
         self._after_load(report)
         self._log.load(report, began=began)
@@ -284,6 +400,21 @@ class BaseTrainer(ABC):
         self.schedule.apply()
         self._report_load(report, seconds=seconds)
         return report
+
+    def _load(self, state: dict[str, object], *, begin: CheckpointToLoad, load: Path) -> LoadReport:
+        """Load a checkpoint into the state. Collective."""
+        num_fallbacks = 0 if begin.is_fault else self.config.checkpoint.max_fallbacks
+        root = begin.root(load)
+        if begin.is_fault:
+            self._note(
+                f"going on from the state that a fault has left at step {begin.step}: {root}"
+            )
+        return Checkpointer(root, groups=self.groups).load(
+            state,
+            step=None if num_fallbacks else begin.step,
+            allow_missing=self.may_be_missing,
+            max_fallbacks=num_fallbacks,
+        )
 
     @property
     def may_be_missing(self) -> tuple[str, ...]:
@@ -343,31 +474,6 @@ class BaseTrainer(ABC):
             self.reporter.note(text, style="yellow")
 
 
-class Progress:
-    """How far the run is: finished steps and the position in the data."""
-
-    def __init__(self, sampler: EpochSampler, *, allow_other_data: bool = False) -> None:
-        self.step = 0
-        """Finished optimizer steps."""
-        self._sampler = sampler
-        self._allow_other_data = allow_other_data
-
-    def advance(self) -> None:
-        """A step is finished."""
-        self.step += 1
-        self._sampler.advance()
-
-    def state_dict(self) -> dict[str, object]:
-        """Plain numbers and strings, equal on all ranks."""
-        return {"step": self.step, "data": self._sampler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take a position; MismatchError if it is one in other data."""
-        step, data = state["step"], state["data"]
-        self._sampler.load_state_dict(data, allow_other=self._allow_other_data)  # type: ignore[arg-type]
-        self.step = int(step)  # type: ignore[call-overload]
-
-
 def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSettings:
     """The curves that the options describe."""
     end = optim.end_weight_decay
@@ -381,20 +487,6 @@ def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSetting
     )
 
 
-def seed_generators(value: int) -> None:
-    """Seed Python's, NumPy's and torch's streams of the process."""
-    random.seed(value)
-    np.random.seed(value % 2**32)
-    torch.manual_seed(value)
-
-
-def derive_seed(*parts: object) -> int:
-    """A seed that is a function of these parts' texts; different ones have different seeds."""
-    text = ":".join(map(str, parts))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def _kind(name: str) -> str:
     """What a part is, without the module it is of: `vision.optimizer` is an optimizer."""
     return name.rpartition(".")[2]
@@ -403,24 +495,3 @@ def _kind(name: str) -> str:
 def _without(state: dict[str, object], kinds: Collection[str]) -> dict[str, object]:
     """A state without the parts of some kinds."""
     return {name: part for name, part in state.items() if _kind(name) not in kinds}
-
-
-def _make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
-    """What saves are made with; None for a run that makes none."""
-    if config.save is None:
-        return None
-    return Checkpointer(
-        config.save,
-        groups=groups,
-        retention=_retention(config),
-        replicate_over=config.replicate_over,
-        max_copy_fraction=config.max_copy_fraction,
-    )
-
-
-def _retention(config: CheckpointConfig) -> Policy | None:
-    """Which checkpoints to keep; None keeps all."""
-    if config.keep_last == 0:
-        return None
-    policy: Policy = KeepLast(config.keep_last)
-    return policy | KeepEvery(config.keep_every) if config.keep_every else policy

@@ -25,6 +25,7 @@ from holdfast.reference.train.placement import (
     check_placement,
     refuse_placement,
 )
+from holdfast.reference.train.rerun_config import RerunConfig, check_rerun
 
 RANK_LOG_DIR = "events"
 """Directory of a run, below that of --save, with what each rank logs of its saves and loads."""
@@ -238,6 +239,8 @@ class TrainConfig:
     """Saving and loading."""
     log: LogConfig = field(default_factory=LogConfig)
     """Reporting."""
+    rerun: RerunConfig = field(default_factory=RerunConfig)
+    """Faults in what is computed."""
     vision: VisionConfig = field(default_factory=VisionConfig)
     """Sizes of a vision encoder and a projector."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -260,6 +263,7 @@ class TrainConfig:
         _check_counts(self)
         _check_optim(self.optim, steps=self.steps)
         _check_checkpoint(self.checkpoint)
+        check_rerun(self.rerun, save=self.checkpoint.save)
         try:
             layout = self._layout(world_size)
         except LayoutError as error:

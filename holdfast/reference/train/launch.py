@@ -30,6 +30,7 @@ from holdfast.reference.train.launch_environment import RUN_PREFIX, LaunchEnviro
 from holdfast.reference.train.loop import Trainer
 from holdfast.reference.train.metrics import Reporter
 from holdfast.reference.train.multimodal import MultimodalTrainer
+from holdfast.reference.train.rerun import RerunExit
 from holdfast.reference.train.stopping import (
     StopRequest,
     handle_stop_signals,
@@ -53,7 +54,7 @@ class WorkerFailure:
     """One line; empty where everything was printed already."""
     exit_code: int
     """2 for an error of Holdfast's own, with what to do in it; 1 for a death; 128 and the signal's
-    number for a run that a signal has stopped."""
+    number for a run that a signal has stopped; 16 to 20 for one that the rerun machine has."""
 
 
 def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
@@ -63,8 +64,8 @@ def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
     one ends the process at once.
 
     Returns:
-        The exit code: 0, or 128 and the number of the signal that the run stopped for. Our own
-        launcher finds that in a file instead, and gets 0.
+        The exit code: 0, 128 and the number of the signal that the run stopped for, or that of the
+        rerun machine. Our own launcher finds that in a file instead, and gets 0.
 
     Raises:
         HoldfastError: a mistake or a failure, on every rank.
@@ -74,6 +75,7 @@ def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
     _set_determinism(config, device=device)
     request = request_of_launcher() if environment.is_ours else StopRequest()
     is_speaker = environment.rank == 0 and not environment.is_ours
+    exit_code = 0
     with (
         handle_stop_signals(request, directories=_checkpoint_dirs(config) if is_speaker else None),
         open_trainer(
@@ -86,12 +88,21 @@ def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
                 trainer.reporter.note(
                     "nothing of this run is saved: --save DIR does", style="yellow"
                 )
-        with _lost_ranks_explained(trainer.groups.rank):
-            stop_signal = trainer.run()
+        try:
+            with _lost_ranks_explained(trainer.groups.rank):
+                stop_signal = trainer.run()
+        except RerunExit as end:
+            exit_code, stop_signal = end.exit_code, 0
+            _end_for_rerun(end, trainer, request=request, environment=environment)
         if stop_signal and environment.rank == 0:
             print_line(_stop_message(trainer, stop_signal))
             request.record_stop(stop_signal)
-    return 128 + stop_signal if stop_signal and not environment.is_ours else 0
+    if environment.is_ours:
+        return 0
+    if exit_code and environment.is_launched:
+        # The first process to leave has the others ended; each keeps its own exit code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return exit_code or (128 + stop_signal if stop_signal else 0)
 
 
 @contextmanager
@@ -140,6 +151,17 @@ def open_trainer(
 def _checkpoint_dirs(config: TrainConfig) -> tuple[Path | None, ...]:
     """Where a checkpoint of this run may be, the likeliest first."""
     return config.checkpoint.save, config.checkpoint.load
+
+
+def _end_for_rerun(
+    end: RerunExit, trainer: BaseTrainer, *, request: StopRequest, environment: LaunchEnvironment
+) -> None:
+    """Say once why the run ends, and with which exit code. Collective."""
+    if environment.rank == 0:
+        print_line(end.advice(trainer.config.checkpoint.save))
+        request.record_exit(end.exit_code)
+    # No rank leaves, and has a launcher end the others, before the first one has reported.
+    trainer.groups.control.all_gather(b"", phase="end for a rerun")
 
 
 def _stop_message(trainer: BaseTrainer, stop_signal: int) -> str:
@@ -319,7 +341,9 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | 
             return WorkerFailure(message="", exit_code=128 + number)
         finally:
             logging.disable(logging.NOTSET)
-        stop_signal = request.recorded_stop()
+        stop_signal, exit_code = request.recorded_stop(), request.recorded_exit()
+    if exit_code:
+        return WorkerFailure(message="", exit_code=exit_code)
     return WorkerFailure(message="", exit_code=128 + stop_signal) if stop_signal else None
 
 

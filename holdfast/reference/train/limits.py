@@ -46,6 +46,7 @@ _POSITIVE = frozenset(
         *("save_interval", "bucket_nbytes", "tp", "pp", "cp", "ep", "expt_tp", "dp"),
         *("stages_per_rank", "stage_layers", "vocab_size", "num_layers", "model_dim", "num_heads"),
         *("vision_layers", "vision_dim", "vision_heads", "projector_dim", "vision_tp"),
+        *("rerun_max_restarts", "rerun_report_interval"),
         *("num_experts", "top_k", "state_dim", "state_expand", "conv_width", "rope_base"),
         "init_std",
     }

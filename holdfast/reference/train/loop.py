@@ -7,21 +7,23 @@ who computes what, never which rows are trained on.
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from holdfast.optim import LossScaler
+from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.reference.models.parallelize import ParallelGPT
-from holdfast.reference.train.base import AUTOCAST, BaseTrainer, derive_seed, seed_generators
+from holdfast.reference.train.base import AUTOCAST, BaseTrainer
 from holdfast.reference.train.config import TrainConfig
 from holdfast.reference.train.data import BatchSampler, Corpus
-from holdfast.reference.train.metrics import Reporter, StepMetrics
+from holdfast.reference.train.metrics import Reporter
+from holdfast.reference.train.seeding import derive_seed, seed_generators
 from holdfast.reference.train.stopping import StopRequest
 from holdfast.reference.train.update import make_update
+from holdfast.rerun import Replayed
 from holdfast.state import RNG, OptimizerState
 
 
@@ -52,12 +54,12 @@ class Trainer(BaseTrainer):
             device: where to compute; default the CPU.
             stop: asks for an end at the next step boundary; any rank's counts for all.
         """
-        self.device = device or torch.device("cpu")
-        self.model = _make_model(config, groups=groups, device=self.device)
+        device = device or torch.device("cpu")
+        self.model = _make_model(config, groups=groups, device=device)
         stages = config.layout.pipeline().stages(
             num_layers=config.model.num_layers, pp=groups.size("pp")
         )
-        self.num_microbatches = config.data.num_microbatches(
+        num_microbatches = config.data.num_microbatches(
             dp=groups.size("dp"), num_stages=len(stages)
         )
         scaler = LossScaler() if config.precision == "fp16" else None
@@ -74,6 +76,9 @@ class Trainer(BaseTrainer):
             optimizer=self.update.optimizer,
             sampler=self.sampler,
             scaler=scaler,
+            num_microbatches=num_microbatches,
+            device=device,
+            replayed=Replayed(modules=[self.model.module]),
             reporter=reporter,
             stop=stop,
         )
@@ -101,22 +106,19 @@ class Trainer(BaseTrainer):
             # Ranks along tp hold the same residual stream: dropout draws the same mask on them.
             "rng": RNG(shared=("tp",)),
             "progress": self.progress,
+            "rerun": self.machine,
         }
         return state if self.scaler is None else state | {"scaler": self.scaler}
 
-    def train_step(self) -> StepMetrics:
-        """One optimizer step on the next global batch.
-
-        With sharded optimizers updated parameters may still be on their way when it returns; the
-        next step and `save` wait for them, anything else calls `update.synchronize()`.
-
-        Raises:
-            FaultError: on every rank, before the update, if loss or gradient is not finite; with
-                a loss scale, only when that cannot be lowered any more.
-        """
-        started = time.perf_counter()
+    def step_rows(self) -> Tensor:
+        """(rows, positions + 1) tokens: this data rank's share of the batch."""
         rows = self.sampler.rows(index=self.groups.index("dp"), num_shares=self.groups.size("dp"))
-        batch = torch.from_numpy(rows).to(self.device)
+        return torch.from_numpy(rows)
+
+    def forward_backward(self, rows: object) -> Tensor:
+        """Add the gradients of a step; see `BaseTrainer.forward_backward`."""
+        assert isinstance(rows, Tensor)
+        batch = rows.to(self.device)
         losses = self.model.forward_backward(
             batch[:, :-1],
             batch[:, 1:],
@@ -124,14 +126,26 @@ class Trainer(BaseTrainer):
             loss_scale=1.0 if self.scaler is None else self.scaler.scale,
             around=self.update.microbatch,
         )
-        loss = mean_over_rows(losses.loss, num_rows=len(rows), groups=self.groups)
-        outcome = self.update.step(
-            max_norm=self.config.optim.clip_grad, is_finite=math.isfinite(loss)
-        )
-        return self._finish_step(outcome, loss=loss, started=started)
+        return losses.loss
+
+    def gradient_share(self) -> float:
+        """The norm of what this rank holds of the reduced gradients. Collective."""
+        return self.update.gradient_share()
+
+    def drop_gradients(self) -> None:
+        """Forget what `forward_backward` has added."""
+        self.update.drop_gradients()
+
+    def finish_update(self, row_losses: Tensor | None) -> tuple[float, StepOutcome]:
+        """The mean loss, and what was updated. Collective."""
+        assert row_losses is not None
+        num_rows = self.sampler.global_batch_size // self.groups.size("dp")
+        loss = mean_over_rows(row_losses, num_rows=num_rows, groups=self.groups)
+        limit = self.config.optim.clip_grad
+        return loss, self.update.step(max_norm=limit, is_finite=math.isfinite(loss))
 
 
-def mean_over_rows(row_losses: torch.Tensor, *, num_rows: int, groups: ProcessGroups) -> float:
+def mean_over_rows(row_losses: Tensor, *, num_rows: int, groups: ProcessGroups) -> float:
     """The mean over the rows of all data ranks, the same number under every layout.
 
     Args:

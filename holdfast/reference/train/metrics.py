@@ -43,7 +43,8 @@ class StepMetrics:
     loss_scale: float | None = None
     """What the loss was multiplied by; None without scaling."""
     skipped: bool = False
-    """Whether nothing was updated because a scaled gradient overflowed."""
+    """Whether nothing was updated, because a scaled gradient overflowed or, without a loss scale
+    here, because a step is not to be trained on."""
 
 
 class Reporter:
@@ -114,7 +115,9 @@ class Reporter:
             "seconds": round(metrics.seconds, 4),
         }
         if metrics.loss_scale is not None:
-            values |= {"loss_scale": metrics.loss_scale, "skipped": metrics.skipped}
+            values |= {"loss_scale": metrics.loss_scale}
+        if metrics.loss_scale is not None or metrics.skipped:
+            values |= {"skipped": metrics.skipped}
         self.event("step", values)
         if self._tensorboard is not None:
             for name, value in values.items():
@@ -134,9 +137,9 @@ class Reporter:
             line.append(f"  {name} ", style="dim")
             line.append(shown)
         if metrics.skipped:
-            line.append(
-                f"  left out: overflow at loss scale {metrics.loss_scale:,.0f}", style="yellow"
-            )
+            scale = metrics.loss_scale
+            why = "" if scale is None else f": overflow at loss scale {scale:,.0f}"
+            line.append(f"  left out{why}", style="yellow")
         self._print(line)
 
     def event(self, name: str, values: Mapping[str, object]) -> None:

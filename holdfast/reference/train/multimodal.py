@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -24,13 +23,15 @@ from holdfast.reference.models.collectives import Axis
 from holdfast.reference.models.context import take_positions
 from holdfast.reference.models.multimodal import Images, MultimodalModel
 from holdfast.reference.models.pipeline import Rows
-from holdfast.reference.train.base import AUTOCAST, BaseTrainer, derive_seed, seed_generators
+from holdfast.reference.train.base import AUTOCAST, BaseTrainer
 from holdfast.reference.train.config import OptimConfig, TrainConfig
 from holdfast.reference.train.digits import IMAGE_SIDE, DigitBatch, Digits, DigitSampler, Row
 from holdfast.reference.train.loop import mean_over_rows
-from holdfast.reference.train.metrics import Reporter, StepMetrics
+from holdfast.reference.train.metrics import Reporter
+from holdfast.reference.train.seeding import derive_seed, seed_generators
 from holdfast.reference.train.stopping import StopRequest
-from holdfast.reference.train.update import chain_sharded, make_sharded
+from holdfast.reference.train.update import chain_sharded, make_sharded, share_norm
+from holdfast.rerun import Replayed
 from holdfast.state import RNG, OptimizerState
 from holdfast.state.module_parts import module_parts
 from holdfast.state.module_rng import ModuleRNG
@@ -80,7 +81,7 @@ class MultimodalTrainer(BaseTrainer):
             device: where to compute; default the CPU.
             stop: asks for an end at the next step boundary; any rank's counts for all.
         """
-        self.device = device or torch.device("cpu")
+        device = device or torch.device("cpu")
         self.modules = groups
         self.streams = {name: _make_stream(groups, name, config.seed) for name in groups.modules}
         self.model = MultimodalModel(
@@ -89,7 +90,7 @@ class MultimodalTrainer(BaseTrainer):
             groups=groups,
             image_side=IMAGE_SIDE,
             seed=config.seed,
-            device=self.device,
+            device=device,
             pipeline=config.layout.pipeline(),
             variant=config.layout.cp_attention,
             autocast=AUTOCAST[config.precision],
@@ -99,7 +100,6 @@ class MultimodalTrainer(BaseTrainer):
         self.updates = _make_updates(self.model, optim=config.optim)
         """The optimizers of this rank's modules by name; None for a frozen encoder."""
         self.optimizer = MultiModuleOptimizer(groups, self.updates)
-        self.num_microbatches = _num_microbatches(config, language=groups.layouts["language"])
         self.sampler = DigitSampler(
             digits,
             seed=config.seed,
@@ -113,6 +113,9 @@ class MultimodalTrainer(BaseTrainer):
             optimizer=self.optimizer,
             sampler=self.sampler,
             scaler=LossScaler() if config.precision == "fp16" else None,
+            num_microbatches=_num_microbatches(config, language=groups.layouts["language"]),
+            device=device,
+            replayed=_replayed(self.model, self.streams),
             reporter=reporter,
             stop=stop,
         )
@@ -130,6 +133,7 @@ class MultimodalTrainer(BaseTrainer):
             "rng": RNG(shared=()),
             "scheduler": self.schedule,
             "progress": self.progress,
+            "rerun": self.machine,
         }
         if self.scaler is not None:
             run["scaler"] = self.scaler
@@ -143,19 +147,44 @@ class MultimodalTrainer(BaseTrainer):
         """Take the optimizers' hooks off the modules."""
         self.optimizer.close()
 
-    def train_step(self) -> StepMetrics:
-        """One optimizer step on the next global batch; see `BaseTrainer.train_step`."""
-        started = time.perf_counter()
+    def step_rows(self) -> tuple[DigitBatch | None, DigitBatch | None]:
+        """This rank's shares of the batch, as a data rank of the encoder and of the language model.
+
+        None for a module that it does not have.
+        """
+        return self._share("vision"), self._share("language")
+
+    def forward_backward(self, rows: object) -> Tensor | None:
+        """Add the gradients of a step; see `BaseTrainer.forward_backward`."""
+        assert isinstance(rows, tuple)
+        images, texts = rows
         losses = self.model.forward_backward(
-            self._images(self._share("vision")),
-            self._rows(self._share("language")),
+            self._images(images),
+            self._rows(texts),
             num_microbatches=self.num_microbatches,
             loss_scale=1.0 if self.scaler is None else self.scaler.scale,
             around={m: o.microbatch for m, o in self.updates.items() if o is not None},
         )
-        loss = self._mean(None if losses is None else losses.loss)
-        outcome = self._update(is_finite=math.isfinite(loss))
-        return self._finish_step(outcome, loss=loss, started=started)
+        return None if losses is None else losses.loss
+
+    def gradient_share(self) -> float:
+        """The norm of what this rank holds of the gradients of all its modules. Collective."""
+        return math.hypot(
+            *(
+                share_norm(update.gradient_parts(), groups=update.groups, scaler=self.scaler)
+                for update in self.updates.values()
+                if update is not None
+            )
+        )
+
+    def drop_gradients(self) -> None:
+        """Forget what `forward_backward` has added."""
+        self.optimizer.drop_gradients()
+
+    def finish_update(self, row_losses: Tensor | None) -> tuple[float, StepOutcome]:
+        """The mean loss, and what was updated. Collective."""
+        loss = self._mean(row_losses)
+        return loss, self._update(is_finite=math.isfinite(loss))
 
     def _update(self, *, is_finite: bool) -> StepOutcome:
         """Update all modules, or none where the loss is not finite; collective."""
@@ -329,6 +358,12 @@ def _num_microbatches(config: TrainConfig, *, language: Layout) -> int:
     num_layers = config.model.num_layers
     stages = config.layout.pipeline().stages(num_layers=num_layers, pp=language.pp)
     return config.data.num_microbatches(dp=language.dp, num_stages=len(stages))
+
+
+def _replayed(model: MultimodalModel, streams: dict[str, ModuleRNG]) -> Replayed:
+    """What a rerun of a step needs to be as it was."""
+    modules = [split.module for split in model.modules.values()]
+    return Replayed(modules=modules, streams=list(streams.values()))
 
 
 def _make_stream(groups: ModuleGroups, module: str, seed: int) -> ModuleRNG:

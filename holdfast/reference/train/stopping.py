@@ -31,6 +31,7 @@ STOP_DIR = "HOLDFAST_STOP_DIR"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REQUEST = "stop"
 _STOPPED = "stopped"
+_EXIT_CODE = "exit_code"
 
 
 class StopRequest:
@@ -69,6 +70,14 @@ class StopRequest:
     def recorded_stop(self) -> int:
         """The signal that a launcher's processes have stopped for; 0 if they have not."""
         return self._read(_STOPPED)
+
+    def record_exit(self, code: int) -> None:
+        """Record for our launcher, if there is one, with which exit code the run is to end."""
+        self._write(_EXIT_CODE, code)
+
+    def recorded_exit(self) -> int:
+        """The exit code that a launcher's processes ask for; 0 if they ask for none."""
+        return self._read(_EXIT_CODE)
 
     def _read(self, name: str) -> int:
         """A number published in the directory; 0 without one."""

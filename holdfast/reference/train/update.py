@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,12 +22,15 @@ from holdfast.optim import (
     StepOutcome,
 )
 from holdfast.optim.norms import (
+    GradientPart,
     LayoutSum,
     clip_factor,
     gradient_parts,
     measure,
     scale_gradients,
+    share_square,
 )
+from holdfast.parallel import ProcessGroups
 from holdfast.reference.models.parallelize import ParallelGPT
 from holdfast.reference.models.split import SplitModule
 from holdfast.reference.train.config import OptimConfig
@@ -43,11 +47,32 @@ class WholeUpdate:
         )
         self._model = model
         self._scaler = scaler
+        self._is_reduced = False
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Nothing runs concurrently with a backward."""
         del is_last
         return nullcontext()
+
+    def gradient_share(self) -> float:
+        """The norm of what this rank holds of the reduced gradients; see `share_norm`. Collective.
+
+        Gradients are reduced here if they are not yet; a step that follows reduces them no more.
+        """
+        parts = self._reduced_parts()
+        return share_norm(parts, groups=self._model.groups, scaler=self._scaler)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not: the step can be computed again."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._is_reduced = False
+
+    def _reduced_parts(self) -> list[GradientPart]:
+        """Reduce gradients once in a step. Collective the first time."""
+        if not self._is_reduced:
+            self._model.reduce_gradients()
+            self._is_reduced = True
+        return gradient_parts(self._model.module.parameters(), groups=self._model.groups)
 
     @torch.no_grad()
     def step(self, *, max_norm: float, is_finite: bool = True) -> StepOutcome:
@@ -60,17 +85,14 @@ class WholeUpdate:
             is_finite: whether the loss is, on all ranks.
         """
         scale = 1.0 if self._scaler is None else self._scaler.scale
-        self._model.reduce_gradients()
-        groups = self._model.groups
-        parts = gradient_parts(self._model.module.parameters(), groups=groups)
-        norm = measure(parts, total=LayoutSum(groups), scale=scale)
+        norm = measure(self._reduced_parts(), total=LayoutSum(self._model.groups), scale=scale)
         if not (is_finite and norm.is_finite):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.drop_gradients()
             return _skipped_step(norm, scale=scale, scaler=self._scaler)
         factor = clip_factor(norm, limit=max_norm)
         scale_gradients(self._model.module.parameters(), factor / scale)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         if self._scaler is not None:
             self._scaler.update(overflowed=False)
         return StepOutcome.of(norm, factor=factor, scale=scale)
@@ -95,6 +117,18 @@ class ShardedUpdate:
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Gradients are reduced concurrently with the backward."""
         return self.optimizer.microbatch(is_last=is_last)
+
+    def gradient_share(self) -> float:
+        """The norm of this rank's shards of the gradients; see `share_norm`. Collective.
+
+        Reductions that are left are finished here; a step that follows finds them done.
+        """
+        parts = self.optimizer.gradient_parts()
+        return share_norm(parts, groups=self._model.groups, scaler=self._scaler)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not: the step can be computed again."""
+        self.optimizer.drop_gradients()
 
     def step(self, *, max_norm: float, is_finite: bool = True) -> StepOutcome:
         """Finish the reductions, measure, clip, update, gather parameters; collective.
@@ -147,10 +181,20 @@ class FullyShardedUpdate:
             _groups(list(model.module.parameters()), weight_decay=optim.weight_decay)
         )
         self._scaler = scaler
+        self._groups = model.groups
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Parameters are gathered and gradients reduced concurrently with the computation."""
         return self._sharded.microbatch(is_last=is_last)
+
+    def gradient_share(self) -> float:
+        """The norm of this rank's shards of the gradients; see `share_norm`."""
+        parts = self._sharded.gradient_parts()
+        return share_norm(parts, groups=self._groups, scaler=self._scaler)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients: the step can be computed again."""
+        self._sharded.drop_gradients()
 
     def step(self, *, max_norm: float, is_finite: bool = True) -> StepOutcome:
         """Measure, clip, update each rank's shards; collective.
@@ -184,6 +228,19 @@ def make_update(
         return FullyShardedUpdate(model, optim=optim, scaler=scaler, strategy=optim.fsdp)
     kind = ShardedUpdate if optim.zero else WholeUpdate
     return kind(model, optim=optim, scaler=scaler)
+
+
+def share_norm(
+    parts: Iterable[GradientPart], *, groups: ProcessGroups, scaler: LossScaler | None
+) -> float:
+    """The norm of what one rank holds of the gradients, loss scale removed.
+
+    The squares of all ranks add up to that of the whole norm. Not finite where an element is not.
+
+    Cost: reads the parts once; no collective.
+    """
+    scale = 1.0 if scaler is None else scaler.scale
+    return math.sqrt(share_square(parts, layout=groups.layout)) / scale
 
 
 def _skipped_step(norm: GradientNorm, *, scale: float, scaler: LossScaler | None) -> StepOutcome:

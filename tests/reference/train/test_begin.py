@@ -84,7 +84,8 @@ def look(rank: RankContext, load: str) -> tuple[int | None, str]:
     """Only rank 0 sees the directory that it is given; the others see another."""
     seen = load if rank.rank == 0 else "/nowhere"
     with ProcessGroups.create(Layout(dp=rank.num_ranks)) as groups:
-        step = find_checkpoint(CheckpointConfig(load=Path(seen)), control=groups.control)
+        begin = find_checkpoint(CheckpointConfig(load=Path(seen)), control=groups.control)
+        step = None if begin is None else begin.step
         mirrored = "/nowhere" if rank.rank == 0 else load
         try:
             find_checkpoint(CheckpointConfig(load=Path(mirrored)), control=groups.control)
