@@ -22,7 +22,7 @@ from holdfast.state.module_parts import module_parts
 from holdfast.state.module_rng import ModuleRNG
 from holdfast.state.optimizer.part import OptimizerState
 from holdfast.state.optimizer.protocol import OptimizerParameter, PartitionedOptimizer
-from holdfast.state.parts import Part, Stateful
+from holdfast.state.parts import OptionalPart, Part, Stateful
 from holdfast.state.rng import RNG
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "OnLayout",
     "OptimizerParameter",
     "OptimizerState",
+    "OptionalPart",
     "Padded",
     "Part",
     "PartitionedOptimizer",

@@ -35,7 +35,7 @@ from holdfast.state.markers import (
 from holdfast.state.module.part import ModuleState
 from holdfast.state.numpy_arrays import array_tensor
 from holdfast.state.optimizer.part import OptimizerState
-from holdfast.state.parts import Part, check_part_name, is_last, part_of
+from holdfast.state.parts import Part, check_part_name, is_last, is_left_out, part_of
 from holdfast.state.placement import ReplicaSets, tensor_leaf
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
@@ -105,7 +105,8 @@ def flatten_state(
     )
     nodes: dict[str, object] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
-    for name, value in sorted(state.items(), key=lambda item: is_last(item[1])):
+    entries = [(name, value) for name, value in state.items() if not is_left_out(value)]
+    for name, value in sorted(entries, key=lambda item: is_last(item[1])):
         check_part_name(name)
         home = value.own_layout if isinstance(value, OnLayout) else layout
         if rank not in home.ranks:
@@ -130,7 +131,7 @@ def flatten_state(
         leaves=made.leaves,
         tensors=tensors,
         labels=flattener.labels,
-        nodes={name: nodes[name] for name in state},
+        nodes={name: nodes[name] for name in state if name in nodes},
         structure=made.structure,
     )
 

@@ -89,6 +89,15 @@ class RandomStreams:
             trees[f"per_{'_'.join(axes)}"] = marked
         return trees
 
+    def capture(self) -> dict[str, State]:
+        """Stream -> its state now, which `reset` takes."""
+        return self._states()
+
+    def reset(self, states: Mapping[str, State]) -> None:
+        """Set streams to states of `capture`; MismatchError for one of another kind."""
+        for name, state in states.items():
+            self._set_state(name, state)
+
     def _states(self) -> dict[str, State]:
         """Stream -> its state now."""
         own = {name: _accessors(each) for name, each in self._generators.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -48,6 +49,31 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, object]) -> object:
         """Take a state."""
+
+
+class OptionalPart(ABC):
+    """A part that a checkpoint may lack: a load without it succeeds and leaves the part as it is.
+
+    For what watches over a run and is no part of what is trained. `LoadReport.missing` names it
+    where it is not stored.
+    """
+
+    @property
+    @abstractmethod
+    def has_entry(self) -> bool:
+        """Whether it is saved and loaded now; otherwise it is as if the state did not have it."""
+
+    @abstractmethod
+    def tree(self) -> object:
+        """As of `Part`."""
+
+    @abstractmethod
+    def template(self, stored: StoredPart) -> object:
+        """As of `Part`."""
+
+    @abstractmethod
+    def restore(self, tree: object) -> None:
+        """As of `Part`."""
 
 
 class StatefulPart:
@@ -99,6 +125,12 @@ def is_last(value: object) -> bool:
     Random streams: other parts may draw from them while they say what they hold, or take it back.
     """
     return isinstance(value.value if isinstance(value, OnLayout) else value, RNG)
+
+
+def is_left_out(value: object) -> bool:
+    """Whether an entry of a state is an optional part that has nothing to save or load now."""
+    inner = value.value if isinstance(value, OnLayout | FromPart) else value
+    return isinstance(inner, OptionalPart) and not inner.has_entry
 
 
 def check_part_name(name: object) -> None:

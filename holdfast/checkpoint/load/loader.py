@@ -51,7 +51,15 @@ from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.match.matcher import Matcher
 from holdfast.state.match.nodes import StoredPart
 from holdfast.state.match.result import LocalMemory, MatchResult
-from holdfast.state.parts import TreePart, check_part_name, is_closed, is_last, part_of
+from holdfast.state.parts import (
+    OptionalPart,
+    TreePart,
+    check_part_name,
+    is_closed,
+    is_last,
+    is_left_out,
+    part_of,
+)
 from holdfast.storage import Storage
 
 _MAX_CANDIDATES = 10_000
@@ -300,7 +308,8 @@ class Loader:
         self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions
     ) -> tuple[Matcher, list[PartRequest], LocalMemory]:
         """Match the state with what is stored; no target is written."""
-        entries = {name: _unwrap(each, name, self._groups.layout) for name, each in state.items()}
+        requested = {name: each for name, each in state.items() if not is_left_out(each)}
+        entries = {n: _unwrap(each, n, self._groups.layout) for n, each in requested.items()}
         tensors = {info.key: (info.dtype, tuple(info.shape)) for info in files.manifest.tensors}
         matcher = Matcher(
             tensors=tensors,
@@ -317,7 +326,8 @@ class Loader:
             node = stored.part_or_below(source or name)
             if node is None and not stored.has_part_or_below(source or name):
                 result = matcher.result
-                paths = result.allowed if matcher.may_miss(name) else result.missing
+                may_miss = matcher.may_miss(name) or isinstance(value, OptionalPart)
+                paths = result.allowed if may_miss else result.missing
                 paths.append(name if source is None else f"{name} (from {source})")
                 continue
             part = part_of(name, value)

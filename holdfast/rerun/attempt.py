@@ -1,0 +1,170 @@
+"""One run of a step on one rank: which validation calls it made, and what they came to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from holdfast.rerun.comparison import Value, describe, relative_difference
+from holdfast.rerun.states import Outcome
+
+Compare = Callable[[Any, Any], float]
+"""The relative difference of two values: 0.0 for equal ones."""
+
+
+class Call(NamedTuple):
+    """One validation call of a step: its name, and which of that name it is."""
+
+    name: str
+    occurrence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Suspect:
+    """A value that was rejected, on the rank that has produced it."""
+
+    value: Value
+    why: str
+    fatal: bool
+    tolerance: float
+
+
+class RejectedValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A rejected value as other ranks and the report have it."""
+
+    call: str
+    occurrence: int
+    value: Any
+    why: str
+    fatal: bool
+
+
+class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A rejected value and what a rerun has made of it, as other ranks and the report have it."""
+
+    call: str
+    occurrence: int
+    before: Any
+    value: Any
+    why: str
+    fatal: bool
+    outcome: Outcome
+    difference: float | str | None
+    """Relative; "inf" for values that have nothing in common, None where the call was not made."""
+    is_same_device: bool
+    first_rank: int
+    first_host: str
+    first_device: str
+
+
+class AttemptReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has to say at the end of a run of a step."""
+
+    rejected: list[RejectedValue] = []
+    rechecked: list[RecheckedValue] = []
+
+
+class Attempt:
+    """The validation calls of one run of a step, on this rank.
+
+    Args:
+        suspects: values that were rejected before, by call.
+        confirmed: calls whose rejected value is known to be correct, or was judged already.
+        keeps_values: whether every value is kept, to be compared with those of another run.
+    """
+
+    def __init__(
+        self,
+        *,
+        suspects: Mapping[Call, Suspect] | None = None,
+        confirmed: Collection[Call] = (),
+        keeps_values: bool = False,
+    ) -> None:
+        self.suspects = dict(suspects or {})
+        self.rejected: dict[Call, Suspect] = {}
+        self.rechecked: dict[Call, tuple[Outcome, Value, float]] = {}
+        self.values: dict[Call, Value] = {}
+        self._confirmed = frozenset(confirmed)
+        self._keeps_values = keeps_values
+        self._counts: Counter[str] = Counter()
+
+    def next_call(self, name: str) -> Call:
+        """The call that is made now."""
+        call = Call(name, self._counts[name])
+        self._counts[name] += 1
+        return call
+
+    def take(
+        self,
+        call: Call,
+        value: Value,
+        why: str | None,
+        *,
+        fatal: bool,
+        tolerance: float,
+        compare: Compare | None,
+    ) -> None:
+        """Take the value of a call, and why it is rejected; None where it is not."""
+        if self._keeps_values:
+            self.values[call] = _kept(value)
+        suspect = self.suspects.get(call)
+        if suspect is not None:
+            difference = (compare or relative_difference)(suspect.value, value)
+            if difference <= tolerance:
+                outcome = Outcome.REPRODUCED
+            else:  # also where a user's own comparison returns NaN
+                outcome = Outcome.GOOD if why is None else Outcome.CHANGED
+            self.rechecked[call] = outcome, _kept(value), float(difference)
+        elif why is not None and call not in self._confirmed:
+            self.rejected[call] = Suspect(
+                value=_kept(value), why=why, fatal=fatal, tolerance=tolerance
+            )
+
+    def report_rejected(self) -> list[RejectedValue]:
+        """The values that were rejected for the first time."""
+        return [
+            RejectedValue(
+                call=call.name,
+                occurrence=call.occurrence,
+                value=describe(each.value),
+                why=each.why,
+                fatal=each.fatal,
+            )
+            for call, each in self.rejected.items()
+        ]
+
+    def report_rechecked(
+        self, *, is_same_device: bool, first_rank: int, first_host: str, first_device: str
+    ) -> list[RecheckedValue]:
+        """The outcomes of the values that were rejected before."""
+        reports = []
+        for call, suspect in self.suspects.items():
+            outcome, value, difference = self.rechecked.get(call, (Outcome.UNREACHED, None, None))
+            finite = difference is None or difference < float("inf")
+            reports.append(
+                RecheckedValue(
+                    call=call.name,
+                    occurrence=call.occurrence,
+                    before=describe(suspect.value),
+                    value=None if value is None else describe(value),
+                    why=suspect.why,
+                    fatal=suspect.fatal,
+                    outcome=outcome,
+                    difference=difference if finite else "inf",
+                    is_same_device=is_same_device,
+                    first_rank=first_rank,
+                    first_host=first_host,
+                    first_device=first_device,
+                )
+            )
+        return reports
+
+
+def _kept(value: Value) -> Value:
+    """A value that stays what it is, whatever the caller does with a tensor."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

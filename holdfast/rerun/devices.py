@@ -1,0 +1,66 @@
+"""Which device a process computes on, as something that two processes can compare."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+DEVICE_VARIABLE = "HOLDFAST_DEVICE"
+"""Environment variable that names the device of a process, where the machine hides which it is."""
+_CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceIdentity:
+    """A device that values are computed on.
+
+    Args:
+        host: name of the machine.
+        uuid: of the device: what the driver calls it, or what `HOLDFAST_DEVICE` says; "cpu" for the
+            processors of the host.
+    """
+
+    host: str
+    uuid: str
+
+    @classmethod
+    def of(cls, device: torch.device | None = None) -> DeviceIdentity:
+        """The identity of a device of this process.
+
+        Args:
+            device: default: the current CUDA device if there is one, else the CPU.
+
+        The environment variable `HOLDFAST_DEVICE` overrides what is known of it: for virtual
+        machines that hide their devices, and to try things out on one.
+        """
+        host = socket.gethostname()
+        named = os.environ.get(DEVICE_VARIABLE, "")
+        if named:
+            return cls(host=host, uuid=named)
+        if device is None:
+            has_cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else None
+        if device is None or device.type != "cuda":
+            return cls(host=host, uuid=_CPU if device is None else device.type)
+        return cls(host=host, uuid=f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, str]) -> DeviceIdentity:
+        """Inverse of `to_dict`."""
+        return cls(host=data["host"], uuid=data["uuid"])
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain text."""
+        return {"host": self.host, "uuid": self.uuid}
+
+    def is_same(self, other: DeviceIdentity) -> bool:
+        """Whether both are one device.
+
+        A device with a name of its own is the same on whatever host it seems to be: containers
+        change the names of hosts. Processors are those of their host.
+        """
+        return self.uuid == other.uuid and (self.uuid != _CPU or self.host == other.host)

@@ -1,0 +1,107 @@
+"""Errors on purpose, to try out everything from a rejected value to a verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.rerun.comparison import Value
+from holdfast.rerun.devices import DeviceIdentity
+
+ErrorKind = Literal["correct_result", "transient_error", "persistent_error"]
+"""Whose fault an injected error looks like."""
+
+
+class ErrorInjector:
+    """Makes validated values bad now and then: NaN, as a fault of the kind would.
+
+    Which call of which step on which coordinate is hit depends on the seed alone, so a rerun, or
+    another process, hits the same ones. Only the value that is validated changes, never the
+    training itself.
+
+    Args:
+        rate: one in so many validation calls, on average; 0 for none.
+        kind: "transient_error": bad in the first run only, once. "persistent_error": bad whenever
+            the device is the one on which it was bad first. "correct_result": bad everywhere.
+        seed: of the choice.
+
+    Raises:
+        ConfigError: a rate below 0, or an unknown kind.
+    """
+
+    def __init__(self, rate: int, kind: ErrorKind = "transient_error", *, seed: int = 0) -> None:
+        """Nothing has been injected."""
+        if isinstance(rate, bool) or not isinstance(rate, int) or rate < 0:
+            raise ConfigError(f"ErrorInjector(rate={rate!r}): it is an integer of at least 0")
+        if kind not in get_args(ErrorKind):
+            raise ConfigError(
+                f"ErrorInjector(kind={kind!r}): it is one of {', '.join(get_args(ErrorKind))}"
+            )
+        self.rate = rate
+        self.kind = kind
+        self.seed = seed
+        self._devices: dict[str, DeviceIdentity] = {}
+        self._settled: set[str] = set()
+
+    def is_hit(self, point: str) -> bool:
+        """Whether the seed chooses a point."""
+        if self.rate == 0:
+            return False
+        digest = hashlib.blake2b(f"{self.seed}:{point}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.rate == 0
+
+    def injected(
+        self, point: str, *, is_rerun: bool, device: DeviceIdentity, value: Value
+    ) -> Value:
+        """The value, or a bad one of the same shape.
+
+        Args:
+            point: names the call, the step and the rank's coordinate.
+            is_rerun: whether the step runs again.
+            device: of this process.
+            value: what was computed.
+        """
+        if point in self._settled or not self.is_hit(point):
+            return value
+        if self.kind == "transient_error":
+            if is_rerun or point in self._devices:
+                return value
+            self._devices[point] = device
+        elif self.kind == "persistent_error":
+            first = self._devices.setdefault(point, device)
+            if not first.is_same(device):
+                return value
+        return _bad(value)
+
+    def leave_out(self, points: Iterable[str]) -> None:
+        """Leave points alone from now on: their errors have been judged."""
+        self._settled.update(points)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was injected where; plain values."""
+        return {
+            "devices": {point: each.to_dict() for point, each in self._devices.items()},
+            "settled": sorted(self._settled),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state; points that are settled here stay so."""
+        self._devices = {
+            point: DeviceIdentity.from_dict(each) for point, each in state["devices"].items()
+        }
+        self._settled |= set(state["settled"])
+
+
+def _bad(value: Value) -> Value:
+    """A value of the same form that is not one."""
+    if not isinstance(value, torch.Tensor):
+        return math.nan
+    bad = value.detach().clone()
+    if not bad.is_floating_point() and not bad.is_complex():
+        bad = bad.double()
+    return bad.fill_(math.nan)

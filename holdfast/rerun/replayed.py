@@ -1,0 +1,181 @@
+"""What is brought back before a step runs again: random streams, buffers, whatever hooks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import ConfigError
+from holdfast.format.values import Codecs
+from holdfast.rerun.kept_batches import Drawn, decode_batches, encode_batches
+from holdfast.state import RNG
+
+Hook = tuple[Callable[[], Any], Callable[[Any], object]]
+"""What takes a state of the caller's, and what brings it back; it may be brought back twice."""
+
+
+class Replayed:
+    """What a run of a step changes, but for batches, gradients and what the caller drops itself.
+
+    Args:
+        modules: all their buffers are brought back, with their memory: persistent or not, replaced,
+            resized, removed or added meanwhile.
+        rng: whether the global streams of Python, NumPy, torch and the current CUDA device are.
+        streams: further random streams: `RNG(generators=…)`, `ModuleRNG`.
+        hooks: pairs (save, restore) for anything else: caches, counters, queues.
+
+    Raises:
+        ConfigError: an argument of another kind.
+
+    Cost: `take` copies the buffers and some 10 kB for each set of streams.
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: Iterable[nn.Module] = (),
+        rng: bool = True,
+        streams: Sequence[RNG] = (),
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        """Nothing is taken yet."""
+        if isinstance(modules, nn.Module):
+            modules = (modules,)
+        self._modules = tuple(modules)
+        self._streams = (*((RNG(),) if rng else ()), *streams)
+        self._hooks = tuple(hooks)
+        for kind, members in ((nn.Module, self._modules), (RNG, self._streams)):
+            for each in members:
+                if not isinstance(each, kind):
+                    raise ConfigError(
+                        f"Replayed: a {type(each).__name__} is no {kind.__name__}; anything but "
+                        f"modules and streams is brought back by hooks=[(save, restore)]"
+                    )
+        for hook in self._hooks:
+            if len(hook) != 2 or not all(callable(half) for half in hook):
+                raise ConfigError("Replayed: a hook is a pair of functions (save, restore)")
+        self._taken: _Snapshot | None = None
+
+    def take(self) -> None:
+        """Take what there is now; what was taken before is forgotten."""
+        self._taken = _Snapshot(
+            streams=[stream.capture() for stream in self._streams],
+            buffers=[_Buffers(each) for each in self._submodules()],
+            hooks=[save() for save, _ in self._hooks],
+        )
+
+    def restore(self) -> None:
+        """Bring back what was taken; may be called again.
+
+        Raises:
+            ConfigError: nothing was taken.
+        """
+        taken = self._taken
+        if taken is None:
+            raise ConfigError("Replayed.restore before take: there is nothing to bring back")
+        for buffers in taken.buffers:
+            buffers.restore()
+        for (_, restore), state in zip(self._hooks, taken.hooks, strict=True):
+            restore(state)
+        # Last: anything above may draw.
+        for stream, states in zip(self._streams, taken.streams, strict=True):
+            stream.reset(states)
+
+    def encode(self) -> bytes:
+        """What was taken of streams and of buffers that no state dict has, for another process."""
+        taken = self._taken
+        if taken is None:
+            raise ConfigError("Replayed.encode before take: there is nothing to keep")
+        buffers: dict[str, torch.Tensor] = {}
+        for index, each in enumerate(taken.buffers):
+            buffers |= {f"{index}.{name}": value for name, value in each.unsaved().items()}
+        tree = {"streams": [dict(states) for states in taken.streams], "buffers": buffers}
+        return encode_batches([Drawn(tree)], codecs=Codecs())
+
+    def decode(self, data: bytes) -> None:
+        """Set streams and unsaved buffers to what another process has taken.
+
+        Streams of other generators than here, and buffers of other names or shapes, are left.
+        """
+        if not data:
+            return
+        (drawn,) = decode_batches(data, codecs=Codecs())
+        tree: Any = drawn.batch
+        for index, each in enumerate(self._submodules()):
+            for name, buffer in each.named_buffers(recurse=False):
+                stored = tree["buffers"].get(f"{index}.{name}")
+                local = _local(buffer)
+                if stored is not None and stored.shape == local.shape:
+                    with torch.no_grad():
+                        local.copy_(stored)
+        if len(tree["streams"]) == len(self._streams):
+            for stream, states in zip(self._streams, tree["streams"], strict=True):
+                known = stream.capture()
+                stream.reset({name: state for name, state in states.items() if name in known})
+
+    def _submodules(self) -> list[nn.Module]:
+        """Every module once, in the order of the tree."""
+        seen: dict[int, nn.Module] = {}
+        for root in self._modules:
+            for each in root.modules():
+                seen.setdefault(id(each), each)
+        return list(seen.values())
+
+
+class _Snapshot:
+    """What was taken at one time."""
+
+    def __init__(
+        self, *, streams: list[dict[str, Any]], buffers: list[_Buffers], hooks: list[Any]
+    ) -> None:
+        self.streams = streams
+        self.buffers = buffers
+        self.hooks = hooks
+
+
+class _Buffers:
+    """The buffers of one module, not of those inside of it: the tensors and copies of them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._unsaved = set(module._non_persistent_buffers_set)
+        self._tensors = dict(module._buffers)
+        self._copies = {
+            name: None if each is None else each.detach().clone()
+            for name, each in self._tensors.items()
+        }
+
+    def restore(self) -> None:
+        """The same tensors with the same values under the same names, and no others."""
+        module = self._module
+        module._buffers.clear()
+        module._buffers.update(self._tensors)
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(self._unsaved)
+        for name, tensor in self._tensors.items():
+            saved = self._copies[name]
+            if tensor is None or saved is None:
+                continue
+            is_alike = (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype)
+            if is_alike and tensor.device == saved.device:
+                with torch.no_grad():
+                    tensor.copy_(saved)
+            else:  # resized, or moved to another device or dtype
+                tensor.data = saved.clone()
+
+    def unsaved(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that are not persistent."""
+        return {
+            name: _local(each)
+            for name, each in self._copies.items()
+            if name in self._unsaved and each is not None
+        }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,125 @@
+"""How far two runs of the same step differ, by validation call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_SMALLEST_DECADE = -17
+_LARGEST_DECADE = 0
+_BEYOND = "inf"
+
+
+@dataclass(slots=True)
+class _Differences:
+    """The relative differences of one call."""
+
+    num_compared: int = 0
+    num_identical: int = 0
+    num_incomparable: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+    decades: dict[int, int] = field(default_factory=dict)
+    """k -> how many were in (10**(k-1), 10**k]; the first and the last take what lies beyond."""
+
+    def add(self, difference: float) -> None:
+        """Count one comparison."""
+        self.num_compared += 1
+        if difference == 0.0:
+            self.num_identical += 1
+        elif not math.isfinite(difference):
+            self.num_incomparable += 1
+        else:
+            self.total += difference
+            self.largest = max(self.largest, difference)
+            decade = math.ceil(math.log10(difference))
+            decade = min(max(decade, _SMALLEST_DECADE), _LARGEST_DECADE)
+            self.decades[decade] = self.decades.get(decade, 0) + 1
+
+    def report(self) -> dict[str, Any]:
+        """As JSON; the largest is "inf" where two values had nothing in common."""
+        num_finite = self.num_compared - self.num_incomparable
+        return {
+            "num_compared": self.num_compared,
+            "num_identical": self.num_identical,
+            "num_incomparable": self.num_incomparable,
+            "largest": _BEYOND if self.num_incomparable else self.largest,
+            "largest_finite": self.largest,
+            "mean": self.total / num_finite if num_finite else 0.0,
+            "total": self.total,
+            "decades": {f"1e{k}": n for k, n in sorted(self.decades.items())},
+        }
+
+    def merge(self, report: Mapping[str, Any]) -> None:
+        """Add what another one has counted."""
+        self.num_compared += report["num_compared"]
+        self.num_identical += report["num_identical"]
+        self.num_incomparable += report["num_incomparable"]
+        self.total += report["total"]
+        self.largest = max(self.largest, report["largest_finite"])
+        for name, count in report["decades"].items():
+            decade = int(name.removeprefix("1e"))
+            self.decades[decade] = self.decades.get(decade, 0) + count
+
+
+class DeterminismStatistics:
+    """Relative differences of the values of two runs of each step, by the name of the call."""
+
+    def __init__(self) -> None:
+        """Nothing is compared yet."""
+        self._calls: dict[str, _Differences] = {}
+
+    @classmethod
+    def merged(cls, reports: Iterable[Mapping[str, Any]]) -> DeterminismStatistics:
+        """The statistics of several ranks as one, from their reports."""
+        result = cls()
+        for report in reports:
+            for name, each in report.items():
+                result._calls.setdefault(name, _Differences()).merge(each)
+        return result
+
+    def add(self, name: str, difference: float) -> None:
+        """Count one comparison of a call; infinite where it was made in one of the runs only."""
+        self._calls.setdefault(name, _Differences()).add(difference)
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether no two values have differed."""
+        return all(each.num_identical == each.num_compared for each in self._calls.values())
+
+    def report(self) -> dict[str, Any]:
+        """By call: how many were compared, were identical, had nothing in common; differences."""
+        return {name: each.report() for name, each in self._calls.items()}
+
+    def table(self) -> str:
+        """The report for a terminal."""
+        head = ("call", "compared", "identical", "largest", "mean")
+        rows = [head]
+        for name, each in self._calls.items():
+            numbers = each.report()
+            largest = numbers["largest"]
+            rows.append(
+                (
+                    name,
+                    str(each.num_compared),
+                    str(each.num_identical),
+                    largest if isinstance(largest, str) else f"{largest:.1e}",
+                    f"{numbers['mean']:.1e}",
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+        ]
+        ending = "every value was identical" if self.is_identical else "values differ: see docs"
+        return "\n".join([*(line.rstrip() for line in lines), ending])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return self.report()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state."""
+        self._calls = DeterminismStatistics.merged([state])._calls

@@ -1,0 +1,443 @@
+"""Replayed batches are the pristine ones, in this process and in the next (D9)."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from holdfast.errors import ConfigError, CorruptionError, HoldfastError, MismatchError
+from holdfast.format.values import Codec, Codecs
+from holdfast.rerun.replay import ReplayableBatches
+
+
+class Kind(Enum):
+    TEXT = 1
+    IMAGE = 2
+
+
+@dataclass
+class Sample:
+    tokens: torch.Tensor
+    kind: Kind = Kind.TEXT
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+CODECS = Codecs(
+    dataclasses=[Sample],
+    enums=[Kind],
+    codecs=[Codec(name="pair", type=Pair, encode=tuple, decode=lambda items: Pair(*items))],
+)
+
+
+def bits(value: Any) -> object:
+    """A batch as plain values that are equal only for equal types, dtypes, shapes and bytes."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().clone(memory_format=torch.contiguous_format)
+        raw = plain.reshape(-1).view(torch.uint8).tolist()
+        return type(value), value.dtype, tuple(value.shape), value.requires_grad, raw
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, dict | UserDict):
+        return type(value), [(key, bits(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple | deque):
+        return type(value), [bits(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), bits(vars(value))
+    return type(value), repr(value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        value = list(vars(value).values())
+    items = value if isinstance(value, list | tuple | deque) else []
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def spoil(value: Any) -> None:
+    """Change everything in a batch in place, as a careless model does."""
+    for tensor in tensors_in(value):
+        raw = tensor.detach()
+        with torch.no_grad():
+            raw.copy_(torch.zeros_like(raw) if raw.any() else torch.ones_like(raw))
+    if isinstance(value, dict):
+        value.clear()
+    elif isinstance(value, list):
+        del value[:]
+
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8,
+    torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16,
+]  # fmt: skip
+
+
+@st.composite
+def views(draw: st.DrawFn, memory: torch.Tensor) -> torch.Tensor:
+    """A view of some memory: any dtype, offset, order of dims; of no dims, or empty."""
+    dtype = draw(st.sampled_from(DTYPES))
+    flat = memory if dtype == torch.bool else memory.view(dtype)
+    if dtype == torch.bool:
+        flat = (memory[: len(memory) // 2] & 1).view(torch.bool)
+    start = draw(st.integers(0, len(flat) - 1))
+    rows, columns = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    shape = draw(st.sampled_from(["scalar", "matrix", "transposed", "gaps"]))
+    room = len(flat) - start
+    if shape == "scalar":
+        return flat[start]
+    if shape == "gaps":
+        return flat[start::3]
+    if rows * columns > room:
+        return flat[start:]
+    matrix = flat[start : start + rows * columns].view(rows, columns)
+    return matrix.T if shape == "transposed" else matrix
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Any:
+    """Trees over views of a few pieces of memory, so that tensors overlap, or are one."""
+    seed = draw(st.integers(0, 99))
+    generator = torch.Generator().manual_seed(seed)
+    memories = [
+        torch.randint(0, 256, (48,), generator=generator, dtype=torch.uint8)
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+    tensors = [draw(views(draw(st.sampled_from(memories)))) for _ in range(draw(st.integers(1, 5)))]
+    leaves = st.sampled_from(tensors) | st.none() | st.integers() | st.text() | st.binary()
+    leaves |= st.floats() | st.just(Kind.IMAGE) | st.just(np.arange(3, dtype=">i4"))
+    leaves |= st.sampled_from(tensors).map(Sample)
+    tree = st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+        ),
+        max_leaves=8,
+    )
+    return [draw(tree), *tensors] if draw(st.booleans()) else draw(tree)
+
+
+def moved(batches: ReplayableBatches, **settings: Any) -> ReplayableBatches:
+    """The iterator of the next process, whose source goes on behind the step."""
+    result = ReplayableBatches(iter(["behind"]), codecs=CODECS, **settings)
+    result.decode_kept(batches.encode())
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(batches(), min_size=1, max_size=3), st.integers(0, 3))
+def test_whatever_is_done_to_a_batch_its_replays_are_the_pristine_one(
+    drawn: list[Any], num_first: int
+) -> None:
+    expected = [bits(copy.deepcopy(batch)) for batch in drawn]
+    # Copies, so that batches do not spoil each other: that is the source's doing, not a model's.
+    batches = ReplayableBatches([copy.deepcopy(batch) for batch in drawn], codecs=CODECS)
+    batches.begin()
+    num_first = min(num_first, len(drawn))
+    for i in range(num_first):
+        batch = next(batches)
+        assert bits(batch) == expected[i]
+        spoil(batch)
+    for _ in range(2):
+        batches.rewind()
+        replayed = []
+        for batch in batches:  # goes on with the source where the kept ones end
+            replayed.append(bits(batch))
+            spoil(batch)
+        assert replayed == expected
+    batches.check_encodable()
+    after = moved(batches)
+    for _ in range(2):
+        replayed = []
+        after.rewind()
+        for _ in drawn:
+            batch = next(after)
+            replayed.append(bits(batch))
+            spoil(batch)
+        assert replayed == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(0, 4))
+def test_tensors_that_overlap_in_a_batch_overlap_in_its_replays(batch: Any, which: int) -> None:
+    batches = ReplayableBatches([copy.deepcopy(batch)], codecs=CODECS)
+    next(batches)
+    batches.rewind()
+    replays = [next(batches), next(moved(batches))]
+    for replay in replays:
+        expected = copy.deepcopy(batch)  # torch keeps views of one storage together
+        for tree in (expected, replay):
+            tensors = tensors_in(tree)
+            if tensors:
+                tensor = tensors[which % len(tensors)]
+                tensor.copy_(torch.zeros_like(tensor) if tensor.any() else torch.ones_like(tensor))
+        assert bits(replay) == bits(expected)
+
+
+def take(batches: Iterator[Any], num: int) -> list[Any]:
+    return [next(batches) for _ in range(num)]
+
+
+def test_a_step_that_is_accepted_is_forgotten() -> None:
+    batches = ReplayableBatches(range(6))
+    assert take(batches, 2) == [0, 1]
+    batches.begin()
+    assert batches.num_kept == 0
+    assert take(batches, 2) == [2, 3]
+    batches.rewind()
+    assert batches.is_replaying
+    assert take(batches, 3) == [2, 3, 4]
+    assert not batches.is_replaying
+    batches.rewind()
+    assert take(batches, 3) == [2, 3, 4]
+    batches.begin()
+    batches.rewind()
+    assert list(batches) == [5]
+
+
+def test_a_rerun_that_takes_fewer_batches_loses_none() -> None:
+    batches = ReplayableBatches(range(5))
+    take(batches, 3)
+    batches.rewind()
+    assert take(batches, 1) == [0]
+    batches.begin()
+    assert list(batches) == [1, 2, 3, 4]
+
+
+def test_the_end_of_a_source_is_replayed_between_two_epochs() -> None:
+    class Epochs:
+        """Ends after two batches, and then begins again."""
+
+        def __init__(self) -> None:
+            self.num = 0
+
+        def __iter__(self) -> Epochs:
+            return self
+
+        def __next__(self) -> int:
+            self.num += 1
+            if self.num % 3 == 0:
+                raise StopIteration
+            return self.num
+
+    batches = ReplayableBatches(Epochs())
+    first = [list(batches), list(batches)]
+    assert first == [[1, 2], [4, 5]]
+    batches.rewind()
+    assert [list(batches), list(batches), list(batches)] == [[1, 2], [4, 5], [7, 8]]
+    after = moved(batches)
+    assert [list(after), list(after)] == [[1, 2], [4, 5]]
+
+
+def test_an_error_of_the_source_is_replayed() -> None:
+    class Source:
+        num = 0
+
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> int:
+            self.num += 1
+            if self.num == 2:
+                raise OSError("bad sample")
+            return self.num
+
+    batches = ReplayableBatches(Source())
+    for _ in range(2):
+        batches.rewind()
+        assert next(batches) == 1
+        with pytest.raises(OSError, match="bad sample"):
+            next(batches)
+        assert next(batches) == 3
+    after = moved(batches)
+    assert next(after) == 1
+    with pytest.raises(HoldfastError, match="OSError: bad sample"):
+        next(after)
+    assert next(after) == 3
+
+
+def test_generators_loaders_and_reused_memory() -> None:
+    def reusing() -> Iterator[torch.Tensor]:
+        memory = torch.zeros(2)
+        for _ in range(3):
+            memory += 1
+            yield memory
+
+    batches = ReplayableBatches(reusing())
+    first = [batch.tolist() for batch in batches]
+    batches.rewind()
+    assert [batch.tolist() for batch in batches] == first == [[1, 1], [2, 2], [3, 3]]
+
+    loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
+    batches = ReplayableBatches(loader)
+    first = [bits(batch) for batch in batches]
+    batches.rewind()
+    assert [bits(batch) for batch in batches] == first
+    assert [bits(batch) for batch in ReplayableBatches(iter(loader))] == first
+
+
+def test_a_slice_of_a_large_tensor_costs_the_slice() -> None:
+    data = torch.arange(1 << 20)
+    batches = ReplayableBatches([{"x": data[:8], "y": data[1:9], "far": data[-4:]}])
+    next(batches)
+    assert batches.kept_nbytes == 9 * 8 + 4 * 8
+    assert len(batches.encode()) < 2000
+    batches.rewind()
+    batch = next(batches)
+    batch["x"][1] = -1
+    assert batch["y"][0] == -1
+    assert data[1] == 1
+
+
+def test_parameters_leaves_and_readonly_arrays_keep_what_they_are() -> None:
+    array = np.arange(4.0)
+    array.setflags(write=False)
+    batch = {
+        "parameter": nn.Parameter(torch.ones(2)),
+        "leaf": torch.ones(2, requires_grad=True),
+        "expanded": torch.ones(1).expand(4),
+        "array": array,
+        "dates": np.array(["2024-01-02"], dtype="M8[D]"),
+        "pair": Pair(torch.ones(1), torch.zeros(1)),
+        "ordered": OrderedDict(b=1, a=2),
+        "nan": torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32),
+    }
+    expected = bits(batch)
+    batches = ReplayableBatches([batch], codecs=CODECS)
+    assert next(batches) is batch
+    batches.rewind()
+    assert bits(next(batches)) == expected
+    assert bits(next(moved(batches))) == expected
+
+
+def test_batches_of_foreign_types_are_replayed_in_the_process() -> None:
+    batch = UserDict({"x": torch.ones(3)})
+    batches = ReplayableBatches([batch])
+    next(batches)["x"].zero_()
+    batches.rewind()
+    assert next(batches)["x"].tolist() == [1, 1, 1]
+    with pytest.raises(ConfigError, match=r"UserDict.*Codec"):
+        batches.check_encodable()
+    with pytest.raises(ConfigError, match=r"UserDict.*Codec"):
+        batches.encode()
+
+
+UNKNOWN: list[tuple[Callable[[], Any], str]] = [
+    (lambda: {"a": [Pair(torch.ones(1), torch.ones(1))]}, r"batch 0\.a\.0.*Pair.*Codec"),
+    (lambda: Sample(torch.ones(1)), r"Codecs\(dataclasses=\[Sample\]\)"),
+    (lambda: [Kind.TEXT], r"Codecs\(enums=\[Kind\]\)"),
+    (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+    (lambda: torch.empty(2, device="meta"), "without data"),
+    (lambda: np.array([object()]), "dtype object"),
+    (lambda: np.ma.masked_array([1.0]), "Masked"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), UNKNOWN)
+def test_what_a_checkpoint_cannot_hold_is_refused_early(
+    make: Callable[[], Any], message: str
+) -> None:
+    batches = ReplayableBatches([make()])
+    next(batches)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        batches.check_encodable()
+    assert "Transient" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: {"lock": threading.Lock()}, "lock"),
+        (lambda: (i for i in range(2)), "generator"),
+        (lambda: [torch.ones(2, requires_grad=True) * 2], r"MulBackward.*detach"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        next(ReplayableBatches([make()]))
+
+
+def test_a_restart_replays_the_saved_batches_and_then_its_source() -> None:
+    batches = ReplayableBatches(range(10))
+    take(batches, 4)
+    batches.begin()
+    take(batches, 2)
+    data = batches.encode()
+
+    behind = ReplayableBatches(range(6, 10))
+    behind.decode_kept(data)
+    assert list(behind) == [4, 5, 6, 7, 8, 9]
+
+    rewound = ReplayableBatches(range(4, 10), is_rewound=True)
+    rewound.decode_kept(data)
+    for _ in range(3):
+        rewound.rewind()
+        assert take(rewound, 2) == [4, 5]
+    assert next(rewound) == 6
+    rewound.begin()
+    assert list(rewound) == [7, 8, 9]
+
+    partly = ReplayableBatches(range(4, 10), is_rewound=True)
+    partly.decode_kept(data)
+    assert next(partly) == 4
+    partly.begin()
+    assert list(partly) == [5, 6, 7, 8, 9]
+
+
+def test_a_source_that_is_not_rewound_as_declared_is_noticed() -> None:
+    batches = ReplayableBatches(range(3))
+    take(batches, 3)
+    after = ReplayableBatches([], is_rewound=True)
+    after.decode_kept(batches.encode())
+    with pytest.raises(ConfigError, match="is_rewound=False"):
+        next(after)
+    batches = ReplayableBatches(range(1))
+    assert list(batches) == [0]
+    after = ReplayableBatches([7], is_rewound=True)
+    after.decode_kept(batches.encode())
+    assert list(after) == [0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_bytes_are_noticed_and_change_nothing(data: st.DataObject) -> None:
+    batches = ReplayableBatches([{"x": torch.arange(5), "y": "text"}])
+    next(batches)
+    whole = batches.encode()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[at] ^= data.draw(st.integers(1, 255))
+    after = ReplayableBatches(["source"])
+    for damaged in (bytes(flipped), whole[:at], whole + b"x", b""):
+        with pytest.raises(CorruptionError, match="damaged"):
+            after.decode_kept(damaged)
+    assert list(after) == ["source"]
+
+
+def test_saved_batches_of_types_that_are_unknown_here_are_named() -> None:
+    batches = ReplayableBatches([Sample(torch.ones(1))], codecs=CODECS)
+    next(batches)
+    with pytest.raises(MismatchError, match="Sample"):
+        ReplayableBatches([]).decode_kept(batches.encode())

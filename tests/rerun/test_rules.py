@@ -1,0 +1,181 @@
+"""Rules reject what they say, and learn each accepted step once (D15)."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError, CorruptionError
+from holdfast.rerun.comparison import Value
+from holdfast.rerun.rules import (
+    IsInf,
+    IsNaN,
+    Learned,
+    NotFinite,
+    Rejects,
+    RejectsAny,
+    Rule,
+    Spike,
+    magnitude,
+)
+
+INF, NAN = math.inf, math.nan
+FLOATS = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2,
+    torch.complex64, torch.complex32,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "is_nan", "is_inf"),
+    [
+        (1.0, False, False),
+        (NAN, True, False),
+        (INF, False, True),
+        (-INF, False, True),
+        (7, False, False),
+        (10**400, False, False),
+        (True, False, False),
+        (complex(NAN, INF), True, True),
+        (complex(1, -INF), False, True),
+        (torch.tensor(NAN), True, False),
+        (torch.tensor([[1.0, -INF], [2.0, 3.0]]), False, True),
+        (torch.tensor([1, 2]), False, False),
+        (torch.tensor([True]), False, False),
+        (torch.empty(0), False, False),
+        (torch.tensor([0.0, NAN]).to_sparse(), True, False),
+    ],
+)
+def test_nan_and_infinities_of_any_form(value: Value, is_nan: bool, is_inf: bool) -> None:
+    assert (IsNaN().rejects(value, ()) is not None) == is_nan
+    assert (IsInf().rejects(value, ()) is not None) == is_inf
+    assert (NotFinite().rejects(value, ()) is not None) == (is_nan or is_inf)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_one_bad_element_of_any_dtype_is_rejected_and_counted(dtype: torch.dtype) -> None:
+    value = torch.ones(2, 3).to(dtype)
+    assert NotFinite().rejects(value, ()) is None
+    bad = torch.tensor([[1.0, NAN, 1.0], [1.0, 1.0, INF]]).to(dtype)
+    assert IsNaN().rejects(bad, ()) == "1 of its 6 elements is NaN"
+    assert IsInf().rejects(bad, ()) == "1 of its 6 elements is infinite"
+
+
+def test_the_reason_names_the_value() -> None:
+    assert NotFinite().rejects(torch.tensor(NAN), ()) == "it is NaN"
+    assert NotFinite().rejects(torch.tensor(-INF), ()) == "it is -inf"
+    assert NotFinite().rejects(NAN, ()) == "it is NaN"
+
+
+def test_a_spike_is_far_above_the_median_of_accepted_values() -> None:
+    rule = Spike(factor=10.0, num_samples=3, window=5)
+    assert rule.rejects(1e9, [1.0, 1.0]) is None  # too few to know
+    assert rule.rejects(10.0, [1.0, 1.0, 1.0]) is None
+    reason = rule.rejects(-10.1, [1.0, 1.0, 1.0])
+    assert reason is not None
+    assert "10.1" in reason
+    assert rule.rejects(11.0, [1.0] * 9 + [2.0] * 5) is None  # the last five alone
+    assert rule.rejects(torch.tensor([[0.0, 11.0]]), [1.0] * 3) is not None
+    assert rule.rejects(torch.tensor([NAN, 11.0]), [1.0] * 3) is not None
+    for other in (NAN, INF, torch.tensor(NAN), torch.tensor([INF, 1.0]), torch.empty(0)):
+        assert rule.rejects(other, [1.0] * 3) is None
+    assert rule.rejects(5.0, [0.0] * 3) is None  # no scale
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=30),
+    st.floats(-1e9, 1e9),
+    st.integers(1, 10),
+    st.integers(0, 10),
+)
+def test_spikes_by_the_definition(
+    accepted: list[float], value: float, num_samples: int, more: int
+) -> None:
+    rule = Spike(factor=3.0, num_samples=num_samples, window=num_samples + more)
+    usual = statistics.median(accepted[-rule.window :])
+    expected = len(accepted) >= num_samples and usual > 0 and abs(value) > 3.0 * usual
+    assert (rule.rejects(value, accepted) is not None) == expected
+    assert (rule.rejects(torch.tensor(value, dtype=torch.float64), accepted) is None) != expected
+
+
+@pytest.mark.parametrize(
+    "settings", [{"factor": 1.0}, {"factor": NAN}, {"num_samples": 0}, {"window": 99}]
+)
+def test_spike_settings_that_contradict_themselves_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        Spike(**settings)
+
+
+def test_functions_and_several_rules() -> None:
+    negative = Rejects(lambda x: x < 0, "a negative loss")  # type: ignore[operator]
+    assert negative.rejects(-1.0, ()) == "a negative loss"
+    assert negative.rejects(torch.tensor(1.0), ()) is None
+    with pytest.raises(ConfigError, match="any"):
+        negative.rejects(torch.ones(3), ())
+    rule = RejectsAny(NotFinite(), negative, Spike(num_samples=1, window=7))
+    assert rule.window == 7
+    assert rule.rejects(NAN, ()) == "it is NaN"
+    assert rule.rejects(-1.0, ()) == "a negative loss"
+    assert "median" in (rule.rejects(11.0, [1.0]) or "")
+    assert rule.rejects(1.0, [1.0]) is None
+    with pytest.raises(ConfigError):
+        RejectsAny()
+    for each in (rule, negative, NotFinite(), IsNaN(), IsInf(), Spike()):
+        assert isinstance(each, Rule)
+        assert hash(each) == hash(each)
+    assert NotFinite() == NotFinite()
+
+
+def test_a_rerun_does_not_learn_twice() -> None:
+    learned = Learned()
+    learned.accept("loss", 1.0, window=3)
+    assert list(learned.of("loss")) == []
+    learned.discard()
+    learned.accept("loss", -1.0, window=3)
+    learned.accept("loss", NAN, window=3)
+    learned.accept("loss", torch.tensor([2.0, INF]), window=3)
+    learned.accept("norm", torch.tensor([2.0, -4.0]), window=3)
+    learned.accept("unlearned", 5.0, window=0)
+    learned.commit()
+    learned.commit()
+    assert list(learned.of("loss")) == [1.0]
+    assert list(learned.of("norm")) == [4.0]
+    assert list(learned.of("unlearned")) == []
+    for x in (2.0, 3.0, 4.0):
+        learned.accept("loss", x, window=3)
+        learned.commit()
+    assert list(learned.of("loss")) == [2.0, 3.0, 4.0]
+
+
+def test_what_is_learned_survives_a_restart() -> None:
+    learned = Learned()
+    for x in (1.0, 0.1, 1e-300):
+        learned.accept("loss", x, window=3)
+    learned.commit()
+    learned.accept("loss", 9.0, window=3)
+    state = json.loads(json.dumps(learned.state_dict()))
+    after = Learned()
+    after.load_state_dict(state)
+    assert list(after.of("loss")) == [1.0, 0.1, 1e-300]
+    with pytest.raises(CorruptionError, match="loss"):
+        after.load_state_dict({"norm": [1.0], "loss": ["1"]})
+    assert after.state_dict() == state
+
+
+def test_magnitudes_of_any_value() -> None:
+    assert magnitude(-3) == 3.0
+    assert magnitude(10**400) is None
+    assert magnitude(3 + 4j) == 5.0
+    assert magnitude(torch.tensor([1 + 0j, 3 + 4j])) == 5.0
+    assert magnitude(torch.tensor([-(2**40), 1])) == 2.0**40
+    assert magnitude(torch.tensor([True])) == 1.0
+    assert magnitude(torch.tensor([INF, 2.0])) == 2.0
+    assert magnitude(torch.tensor([INF, 2.0]), only_finite=True) is None
