@@ -222,6 +222,12 @@ def stored(directory: Path, step: int) -> dict[str, bytes]:
     return values
 
 
+def position(directory: Path) -> object:
+    """Finished steps and consumed rows at the end of a run."""
+    with Snapshot.open(PosixStorage(directory), step_dir(STEPS)) as snapshot:
+        return snapshot.read_values("progress")
+
+
 def test_a_fault_checkpoint_leaves_the_good_one_of_its_step_alone(
     alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,6 +288,8 @@ def test_a_step_in_the_tracker_file_is_passed_over(
     assert [each["step"] for each in steps] == list(range(1, STEPS + 1))
     rates = [each["lr"] for each in steps]
     assert rates[AT - 1] == rates[AT]
+    assert train("--save good") == 0
+    assert position(alone / "ck") == position(alone / "good")
 
 
 def test_determinism_is_reported_and_training_is_the_same(
