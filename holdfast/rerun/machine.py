@@ -183,6 +183,13 @@ class RerunMachine(MachineSteps):
             FaultError: in mode `report_determinism_stats`, on all ranks, for a fatal value that is
                 rejected in both runs.
         """
+        is_wrapped = batches is None or isinstance(batches, ReplayableBatches)
+        if self.mode is Mode.REPORT_DETERMINISM_STATS and not is_wrapped:
+            raise ConfigError(
+                f"step {step}: every step runs twice in mode '{self.mode.value}', on the same "
+                f"batches, but `attempts` was given a {type(batches).__name__}: give it "
+                f"machine.replayable(iterator)"
+            )
         if not self._begin(step, batches):
             return
         number = 0

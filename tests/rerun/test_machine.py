@@ -348,6 +348,15 @@ def test_determinism_is_measured(groups: ProcessGroups, tmp_path: Path, noise: f
     assert ("identical" if noise == 0 else "differ") in loop.lines[-1].splitlines()[-1]
 
 
+def test_both_runs_of_a_compared_step_need_the_same_batches(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D13: an iterator that is not wrapped would give the second run others."""
+    loop = Loop(groups, tmp_path, mode="report_determinism_stats", wrapped=False)
+    with pytest.raises(ConfigError, match=r"runs twice.*generator.*replayable"):
+        loop.run(1)
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_mode_is_accepted_by_its_name(
     groups: ProcessGroups, tmp_path: Path, mode: Mode
