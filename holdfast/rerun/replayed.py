@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
+from holdfast.rerun.batch_copies import copy_batch
 from holdfast.rerun.kept_batches import Drawn, decode_batches, encode_batches
 from holdfast.state import RNG
 
@@ -26,7 +27,9 @@ class Replayed:
             resized, removed or added meanwhile.
         rng: whether the global streams of Python, NumPy, torch and the current CUDA device are.
         streams: further random streams: `RNG(generators=…)`, `ModuleRNG`.
-        hooks: pairs (save, restore) for anything else: caches, counters, queues.
+        hooks: pairs (save, restore) for anything else: caches, counters, queues. What `save`
+            returns is copied, so it may refer to what the step changes: (model.state_dict,
+            model.load_state_dict).
 
     Raises:
         ConfigError: an argument of another kind.
@@ -65,7 +68,7 @@ class Replayed:
         self._taken = _Snapshot(
             streams=[stream.capture() for stream in self._streams],
             buffers=[_Buffers(each) for each in self._submodules()],
-            hooks=[save() for save, _ in self._hooks],
+            hooks=[copy_batch(save()) for save, _ in self._hooks],
         )
 
     def restore(self) -> None:
@@ -80,7 +83,7 @@ class Replayed:
         for buffers in taken.buffers:
             buffers.restore()
         for (_, restore), state in zip(self._hooks, taken.hooks, strict=True):
-            restore(state)
+            restore(copy_batch(state))
         # Last: anything above may draw.
         for stream, states in zip(self._streams, taken.streams, strict=True):
             stream.reset(states)
@@ -144,6 +147,12 @@ class _Buffers:
         self._module = module
         self._unsaved = set(module._non_persistent_buffers_set)
         self._tensors = dict(module._buffers)
+        self._memory = {
+            name: each.detach()
+            for name, each in self._tensors.items()
+            if each is not None and type(each) in (torch.Tensor, nn.Buffer)
+        }
+        """The memory of each buffer, also while the buffer has another one."""
         self._copies = {
             name: None if each is None else each.detach().clone()
             for name, each in self._tensors.items()
@@ -160,12 +169,17 @@ class _Buffers:
             saved = self._copies[name]
             if tensor is None or saved is None:
                 continue
-            is_alike = (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype)
-            if is_alike and tensor.device == saved.device:
+            memory = self._memory.get(name)
+            if memory is None:
                 with torch.no_grad():
                     tensor.copy_(saved)
-            else:  # resized, or moved to another device or dtype
-                tensor.data = saved.clone()
+                continue
+            if not _holds(memory, saved):  # resized, released, or one element under many indices
+                memory = saved.clone()
+            else:
+                memory.copy_(saved)
+            if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+                tensor.data = memory
 
     def unsaved(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that are not persistent."""
@@ -174,6 +188,15 @@ class _Buffers:
             for name, each in self._copies.items()
             if name in self._unsaved and each is not None
         }
+
+
+def _holds(memory: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether a buffer's memory can take what it held."""
+    if memory.shape != saved.shape or 0 in memory.stride():
+        return False
+    last = sum((n - 1) * s for n, s in zip(memory.shape, memory.stride(), strict=True))
+    end = (memory.storage_offset() + last + 1) * memory.element_size()
+    return memory.numel() == 0 or end <= memory.untyped_storage().nbytes()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

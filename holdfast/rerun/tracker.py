@@ -8,6 +8,8 @@ from pathlib import Path
 
 from holdfast.errors import CorruptionError, StorageError
 
+_BEGINNING = '{"rank": '
+
 
 class Tracker:
     """A text file with one JSON object a line: `{"rank": 3, "step": 1200, "job": "5f0c…"}`.
@@ -76,7 +78,9 @@ class Tracker:
             if record is not None:
                 rank, step, job = record
                 jobs.setdefault((rank, step), set()).add(job)
-            elif not line.startswith('{"rank"') or line.endswith("}"):
+            elif (
+                not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)) or line[-1] == "}"
+            ):
                 # A beginning without an end is what a dying process leaves; all else is no tracker.
                 raise CorruptionError(
                     f"line {number} of the tracker file {self.path} is no record of a rejected "

@@ -53,7 +53,7 @@ def test_a_torn_line_of_the_tracker_is_left_and_another_one_named(tmp_path: Path
     tracker = Tracker(tmp_path / "t")
     tracker.record(0, 5, "a")
     with tracker.path.open("a") as file:
-        file.write('{"rank": 0, "st')
+        file.write('{"rank": 0, "st\n{"ra')
     tracker.record(0, 5, "b")
     assert tracker.steps_to_skip() == {5}
     tracker.path.write_text('{"rank": 0, "step": 5, "job": "a"}\nskip 17\n')
@@ -174,6 +174,38 @@ def test_streams_and_unsaved_buffers_reach_another_process() -> None:
     elsewhere.decode(data)
     assert torch.equal(torch.rand(3), draw)
     assert torch.equal(other.queue, model.queue)
+
+
+def test_hooks_may_return_what_the_step_changes() -> None:
+    """A state dict refers to the tensors themselves: it is copied."""
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    replayed = Replayed(hooks=[(model.state_dict, model.load_state_dict)])
+    replayed.take()
+    for _ in range(2):
+        with torch.no_grad():
+            model.weight.add_(1)
+        replayed.restore()
+        assert torch.equal(model.weight, before)
+
+
+def test_buffers_without_memory_of_their_own() -> None:
+    """Expanded, replaced through `.data`, and released ones have their values again."""
+    model = nn.Module()
+    model.register_buffer("wide", torch.ones(1).expand(4))
+    model.register_buffer("moved", torch.arange(3.0))
+    model.register_buffer("released", torch.arange(5.0))
+    where = model.moved.data_ptr()
+    replayed = Replayed(modules=[model])
+    replayed.take()
+    model.wide.data = torch.zeros(4)
+    model.moved.data = torch.zeros(3)
+    model.released.untyped_storage().resize_(0)
+    replayed.restore()
+    assert torch.equal(model.wide, torch.ones(4))
+    assert torch.equal(model.moved, torch.arange(3.0))
+    assert model.moved.data_ptr() == where
+    assert torch.equal(model.released, torch.arange(5.0))
 
 
 def test_what_cannot_be_brought_back_is_refused() -> None:
