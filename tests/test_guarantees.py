@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guarantees.md"
 _ROW = re.compile(r"^\| ([A-Z]\d{1,2}) \| (.+) \| (.+) \|$", re.MULTILINE)
 _PROOF = re.compile(r"\[?`(?:(test_\w+)::)?(test_\w+)`\]?(?:\((\S+?)\))?")
-_MENTION = re.compile(r"\b([ABCEFGKMOPSTV]\d{1,2})\b(?:\s?(?:-|to)\s?([ABCEFGKMOPSTV]\d{1,2})\b)?")
+_MENTION = re.compile(
+    r"\b([ABCDEFGKMOPSTV]\d{1,2})\b(?:\s?(?:-|to)\s?([ABCDEFGKMOPSTV]\d{1,2})\b)?"
+)
 _ELEMENT_TYPES = {"F8", "F16", "F32", "F64", "C32", "C64"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.steps import CHECKPOINTS_DIR, RUNNING, MachineSteps
 from holdfast.rerun.tracker import Tracker
 from holdfast.state.markers import coordinate_label
+from holdfast.writer.drift import odd_ranks
 
 
 class RerunMachine(MachineSteps):
@@ -182,6 +183,13 @@ class RerunMachine(MachineSteps):
             FaultError: in mode `report_determinism_stats`, on all ranks, for a fatal value that is
                 rejected in both runs.
         """
+        is_wrapped = batches is None or isinstance(batches, ReplayableBatches)
+        if self.mode is Mode.REPORT_DETERMINISM_STATS and not is_wrapped:
+            raise ConfigError(
+                f"step {step}: every step runs twice in mode '{self.mode.value}', on the same "
+                f"batches, but `attempts` was given a {type(batches).__name__}: give it "
+                f"machine.replayable(iterator)"
+            )
         if not self._begin(step, batches):
             return
         number = 0
@@ -241,20 +249,21 @@ class RerunMachine(MachineSteps):
         """Forget kept batches; a machine needs no other end."""
         self._batches = None
 
-    def record_drift(self, error: BaseException, *, ranks: Sequence[int]) -> None:
+    def record_drift(self, error: BaseException) -> None:
         """Record in the report that ranks hold other bytes than their replicas do. Collective.
 
         For what a save with `check_replicas` raises, and a load of copies that differ: evidence of
         a device that computes wrong values without NaN or Inf.
 
         Args:
-            error: what was raised.
-            ranks: the odd ones out, as the error names them; empty where there is no majority.
+            error: what was raised. The odd ranks are those that it names by majority; none where
+                there is no majority.
 
         Raises:
             StorageError: the report cannot be written; on all ranks.
         """
         places = {place.rank: place for place in self._places}
+        ranks = odd_ranks(str(error))
         named = [msgspec.structs.asdict(places[rank]) for rank in ranks if rank in places]
         self._record("drift", {"message": str(error), "values": named})
 

@@ -205,6 +205,7 @@ class MachineSteps(MachineEntry):
         )
         self._record(kind, {"values": values})
         what = evidence.describe_rechecked()
+        self._track(evidence.ranks_bad_elsewhere())
         if judgement.event is Event.BAD_AGAIN:
             self._keep_fault(judgement, evidence)
             return False
@@ -431,15 +432,19 @@ class MachineSteps(MachineEntry):
     def _record_rejected(self, evidence: Evidence) -> None:
         """Record values that were rejected for the first time, also for the tracker. Collective."""
         values = evidence.rejected()
+        self._track({each["rank"] for each in values})
+        self._record("rejected", {"values": values})
+
+    def _track(self, ranks: set[int]) -> None:
+        """Record for the tracker that ranks have rejected the step. Collective."""
         error: HoldfastError | None = None
         try:
             if self._tracker is not None and self.groups.control.is_coordinator:
-                for rank in sorted({each["rank"] for each in values}):
+                for rank in sorted(ranks):
                     self._tracker.record(rank, self._step, self._job)
         except HoldfastError as reason:
             error = reason
         self.groups.control.agree(error, phase=f"{self.name}: tracker")
-        self._record("rejected", {"values": values})
 
     def _conclude_comparison(self) -> bool:
         """End one of the two runs of a step whose values are compared. Collective."""

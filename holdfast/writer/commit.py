@@ -33,6 +33,7 @@ from holdfast.format.names import INDEX, LATEST, MANIFEST, data_file, latest_ste
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
+from holdfast.writer.drift import describe_odd_ranks
 from holdfast.writer.records import (
     CommitPlan,
     DoneRecord,
@@ -387,7 +388,7 @@ def _describe_drift(plan: CommitPlan, reported: WordArray, rows: IntArray) -> st
     groups = " | ".join("ranks " + ", ".join(map(str, sorted(ranks))) for ranks in ordered)
     odd = ""
     if len(ordered) > 1 and len(ordered[0]) > len(ordered[1]):
-        odd = f" (the odd ones by majority: {sorted(r for ranks in ordered[1:] for r in ranks)})"
+        odd = f" {describe_odd_ranks(r for ranks in ordered[1:] for r in ranks)}"
     return f"{key}: different bytes on {groups}{odd}"
 
 

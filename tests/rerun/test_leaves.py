@@ -1,0 +1,184 @@
+"""Devices, the tracker's file, injected errors, statistics, and what is brought back."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError, CorruptionError
+from holdfast.rerun import (
+    DeterminismStatistics,
+    DeviceIdentity,
+    ErrorInjector,
+    Replayed,
+    Tracker,
+)
+
+A, B = DeviceIdentity(host="h", uuid="A"), DeviceIdentity(host="h", uuid="B")
+
+
+def test_devices_are_the_same_by_their_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers change the names of hosts; processors have no other name than their host's."""
+    assert A.is_same(DeviceIdentity(host="other", uuid="A"))
+    assert not A.is_same(B)
+    cpu = DeviceIdentity(host="h", uuid="cpu")
+    assert cpu.is_same(DeviceIdentity(host="h", uuid="cpu"))
+    assert not cpu.is_same(DeviceIdentity(host="other", uuid="cpu"))
+    assert DeviceIdentity.from_dict(A.to_dict()) == A
+    monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
+    assert DeviceIdentity.of(torch.device("cpu")).uuid == "cpu"
+    monkeypatch.setenv("HOLDFAST_DEVICE", "GPU-7")
+    assert DeviceIdentity.of(torch.device("cpu")).uuid == "GPU-7"
+
+
+def test_a_step_is_skipped_after_two_jobs_on_one_rank(tmp_path: Path) -> None:
+    """D18: not after several ranks in one job, nor one rank twice in one job."""
+    tracker = Tracker(tmp_path / "deep" / "tracker.jsonl")
+    assert tracker.steps_to_skip() == frozenset()
+    for rank, step, job in ((0, 5, "a"), (1, 5, "a"), (0, 5, "a"), (2, 6, "a"), (3, 6, "b")):
+        tracker.record(rank, step, job)
+    assert tracker.steps_to_skip() == frozenset()
+    tracker.record(1, 5, "b")
+    assert tracker.steps_to_skip() == {5}
+
+
+def test_a_torn_line_of_the_tracker_is_left_and_another_one_named(tmp_path: Path) -> None:
+    """What a dying process leaves does no harm; a file that is none is refused."""
+    tracker = Tracker(tmp_path / "t")
+    tracker.record(0, 5, "a")
+    with tracker.path.open("a") as file:
+        file.write('{"rank": 0, "st')
+    tracker.record(0, 5, "b")
+    assert tracker.steps_to_skip() == {5}
+    tracker.path.write_text('{"rank": 0, "step": 5, "job": "a"}\nskip 17\n')
+    with pytest.raises(CorruptionError, match=r"line 2 .*skip 17"):
+        tracker.steps_to_skip()
+
+
+@pytest.mark.parametrize("kind", ["transient_error", "persistent_error", "correct_result"])
+def test_injected_errors_are_of_their_kind(kind: str) -> None:
+    """D17: also after their state went through a checkpoint; one in `rate` points is hit."""
+    points = [f"{step}:rank:loss:0" for step in range(4000)]
+    injector = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
+    hits = [point for point in points if injector.is_hit(point)]
+    assert 300 < len(hits) < 500
+    (point, other), missed = hits[:2], next(p for p in points if p not in hits)
+    assert injector.injected(missed, is_rerun=False, device=A, value=1.5) == 1.5
+    assert math.isnan(injector.injected(point, is_rerun=False, device=A, value=1.5))  # type: ignore[arg-type]
+    again = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
+    again.load_state_dict(injector.state_dict())
+
+    def is_bad(*, is_rerun: bool, device: DeviceIdentity) -> bool:
+        value = torch.ones(3, dtype=torch.int32)
+        made = again.injected(point, is_rerun=is_rerun, device=device, value=value)
+        assert isinstance(made, torch.Tensor)
+        assert made.shape == value.shape
+        return bool(made.isnan().all())
+
+    assert is_bad(is_rerun=True, device=A) is (kind != "transient_error")
+    assert is_bad(is_rerun=False, device=A) is (kind != "transient_error")
+    assert is_bad(is_rerun=True, device=B) is (kind == "correct_result")
+    again.leave_out([point])
+    assert not is_bad(is_rerun=True, device=A)
+    assert math.isnan(again.injected(other, is_rerun=False, device=A, value=1.0))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kind"):
+        ErrorInjector(10, "noise")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rate"):
+        ErrorInjector(-1)
+
+
+def test_statistics_of_ranks_add_up() -> None:
+    """D13: counts, the largest, the mean and decades, as if one rank had seen it all."""
+    rng = random.Random(0)
+    parts = [DeterminismStatistics() for _ in range(3)]
+    whole = DeterminismStatistics()
+    differences = [0.0, math.inf, 5e-324, 1.0, 2.0, *(10 ** rng.uniform(-20, 0) for _ in range(60))]
+    for number, difference in enumerate(differences):
+        parts[number % 3].add("loss", difference)
+        whole.add("loss", difference)
+    merged = DeterminismStatistics.merged([part.report() for part in parts]).report()["loss"]
+    expected = whole.report()["loss"]
+    assert merged.pop("mean") == pytest.approx(expected.pop("mean"))
+    assert merged.pop("total") == pytest.approx(expected.pop("total"))
+    assert merged == expected
+    assert (expected["num_compared"], expected["num_identical"]) == (65, 1)
+    assert (expected["largest"], expected["largest_finite"]) == ("inf", 2.0)
+    assert sum(expected["decades"].values()) == 63
+    assert whole.table().splitlines()[1].split()[:3] == ["loss", "65", "1"]
+    assert not whole.is_identical
+
+
+class Odd(nn.Module):
+    """Buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(2)
+        self.register_buffer("queue", torch.arange(4.0), persistent=False)
+        self.register_buffer("none", None)
+        self.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("alias", self.queue)
+        self.count = 0
+
+
+def test_odd_buffers_streams_and_hooks_are_brought_back() -> None:
+    """Twice: the same tensor objects with the same values, and nothing that came meanwhile."""
+    model = Odd()
+    replayed = Replayed(
+        modules=[model], hooks=[(lambda: model.count, lambda n: setattr(model, "count", n))]
+    )
+    with pytest.raises(ConfigError, match="before take"):
+        replayed.restore()
+    replayed.take()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    objects = {name: id(buffer) for name, buffer in model.named_buffers()}
+    draws = [random.random(), np.random.rand(), torch.rand(2)]
+    for _ in range(2):
+        model.inner(torch.randn(5, 2))
+        model.queue.add_(1)
+        model.short.data = torch.zeros(7)
+        model.register_buffer("none", torch.ones(1))
+        model.register_buffer("new", torch.ones(1))
+        del model._buffers["alias"]
+        model.count += 5
+        replayed.restore()
+        after = dict(model.named_buffers(remove_duplicate=False))
+        assert set(after) == {*before, "alias"}
+        assert model.none is None
+        assert model.alias is model.queue
+        for name, buffer in before.items():
+            assert id(after[name]) == objects[name]
+            assert torch.equal(after[name], buffer)
+            assert after[name].dtype == buffer.dtype
+        assert model.count == 0
+        assert "queue" not in model.state_dict()
+        now = [random.random(), np.random.rand(), torch.rand(2)]
+        assert now[:2] == draws[:2]
+        assert torch.equal(now[2], draws[2])
+
+
+def test_streams_and_unsaved_buffers_reach_another_process() -> None:
+    """What no state dict has is kept with the fault."""
+    model, other = Odd(), Odd()
+    model.queue.fill_(7)
+    replayed, elsewhere = Replayed(modules=[model]), Replayed(modules=[other])
+    replayed.take()
+    data = replayed.encode()
+    draw = torch.rand(3)
+    elsewhere.decode(data)
+    assert torch.equal(torch.rand(3), draw)
+    assert torch.equal(other.queue, model.queue)
+
+
+def test_what_cannot_be_brought_back_is_refused() -> None:
+    """By its type, with the fix."""
+    with pytest.raises(ConfigError, match=r"dict is no Module.*hooks"):
+        Replayed(modules=[{}])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="pair of functions"):
+        Replayed(hooks=[(print,)])  # type: ignore[list-item]
