@@ -72,14 +72,13 @@ def exit_codes(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices", "codes"),
+    ("kind", "devices", "codes", "how"),
     [
-        ("transient_error", "aa", [17, 0]),
-        ("persistent_error", "abb", [16, 18, 0]),
-        ("correct_result", "abb", [16, 19, 0]),
+        ("transient_error", "aa", [17, 0], "--async-save"),
+        ("persistent_error", "abb", [16, 18, 0], "--async-save"),
+        ("correct_result", "abb", [16, 19, 0], ""),
     ],
 )
-@pytest.mark.parametrize("how", ["", "--async-save"])
 def test_every_verdict_is_an_exit_code_and_training_goes_on_bitwise(
     workplace: Path, kind: str, devices: str, codes: list[int], how: str
 ) -> None:
