@@ -5,7 +5,7 @@ bytes of a record
 8       bytes of the head, little-endian
 8       bytes of the kept data
 ...     head: msgpack, see `Head`
-...     kept data: the suspect values and the batches of the step, see `replay.encode_kept`
+...     kept data: the suspect values and the batches of the step, see `KeptData`
 ...     zeros, up to the shape
 """
 
@@ -39,6 +39,17 @@ class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     fatal: bool
     tolerance: float
+
+    @classmethod
+    def of(cls, call: Call, suspect: Suspect) -> SuspectRecord:
+        """The record of a suspect; `FaultRecord.with_values` is the way back."""
+        return cls(
+            call=call.name,
+            occurrence=call.occurrence,
+            why=suspect.why,
+            fatal=suspect.fatal,
+            tolerance=suspect.tolerance,
+        )
 
 
 class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,11 +87,10 @@ class Evidence:
 
     def ranks_bad_elsewhere(self) -> set[int]:
         """The ranks on which a value was bad again on another device."""
-        bad = (Outcome.REPRODUCED, Outcome.CHANGED)
         return {
             place.rank
             for place, each in self._rechecked()
-            if each.outcome in bad and not each.is_same_device
+            if each.outcome.is_bad and not each.is_same_device
         }
 
     def suspect_devices(self, verdicts: Sequence[Verdict | None]) -> list[str]:

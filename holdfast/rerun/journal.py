@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import StorageError
+from holdfast.rerun.lines import append_line
 
 REPORT_NAME = "report.jsonl"
 
@@ -51,18 +52,8 @@ class Journal:
             StorageError: the file cannot be written.
         """
         record = {"event": event, "time": round(time.time(), 3), **fields}
-        line = json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
-                # A line that a dying process has left half written stays alone on its line.
-                if file.seek(0, os.SEEK_END) > 0:
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        file.write(b"\n")
-                file.write(line.encode(errors="backslashreplace"))
-                file.flush()
-                os.fsync(file.fileno())
+            append_line(self.path, json.dumps(record, allow_nan=False, ensure_ascii=False))
         except OSError as error:
             raise StorageError(
                 f"the rerun report {self.path} cannot be written ({error.strerror}); give the "

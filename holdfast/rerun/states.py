@@ -154,6 +154,11 @@ class Outcome(StrEnum):
     UNREACHED = "unreached"
     """The call was not made."""
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether the value was bad once more."""
+        return self in (Outcome.REPRODUCED, Outcome.CHANGED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recheck:
@@ -225,9 +230,8 @@ def judge_rerun_in_place(
         num_reruns: reruns of this step in this process, this one included.
         limits: when to give up.
     """
-    bad = (Outcome.REPRODUCED, Outcome.CHANGED)
-    if any(each.outcome in bad for each in rechecks):
-        open_ones = tuple(None if each.outcome in bad else _in_place(each) for each in rechecks)
+    if any(each.outcome.is_bad for each in rechecks):
+        open_ones = tuple(None if each.outcome.is_bad else _in_place(each) for each in rechecks)
         return Judgement(
             event=Event.BAD_AGAIN,
             verdicts=open_ones,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,14 +277,12 @@ class MachineSteps(MachineEntry):
 
     def _keep_fault(self, judgement: Judgement, evidence: Evidence) -> None:
         """Keep what a new process needs to run the step again on another device."""
-        calls = list(self._attempt.suspects)
-        bad = (Outcome.REPRODUCED, Outcome.CHANGED)
-        still = [
-            call
-            for call in calls
-            if call in self._attempt.rechecked and self._attempt.rechecked[call][0] in bad
-        ]
-        suspects = {call: self._attempt.suspects[call] for call in still}
+        rechecked = self._attempt.rechecked
+        suspects = {
+            call: suspect
+            for call, suspect in self._attempt.suspects.items()
+            if call in rechecked and rechecked[call][0].is_bad
+        }
         batches = self._batches
         self._replayed.restore()
         self.learned.discard()
@@ -294,16 +293,7 @@ class MachineSteps(MachineEntry):
             coordinate=self._coordinate,
             host=self.device.host,
             device=self.device.uuid,
-            suspects=[
-                SuspectRecord(
-                    call=call.name,
-                    occurrence=call.occurrence,
-                    why=each.why,
-                    fatal=each.fatal,
-                    tolerance=each.tolerance,
-                )
-                for call, each in suspects.items()
-            ],
+            suspects=[SuspectRecord.of(call, each) for call, each in suspects.items()],
             has_batches=isinstance(batches, ReplayableBatches),
         )
         values = [each.value for each in suspects.values()]
@@ -400,15 +390,24 @@ class MachineSteps(MachineEntry):
 
     def _record(self, event: str, fields: dict[str, Any]) -> None:
         """Add an event to the report; all ranks raise if it cannot be written. Collective."""
-        error: HoldfastError | None = None
         common = {"machine": self.name, "job": self._job, "step": self._step}
-        try:
-            if self.groups.control.is_coordinator and self._journal is not None:
-                fault = {"fault": self._fault_id} if self._fault_id else {}
+        fault = {"fault": self._fault_id} if self._fault_id else {}
+
+        def append() -> None:
+            if self._journal is not None:
                 self._journal.append(event, common | fault | fields)
+
+        self._on_coordinator(append, "report")
+
+    def _on_coordinator(self, action: Callable[[], None], phase: str) -> None:
+        """Do something on the coordinator; all ranks raise if it fails. Collective."""
+        error: HoldfastError | None = None
+        try:
+            if self.groups.control.is_coordinator:
+                action()
         except HoldfastError as reason:
             error = reason
-        self.groups.control.agree(error, phase=f"{self.name}: report")
+        self.groups.control.agree(error, phase=f"{self.name}: {phase}")
 
     def _record_verdict(
         self,
@@ -437,14 +436,13 @@ class MachineSteps(MachineEntry):
 
     def _track(self, ranks: set[int]) -> None:
         """Record for the tracker that ranks have rejected the step. Collective."""
-        error: HoldfastError | None = None
-        try:
-            if self._tracker is not None and self.groups.control.is_coordinator:
+
+        def record() -> None:
+            if self._tracker is not None:
                 for rank in sorted(ranks):
                     self._tracker.record(rank, self._step, self._job)
-        except HoldfastError as reason:
-            error = reason
-        self.groups.control.agree(error, phase=f"{self.name}: tracker")
+
+        self._on_coordinator(record, "tracker")
 
     def _conclude_comparison(self) -> bool:
         """End one of the two runs of a step whose values are compared. Collective."""
@@ -481,8 +479,9 @@ class MachineSteps(MachineEntry):
         is_rerun = self.state is not State.INITIAL_RUN
         return self._injector.injected(point, is_rerun=is_rerun, device=self.device, value=value)
 
+    @abstractmethod
     def report_statistics(self) -> None:
-        """Report on determinism; overridden."""
+        """Report on determinism. Collective."""
 
 
 def _in_words(verdict: Verdict | None) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from holdfast.errors import CorruptionError, StorageError
+from holdfast.rerun.lines import append_line
 
 _BEGINNING = '{"rank": '
 
@@ -37,18 +37,8 @@ class Tracker:
         Raises:
             StorageError: the file cannot be written.
         """
-        line = json.dumps({"rank": rank, "step": step, "job": job}) + "\n"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
-                # What a dying process has left half written stays a line of its own.
-                if file.seek(0, os.SEEK_END) > 0:
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        file.write(b"\n")
-                file.write(line.encode())
-                file.flush()
-                os.fsync(file.fileno())
+            append_line(self.path, json.dumps({"rank": rank, "step": step, "job": job}))
         except OSError as error:
             raise StorageError(
                 f"the tracker file {self.path} cannot be written ({error.strerror}); name one that "
