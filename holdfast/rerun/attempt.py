@@ -65,8 +65,8 @@ class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
 class AttemptReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has to say at the end of a run of a step."""
 
-    rejected: list[RejectedValue] = []
-    rechecked: list[RecheckedValue] = []
+    rejected: list[RejectedValue]
+    rechecked: list[RecheckedValue]
 
 
 class Attempt:
