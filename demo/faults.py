@@ -30,7 +30,7 @@ RATE, SEED = 32, 167
 FLAGS = (
     "--nproc 2 --num-layers 2 --model-dim 64 --num-heads 4 --seq-len 64 --global-batch-size 8 "
     f"--dropout 0.1 --steps {NUM_STEPS} --save-interval 2 --seed {SEED} --device cpu --zero 1 "
-    f"--deterministic --data {Path(__file__).parent}"
+    f"--deterministic --data {Path(__file__).parent.parent / 'docs'}"
 )
 
 
@@ -168,6 +168,9 @@ def report(launches: list[Launch], runs: Path, *, console: Console, seconds: flo
                 end_section=number == len(own),
             )
     console.print(table)
+    if not is_good:
+        console.print(f"[red bold]NOT AS EXPECTED[/]: see the logs in {runs}")
+        return False
     for scenario in SCENARIOS:
         differing, num_tensors = compare_checkpoints(
             runs / "good", runs / scenario.title, step=NUM_STEPS
@@ -180,7 +183,7 @@ def report(launches: list[Launch], runs: Path, *, console: Console, seconds: flo
             f"{scenario.title}: {num_tensors - len(differing)} of {num_tensors} tensors bitwise "
             f"equal to those without a fault"
         )
-    verdict = "[green bold]All as it should be[/]" if is_good else "[red bold]NOT AS EXPECTED[/]"
+    verdict = "[green bold]All as it should be[/]" if is_good else "[red bold]BITS DIFFER[/]"
     console.print(f"{verdict}, {seconds:.0f} s; reports and logs in {runs}")
     return is_good
 

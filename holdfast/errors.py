@@ -6,6 +6,7 @@
     ├── GroupError           a communicator is missing or wrong, or ranks are out of sync
     ├── PlacementError       a tensor or value cannot be stored as declared
     ├── PlanError            the ranks' declarations do not add up to one state
+    │   └── DriftError       ranks hold different bytes of what they all should hold
     ├── StorageError         the storage refused an operation
     ├── CorruptionError      stored bytes are not the bytes that were saved
     ├── MismatchError        a checkpoint and the state that asks for it do not fit each other
@@ -48,6 +49,13 @@ class PlacementError(HoldfastError):
 
 class PlanError(HoldfastError):
     """The ranks' declarations together do not make one whole state: gap, overlap, disagreement."""
+
+
+class DriftError(PlanError):
+    """Ranks that hold one tensor under one key hold different bytes; names the odd ones.
+
+    A save raises it on all ranks. `RerunMachine.record_drift` puts it into the machine's report.
+    """
 
 
 class StorageError(HoldfastError):

@@ -41,7 +41,7 @@ def test_every_error_of_the_hierarchy_is_exported_and_drawn() -> None:
     ]
     assert sorted(kind.__name__ for kind in _EXPORTED) == sorted(defined)
     tree = (errors.__doc__ or "").split("\n\n")[1]
-    assert [line.strip(" ├└─").split()[0] for line in tree.splitlines()] == defined
+    assert [line.strip(" │├└─").split()[0] for line in tree.splitlines()] == defined
 
 
 @given(kind=st.sampled_from(_EXPORTED), text=st.text(max_size=50))

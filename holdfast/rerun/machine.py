@@ -252,8 +252,8 @@ class RerunMachine(MachineSteps):
     def record_drift(self, error: BaseException) -> None:
         """Record in the report that ranks hold other bytes than their replicas do. Collective.
 
-        For what a save with `check_replicas` raises, and a load of copies that differ: evidence of
-        a device that computes wrong values without NaN or Inf.
+        For the DriftError of a save that compares replicas, and the CorruptionError of a load of
+        copies that differ: evidence of a device that computes wrong values without NaN or Inf.
 
         Args:
             error: what was raised. The odd ranks are those that it names by majority; none where
@@ -266,6 +266,11 @@ class RerunMachine(MachineSteps):
         ranks = odd_ranks(str(error))
         named = [msgspec.structs.asdict(places[rank]) for rank in ranks if rank in places]
         self._record("drift", {"message": str(error), "values": named})
+        for place in named:
+            self._say(
+                f"rank {place['rank']} ({place['host']}, {place['device']}) holds other bytes than "
+                f"its replicas"
+            )
 
     def report_statistics(self) -> None:
         """Report how far two runs of the same step have differed so far. Collective.

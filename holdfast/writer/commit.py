@@ -15,7 +15,13 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.types import IntArray, WordArray
-from holdfast.errors import CorruptionError, HoldfastError, PlanError, StorageError
+from holdfast.errors import (
+    CorruptionError,
+    DriftError,
+    HoldfastError,
+    PlanError,
+    StorageError,
+)
 from holdfast.format.copies import find_copies
 from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import Partial, combine
@@ -33,7 +39,7 @@ from holdfast.format.names import INDEX, LATEST, MANIFEST, data_file, latest_ste
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.drift import describe_odd_ranks
+from holdfast.writer.drift import describe_drift
 from holdfast.writer.records import (
     CommitPlan,
     DoneRecord,
@@ -354,9 +360,10 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
         for b in bad[:5].tolist()
     ]
     more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
-    raise PlanError(
+    raise DriftError(
         f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key and nothing "
-        f"declares them different: give each its own key, or declare the shards with a DTensor or "
+        f"declares them different. Either a rank has computed or kept wrong values, or they are "
+        f"not meant to be equal: give each its own key, or declare the shards with a DTensor or "
         f"Sharded(...)"
     )
 
@@ -371,7 +378,7 @@ def _compare_copies(index: ChunkIndex, manifest: Manifest, header: SaveHeader) -
     if header.on_drift == "warn":
         _LOG.warning("step %d is stored with copies that differ: %s", header.step, drift)
         return
-    raise PlanError(
+    raise DriftError(
         f"{drift}. Ranks that hold one tensor have to hold the same bytes: find out which rank's "
         f"memory is wrong (save(check_replicas=True) names the odd one), or give each its own key; "
         f'on_drift="warn" stores them as they are'
@@ -383,13 +390,8 @@ def _describe_drift(plan: CommitPlan, reported: WordArray, rows: IntArray) -> st
     by_content: dict[int, list[int]] = defaultdict(list)
     for row in rows.tolist():
         by_content[int(reported[row])].append(plan.ranks[int(plan.check_position[row])])
-    ordered = sorted(by_content.values(), key=len, reverse=True)
     key = plan.keys[int(plan.check_tensor[rows[0]])]
-    groups = " | ".join("ranks " + ", ".join(map(str, sorted(ranks))) for ranks in ordered)
-    odd = ""
-    if len(ordered) > 1 and len(ordered[0]) > len(ordered[1]):
-        odd = f" {describe_odd_ranks(r for ranks in ordered[1:] for r in ranks)}"
-    return f"{key}: different bytes on {groups}{odd}"
+    return f"{key}: {describe_drift(list(by_content.values()))}"
 
 
 def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node]:

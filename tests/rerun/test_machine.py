@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from holdfast import Checkpointer, Layout, ProcessGroups
-from holdfast.errors import ConfigError, FaultError, PlanError
+from holdfast.errors import ConfigError, DriftError, FaultError
 from holdfast.format.names import step_dir
 from holdfast.rerun import (
     DeviceIdentity,
@@ -594,7 +594,7 @@ def _drift(context: RankContext, root: str) -> list[dict[str, Any]]:
         with Checkpointer(Path(root) / "c", groups=groups) as checkpointer:
             try:
                 checkpointer.save(1, {"model": model}, check_replicas=True)
-            except PlanError as error:
+            except DriftError as error:
                 machine.record_drift(error)
     return read_report(Path(root) / "rerun")
 

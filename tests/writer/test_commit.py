@@ -12,7 +12,7 @@ import pytest
 
 from bench import scale
 from holdfast.checkpoint.plan.make_plan import make_plan
-from holdfast.errors import PlanError
+from holdfast.errors import DriftError, PlanError
 from holdfast.format.names import data_file
 from holdfast.writer.commit import build_index, compare_checks
 from holdfast.writer.records import CommitPlan, DoneRecord, column
@@ -98,5 +98,5 @@ def test_the_ranks_of_a_box_that_differs_are_named() -> None:
     checks = np.frombuffer(records[5].checks, dtype=np.uint64).copy()
     checks[7] += 1
     records[5] = msgspec.structs.replace(records[5], checks=checks.tobytes())
-    with pytest.raises(PlanError, match=r"different bytes on ranks 4 \| ranks 5"):
+    with pytest.raises(DriftError, match=r"different bytes on ranks 4 \| ranks 5"):
         compare_checks(plan, records)

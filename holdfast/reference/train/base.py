@@ -26,6 +26,7 @@ from holdfast.reference.train.rerun import (
     RerunExit,
     StepRows,
     make_machine,
+    recording_drift,
     save_fault,
     validate_step,
 )
@@ -328,7 +329,8 @@ class BaseTrainer(ABC):
             pending = self._checkpointer.save_async(step, state, overwrite=overwrite)
             self._pending = (pending, time.perf_counter() - started, began)
         else:
-            report = self._checkpointer.save(step, state, overwrite=overwrite)
+            with recording_drift(self.machine):
+                report = self._checkpointer.save(step, state, overwrite=overwrite)
             self._report_save(report, time.perf_counter() - started, began=began)
 
     def _report_finished(self) -> None:
@@ -343,7 +345,8 @@ class BaseTrainer(ABC):
         """Wait for the asynchronous save in flight, if any, and report it."""
         if self._pending is not None:
             (pending, seconds, began), self._pending = self._pending, None
-            self._report_save(pending.result(), seconds, began=began)
+            with recording_drift(self.machine):
+                self._report_save(pending.result(), seconds, began=began)
 
     def _report_save(self, report: SaveReport, seconds: float, *, began: float) -> None:
         """Report a committed save, from which the run can now go on."""

@@ -18,6 +18,7 @@ def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Che
         retention=_retention(config),
         replicate_over=config.replicate_over,
         max_copy_fraction=config.max_copy_fraction,
+        check_replicas_every=config.check_replicas_every,
     )
 
 

@@ -178,6 +178,9 @@ class CheckpointConfig:
     """Axes, such as tp: store replicated tensors once for each coordinate along these."""
     max_copy_fraction: float = 1.0
     """The most bytes that --replicate-over may add, as a fraction of those without."""
+    check_replicas_every: int = 0
+    """Saves from one comparison of what several ranks should hold alike to the next; 0 for none.
+    A rank that differs fails the save; with a rerun machine its device is in the report."""
     save_optim: bool = True
     """Save the optimizer's state; --no-save-optim leaves it out of checkpoints."""
     load_optim: bool = True
@@ -433,6 +436,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         "save": {
             "--async-save": checkpoint.async_save,
             "--keep-last": checkpoint.keep_last > 0,
+            "--check-replicas-every": checkpoint.check_replicas_every > 0,
             "--no-save-optim": not checkpoint.save_optim,
             "--no-save-rng": not checkpoint.save_rng,
         },

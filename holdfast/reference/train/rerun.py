@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from holdfast.checkpoint import Checkpointer, SaveReport
-from holdfast.errors import FaultError
+from holdfast.errors import DriftError, FaultError
 from holdfast.format.values import Codecs
 from holdfast.optim import LossScaler
 from holdfast.parallel import ProcessGroups
@@ -152,6 +153,16 @@ def validate_step(
                 spike = Spike(factor=rerun.rerun_spike_factor)
                 machine.validate("spike", loss, spike, fatal=False, tolerance=tolerance)
     machine.validate("gradient", gradient_share(), rule, tolerance=tolerance)
+
+
+@contextmanager
+def recording_drift(machine: RerunMachine) -> Iterator[None]:
+    """Around a save: ranks that hold other bytes than their replicas get into the report."""
+    try:
+        yield
+    except DriftError as error:
+        machine.record_drift(error)
+        raise
 
 
 def save_fault(

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 
 from holdfast.arrays.boxes import Box
 from holdfast.cli.commands.train import parse
 from holdfast.cli.main import main
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DriftError
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.optim import LossScaler
 from holdfast.parallel import ProcessGroups
-from holdfast.reference.train.config import CheckpointConfig
+from holdfast.reference.train.config import CheckpointConfig, LogConfig
 from holdfast.reference.train.loop import Trainer
+from holdfast.reference.train.metrics import Reporter
 from holdfast.reference.train.rerun import RerunExit
 from holdfast.reference.train.resume import (
     checkpoint_to_load,
@@ -86,7 +90,7 @@ def run_once(directory: str, words: str, device: str) -> tuple[int, dict[str, Te
     pytest.MonkeyPatch().setenv("HOLDFAST_DEVICE", device)
     config = config_of("--steps", str(STEPS), *words.split())
     with (
-        ProcessGroups.create(config.check(world_size=2)) as groups,
+        ProcessGroups.create(config.check(world_size=dist.get_world_size())) as groups,
         Trainer(config, groups=groups, corpus=text(directory)) as trainer,
     ):
         try:
@@ -184,6 +188,54 @@ def test_a_model_of_several_modules_goes_on_bitwise(tmp_path: Path, words: str) 
 
 
 # ---- one process ----
+
+
+def drifting(rank: RankContext, directory: str, words: str) -> tuple[str, str, bool]:
+    """A bit of one rank flips; what its save raises, the notes, and whether a restart mends it."""
+    batch = "--global-batch-size 6 --check-replicas-every 1 --save-interval 2"
+    _, expected = run_once(directory, f"{batch} {words} --save {directory}/good", "a")
+    words = f"{batch} {words} --save {directory}/ck"
+    pytest.MonkeyPatch().setenv("HOLDFAST_DEVICE", f"gpu{rank.rank}")
+    config = config_of("--steps", str(STEPS), *words.split())
+    notes, first = StringIO(), rank.rank == 0
+    console = Console(file=notes, width=1000)
+    with (
+        ProcessGroups.create(config.check(world_size=dist.get_world_size())) as groups,
+        Trainer(
+            config,
+            groups=groups,
+            corpus=text(directory),
+            reporter=Reporter(LogConfig(), num_steps=STEPS, console=console) if first else None,
+        ) as trainer,
+    ):
+        after_step = trainer.after_step
+
+        def flip(step: int) -> None:
+            after_step(step)
+            if (step, rank.rank) == (AT, 1):
+                weight = next(iter(trainer.model.module.parameters()))
+                weight.detach().view(torch.int32).view(-1)[7] ^= 1
+
+        trainer.after_step = flip  # type: ignore[method-assign]
+        with pytest.raises(DriftError) as stopped:
+            trainer.run()
+    _, last = run_once(directory, f"{words} --load {directory}/ck", "a")
+    is_same = last.keys() == expected.keys() and all(
+        last[name].numpy().tobytes() == value.numpy().tobytes() for name, value in expected.items()
+    )
+    return str(stopped.value), notes.getvalue(), is_same
+
+
+@pytest.mark.parametrize("words", [VALIDATE, f"--async-save {DROPOUT}"])
+def test_a_rank_whose_replicas_drift_is_named_with_its_device(workplace: Path, words: str) -> None:
+    """Wrong but finite values: the save fails, and the checkpoint before brings back the run."""
+    for message, notes, is_same in run_ranks(3, drifting, str(workplace), words).results:
+        assert "odd ones by majority: [1]" in message
+        assert ("gpu1) holds other bytes" in notes) == ("saved step" in notes)
+        assert is_same
+    events = [each for each in read_report(workplace / "ck/rerun") if each["event"] == "drift"]
+    (event,) = events
+    assert [(each["rank"], each["device"]) for each in event["values"]] == [(1, "gpu1")]
 
 
 @pytest.fixture
@@ -369,6 +421,7 @@ def test_the_newest_of_good_and_fault_checkpoints_is_loaded(alone: Path) -> None
         ("--rerun-mode report_determinism_stats --error-injection-rate 5", "leave it out"),
         (f"--save a {VALIDATE} --rerun-spike-factor 0.5", "set it above 1"),
         (f"--save a {VALIDATE} --rerun-max-restarts 0", "--rerun-max-restarts"),
+        ("--check-replicas-every 2", "add --save DIR"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(words: str, expected: str) -> None:
