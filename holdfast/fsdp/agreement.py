@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.format.digest import digest128
-from holdfast.fsdp import _torch
 from holdfast.fsdp.plan import PlannedParameter, UnitPlan
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import EXPERT_AXES
+from holdfast.state.tensors import tensor_digest
 
 _PHASE = "fully_shard_model"
 _OVER = {"plain": "tp-cp-dp", "dense": "dp_cp", "experts": "expt_dp"}
@@ -195,16 +195,8 @@ def _entry(each: PlannedParameter, plan: UnitPlan, groups: ProcessGroups) -> lis
         parameter.requires_grad,
         plan.units[each.unit],
         placement,
-        _digest(_torch.local_of(parameter)),
+        tensor_digest(parameter),
     ]
-
-
-def _digest(local: torch.Tensor) -> str | None:
-    """Of the bytes; None for a tensor that has none yet."""
-    if local.is_meta:
-        return None
-    flat = local.detach().cpu().reshape(-1)
-    return digest128(flat.view(torch.uint8).numpy().data)
 
 
 def _peers(groups: ProcessGroups) -> Iterable[tuple[str, Sequence[int]]]:

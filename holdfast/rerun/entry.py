@@ -87,18 +87,21 @@ class MachineEntry(OptionalPart):
             return
         try:
             records = {label: read_record(each[_RECORD]) for label, each in tree.items()}
-        except (CorruptionError, KeyError, TypeError, AttributeError) as error:
-            self._say(f"the machine's entry in the checkpoint cannot be read, and is left: {error}")
+            self._forget_fault()
+            if not self._is_own_layout:
+                self._take_learned(records)
+                return
+            ((head, kept),) = records.values()
+            self.learned.load_state_dict(head.learned)
+            self.statistics.load_state_dict(head.statistics)
+            if self._injector is not None and head.injector is not None:
+                self._injector.load_state_dict(head.injector)
+        except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as error:
+            self._say(
+                f"the machine's entry in the checkpoint cannot be read, and is left: "
+                f"{type(error).__name__}: {error}"
+            )
             return
-        self._forget_fault()
-        if not self._is_own_layout:
-            self._take_learned(records)
-            return
-        ((head, kept),) = records.values()
-        self.learned.load_state_dict(head.learned)
-        self.statistics.load_state_dict(head.statistics)
-        if self._injector is not None and head.injector is not None:
-            self._injector.load_state_dict(head.injector)
         if head.fault is None:
             return
         if self.mode is not Mode.VALIDATE_RESULTS:

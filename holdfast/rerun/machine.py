@@ -16,6 +16,7 @@ from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
+from holdfast.parallel.ranks import disagreement
 from holdfast.rerun.attempt import Compare
 from holdfast.rerun.comparison import Value
 from holdfast.rerun.devices import DeviceIdentity
@@ -312,23 +313,23 @@ class RerunMachine(MachineSteps):
             host=self.device.host,
             device=self.device.uuid,
         )
-        settings = (self.mode.value, self.name, repr(self._limits), self._report_every)
+        settings = {
+            "mode": self.mode.value,
+            "name": self.name,
+            "limits": repr(self._limits),
+            "report_every": str(self._report_every),
+            "directory": "None" if self.directory is None else "given",
+            "tracker": "None" if self._tracker is None else "given",
+        }
         message = _Meeting(settings, uuid.uuid4().hex[:16], place, skipped, judged)
-        rows = control.agree(
-            error, phase=f"{self.name}: meet", payload=msgspec.msgpack.encode(message)
-        )
+        rows = control.agree(error, phase="RerunMachine", payload=msgspec.msgpack.encode(message))
         met = [msgspec.msgpack.decode(row, type=_Meeting) for row in rows]
-        odd = [
-            rank
-            for rank, each in zip(control.ranks, met, strict=True)
-            if each.settings != met[0].settings
-        ]
-        if odd:
-            raise ConfigError(
-                f"ranks {odd} have a rerun machine of other settings than rank {control.ranks[0]}: "
-                f"{met[control.ranks.index(odd[0])].settings} and {met[0].settings} (mode, name, "
-                f"limits, report_every)"
-            )
+        for name, value in met[0].settings.items():
+            if any(each.settings[name] != value for each in met):
+                values = [each.settings[name] for each in met]
+                raise ConfigError(
+                    str(disagreement("RerunMachine", name, values, ranks=control.ranks))
+                )
         self._job = met[0].job
         self._places = [each.place for each in met]
         self._skipped = frozenset(met[0].skipped)
@@ -350,7 +351,7 @@ class RerunMachine(MachineSteps):
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others when machines are made."""
 
-    settings: tuple[str, str, str, int]
+    settings: dict[str, str]
     job: str
     place: Place
     skipped: list[int]

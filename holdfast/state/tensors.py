@@ -23,7 +23,9 @@ def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
     local = local_of(tensor)
     if local.layout is not torch.strided:
         local = local.to_dense()
-    return local.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A single element is contiguous whatever its stride says, but no view as bytes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, Layout, ProcessGroups
+from holdfast import Checkpointer, Layout, PerRank, ProcessGroups
 from holdfast.errors import ConfigError, DriftError, FaultError
 from holdfast.format.names import step_dir
+from holdfast.parallel.layout import DENSE_AXES
 from holdfast.rerun import (
     DeviceIdentity,
     ErrorInjector,
@@ -348,6 +350,45 @@ def test_determinism_is_measured(groups: ProcessGroups, tmp_path: Path, noise: f
     assert ("identical" if noise == 0 else "differ") in loop.lines[-1].splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"learned": {"loss": "text"}},
+        {"statistics": {"loss": 3}},
+        {"statistics": {"loss": {"num_compared": 1}}},
+        {"injector": {"settled": []}},
+        {"injector": {"settled": [], "devices": {"1:0:loss:0": {"name": "A"}}}},
+        {"fault": {"fault": "x"}},
+        None,
+    ],
+)
+def test_an_entry_that_cannot_be_read_is_left_with_one_line(
+    groups: ProcessGroups, tmp_path: Path, odd: dict[str, Any] | None
+) -> None:
+    """As a later version may write it: the run resumes, and is told."""
+    first = Loop(groups, tmp_path)
+    first.run(2)
+    data = b"HFRERUN9" if odd is None else _record_of(odd)
+    record = torch.frombuffer(bytearray(data.ljust(1 << 16, b"\0")), dtype=torch.uint8)
+    entry = PerRank({"record": record}, axes=DENSE_AXES)
+    with Checkpointer(tmp_path / "good", groups=groups) as checkpointer:
+        checkpointer.save(2, first.state() | {"rerun": entry})
+    injector = ErrorInjector(10**9)
+    resumed = Loop(groups, tmp_path, injector=injector)
+    resumed.load(tmp_path / "good")
+    (line,) = resumed.lines
+    assert "cannot be read, and is left" in line
+    assert resumed.machine.state is State.NOT_RUNNING_YET
+    assert not resumed.machine.learned.state_dict()
+    resumed.run(4)
+    assert resumed.machine.decision.exit_code is None
+
+
+def _record_of(head: dict[str, Any]) -> bytes:
+    body = msgspec.msgpack.encode(head)
+    return b"HFRERUN1" + len(body).to_bytes(8, "little") + bytes(8) + body
+
+
 def test_both_runs_of_a_compared_step_need_the_same_batches(
     groups: ProcessGroups, tmp_path: Path
 ) -> None:
@@ -532,6 +573,29 @@ def _skips(own: ThreadGroups, tmp_path: Path) -> bool:
         note=print,
     )
     return machine.skips(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"mode": "disabled"}, r"disagree on mode: validate_results on ranks 0, 1; disabled on ra"),
+        ({"name": "other"}, "disagree on name"),
+        ({"limits": Limits(max_restarts=1)}, "disagree on limits"),
+        ({"report_every": 7}, "disagree on report_every: 100 on ranks 0, 1; 7 on rank 2"),
+        ({"tracker": "t"}, "disagree on tracker"),
+        ({"mode": "report_determinism_stats", "directory": None}, "disagree on mode"),
+    ],
+)
+def test_ranks_with_machines_of_other_settings_are_refused(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    def make(own: ThreadGroups) -> str:
+        own_options = {"directory": tmp_path} | (options if own.rank == 2 else {})
+        with pytest.raises(ConfigError, match=expected) as refused:
+            RerunMachine(own, note=print, **own_options)  # type: ignore[arg-type]
+        return str(refused.value)
+
+    assert len(set(run_threads(3, make))) == 1
 
 
 def test_a_disabled_machine_still_refuses(groups: ProcessGroups) -> None:

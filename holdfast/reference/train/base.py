@@ -12,11 +12,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave, SaveReport
+from holdfast.checkpoint import LoadReport, PendingSave, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
-from holdfast.reference.train.checkpointer import make_checkpointer
+from holdfast.reference.train.checkpointer import load_checkpoint, make_checkpointer
 from holdfast.reference.train.config import OptimConfig, TrainConfig
 from holdfast.reference.train.data import EpochSampler
 from holdfast.reference.train.metrics import Reporter, StepMetrics, readable_nbytes
@@ -30,7 +30,7 @@ from holdfast.reference.train.rerun import (
     save_fault,
     validate_step,
 )
-from holdfast.reference.train.resume import CheckpointToLoad, check_save, find_checkpoint
+from holdfast.reference.train.resume import check_save, find_checkpoint
 from holdfast.reference.train.schedule import HasParamGroups, Schedule, ScheduleSettings
 from holdfast.reference.train.stopping import StopRequest, StopWhenAsked
 from holdfast.rerun import Replayed
@@ -389,10 +389,13 @@ class BaseTrainer(ABC):
         if checkpoint.finetune:
             chosen = dict.fromkeys(map(_kind, state), False) | {"model": True}
         started, began = time.perf_counter(), time.time()
-        report = self._load(
+        report = load_checkpoint(
             _without(state, {kind for kind, is_chosen in chosen.items() if not is_chosen}),
             begin=begin,
-            load=checkpoint.load,
+            config=checkpoint,
+            groups=self.groups,
+            may_be_missing=self.may_be_missing,
+            note=self._note,
         )
         self._after_load(report)
         self._log.load(report, began=began)
@@ -403,21 +406,6 @@ class BaseTrainer(ABC):
         self.schedule.apply()
         self._report_load(report, seconds=seconds)
         return report
-
-    def _load(self, state: dict[str, object], *, begin: CheckpointToLoad, load: Path) -> LoadReport:
-        """Load a checkpoint into the state. Collective."""
-        num_fallbacks = 0 if begin.is_fault else self.config.checkpoint.max_fallbacks
-        root = begin.root(load)
-        if begin.is_fault:
-            self._note(
-                f"going on from the state that a fault has left at step {begin.step}: {root}"
-            )
-        return Checkpointer(root, groups=self.groups).load(
-            state,
-            step=None if num_fallbacks else begin.step,
-            allow_missing=self.may_be_missing,
-            max_fallbacks=num_fallbacks,
-        )
 
     @property
     def may_be_missing(self) -> tuple[str, ...]:

@@ -308,6 +308,28 @@ def test_a_disabled_machine_goes_on_from_a_fault_and_stores_nothing_of_it(alone:
         assert not [info.key for info in snapshot.manifest.tensors if "rerun" in info.key]
 
 
+def test_a_damaged_fault_checkpoint_is_one_of_the_fallbacks(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = one_bad_loss("correct_result")
+    seed = bad.partition(VALIDATE)[0]
+    assert train(f"--save good {seed}") == 0
+    assert train(f"--save ck {bad}", save_interval=2) == 16
+    fault = fault_checkpoints(alone / "ck") / step_dir(AT - 1)
+    for file in (fault / "data").iterdir():
+        content = bytearray(file.read_bytes())
+        content[len(content) // 3] ^= 1
+        file.write_bytes(content)
+    capsys.readouterr()
+    assert train(f"--save ck --load ck {seed}") == 2
+    assert "add --max-fallbacks 1, or remove ck/rerun/checkpoints" in capsys.readouterr().err
+    assert train(f"--save ck --load ck {seed} {VALIDATE} --max-fallbacks 1") == 0
+    shown = capsys.readouterr().out
+    assert f"the state at step {AT - 1} that a fault has left was given up" in shown
+    assert "loaded step 2 from ck" in shown
+    assert stored(alone / "ck", STEPS) == stored(alone / "good", STEPS)
+
+
 def test_a_step_that_begins_differently_is_no_rerun_of_it(
     alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
