@@ -309,17 +309,37 @@ class Rendezvous:
             key = f"announced/{number}"
             self._store.wait([key], timedelta(seconds=self.timeout_s))
             other = _decode_announced(self._store.get(key))
-            shared = [rank for rank in self.ranks if rank in {*other.ranks}]
+            shared = sorted({*self.ranks} & {*other.ranks})
             if other.meeting == self._meeting or not shared:
                 continue
-            # The odd one counts on ranks that do not count on it.
-            is_odd = own.rank not in other.ranks or other.rank in own.ranks
-            odd, rest = (own, other) if is_odd else (other, own)
+            odd, rest, named = _odd_list(own, other)
             failure = LayoutError(
-                f"Ranks [{odd.rank}] disagree with ranks {shorten_ranks(rest.ranks)}, so no rank "
-                f"may {self.what}: rank {odd.rank} counts on ranks {shorten_ranks(shared)} for "
-                f"{odd.text}; they count on each other for {rest.text}."
+                f"Ranks {named} disagree with ranks {shorten_ranks(rest.ranks)}, so no rank may "
+                f"{self.what}: {_counts(named)} on ranks {shorten_ranks(shared)} for {odd.text}; "
+                f"they count on each other for {rest.text}."
             )
             self._decide("open", failure, other.meeting)
             return failure
         return None
+
+
+def _odd_list(one: _Announced, other: _Announced) -> tuple[_Announced, _Announced, list[int]]:
+    """Which of two lists is the odd one, the other, and its ranks that the other does not have.
+
+    Each list ends the other's agreement, maybe at the same time, so both have to choose alike: by
+    what is in them, not by who looks.
+    """
+    sides = []
+    for odd, rest in ((one, other), (other, one)):
+        only = sorted({*odd.ranks} - {*rest.ranks})
+        sides.append((len(only), only, odd.ranks, odd, rest))
+    usable = [side for side in sides if side[1]] or sides
+    _, only, _, odd, rest = min(usable, key=lambda side: side[:3])
+    return odd, rest, only or [odd.rank]
+
+
+def _counts(ranks: Sequence[int]) -> str:
+    """These ranks as the subject of a sentence."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} counts"
+    return f"ranks {shorten_ranks(ranks)} count"

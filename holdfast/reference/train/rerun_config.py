@@ -27,7 +27,8 @@ class RerunConfig:
     rerun_report_interval: int = 100
     """With report_determinism_stats: steps between two reports."""
     rerun_spike_factor: float = 0.0
-    """Also run a step again whose loss is so many times the usual one; 0 means not to."""
+    """Also run a step again whose loss is so many times the usual one, and end with exit code 16 if
+    it comes out twice; 0 means not to."""
     rerun_tolerance: float = 0.0
     """Largest relative difference of two values that count as the same; 0 means bitwise equal."""
     error_injection_rate: int = 0
