@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import CorruptionError
+from holdfast.errors import ConfigError, CorruptionError
+from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.rerun.context import FaultRecord, Head, RecordSlot, pick_records, read_record
@@ -32,6 +33,8 @@ class MachineEntry(OptionalPart):
     dropped with one message.
     """
 
+    _codecs: Codecs
+
     def __init__(
         self,
         groups: ProcessGroups,
@@ -52,6 +55,10 @@ class MachineEntry(OptionalPart):
         self._note = note
         self._kept = b""
         """Of a pending fault, see `KeptData`."""
+        self._judged: set[str] = set()
+        """Faults whose verdict is known, by id."""
+        self._is_left = False
+        """Whether the step of the fault is skipped, and its kept batches are to be taken."""
         self._slot = RecordSlot()
         self._batches: object = None
         self._is_own_layout = True
@@ -137,9 +144,27 @@ class MachineEntry(OptionalPart):
                 )
             self._say(text)
 
+    def _replay_kept(self, fault: FaultRecord, data: bytes, batches: object) -> KeptData:
+        """What is kept of a fault; `batches` begins with those of its step from now on.
+
+        Raises:
+            ConfigError: they are none that can be replayed.
+        """
+        if fault.has_batches and not isinstance(batches, ReplayableBatches):
+            raise ConfigError(
+                f"step {fault.step}: the checkpoint holds a pending fault and the batches of its "
+                f"step, which have to be used again, but `attempts` was given "
+                f"{kind_of(batches)}: give it machine.replayable(iterator)"
+            )
+        kept = msgspec.msgpack.decode(data, type=KeptData)
+        if isinstance(batches, ReplayableBatches) and fault.has_batches:
+            batches.decode_kept(kept.batches)
+        return kept
+
     def _forget_fault(self) -> None:
         """Go back to between steps, whatever was pending."""
         self.state, self.fault, self._kept = State.NOT_RUNNING_YET, None, b""
+        self._is_left = False
 
     def _enter(self, event: Event) -> None:
         """Go to the state that follows."""
@@ -163,3 +188,8 @@ class KeptData(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     values: bytes
     batches: bytes
     replayed: bytes = b""
+
+
+def kind_of(batches: object) -> str:
+    """What a caller has given for batches."""
+    return "no batches" if batches is None else f"a {type(batches).__name__}"

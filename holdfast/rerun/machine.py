@@ -151,14 +151,26 @@ class RerunMachine(MachineSteps):
         """
         if self.mode is Mode.DISABLED:
             return iter(source)
-        return ReplayableBatches(source, codecs=self._codecs, is_rewound=is_rewound)
+        self._batches = ReplayableBatches(source, codecs=self._codecs, is_rewound=is_rewound)
+        return self._batches
 
     def skips(self, step: int) -> bool:
         """Whether the tracker says that a step is not to be trained on.
 
-        Its batches are to be taken and left. A step that a pending fault is about is run.
+        Its batches are to be taken and left. A step that a pending fault is about is run until the
+        fault has its verdict; what `replayable` returned gives the batches that were kept then.
         """
-        return step in self._skipped and (self.fault is None or self.fault.step != step)
+        if step not in self._skipped:
+            return False
+        fault = self.fault
+        if fault is None or fault.step != step:
+            return True
+        if fault.fault not in self._judged:
+            return False
+        if not self._is_left:
+            self._replay_kept(fault, self._kept, self._batches)
+            self._is_left = True
+        return True
 
     def attempts(self, step: int, batches: object = None) -> Iterator[int]:
         """The runs of a step: one, and further ones where a value was rejected. Collective.
@@ -301,10 +313,11 @@ class RerunMachine(MachineSteps):
         control = self.groups.control
         skipped: list[int] = []
         judged: list[str] = []
+        faults: list[str] = []
         try:
             if control.is_coordinator and error is None:
                 skipped = sorted(self._tracker.steps_to_skip()) if self._tracker else []
-                judged = self._judged_points()
+                judged, faults = self._judged_points(), self._judged_faults()
         except HoldfastError as reason:
             error = reason
         place = Place(
@@ -321,7 +334,7 @@ class RerunMachine(MachineSteps):
             "directory": "None" if self.directory is None else "given",
             "tracker": "None" if self._tracker is None else "given",
         }
-        message = _Meeting(settings, uuid.uuid4().hex[:16], place, skipped, judged)
+        message = _Meeting(settings, uuid.uuid4().hex[:16], place, skipped, judged, faults)
         rows = control.agree(error, phase="RerunMachine", payload=msgspec.msgpack.encode(message))
         met = [msgspec.msgpack.decode(row, type=_Meeting) for row in rows]
         for name, value in met[0].settings.items():
@@ -333,8 +346,16 @@ class RerunMachine(MachineSteps):
         self._job = met[0].job
         self._places = [each.place for each in met]
         self._skipped = frozenset(met[0].skipped)
+        self._judged = set(met[0].faults)
         if self._injector is not None:
             self._injector.leave_out(met[0].judged)
+
+    def _judged_faults(self) -> list[str]:
+        """The faults whose verdict is in the report: a step of theirs may be skipped."""
+        if self._journal is None or self._tracker is None:
+            return []
+        events = self._journal.events()
+        return [str(each["fault"]) for each in events if each["event"] == "verdict"]
 
     def _judged_points(self) -> list[str]:
         """Where injected errors have their verdict already: they are not injected again."""
@@ -356,6 +377,7 @@ class _Meeting(msgspec.Struct, frozen=True, array_like=True):
     place: Place
     skipped: list[int]
     judged: list[str]
+    faults: list[str]
 
 
 def _parse_mode(mode: Mode | str) -> Mode:

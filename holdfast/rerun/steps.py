@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ConfigError, FaultError, HoldfastError
-from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Attempt, AttemptReport, Call, Suspect
 from holdfast.rerun.comparison import Value, relative_difference
 from holdfast.rerun.context import FaultRecord, SuspectRecord
 from holdfast.rerun.devices import DeviceIdentity
-from holdfast.rerun.entry import KeptData, MachineEntry
+from holdfast.rerun.entry import KeptData, MachineEntry, kind_of
 from holdfast.rerun.evidence import Evidence, Place
 from holdfast.rerun.journal import FaultHistory, Journal
 from holdfast.rerun.kept_batches import Drawn, decode_batches, encode_batches
@@ -62,7 +61,6 @@ class MachineSteps(MachineEntry):
     _replayed: Replayed
     _limits: Limits
     _report_every: int
-    _codecs: Codecs
     _journal: Journal | None
     _tracker: Tracker | None
     _coordinate: str
@@ -314,16 +312,8 @@ class MachineSteps(MachineEntry):
 
     def _take_kept(self, fault: FaultRecord, data: bytes, batches: object) -> dict[Call, Suspect]:
         """The suspects of a loaded fault; the batches of its step are replayed."""
-        if fault.has_batches and not isinstance(batches, ReplayableBatches):
-            raise ConfigError(
-                f"step {fault.step}: the checkpoint holds a pending fault and the batches of its "
-                f"step, which have to be used again, but `attempts` was given "
-                f"{_kind_of(batches)}: give it machine.replayable(iterator)"
-            )
-        kept = msgspec.msgpack.decode(data, type=KeptData)
+        kept = self._replay_kept(fault, data, batches)
         values = [each.batch for each in decode_batches(kept.values, codecs=self._codecs)]
-        if isinstance(batches, ReplayableBatches) and fault.has_batches:
-            batches.decode_kept(kept.batches)
         self._replayed.decode(kept.replayed)
         return fault.with_values(values)
 
@@ -383,7 +373,7 @@ class MachineSteps(MachineEntry):
         if batches is not None and not isinstance(batches, ReplayableBatches):
             error = ConfigError(
                 f"step {self._step}: {evidence.describe_rejected()}; the step cannot run again, "
-                f"because `attempts` was given {_kind_of(batches)}, which cannot be rewound: give "
+                f"because `attempts` was given {kind_of(batches)}, which cannot be rewound: give "
                 f"it machine.replayable(iterator)"
             )
         self.groups.control.agree(error, phase=f"{self.name}: batches")
@@ -427,6 +417,7 @@ class MachineSteps(MachineEntry):
                 "values": list(values),
             },
         )
+        self._judged.add(self._fault_id)
 
     def _record_rejected(self, evidence: Evidence) -> None:
         """Record values that were rejected for the first time, also for the tracker. Collective."""
@@ -487,8 +478,3 @@ class MachineSteps(MachineEntry):
 def _in_words(verdict: Verdict | None) -> str:
     """A verdict for a person."""
     return "no verdict" if verdict is None else _WORDS[verdict]
-
-
-def _kind_of(batches: object) -> str:
-    """What a caller has given for batches."""
-    return "no batches" if batches is None else f"a {type(batches).__name__}"

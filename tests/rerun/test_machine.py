@@ -547,6 +547,20 @@ def test_a_step_that_is_bad_everywhere_is_skipped(groups: ProcessGroups, tmp_pat
     assert again.machine.decision.exit_code == 19
     third = Loop(groups, tmp_path, tracker=tracker, device="B")
     assert [step for step in range(6) if third.machine.skips(step)] == [3]
+    for is_rewound in (False, True):
+        # The scheduler starts the job again: it goes on from the fault checkpoint, behind the step.
+        fourth = Loop(groups, tmp_path, tracker=tracker, device="B")
+        fourth.load(loop.machine.checkpoints)
+        assert fourth.step == 3
+        source = iter([torch.full((8, 4), float(i)) for i in range(4 if is_rewound else 5, 9)])
+        fourth.batches = fourth.machine.replayable(source, is_rewound=is_rewound)
+        assert fourth.machine.skips(3)
+        assert fourth.machine.skips(3)
+        assert next(fourth.batches)[0, 0] == 4.0  # as it was kept: the batch of step 3
+        fourth.step = 4
+        for _ in fourth.machine.attempts(4, fourth.batches):
+            assert next(fourth.batches)[0, 0] == 5.0
+        assert fourth.machine.decision.exit_code is None
 
     def several(own: ThreadGroups) -> bool:
         machine = RerunMachine(

@@ -264,6 +264,7 @@ class BaseTrainer(ABC):
             f"step {step} is left out: {self.config.rerun.rerun_tracker} has it as rejected in two "
             f"starts on one rank"
         )
+        next(self._batches)
         self.progress.advance()
         return StepMetrics(
             step=self.progress.step,

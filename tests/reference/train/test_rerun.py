@@ -381,6 +381,27 @@ def test_determinism_is_reported_and_training_is_the_same(
         assert reports[-1]["calls"][name]["num_identical"] == STEPS
 
 
+def test_a_step_whose_fault_was_the_correct_result_is_passed_over_at_the_next_start(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest state is that of the fault, whose verdict is known: going on is not rerunning."""
+    bad = one_bad_loss("correct_result")
+    words = f"--save ck --load ck --rerun-tracker tracker {bad}"
+    assert train(words, save_interval=100) == 16
+    monkeypatch.setenv("HOLDFAST_DEVICE", "another")
+    assert train(words, save_interval=100) == 19
+    capsys.readouterr()
+    assert train(f"{words} --jsonl log", save_interval=100) == 0
+    assert f"step {AT} is left out" in capsys.readouterr().out
+    steps = list(map(json.loads, Path("log").read_text().splitlines()))
+    seen = [(each["step"], each.get("skipped", False)) for each in steps if each["event"] == "step"]
+    assert seen == [(step, step == AT) for step in range(AT, STEPS + 1)]
+    seed = bad.partition(VALIDATE)[0]
+    assert train(f"--save good --rerun-tracker tracker {seed} {VALIDATE}") == 0
+    assert position(alone / "ck") == position(alone / "good")
+    assert stored(alone / "ck", STEPS) == stored(alone / "good", STEPS)
+
+
 @pytest.mark.parametrize("is_at_minimum", [False, True])
 def test_an_overflow_is_a_fault_only_at_the_smallest_loss_scale(
     workplace: Path, is_at_minimum: bool
