@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -124,8 +124,18 @@ def _sentence(place: Place, each: RecheckedValue) -> str:
 
 
 def _shown(value: object) -> str:
-    """A described value, short."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    """A value as `describe` has it, short."""
+    if not isinstance(value, Mapping):
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+    elif "shape" not in value:
+        text = f"{_shown(value['real'])} + {_shown(value['imag'])}i"
+    else:
+        text = f"{value['dtype']}{value['shape']}"
+        if "values" in value:
+            text += f" {', '.join(map(_shown, value['values']))}"
+        elif "min" in value:
+            ends = " to ".join(_shown(value[end]) for end in ("min", "max"))
+            text += f" {ends}, {value['num_nan']} NaN, {value['num_inf']} infinite"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

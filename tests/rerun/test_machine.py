@@ -644,6 +644,26 @@ def test_loops_that_cannot_be_right_are_refused(groups: ProcessGroups, tmp_path:
         next(runs)
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, "is nan (it is NaN)"),
+        (complex(1.5, -math.inf), "is 1.5 + -infi ("),
+        (torch.tensor([1.0, math.nan]), "is float32[2] 1, nan (1 of its 2 elements is NaN"),
+        (torch.arange(100.0).sub(1).sqrt(), "is float32[100] 0 to 9.8995, 1 NaN, 0 infinite ("),
+        (torch.full((3, 3), math.inf), "is float32[3, 3] None to None, 0 NaN, 9 infinite ("),
+    ],
+)
+def test_rejected_values_are_readable(
+    groups: ProcessGroups, tmp_path: Path, value: Any, shown: str
+) -> None:
+    lines: list[str] = []
+    machine = RerunMachine(groups, directory=tmp_path, note=lines.append)
+    for _ in machine.attempts(0):
+        machine.validate("value", value, NotFinite())
+    assert shown in lines[0]
+
+
 def test_a_loop_that_is_left_can_be_entered_again(groups: ProcessGroups, tmp_path: Path) -> None:
     """An exception in a step, that the caller catches, does not wedge the machine."""
     machine = RerunMachine(groups, directory=tmp_path, note=print)
