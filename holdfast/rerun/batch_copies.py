@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -16,6 +17,8 @@ from holdfast.errors import ConfigError
 _ALIGNMENT = 16
 """Bytes; a multiple of every element's size, so that offsets stay whole numbers of elements."""
 _SCALARS = frozenset((int, float, bool, complex, type(None)))
+_PLAIN_CONTAINERS = frozenset((dict, list, tuple))
+_NOT_PLAIN: Any = object()
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
@@ -32,6 +35,10 @@ def copy_batch(batch: Any) -> Any:
 
     Cost: time and memory of the batch; on a CUDA device nothing is waited for.
     """
+    with suppress(RecursionError):
+        plain = _copy_of_plain(batch, set())
+        if plain is not _NOT_PLAIN:
+            return plain
     memo: dict[int, Any] = {}
     with torch.no_grad():
         for cluster in _clusters(_copied_here(batch)):
@@ -44,6 +51,39 @@ def copy_batch(batch: Any) -> Any:
             f"{type(error).__name__}: {error}; yield tensors, arrays and plain values, and open "
             f"files or other resources after the batch is taken"
         ) from error
+
+
+def _copy_of_plain(batch: Any, seen: set[int]) -> Any:
+    """A copy of separate plain tensors in plain containers; _NOT_PLAIN for any other batch.
+
+    Most batches are that, and the general way takes ten times as long for a small one.
+
+    Args:
+        batch: or a part of it.
+        seen: addresses of containers and of tensors' memory so far: what is there twice has to be
+            there twice in the copy.
+    """
+    kind = type(batch)
+    if kind in _SCALARS or kind is str or kind is bytes:
+        return batch
+    if kind is torch.Tensor:
+        if batch.grad_fn is not None or not _is_plain(batch):
+            return _NOT_PLAIN
+        address = batch.untyped_storage().data_ptr()
+        if address in seen:
+            return _NOT_PLAIN
+        seen.add(address)
+        clone = _pinned_like(batch, batch.detach().clone())
+        return clone.requires_grad_() if batch.requires_grad else clone
+    if kind not in _PLAIN_CONTAINERS or id(batch) in seen:
+        return _NOT_PLAIN
+    seen.add(id(batch))
+    if kind is dict and not all(type(name) is str or type(name) is int for name in batch):
+        return _NOT_PLAIN
+    members = [_copy_of_plain(each, seen) for each in (batch.values() if kind is dict else batch)]
+    if any(each is _NOT_PLAIN for each in members):
+        return _NOT_PLAIN
+    return dict(zip(batch, members, strict=True)) if kind is dict else kind(members)
 
 
 def batch_nbytes(batch: Any) -> int:

@@ -154,8 +154,9 @@ class _Buffers:
         }
         """The memory of each buffer, also while the buffer has another one."""
         self._copies = {
-            name: None if each is None else each.detach().clone()
+            name: (self._memory[name] if name in self._memory else each.detach()).clone()
             for name, each in self._tensors.items()
+            if each is not None
         }
 
     def restore(self) -> None:
@@ -166,9 +167,9 @@ class _Buffers:
         module._non_persistent_buffers_set.clear()
         module._non_persistent_buffers_set.update(self._unsaved)
         for name, tensor in self._tensors.items():
-            saved = self._copies[name]
-            if tensor is None or saved is None:
+            if tensor is None:
                 continue
+            saved = self._copies[name]
             memory = self._memory.get(name)
             if memory is None:
                 with torch.no_grad():
@@ -183,11 +184,7 @@ class _Buffers:
 
     def unsaved(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that are not persistent."""
-        return {
-            name: _local(each)
-            for name, each in self._copies.items()
-            if name in self._unsaved and each is not None
-        }
+        return {name: _local(each) for name, each in self._copies.items() if name in self._unsaved}
 
 
 def _holds(memory: torch.Tensor, saved: torch.Tensor) -> bool:
