@@ -79,18 +79,20 @@ def expected(script: Script) -> Ending:
 
     suspects: dict[int, str] = {}
     confirmed: set[int] = set()
+    # Of this start, and of the one in which the suspects were bad twice.
+    has_moved = bad_when_moved = False
 
     def new_ones(run: Run) -> dict[int, str]:
         known = suspects.keys() | confirmed
         return {r: value for r, value in enumerate(run) if value in IS_BAD and r not in known}
 
     def in_place() -> int | None:
-        nonlocal suspects
+        nonlocal suspects, bad_when_moved
         for number in itertools.count(1):
             run = take()
             again = {rank: value for rank, value in suspects.items() if run[rank] in IS_BAD}
             if again:
-                suspects = again
+                suspects, bad_when_moved = again, has_moved
                 return 16
             new = new_ones(run)
             kinds = {GOOD: "transient_error", UNREACHED: "undecided"}
@@ -105,8 +107,9 @@ def expected(script: Script) -> Ending:
         raise AssertionError
 
     def restarted(number: int) -> int | None:
-        nonlocal suspects
-        run, is_other = take(), next(moves, True)
+        nonlocal suspects, has_moved
+        run, has_moved = take(), next(moves, True)
+        is_other = has_moved != bad_when_moved
         end.num_restarts += 1
         verdicts: dict[int, str | None] = {}
         for rank, before in suspects.items():
@@ -221,10 +224,10 @@ def _start(
     ("size", "outcomes", "depth"),
     [
         (1, (GOOD, BAD, OTHER, UNREACHED), 6),
-        (2, (GOOD, BAD, UNREACHED), 3),
         (2, (GOOD, BAD), 4),
-        (3, (GOOD, BAD), 3),
-        pytest.param(2, (GOOD, BAD, OTHER, UNREACHED), 3, marks=pytest.mark.slow),
+        (3, (GOOD, BAD), 2),
+        pytest.param(2, (GOOD, BAD, UNREACHED), 3, marks=pytest.mark.slow),
+        pytest.param(3, (GOOD, BAD), 3, marks=pytest.mark.slow),
     ],
 )
 def test_every_sequence_of_outcomes_ends_as_the_page_says(
@@ -237,7 +240,9 @@ def test_every_sequence_of_outcomes_ends_as_the_page_says(
     """A script is only made longer while the job would have used another run or restart."""
     monkeypatch.setattr("os.fsync", lambda fd: None)  # tens of thousands of lines
     alphabet = list(itertools.product(outcomes, repeat=size))
-    waiting = [Script(fatal=fatal) for fatal in itertools.product((True, False), repeat=size)]
+    fatals = itertools.product((True, False), repeat=size)
+    # Of three ranks: none, the last, the last two, all; the first is the coordinator.
+    waiting = [Script(fatal=each) for each in fatals if size < 3 or sorted(each) == [*each]]
     num_jobs = 0
     while waiting:
         script = waiting.pop()
