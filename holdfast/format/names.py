@@ -15,6 +15,8 @@ MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 DATA_DIR = "data"
 LATEST = "latest_checkpointed_iteration.txt"
+FAULT_CHECKPOINTS = "checkpoints"
+"""The root of fault checkpoints, below a rerun machine's directory."""
 SAVING_PREFIX = ".saving-"
 REPLACED_PREFIX = ".replaced-"
 

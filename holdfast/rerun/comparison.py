@@ -52,7 +52,7 @@ def relative_difference(first: Value, second: Value) -> float:
         if isinstance(value, torch.Tensor):
             if value.shape != () or value.is_meta:
                 return math.inf
-            value = _local_strided(value).item()
+            value = local_strided(value).item()
         numbers.append(value)
     return _number_difference(numbers[0], numbers[1])
 
@@ -120,7 +120,7 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> float:
         return math.inf
     if first.is_nested or second.is_nested:
         return _nested_difference(first, second)
-    one, other = _local_strided(first), _local_strided(second)
+    one, other = local_strided(first), local_strided(second)
     if one.shape != other.shape:  # shards of a DTensor
         return math.inf
     if one.device != other.device or one.device.type not in ("cpu", "cuda"):
@@ -158,7 +158,7 @@ def _kind(tensor: torch.Tensor) -> str:
     return "float" if dtype.is_floating_point or tensor.is_quantized else "integer"
 
 
-def _local_strided(tensor: torch.Tensor) -> torch.Tensor:
+def local_strided(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of this rank as a plain tensor with strides."""
     local = local_of(tensor)
     if local.is_quantized:
@@ -258,7 +258,7 @@ def _describe_tensor(tensor: torch.Tensor) -> object:
             **shown,
             "values": [_describe_tensor(each) for each in tensor.unbind()[:MAX_DESCRIBED_ELEMENTS]],
         }
-    local = _local_strided(tensor).cpu()
+    local = local_strided(tensor).cpu()
     try:
         if local.numel() > MAX_DESCRIBED_ELEMENTS:
             return {**shown, **_range_of(local)}

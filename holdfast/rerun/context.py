@@ -11,7 +11,7 @@ bytes of a record
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -105,18 +105,19 @@ class RecordSlot:
     def __init__(self) -> None:
         self._capacity = 0
 
-    def fill(self, head: Head, kept: bytes, *, reserved_nbytes: int) -> torch.Tensor:
+    def fill(self, head: Head, kept: bytes, *, reserve: Callable[[], int]) -> torch.Tensor:
         """The record as a tensor of the slot's size.
 
         Args:
             head: what it says.
             kept: kept data; empty without a pending fault.
-            reserved_nbytes: what kept data would need now.
+            reserve: the bytes that kept data would need now; called where the size is chosen.
         """
         body = msgspec.msgpack.encode(head)
         used = _PREFIX_NBYTES + len(body) + len(kept)
-        reserved = reserved_nbytes if reserved_nbytes <= _MAX_RESERVED_NBYTES else 0
         if self._capacity < used or not self._capacity:
+            requested = reserve()
+            reserved = requested if requested <= _MAX_RESERVED_NBYTES else 0
             # The head twice: what rules have learned grows over the first steps.
             needed = max(used, _PREFIX_NBYTES + 2 * len(body) + reserved)
             self._capacity = max(_MIN_CAPACITY, 1 << (needed - 1).bit_length())

@@ -77,8 +77,11 @@ class MachineEntry(OptionalPart):
             fault=self.fault,
         )
         batches = self._batches
-        reserved = batches.kept_nbytes if isinstance(batches, ReplayableBatches) else 0
-        record = self._slot.fill(head, self._kept, reserved_nbytes=2 * reserved)
+
+        def reserve() -> int:
+            return 2 * batches.kept_nbytes if isinstance(batches, ReplayableBatches) else 0
+
+        record = self._slot.fill(head, self._kept, reserve=reserve)
         return PerRank({_RECORD: record}, axes=DENSE_AXES, missing="keep", surplus="drop")
 
     def template(self, stored: StoredPart) -> object:

@@ -97,6 +97,11 @@ class ErrorInjector:
         self._settled |= set(state["settled"])
 
 
+def point_of(step: int, coordinate: str, call: str, occurrence: int) -> str:
+    """The name of one validation call of one rank in one step."""
+    return f"{step}:{coordinate}:{call}:{occurrence}"
+
+
 def _bad(value: Value) -> Value:
     """A value of the same form that is not one."""
     if not isinstance(value, torch.Tensor):

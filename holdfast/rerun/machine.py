@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from holdfast.errors import ConfigError, FaultError, HoldfastError
+from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
@@ -21,14 +22,14 @@ from holdfast.rerun.attempt import Compare
 from holdfast.rerun.comparison import Value
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.evidence import Place
-from holdfast.rerun.injection import ErrorInjector
+from holdfast.rerun.injection import ErrorInjector, point_of
 from holdfast.rerun.journal import Journal
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
 from holdfast.rerun.rules import Rule
 from holdfast.rerun.states import Limits, Mode
 from holdfast.rerun.statistics import DeterminismStatistics
-from holdfast.rerun.steps import CHECKPOINTS_DIR, RUNNING, MachineSteps
+from holdfast.rerun.steps import RUNNING, MachineSteps
 from holdfast.rerun.tracker import Tracker
 from holdfast.state.markers import coordinate_label
 from holdfast.writer.drift import odd_ranks
@@ -133,7 +134,7 @@ class RerunMachine(MachineSteps):
         """
         if self.directory is None:
             raise ConfigError("a machine without directory= has no fault checkpoints")
-        return self.directory / CHECKPOINTS_DIR
+        return self.directory / FAULT_CHECKPOINTS
 
     def replayable(
         self, source: Iterable[Any], *, is_rewound: bool = False
@@ -317,7 +318,7 @@ class RerunMachine(MachineSteps):
         try:
             if control.is_coordinator and error is None:
                 skipped = sorted(self._tracker.steps_to_skip()) if self._tracker else []
-                judged, faults = self._judged_points(), self._judged_faults()
+                judged, faults = self._read_judged()
         except HoldfastError as reason:
             error = reason
         place = Place(
@@ -350,23 +351,21 @@ class RerunMachine(MachineSteps):
         if self._injector is not None:
             self._injector.leave_out(met[0].judged)
 
-    def _judged_faults(self) -> list[str]:
-        """The faults whose verdict is in the report: a step of theirs may be skipped."""
-        if self._journal is None or self._tracker is None:
-            return []
-        events = self._journal.events()
-        return [str(each["fault"]) for each in events if each["event"] == "verdict"]
+    def _read_judged(self) -> tuple[list[str], list[str]]:
+        """Of the verdicts in the report: where their values were, and the ids of the faults.
 
-    def _judged_points(self) -> list[str]:
-        """Where injected errors have their verdict already: they are not injected again."""
-        if self._journal is None or self._injector is None:
-            return []
-        return [
-            f"{event['step']}:{each['coordinate']}:{each['call']}:{each['occurrence']}"
-            for event in self._journal.events()
-            if event["event"] == "verdict"
+        Errors are not injected there again, and a step of such a fault may be skipped; without an
+        injector and a tracker nothing is read.
+        """
+        if self._journal is None or (self._injector is None and self._tracker is None):
+            return [], []
+        verdicts = [event for event in self._journal.events() if event["event"] == "verdict"]
+        points = [
+            point_of(event["step"], each["coordinate"], each["call"], each["occurrence"])
+            for event in verdicts
             for each in event["values"]
         ]
+        return points, [str(event["fault"]) for event in verdicts]
 
 
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):

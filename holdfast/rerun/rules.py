@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.rerun.comparison import Value, describe
-from holdfast.state.tensors import local_of
+from holdfast.rerun.comparison import Value, describe, local_strided
 
 
 @runtime_checkable
@@ -271,9 +270,7 @@ def magnitude(value: Value, *, only_finite: bool = False) -> float | None:
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of this rank, in a form for which torch has `isnan`, `isinf` and `abs`."""
-    local = local_of(tensor)
-    if local.layout is not torch.strided:
-        local = local.to_dense()
+    local = local_strided(tensor)
     if local.is_floating_point() and local.element_size() == 1:
         return local.to(torch.float32)
     return local.to(torch.complex64) if local.dtype == torch.complex32 else local

@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ConfigError, FaultError, HoldfastError
+from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.rerun.attempt import Attempt, AttemptReport, Call, Suspect
 from holdfast.rerun.comparison import Value, relative_difference
 from holdfast.rerun.context import FaultRecord, SuspectRecord
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import KeptData, MachineEntry, kind_of
 from holdfast.rerun.evidence import Evidence, Place
+from holdfast.rerun.injection import point_of
 from holdfast.rerun.journal import FaultHistory, Journal
 from holdfast.rerun.kept_batches import Drawn, decode_batches, encode_batches
 from holdfast.rerun.replay import ReplayableBatches
@@ -38,8 +40,6 @@ from holdfast.rerun.states import (
 )
 from holdfast.rerun.tracker import Tracker
 
-CHECKPOINTS_DIR = "checkpoints"
-"""Where fault checkpoints are, below a machine's directory."""
 RUNNING = (State.INITIAL_RUN, State.RERUNNING_IN_PLACE, State.RERUNNING_FROM_CHECKPOINT)
 """The states in which a step runs."""
 _Settlement = tuple[tuple[str, int], str, int]
@@ -306,7 +306,7 @@ class MachineSteps(MachineEntry):
         self._decide(
             judgement.exit_code,
             f"step {self._step}: {evidence.describe_rechecked()}: save the state to "
-            f"{self.directory}/{CHECKPOINTS_DIR} and start again on other devices",
+            f"{self.directory}/{FAULT_CHECKPOINTS} and start again on other devices",
             save=True,
         )
 
@@ -466,7 +466,7 @@ class MachineSteps(MachineEntry):
         """The value that the injector makes of one."""
         if self._injector is None:
             return value
-        point = f"{self._step}:{self._coordinate}:{call.name}:{call.occurrence}"
+        point = point_of(self._step, self._coordinate, call.name, call.occurrence)
         is_rerun = self.state is not State.INITIAL_RUN
         return self._injector.injected(point, is_rerun=is_rerun, device=self.device, value=value)
 

@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError, HoldfastError, StorageError
-from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir
+from holdfast.format.names import FAULT_CHECKPOINTS, LATEST, latest_step, list_steps, parse_step_dir
 from holdfast.reference.train.config import RANK_LOG_DIR, CheckpointConfig
 from holdfast.reference.train.rerun_config import RERUN_DIR, rerun_dir
 from holdfast.storage import PosixStorage
 
 if TYPE_CHECKING:
     from holdfast.parallel import Control
-
-
-FAULT_CHECKPOINTS = "checkpoints"
-"""Where fault checkpoints are, below the rerun machine's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
