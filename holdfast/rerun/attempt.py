@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from holdfast.rerun.comparison import Value, describe, relative_difference
+from holdfast.rerun.comparison import describe, relative_difference
 from holdfast.rerun.states import Outcome
+from holdfast.rerun.values import Value
 
 Compare = Callable[[Any, Any], float]
 """The relative difference of two values: 0.0 for equal ones."""

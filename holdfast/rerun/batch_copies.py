@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.errors import ConfigError
+from holdfast.rerun.sparse_tensors import is_sparse, like_with_members, members_of
 
 _ALIGNMENT = 16
 """Bytes; a multiple of every element's size, so that offsets stay whole numbers of elements."""
@@ -39,10 +40,8 @@ def copy_batch(batch: Any) -> Any:
         plain = _copy_of_plain(batch, set())
         if plain is not _NOT_PLAIN:
             return plain
-    memo: dict[int, Any] = {}
     with torch.no_grad():
-        for cluster in _clusters(_copied_here(batch)):
-            memo.update(_copy_cluster(cluster))
+        memo: dict[int, Any] = dict(_copies_of_tensors(list(_copied_here(batch))))
     try:
         return copy.deepcopy(batch, memo)
     except Exception as error:
@@ -92,11 +91,12 @@ def batch_nbytes(batch: Any) -> int:
     nbytes = 0
     for value in _walk(batch):
         if isinstance(value, torch.Tensor):
-            try:
-                storage = value.untyped_storage()
-                storages[storage.device, storage.data_ptr()] = storage.nbytes()
-            except (NotImplementedError, RuntimeError):  # sparse and other tensors of tensors
-                nbytes += value.numel() * value.element_size()
+            for each in members_of(value) if is_sparse(value) else (value,):
+                try:
+                    storage = each.untyped_storage()
+                    storages[storage.device, storage.data_ptr()] = storage.nbytes()
+                except (NotImplementedError, RuntimeError):  # other tensors of tensors
+                    nbytes += each.numel() * each.element_size()
         elif isinstance(value, np.ndarray):
             nbytes += value.nbytes
         elif isinstance(value, str | bytes | bytearray):
@@ -131,7 +131,7 @@ def _walk(batch: Any) -> Iterator[Any]:
 
 
 def _copied_here(batch: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of a batch; others copy themselves. ConfigError for one with a backward."""
+    """The tensors of a batch that do not copy themselves. ConfigError for one with a backward."""
     for value in _walk(batch):
         if not isinstance(value, torch.Tensor):
             continue
@@ -141,7 +141,7 @@ def _copied_here(batch: Any) -> Iterator[torch.Tensor]:
                 f"({type(value.grad_fn).__name__}), which cannot be run twice: yield "
                 f"tensor.detach(), and compute what needs gradients in the model"
             )
-        if type(value) is torch.Tensor and _is_plain(value):
+        if type(value) is torch.Tensor and (_is_plain(value) or not _has_memory(value)):
             yield value
 
 
@@ -156,6 +156,33 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _copies_of_tensors(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies by the id of each tensor; what overlaps in memory overlaps again."""
+    members = {id(each): members_of(each) for each in tensors if is_sparse(each)}
+    boxes = [each for each in tensors if _has_memory(each)]
+    boxes += [each for of_one in members.values() for each in of_one]
+    parts: dict[int, torch.Tensor] = {}
+    for cluster in _clusters(boxes):
+        parts.update(_copy_cluster(cluster))
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if _has_memory(tensor):
+            copies[id(tensor)] = parts[id(tensor)]
+            continue
+        if is_sparse(tensor):
+            clone = like_with_members(tensor, [parts[id(each)] for each in members[id(tensor)]])
+        else:
+            clone = tensor.detach().clone()
+        clone.__dict__.update(copy.deepcopy(tensor.__dict__))
+        copies[id(tensor)] = clone.requires_grad_(tensor.requires_grad)
+    return copies
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are in one run of memory; `copy.deepcopy` knows few others."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of a tensor in its storage, and the one behind its last."""
     size = tensor.element_size()
@@ -166,7 +193,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (int(last) + 1) * size
 
 
-def _clusters(tensors: Iterator[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _clusters(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Tensors whose bytes overlap, directly or through others."""
     by_storage: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from holdfast.errors import ConfigError
+from holdfast.rerun.values import Value, checked_number
 from holdfast.state.tensors import element_bytes, local_of
-
-Value: TypeAlias = float | int | bool | complex | torch.Tensor
-"""What can be validated: a number, or a tensor of any shape and dtype."""
 
 MAX_DESCRIBED_ELEMENTS = 8
 """A tensor of more elements is described by its range, not by its elements."""
@@ -80,14 +76,9 @@ def describe(value: Value) -> object:
 
 def _checked(value: object) -> Value:
     """The value, NumPy's scalars as Python's; ConfigError for what is no value."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float | int | complex | torch.Tensor):  # a bool is an int
+    if isinstance(value, torch.Tensor):
         return value
-    raise ConfigError(
-        f"a {type(value).__name__} cannot be validated: pass a number or a tensor, one call for "
-        f"each of several"
-    )
+    return checked_number(value.item() if isinstance(value, np.generic) else value)
 
 
 def _number_difference(first: float | complex, second: float | complex) -> float:
@@ -120,7 +111,10 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> float:
         return math.inf
     if first.is_nested or second.is_nested:
         return _nested_difference(first, second)
-    one, other = local_strided(first), local_strided(second)
+    if torch.sparse_coo in (first.layout, second.layout):
+        one, other = _sparse_pair(first, second)
+    else:
+        one, other = local_strided(first), local_strided(second)
     if one.shape != other.shape:  # shards of a DTensor
         return math.inf
     if one.device != other.device or one.device.type not in ("cpu", "cuda"):
@@ -137,6 +131,15 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> float:
         )
         return 0.0 if is_equal else math.inf
     return largest
+
+
+def _sparse_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored elements of two tensors where they are of the same places, else all elements."""
+    if first.layout is second.layout:
+        one, other = first.coalesce(), second.coalesce()
+        if torch.equal(one.indices().cpu(), other.indices().cpu()):
+            return one.values(), other.values()
+    return local_strided(first), local_strided(second)
 
 
 def _nested_difference(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -258,14 +261,22 @@ def _describe_tensor(tensor: torch.Tensor) -> object:
             **shown,
             "values": [_describe_tensor(each) for each in tensor.unbind()[:MAX_DESCRIBED_ELEMENTS]],
         }
-    local = local_strided(tensor).cpu()
     try:
+        if tensor.numel() > MAX_DESCRIBED_ELEMENTS and tensor.layout is torch.sparse_coo:
+            return {**shown, **_range_of(_stored_and_zero(tensor).cpu())}
+        local = local_strided(tensor).cpu()
         if local.numel() > MAX_DESCRIBED_ELEMENTS:
             return {**shown, **_range_of(local)}
         values = [_describe_number(number) for number in local.reshape(-1).tolist()]
     except (RuntimeError, TypeError):  # a dtype of which torch has the name alone
         return shown
     return values[0] if tensor.shape == () else {**shown, "values": values}
+
+
+def _stored_and_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that a sparse tensor stores, and a zero for all others."""
+    stored = tensor.coalesce().values().reshape(-1)
+    return stored if stored.numel() == tensor.numel() else torch.cat([stored, stored.new_zeros(1)])
 
 
 def _range_of(tensor: torch.Tensor) -> dict[str, object]:

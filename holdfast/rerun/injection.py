@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.rerun.comparison import Value
 from holdfast.rerun.devices import DeviceIdentity
+from holdfast.rerun.values import Value
 
 ErrorKind = Literal["correct_result", "transient_error", "persistent_error"]
 """Whose fault an injected error looks like."""
@@ -106,7 +106,14 @@ def _bad(value: Value) -> Value:
     """A value of the same form that is not one."""
     if not isinstance(value, torch.Tensor):
         return math.nan
-    bad = value.detach().clone()
-    if not bad.is_floating_point() and not bad.is_complex():
-        bad = bad.double()
-    return bad.fill_(math.nan)
+    is_inexact = value.is_floating_point() or value.is_complex()
+    dtype = value.dtype if is_inexact else torch.float64
+    if value.layout is torch.sparse_coo:
+        stored = min(1, value.numel())
+        first = torch.zeros((value.sparse_dim(), stored), dtype=torch.int64, device=value.device)
+        dense = value.shape[value.sparse_dim() :]
+        nan = torch.full((stored, *dense), math.nan, dtype=dtype, device=value.device)
+        return torch.sparse_coo_tensor(
+            first, nan, value.shape, is_coalesced=True, check_invariants=True
+        )
+    return value.detach().clone().to(dtype).fill_(math.nan)

@@ -21,6 +21,13 @@ from torch import nn
 from holdfast.errors import ConfigError, CorruptionError, ErrorRecord, HoldfastError, PlacementError
 from holdfast.format.digest import digest128
 from holdfast.format.values import TAG, Codecs, Node, decode_tree, encode_tree
+from holdfast.rerun.sparse_tensors import (
+    from_members,
+    is_coalesced,
+    is_sparse,
+    layout_name,
+    members_of,
+)
 from holdfast.state.numpy_arrays import array_tensor, tensor_array
 from holdfast.state.torch_dtypes import NAME_TO_TORCH, dtype_name
 
@@ -70,9 +77,15 @@ def encode_batches(drawn: Sequence[Drawn], *, codecs: Codecs) -> bytes:
     return b"".join([_MAGIC, digest128(rest).encode(), rest])
 
 
-def check_encodable(drawn: Sequence[Drawn], *, codecs: Codecs) -> None:
-    """ConfigError as of `encode_batches`, without its copies of memory."""
-    encoder = _BatchEncoder(codecs)
+def check_encodable(drawn: Sequence[Drawn], *, codecs: Codecs, what: str = "") -> None:
+    """ConfigError as of `encode_batches`, without its copies of memory.
+
+    Args:
+        drawn: what is checked.
+        codecs: as for `encode_batches`.
+        what: what it is, for messages; default: a batch by its number.
+    """
+    encoder = _BatchEncoder(codecs, what)
     for i, each in enumerate(drawn):
         encoder.entry(i, each)
 
@@ -113,7 +126,8 @@ def decode_batches(data: bytes, *, codecs: Codecs) -> list[Drawn]:
 class _BatchEncoder:
     """The trees of batches, and the memory that their tensors are in."""
 
-    def __init__(self, codecs: Codecs) -> None:
+    def __init__(self, codecs: Codecs, what: str = "") -> None:
+        self._what = what
         self.storages: list[torch.UntypedStorage] = []
         self._codecs = codecs
         self._numbers: dict[tuple[torch.device, int], int] = {}
@@ -125,15 +139,15 @@ class _BatchEncoder:
         if drawn.error is not None:
             record = ErrorRecord.of(drawn.error)
             return {"error_type": record.error_type, "message": record.message}
-        path = f"batch {index}"
+        path = self._what or f"batch {index}"
         try:
             tree = encode_tree(drawn.batch, path=path, codecs=self._codecs, on_leaf=self._leaf)
         except PlacementError as error:
-            # A batch has no markers.
+            # Nothing here has markers.
             reason = str(error).removesuffix(", or mark it Transient")
             raise ConfigError(
-                f"a batch cannot be kept for a rerun after a restart: {reason}. Codecs are passed "
-                f"where the iterator is made replayable (codecs=…)"
+                f"this cannot be kept for a rerun after a restart: {reason}. Codecs are passed to "
+                f"RerunMachine and ReplayableBatches (codecs=…)"
             ) from error
         return {"batch": tree}
 
@@ -141,7 +155,10 @@ class _BatchEncoder:
         if isinstance(value, torch.Tensor | np.ndarray) and self._codecs.codec_for(type(value)):
             return None
         if isinstance(value, torch.Tensor):
-            return {TAG: "tensor", **self._run(path, value)}
+            _check_plain(path, value)
+            if is_sparse(value):
+                return {TAG: "sparse", **self._sparse(path, value)}
+            return {TAG: "tensor", **self._run(path, value), **_kind_of(value)}
         if isinstance(value, np.ndarray):
             if id(value) not in self._arrays:
                 self._arrays[id(value)] = (value, *array_tensor(path, value))
@@ -149,9 +166,18 @@ class _BatchEncoder:
             return {TAG: "array", **self._run(path, tensor), "code": code}
         return None
 
+    def _sparse(self, path: str, tensor: torch.Tensor) -> dict[str, Node]:
+        """A sparse tensor by its members."""
+        return {
+            "layout": layout_name(tensor),
+            "shape": list(tensor.shape),
+            "members": [self._run(path, each) for each in members_of(tensor)],
+            "is_coalesced": is_coalesced(tensor),
+            **_kind_of(tensor),
+        }
+
     def _run(self, path: str, tensor: torch.Tensor) -> dict[str, Node]:
         """Where the elements of a tensor are."""
-        _check_plain(path, tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()
         storage = plain.untyped_storage()
         key = storage.device, storage.data_ptr()
@@ -165,8 +191,6 @@ class _BatchEncoder:
             "offset": int(plain.storage_offset()),
             "shape": list(plain.shape),
             "strides": list(plain.stride()),
-            "requires_grad": tensor.requires_grad,
-            "is_parameter": type(tensor) is nn.Parameter,
         }
 
 
@@ -189,35 +213,53 @@ class _BatchDecoder:
         )
 
     def _leaf(self, path: str, node: Any) -> object:
-        if node[TAG] not in ("tensor", "array"):
-            raise CorruptionError(f"{path}: {node[TAG]!r} is no tag of kept batches")
-        raw = self._memory[node["memory"]]
-        dtype, shape, strides = NAME_TO_TORCH[node["dtype"]], node["shape"], node["strides"]
-        if len(shape) != len(strides) or min([*shape, *strides, node["offset"]]) < 0:
-            raise ValueError(f"{path}: shape {shape} and strides {strides}")
-        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        end = node["offset"] + (last + 1 if 0 not in shape else 0)
-        # `set_` would enlarge the memory instead.
-        if 0 not in shape and end * dtype.itemsize > raw.numel():
-            raise ValueError(f"{path}: element {end} lies behind the end of its memory")
-        tensor = torch.empty(0, dtype=dtype, device=raw.device)
-        if 0 in shape:
-            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=raw.device)
+        tag = node[TAG]
+        if tag == "array":
+            return tensor_array(self._strided(path, node), node["code"], path=path)
+        if tag == "tensor":
+            tensor = self._strided(path, node)
+        elif tag == "sparse":
+            members = [self._strided(path, each) for each in node["members"]]
+            tensor = from_members(
+                node["layout"], node["shape"], members, is_coalesced=node["is_coalesced"]
+            )
         else:
-            tensor.set_(raw.untyped_storage(), node["offset"], shape, strides)
-        if node[TAG] == "array":
-            return tensor_array(tensor, node["code"], path=path)
+            raise CorruptionError(f"{path}: {tag!r} is no tag of kept batches")
         if node["is_parameter"]:
             return nn.Parameter(tensor, requires_grad=node["requires_grad"])
         return tensor.requires_grad_(node["requires_grad"])
 
+    def _strided(self, path: str, node: Any) -> torch.Tensor:
+        """A tensor whose elements `_BatchEncoder._run` has noted."""
+        raw = self._memory[node["memory"]]
+        dtype, shape, strides = NAME_TO_TORCH[node["dtype"]], node["shape"], node["strides"]
+        if len(shape) != len(strides) or min([*shape, *strides, node["offset"]]) < 0:
+            raise ValueError(f"{path}: shape {shape} and strides {strides}")
+        if 0 in shape:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=raw.device)
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        end = node["offset"] + last + 1
+        # `set_` would enlarge the memory instead.
+        if end * dtype.itemsize > raw.numel():
+            raise ValueError(f"{path}: element {end} lies behind the end of its memory")
+        tensor = torch.empty(0, dtype=dtype, device=raw.device)
+        return tensor.set_(raw.untyped_storage(), node["offset"], shape, strides)
+
+
+def _kind_of(tensor: torch.Tensor) -> dict[str, Node]:
+    """What of a tensor is not in its elements."""
+    return {
+        "requires_grad": tensor.requires_grad,
+        "is_parameter": type(tensor) is nn.Parameter,
+    }
+
 
 def _check_plain(path: str, tensor: torch.Tensor) -> None:
-    """PlacementError for a tensor that is more than a box of memory."""
+    """PlacementError for a tensor that is more than boxes of memory."""
     problem = ""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         problem = f"of type {type(tensor).__module__}.{type(tensor).__qualname__}"
-    elif tensor.is_nested or tensor.layout is not torch.strided:
+    elif tensor.is_nested or not (tensor.layout is torch.strided or is_sparse(tensor)):
         problem = f"of layout {tensor.layout}"
     elif tensor.is_meta or tensor.is_quantized:
         problem = "without data" if tensor.is_meta else f"of dtype {tensor.dtype}"
@@ -226,8 +268,8 @@ def _check_plain(path: str, tensor: torch.Tensor) -> None:
         problem = f"with {what}"
     if problem:
         raise PlacementError(
-            f"{path}: a tensor {problem} cannot be stored as its elements alone; yield plain "
-            f"tensors, and convert them in the model, or register a Codec for its type"
+            f"{path}: a tensor {problem} cannot be stored as its elements alone; have plain "
+            f"tensors there, and convert them where they are used, or register a Codec for its type"
         )
 
 

@@ -19,7 +19,6 @@ from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.parallel.ranks import disagreement
 from holdfast.rerun.attempt import Compare
-from holdfast.rerun.comparison import Value
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.evidence import Place
 from holdfast.rerun.injection import ErrorInjector, point_of
@@ -31,6 +30,7 @@ from holdfast.rerun.states import Limits, Mode
 from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.steps import RUNNING, MachineSteps
 from holdfast.rerun.tracker import Tracker
+from holdfast.rerun.values import Value, plain_value
 from holdfast.state.markers import coordinate_label
 from holdfast.writer.drift import odd_ranks
 
@@ -229,7 +229,8 @@ class RerunMachine(MachineSteps):
 
         Args:
             name: of the value; a name may be used several times in a step, in the same order.
-            value: a number or a tensor.
+            value: a number, an array or a tensor; the rule, the comparison and the report get what
+                `plain_value` makes of it: of a DTensor what this rank has.
             rule: what is rejected.
             fatal: whether the run ends once the fault has its verdict; otherwise it goes on.
             tolerance: the largest relative difference of two values that count as the same; above 0
@@ -239,7 +240,7 @@ class RerunMachine(MachineSteps):
 
         Raises:
             FaultError: on this rank, for a fatal rejected value of a disabled machine.
-            ConfigError: outside of `attempts`.
+            ConfigError: outside of `attempts`, or the value is none that can be looked at.
 
         Cost: that of the rule; reading a tensor of a GPU waits for it.
         """
@@ -248,6 +249,7 @@ class RerunMachine(MachineSteps):
                 f"validate({name!r}) outside of a run: call it inside `for _ in "
                 f"machine.attempts(step, batches)`"
             )
+        value = plain_value(value)
         call = self._attempt.next_call(name)
         if self._injector is not None:
             value = self._injected(call, value)

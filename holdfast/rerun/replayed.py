@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.batch_copies import copy_batch
-from holdfast.rerun.kept_batches import Drawn, decode_batches, encode_batches
+from holdfast.rerun.kept_batches import Drawn, check_encodable, decode_batches, encode_batches
+from holdfast.rerun.sparse_tensors import is_sparse
 from holdfast.state import RNG
 
 Hook = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -88,8 +89,26 @@ class Replayed:
         for stream, states in zip(self._streams, taken.streams, strict=True):
             stream.reset(states)
 
-    def encode(self) -> bytes:
-        """What was taken of streams and of buffers that no state dict has, for another process."""
+    def check_encodable(self, *, codecs: Codecs) -> None:
+        """Refuse buffers that `encode` could not keep, before a fault needs them.
+
+        Raises:
+            ConfigError: naming module, buffer and type, and the fix.
+
+        Cost: one pass over the buffers that no state dict has; none is copied.
+        """
+        taken = self._taken
+        for each in () if taken is None else taken.buffers:
+            for name, value in each.unsaved().items():
+                where = f"buffer '{name}' of a {each.module_name}"
+                check_encodable([Drawn(value)], codecs=codecs, what=where)
+
+    def encode(self, *, codecs: Codecs) -> bytes:
+        """What was taken of streams and of buffers that no state dict has, for another process.
+
+        Raises:
+            ConfigError: as `check_encodable`.
+        """
         taken = self._taken
         if taken is None:
             raise ConfigError("Replayed.encode before take: there is nothing to keep")
@@ -97,24 +116,22 @@ class Replayed:
         for index, each in enumerate(taken.buffers):
             buffers |= {f"{index}.{name}": value for name, value in each.unsaved().items()}
         tree = {"streams": [dict(states) for states in taken.streams], "buffers": buffers}
-        return encode_batches([Drawn(tree)], codecs=Codecs())
+        return encode_batches([Drawn(tree)], codecs=codecs)
 
-    def decode(self, data: bytes) -> None:
+    def decode(self, data: bytes, *, codecs: Codecs) -> None:
         """Set streams and unsaved buffers to what another process has taken.
 
         Streams of other generators than here, and buffers of other names or shapes, are left.
         """
         if not data:
             return
-        (drawn,) = decode_batches(data, codecs=Codecs())
+        (drawn,) = decode_batches(data, codecs=codecs)
         tree: Any = drawn.batch
         for index, each in enumerate(self._submodules()):
             for name, buffer in each.named_buffers(recurse=False):
                 stored = tree["buffers"].get(f"{index}.{name}")
-                local = _local(buffer)
-                if stored is not None and stored.shape == local.shape:
-                    with torch.no_grad():
-                        local.copy_(stored)
+                if stored is not None and stored.shape == _local(buffer).shape:
+                    _assign(_local(buffer), stored)
         if len(tree["streams"]) == len(self._streams):
             for stream, states in zip(self._streams, tree["streams"], strict=True):
                 known = stream.capture()
@@ -145,12 +162,13 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.module_name = type(module).__qualname__
         self._unsaved = set(module._non_persistent_buffers_set)
         self._tensors = dict(module._buffers)
         self._memory = {
             name: each.detach()
             for name, each in self._tensors.items()
-            if each is not None and type(each) in (torch.Tensor, nn.Buffer)
+            if each is not None and _is_in_memory(each)
         }
         """The memory of each buffer, also while the buffer has another one."""
         self._copies = {
@@ -172,8 +190,7 @@ class _Buffers:
             saved = self._copies[name]
             memory = self._memory.get(name)
             if memory is None:
-                with torch.no_grad():
-                    tensor.copy_(saved)
+                _assign(tensor, saved)
                 continue
             if not _holds(memory, saved):  # resized, released, or one element under many indices
                 memory = saved.clone()
@@ -185,6 +202,25 @@ class _Buffers:
     def unsaved(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that are not persistent."""
         return {name: _local(each) for name, each in self._copies.items() if name in self._unsaved}
+
+
+def _is_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a buffer is a view of one run of memory, and nothing more."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Buffer)
+    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a buffer the elements of a copy of it, which stays what it is."""
+    with torch.no_grad():
+        if is_sparse(tensor):
+            # `copy_` alone needs as many stored elements; `.data =` does nothing where the layout
+            # is a compressed one.
+            tensor.resize_as_sparse_(value).copy_(value)
+        elif tensor.layout is torch.strided and not tensor.is_nested:
+            tensor.copy_(value)
+        else:
+            tensor.data = value.detach().clone()
 
 
 def _holds(memory: torch.Tensor, saved: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.rerun.comparison import Value, describe, local_strided
+from holdfast.rerun.comparison import describe, local_strided
+from holdfast.rerun.values import Value
 
 
 @runtime_checkable
@@ -269,8 +270,12 @@ def magnitude(value: Value, *, only_finite: bool = False) -> float | None:
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of this rank, in a form for which torch has `isnan`, `isinf` and `abs`."""
-    local = local_strided(tensor)
+    """The elements of this rank, in a form for which torch has `isnan`, `isinf` and `abs`.
+
+    Of a sparse tensor those that it stores: all others are zero.
+    """
+    is_sparse = tensor.layout is torch.sparse_coo
+    local = tensor.coalesce().values() if is_sparse else local_strided(tensor)
     if local.is_floating_point() and local.element_size() == 1:
         return local.to(torch.float32)
     return local.to(torch.complex64) if local.dtype == torch.complex32 else local

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.rerun.attempt import Attempt, AttemptReport, Call, Suspect
-from holdfast.rerun.comparison import Value, relative_difference
+from holdfast.rerun.comparison import relative_difference
 from holdfast.rerun.context import FaultRecord, SuspectRecord
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import KeptData, MachineEntry, kind_of
@@ -39,6 +39,7 @@ from holdfast.rerun.states import (
     judge_rerun_in_place,
 )
 from holdfast.rerun.tracker import Tracker
+from holdfast.rerun.values import Value
 
 RUNNING = (State.INITIAL_RUN, State.RERUNNING_IN_PLACE, State.RERUNNING_FROM_CHECKPOINT)
 """The states in which a step runs."""
@@ -184,8 +185,10 @@ class MachineSteps(MachineEntry):
         """No value was rejected."""
         self.learned.commit()
         self._enter(Event.ACCEPTED)
-        if not self._is_encodable and isinstance(self._batches, ReplayableBatches):
-            self._batches.check_encodable()
+        if not self._is_encodable:
+            if isinstance(self._batches, ReplayableBatches):
+                self._batches.check_encodable()
+            self._replayed.check_encodable(codecs=self._codecs)
             self._is_encodable = True
 
     def _suspect(self, evidence: Evidence) -> bool:
@@ -299,7 +302,7 @@ class MachineSteps(MachineEntry):
             KeptData(
                 values=encode_batches([Drawn(each) for each in values], codecs=self._codecs),
                 batches=batches.encode() if isinstance(batches, ReplayableBatches) else b"",
-                replayed=self._replayed.encode(),
+                replayed=self._replayed.encode(codecs=self._codecs),
             )
         )
         self._enter(judgement.event)
@@ -314,7 +317,7 @@ class MachineSteps(MachineEntry):
         """The suspects of a loaded fault; the batches of its step are replayed."""
         kept = self._replay_kept(fault, data, batches)
         values = [each.batch for each in decode_batches(kept.values, codecs=self._codecs)]
-        self._replayed.decode(kept.replayed)
+        self._replayed.decode(kept.replayed, codecs=self._codecs)
         return fault.with_values(values)
 
     def _settle(self, step: int) -> None:

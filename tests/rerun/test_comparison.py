@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.rerun.comparison import Value, describe, relative_difference
+from holdfast.rerun.comparison import describe, relative_difference
+from holdfast.rerun.values import Value
 
 INF, NAN = math.inf, math.nan
 FLOAT_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -229,6 +230,29 @@ def test_forms_of_one_value_are_equal() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert relative_difference(nested, nested.clone()) == 0.0
     assert relative_difference(nested, nested * 2) == pytest.approx(0.5)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_values_are_compared_by_what_they_stand_for() -> None:
+    places = torch.tensor([[0, 2], [1, 1]])
+    one = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0]), (3, 3))
+    twice = torch.sparse_coo_tensor(
+        torch.tensor([[2, 0, 2], [1, 1, 1]]), torch.tensor([1.5, 1.0, 0.5]), (3, 3)
+    )
+    assert relative_difference(one, twice) == 0.0  # another order, one element in two parts
+    assert relative_difference(one, 2 * one) == 0.5
+    with_zero = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2, 2], [1, 1, 2]]), torch.tensor([1.0, 2.0, 0.0]), (3, 3)
+    )
+    assert relative_difference(one, with_zero) == 0.0
+    assert relative_difference(one, with_zero.to_sparse_csr()) == 0.0
+    assert describe(one) == {**describe(one.to_dense())}  # type: ignore[dict-item]
+    huge = torch.sparse_coo_tensor(places, torch.tensor([-1.0, NAN]), (10**9, 10**9))
+    assert relative_difference(huge, huge.clone()) == 0.0
+    assert describe(huge) == {
+        "dtype": "float32", "shape": [10**9, 10**9],
+        "min": -1.0, "max": 0.0, "num_nan": 1, "num_inf": 0,
+    }  # fmt: skip
 
 
 def test_a_difference_in_a_later_chunk_counts() -> None:

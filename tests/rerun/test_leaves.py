@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast import Codecs
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.rerun import (
     DeterminismStatistics,
     DeviceIdentity,
     ErrorInjector,
+    NotFinite,
     Replayed,
     Tracker,
 )
@@ -87,6 +90,12 @@ def test_injected_errors_are_of_their_kind(kind: str) -> None:
     again.leave_out([point])
     assert not is_bad(is_rerun=True, device=A)
     assert math.isnan(again.injected(other, is_rerun=False, device=A, value=1.0))  # type: ignore[arg-type]
+    for sparse in (torch.eye(2).to_sparse(), torch.zeros(2, 3, dtype=torch.int64).to_sparse()):
+        fresh = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
+        made = fresh.injected(other, is_rerun=False, device=A, value=sparse)
+        assert isinstance(made, torch.Tensor)
+        assert (made.layout, made.shape) == (torch.sparse_coo, sparse.shape)
+        assert NotFinite().rejects(made, ()) is not None
     with pytest.raises(ConfigError, match="kind"):
         ErrorInjector(10, "noise")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rate"):
@@ -169,9 +178,9 @@ def test_streams_and_unsaved_buffers_reach_another_process() -> None:
     model.queue.fill_(7)
     replayed, elsewhere = Replayed(modules=[model]), Replayed(modules=[other])
     replayed.take()
-    data = replayed.encode()
+    data = replayed.encode(codecs=Codecs())
     draw = torch.rand(3)
-    elsewhere.decode(data)
+    elsewhere.decode(data, codecs=Codecs())
     assert torch.equal(torch.rand(3), draw)
     assert torch.equal(other.queue, model.queue)
 
@@ -206,6 +215,53 @@ def test_buffers_without_memory_of_their_own() -> None:
     assert torch.equal(model.moved, torch.arange(3.0))
     assert model.moved.data_ptr() == where
     assert torch.equal(model.released, torch.arange(5.0))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "mkldnn", "nested"])
+def test_buffers_of_other_layouts_are_brought_back(layout: str) -> None:
+    """Changed in place, replaced, or of another number of stored elements."""
+    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "coo": torch.Tensor.to_sparse,
+        "csr": torch.Tensor.to_sparse_csr,
+        "csc": torch.Tensor.to_sparse_csc,
+        "bsr": lambda each: each.to_sparse_bsr((2, 2)),
+        "mkldnn": torch.Tensor.to_mkldnn,
+        "nested": lambda each: torch.nested.nested_tensor([each, each[:1]]),
+    }
+    make = forms[layout]
+
+    def elements() -> torch.Tensor:
+        return torch.cat([each.reshape(-1) for each in model.form.unbind()]) if (
+            layout == "nested"
+        ) else model.form.to_dense()  # fmt: skip
+
+    model = nn.Module()
+    model.register_buffer("form", make(torch.eye(4)), persistent=False)
+    buffer, expected = model.form, elements().clone()
+    replayed = Replayed(modules=[model])
+    replayed.take()
+    for number in range(3):
+        if number == 0:
+            model.form.mul_(2)
+        elif number == 1 and layout in ("coo", "csr", "csc", "bsr"):
+            other = make(torch.ones(4, 4))
+            model.form.resize_as_sparse_(other).copy_(other)
+        else:
+            model.form = make(torch.zeros(4, 4))
+        assert not torch.equal(elements(), expected)
+        replayed.restore()
+        assert model.form is buffer
+        assert torch.equal(elements(), expected)
+    if layout in ("mkldnn", "nested"):
+        with pytest.raises(ConfigError, match=r"buffer 'form' of a Module: a tensor .*Codec"):
+            replayed.check_encodable(codecs=Codecs())
+        return
+    replayed.check_encodable(codecs=Codecs())
+    data = replayed.encode(codecs=Codecs())
+    model.form = make(torch.zeros(4, 4))
+    Replayed(modules=[model]).decode(data, codecs=Codecs())
+    assert torch.equal(elements(), expected)
 
 
 def test_what_cannot_be_brought_back_is_refused() -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, MismatchError
 from holdfast.format.values import Codec, Codecs
 from holdfast.rerun.replay import ReplayableBatches
+from holdfast.rerun.sparse_tensors import members_of
 
 
 class Kind(Enum):
@@ -332,6 +333,43 @@ def test_parameters_leaves_and_readonly_arrays_keep_what_they_are() -> None:
     assert bits(next(moved(batches))) == expected
 
 
+SPARSE = {
+    "coo": lambda: torch.eye(4).to_sparse(),
+    "not coalesced": lambda: torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 3]]), torch.arange(6.0).view(3, 2), (4, 2)
+    ),
+    "empty": lambda: torch.zeros(4, 4, dtype=torch.bfloat16).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr().requires_grad_(),
+    "csc": lambda: torch.eye(4, dtype=torch.int64).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_batches_are_replayed_here_and_after_a_restart(kind: str) -> None:
+    """A graph's adjacency: of its layout, and no larger than what it stores."""
+    batch, expected = SPARSE[kind](), SPARSE[kind]()
+    batches = ReplayableBatches([{"adjacency": batch, "twice": batch}])
+    given = next(batches)["adjacency"]
+    for each in members_of(given)[-1:]:
+        each.zero_()
+    after_restart = ReplayableBatches([])
+    after_restart.decode_kept(batches.encode())
+    batches.rewind()
+    for replayed in (next(batches), next(after_restart)):
+        again = replayed["adjacency"]
+        values, others = (members_of(each)[-1] for each in replayed.values())
+        assert values.data_ptr() == others.data_ptr()
+        assert (again.layout, again.dtype, again.shape) == (
+            expected.layout, expected.dtype, expected.shape,
+        )  # fmt: skip
+        assert again.requires_grad == expected.requires_grad
+        assert bits(members_of(again)) == bits(members_of(expected))
+    assert batches.kept_nbytes == sum(each.nbytes for each in members_of(expected))
+
+
 def test_batches_of_foreign_types_are_replayed_in_the_process() -> None:
     batch = UserDict({"x": torch.ones(3)})
     batches = ReplayableBatches([batch])
@@ -348,13 +386,15 @@ UNKNOWN: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"a": [Pair(torch.ones(1), torch.ones(1))]}, r"batch 0\.a\.0.*Pair.*Codec"),
     (lambda: Sample(torch.ones(1)), r"Codecs\(dataclasses=\[Sample\]\)"),
     (lambda: [Kind.TEXT], r"Codecs\(enums=\[Kind\]\)"),
-    (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+    (lambda: torch.nested.nested_tensor([torch.ones(2)]), "of layout torch.strided"),
+    (lambda: torch.ones(2).to_mkldnn(), "_mkldnn"),
     (lambda: torch.empty(2, device="meta"), "without data"),
     (lambda: np.array([object()]), "dtype object"),
     (lambda: np.ma.masked_array([1.0]), "Masked"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize(("make", "message"), UNKNOWN)
 def test_what_a_checkpoint_cannot_hold_is_refused_early(
     make: Callable[[], Any], message: str

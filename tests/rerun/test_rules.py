@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.rerun.comparison import Value
 from holdfast.rerun.rules import (
     IsInf,
     IsNaN,
@@ -25,6 +24,7 @@ from holdfast.rerun.rules import (
     Spike,
     magnitude,
 )
+from holdfast.rerun.values import Value
 
 INF, NAN = math.inf, math.nan
 FLOATS = [
