@@ -192,8 +192,8 @@ def disagreeing(rank: RankContext) -> dict[str, Report]:
     me = rank.rank
     reports: dict[str, Report] = {}
 
-    def create(case: str, layout: Layout, **options: Any) -> None:
-        reports[case] = report(lambda: ProcessGroups.create(layout, timeout_s=4, **options))
+    def create(case: str, layout: Layout, *, timeout_s: float = 30, **options: Any) -> None:
+        reports[case] = report(lambda: ProcessGroups.create(layout, timeout_s=timeout_s, **options))
 
     create("order", Layout(tp=2, dp=2, order="dp-tp-pp" if me == 3 else "tp-cp-ep-dp-pp"))
     create("sizes", Layout(tp=4) if me == 1 else Layout(tp=2, dp=2))
@@ -203,17 +203,17 @@ def disagreeing(rank: RankContext) -> dict[str, Report]:
     create("orphan", Layout(tp=2, dp=2), names=["dp_cp_ag"])
     dist.barrier()
     if me == 1:  # counts on ranks that do not count on it, and is there before them
-        reports["outsider"] = report(lambda: ProcessGroups.create(Layout(tp=4), timeout_s=4))
+        reports["outsider"] = report(lambda: ProcessGroups.create(Layout(tp=4), timeout_s=30))
     else:
-        time.sleep(0.5)
+        time.sleep(1.5)
         reports["outsider"] = report(
-            lambda: ProcessGroups.create(Layout(tp=3, ranks=[0, 2, 3]), timeout_s=4)
+            lambda: ProcessGroups.create(Layout(tp=3, ranks=[0, 2, 3]), timeout_s=30)
         )
     dist.barrier()
     if me == 2:
-        create("absent", Layout(dp=4, name="elsewhere"))
+        create("absent", Layout(dp=4, name="elsewhere"), timeout_s=4)
     else:
-        create("absent", Layout(tp=2, dp=2, name="late"))
+        create("absent", Layout(tp=2, dp=2, name="late"), timeout_s=4)
     dist.barrier()
     before = num_communicators()
     reports["halfway"] = report(lambda: create_with_fault(me == 1))
@@ -256,7 +256,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         for case, (kind, text) in expected.items():
             assert reports[case][0] == kind.__name__, (rank, case, reports[case])
             assert text in reports[case][1], (rank, case, reports[case])
-            assert reports[case][2] < 4, "a disagreement is not a matter of waiting"
+            assert reports[case][2] < 20, "a disagreement is not a matter of waiting"
         assert reports["well"][1]
         assert reports["halfway"][0] in ("GroupError", "DeadlineError")
         assert reports["halfway"][2] < 5
@@ -268,10 +268,10 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         assert kind_name == "LayoutError"
         assert "Ranks [1] disagree with ranks 0, 2, 3" in text
         assert "rank 1 counts on ranks 0, 2, 3 for layout" in text
-        assert seconds < 4
+        assert seconds < 20
         kind_name, text, seconds = reports["absent"]
         assert kind_name == DeadlineError.__name__
-        assert seconds < 8
+        assert seconds < 20
         if rank != 2:
             assert "ranks [2] did not arrive (rank 2: create layout 'elsewhere'" in text
     # The first whose time is over reports for all: the others began to wait a moment later.
