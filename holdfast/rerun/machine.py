@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -161,6 +162,7 @@ class RerunMachine(MachineSteps):
         Its batches are to be taken and left. A step that a pending fault is about is run until the
         fault has its verdict; what `replayable` returned gives the batches that were kept then.
         """
+        step = _checked_step(step)
         if step not in self._skipped:
             return False
         fault = self.fault
@@ -183,7 +185,7 @@ class RerunMachine(MachineSteps):
         bad, on the batches that were kept.
 
         Args:
-            step: its number; the same on all ranks.
+            step: its number, a whole one of at most 63 bits; the same on all ranks.
             batches: what the step takes batches from: `replayable(...)`. Another iterator will do
                 until a value is rejected. None where the step's data does not come from an
                 iterator: then each run of the step, also after a restart, must use the same.
@@ -192,11 +194,12 @@ class RerunMachine(MachineSteps):
             The number of the run, from 0.
 
         Raises:
-            ConfigError: on all ranks: a step with a rejected value whose batches cannot be taken
-                again, or a loop that goes on after an exit code.
+            ConfigError: `step` is no such number. On all ranks: a step with a rejected value whose
+                batches cannot be taken again, or a loop that goes on after an exit code.
             FaultError: in mode `report_determinism_stats`, on all ranks, for a fatal value that is
                 rejected in both runs.
         """
+        step = _checked_step(step)
         is_wrapped = batches is None or isinstance(batches, ReplayableBatches)
         if self.mode is Mode.REPORT_DETERMINISM_STATS and not is_wrapped:
             raise ConfigError(
@@ -240,7 +243,8 @@ class RerunMachine(MachineSteps):
 
         Raises:
             FaultError: on this rank, for a fatal rejected value of a disabled machine.
-            ConfigError: outside of `attempts`, or the value is none that can be looked at.
+            ConfigError: outside of `attempts`, the value is none that can be looked at, or another
+                argument is not of its kind.
 
         Cost: that of the rule; reading a tensor of a GPU waits for it.
         """
@@ -249,15 +253,23 @@ class RerunMachine(MachineSteps):
                 f"validate({name!r}) outside of a run: call it inside `for _ in "
                 f"machine.attempts(step, batches)`"
             )
+        _check_call(name, rule, tolerance)
         value = plain_value(value)
         call = self._attempt.next_call(name)
         if self._injector is not None:
             value = self._injected(call, value)
         why = rule.rejects(value, self.learned.of(name))
+        if why is not None and not isinstance(why, str):
+            raise ConfigError(
+                f"validate({name!r}): {type(rule).__name__}.rejects returned {why!r}; it returns "
+                f"None, or in words why the value is rejected"
+            )
         if self.mode is Mode.DISABLED:
             self._refuse_when_disabled(name, why, fatal=fatal)
         else:
-            self._attempt.take(call, value, why, fatal=fatal, tolerance=tolerance, compare=compare)
+            self._attempt.take(
+                call, value, why, fatal=bool(fatal), tolerance=float(tolerance), compare=compare
+            )
         if why is None:
             self.learned.accept(name, value, window=rule.window)
 
@@ -379,6 +391,32 @@ class _Meeting(msgspec.Struct, frozen=True, array_like=True):
     skipped: list[int]
     judged: list[str]
     faults: list[str]
+
+
+def _checked_step(step: object) -> int:
+    """The number of a step as Python's own; ConfigError for what is no whole number."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool) or abs(number) >= 2**63:
+        raise ConfigError(
+            f"a step is a whole number of at most 63 bits, not {step!r} of type "
+            f"{type(step).__name__}"
+        )
+    return number
+
+
+def _check_call(name: object, rule: object, tolerance: float) -> None:
+    """ConfigError, at once, for what could not be recorded or used once a value is rejected."""
+    if not isinstance(name, str):
+        raise ConfigError(f"validate({name!r}): a name is a text, the same in each step")
+    is_rule = callable(getattr(rule, "rejects", None)) and hasattr(rule, "window")
+    if not is_rule or isinstance(rule, type):
+        fix = "; wrap a function: Rejects(function, message)" if callable(rule) else ""
+        raise ConfigError(f"validate({name!r}): a {type(rule).__name__} is no rule{fix}")
+    if not tolerance >= 0:
+        raise ConfigError(f"validate({name!r}): tolerance={tolerance!r} is no number from 0 on")
 
 
 def _parse_mode(mode: Mode | str) -> Mode:

@@ -134,10 +134,21 @@ class Rejects:
     Args:
         predicate: value -> whether it is rejected; the same on every call with one value.
         message: what is wrong with a rejected value, for messages and reports.
+
+    Raises:
+        ConfigError: They are not a function and a text.
     """
 
     predicate: Callable[[Value], object]
     message: str
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not callable(self.predicate) or not isinstance(self.message, str):
+            raise ConfigError(
+                f"Rejects({self.predicate!r}, {self.message!r}): it takes a function of the value "
+                f"and a text"
+            )
 
     @property
     def window(self) -> int:

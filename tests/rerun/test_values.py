@@ -17,7 +17,7 @@ from torch.distributed.tensor.device_mesh import DeviceMesh
 
 from holdfast import Checkpointer, ProcessGroups
 from holdfast.errors import ConfigError
-from holdfast.rerun import DeviceIdentity, ExitCode, NotFinite, RerunMachine, Verdict
+from holdfast.rerun import DeviceIdentity, ExitCode, NotFinite, Rejects, RerunMachine, Verdict
 from holdfast.rerun.rules import magnitude
 from holdfast.rerun.values import plain_value
 
@@ -118,6 +118,73 @@ def test_what_cannot_be_looked_at_is_refused_at_once(value: Any, message: str) -
     """Also where nothing is wrong with it: not only when a fault needs it."""
     with pytest.raises(ConfigError, match=message):
         plain_value(value)
+
+
+class Untidy:
+    """A rule that gives its reason in another form."""
+
+    window = 0
+
+    def rejects(self, value: object, accepted: object) -> Any:
+        del value, accepted
+        return False
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments", "message"),
+    [
+        (1.0, {}, r"whole number of at most 63 bits, not 1\.0 of type float"),
+        (None, {}, "whole number"),
+        (True, {}, "whole number"),
+        (2**63, {}, "63 bits"),
+        (0, {"name": 3}, r"validate\(3\): a name is a text"),
+        (0, {"rule": lambda value: False}, r"a function is no rule; wrap.*Rejects\(function"),
+        (0, {"rule": NotFinite}, r"a type is no rule"),
+        (0, {"rule": Untidy()}, r"Untidy.rejects returned False; it returns None, or"),
+        (0, {"tolerance": NAN}, "tolerance=nan"),
+        (0, {"tolerance": -1}, "tolerance=-1"),
+    ],
+)
+def test_arguments_that_a_fault_could_not_be_recorded_with_are_refused_at_once(
+    step: Any, arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """In a step in which nothing is wrong."""
+
+    def call(machine: RerunMachine) -> None:
+        machine.validate(**({"name": "x", "value": 1.0, "rule": NotFinite()} | arguments))
+
+    with ProcessGroups.single() as groups:
+        machine = RerunMachine(groups, directory=tmp_path)
+        with pytest.raises(ConfigError, match=message):
+            [call(machine) for _ in machine.attempts(step)]
+        with pytest.raises(ConfigError, match="whole number"):
+            machine.skips(NAN)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a function of the value and a text"):
+        Rejects(lambda value: True, 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
+def test_numbers_of_other_libraries_are_taken_as_numbers(step: Any, tmp_path: Path) -> None:
+    for load, device, number in ((False, "A", 2), (True, "B", 1)):
+        with ProcessGroups.single() as groups:
+            machine = RerunMachine(
+                groups, directory=tmp_path, tracker=tmp_path / "tracker",
+                device=DeviceIdentity(host="h", uuid=device),
+            )  # fmt: skip
+            with Checkpointer(machine.checkpoints, groups=groups) as checkpointer:
+                state = {"rerun": machine}
+                if load:
+                    checkpointer.load(state)
+                    assert machine.skips(step) is False
+                for _ in machine.attempts(step):
+                    number -= 1
+                    machine.validate(
+                        "x", NAN, NotFinite(), fatal=np.bool_(True), tolerance=np.float32(0.5)
+                    )  # fmt: skip
+                assert number == 0
+                if machine.decision.save:
+                    checkpointer.save(int(step), state)
+            assert machine.decision.exit_code in (16, 19)
 
 
 def test_a_sparse_value_is_never_made_dense() -> None:
