@@ -196,7 +196,7 @@ class _Buffers:
                 memory = saved.clone()
             else:
                 memory.copy_(saved)
-            if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+            if not _is_same_view(tensor, memory):
                 tensor.data = memory
 
     def unsaved(self) -> dict[str, torch.Tensor]:
@@ -208,6 +208,17 @@ def _is_in_memory(tensor: torch.Tensor) -> bool:
     """Whether a buffer is a view of one run of memory, and nothing more."""
     is_plain = type(tensor) in (torch.Tensor, nn.Buffer)
     return is_plain and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_same_view(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether a buffer still is the view of its memory that it was."""
+    return (
+        tensor.data_ptr() == memory.data_ptr()
+        and tensor.dtype == memory.dtype
+        and tensor.shape == memory.shape
+        and tensor.stride() == memory.stride()
+        and tensor.is_conj() == memory.is_conj()
+    )
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +135,7 @@ class Odd(nn.Module):
         self.register_buffer("none", None)
         self.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
         self.register_buffer("alias", self.queue)
+        self.register_buffer("waves", torch.arange(4.0).view(2, 2) * (1 + 1j))
         self.count = 0
 
 
@@ -262,6 +265,63 @@ def test_buffers_of_other_layouts_are_brought_back(layout: str) -> None:
     model.form = make(torch.zeros(4, 4))
     Replayed(modules=[model]).decode(data, codecs=Codecs())
     assert torch.equal(elements(), expected)
+
+
+CHANGES: dict[str, Callable[[Odd], object]] = {
+    "nothing": lambda model: None,
+    "in place": lambda model: model.queue.add_(3),
+    "replaced": lambda model: setattr(model, "short", torch.full((2,), 5.0)),
+    "removed": lambda model: model._buffers.pop("alias"),
+    "added": lambda model: model.register_buffer("new", torch.ones(3)),
+    "filled": lambda model: model.register_buffer("none", torch.ones(3)),
+    "emptied": lambda model: setattr(model, "short", None),
+    "other memory": lambda model: setattr(model.queue, "data", torch.full((4,), 9.0)),
+    "other shape": lambda model: model.queue.resize_(2),
+    "other strides": lambda model: setattr(model.waves, "data", model.waves.data.t()),
+    "other dtype, same memory": lambda model: setattr(
+        model.short, "data", model.short.data.view(torch.float16)
+    ),
+    "conjugate": lambda model: setattr(model.waves, "data", model.waves.data.conj()),
+    "other dtype": lambda model: model.bfloat16(),
+    "persistent": lambda model: model._non_persistent_buffers_set.clear(),
+    "module": lambda model: setattr(model, "inner", nn.BatchNorm1d(3)),
+    "in a module": lambda model: model.inner(torch.randn(5, 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_taken_next_is_what_there_is_then(change: str) -> None:
+    """Whatever has changed a buffer before, and whatever changes it afterwards."""
+
+    def buffers() -> dict[str, Any]:
+        return {
+            name: None if each is None else (each, each.clone(), each.shape, each.stride())
+            for module in model.modules()
+            for name, each in [(f"{id(module)}.{name}", b) for name, b in module._buffers.items()]
+        }
+
+    model = Odd()
+    replayed = Replayed(modules=[model])
+    replayed.take()
+    CHANGES[change](model)
+    replayed.take()
+    before, unsaved = buffers(), set(model._non_persistent_buffers_set)
+    for again in (CHANGES[name] for name in CHANGES if name != "module"):
+        # What does not fit after another change is left out.
+        with suppress(RuntimeError, KeyError, AttributeError):
+            again(model)
+        replayed.restore()
+        after = buffers()
+        assert list(after) == list(before)
+        assert model._non_persistent_buffers_set == unsaved
+        for name, expected in before.items():
+            if expected is None:
+                assert after[name] is None
+                continue
+            assert after[name][0] is expected[0]
+            assert torch.equal(after[name][0], expected[1])
+            assert after[name][0].dtype == expected[1].dtype
+            assert after[name][2:] == expected[2:]
 
 
 def test_what_cannot_be_brought_back_is_refused() -> None:
