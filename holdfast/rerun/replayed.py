@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
@@ -65,7 +66,11 @@ class Replayed:
         self._taken: _Snapshot | None = None
 
     def take(self) -> None:
-        """Take what there is now; what was taken before is forgotten."""
+        """Take what there is now; what was taken before is forgotten.
+
+        Raises:
+            ConfigError: a lazy module has not run yet.
+        """
         self._taken = _Snapshot(
             streams=[stream.capture() for stream in self._streams],
             buffers=[_Buffers(each) for each in self._submodules()],
@@ -164,7 +169,13 @@ class _Buffers:
         self._module = module
         self.module_name = type(module).__qualname__
         self._unsaved = set(module._non_persistent_buffers_set)
-        self._tensors = dict(module._buffers)
+        self._tensors = dict(module._buffers.items())
+        for name, each in self._tensors.items():
+            if each is not None and is_lazy(each):
+                raise ConfigError(
+                    f"buffer '{name}' of a {self.module_name} has no elements yet (a lazy module): "
+                    f"run the model once before its first step"
+                )
         self._memory = {
             name: each.detach()
             for name, each in self._tensors.items()
@@ -180,10 +191,16 @@ class _Buffers:
     def restore(self) -> None:
         """The same tensors with the same values under the same names, and no others."""
         module = self._module
-        module._buffers.clear()
-        module._buffers.update(self._tensors)
-        module._non_persistent_buffers_set.clear()
-        module._non_persistent_buffers_set.update(self._unsaved)
+        buffers: Any = module._buffers
+        if isinstance(buffers, dict):
+            buffers.clear()
+            buffers.update(self._tensors)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(self._unsaved)
+        else:  # of a ScriptModule, which can neither gain nor lose one
+            for name, tensor in self._tensors.items():
+                if buffers[name] is not tensor:
+                    setattr(module, name, tensor)
         for name, tensor in self._tensors.items():
             if tensor is None:
                 continue

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast import Codecs
 from holdfast.errors import ConfigError, CorruptionError
@@ -322,6 +324,48 @@ def test_what_is_taken_next_is_what_there_is_then(change: str) -> None:
             assert torch.equal(after[name][0], expected[1])
             assert after[name][0].dtype == expected[1].dtype
             assert after[name][2:] == expected[2:]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("form", ["script", "trace", "compile", "fx", "spectral", "average"])
+def test_models_of_other_kinds_are_brought_back(form: str) -> None:
+    """Scripted and traced ones keep their buffers in a mapping of their own."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    forms: dict[str, Callable[[], nn.Module]] = {
+        "script": lambda: torch.jit.script(plain),
+        "trace": lambda: torch.jit.trace(plain, torch.randn(3, 4)),
+        "compile": lambda: torch.compile(plain, backend="eager"),
+        "fx": lambda: torch.fx.symbolic_trace(plain),
+        "spectral": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+        "average": lambda: AveragedModel(plain),
+    }
+    model = forms[form]()
+    replayed = Replayed(modules=[model])
+    replayed.take()
+    before = {name: each.clone() for name, each in model.named_buffers()}
+    assert before
+    for _ in range(2):
+        if isinstance(model, AveragedModel):
+            model.update_parameters(plain)
+        model(torch.randn(5, 4))
+        holder = next(each for each in model.modules() if list(each.buffers(recurse=False)))
+        name = next(iter(dict(holder.named_buffers(recurse=False))))
+        setattr(holder, name, torch.zeros_like(getattr(holder, name)))
+        assert any(not torch.equal(each, before[name]) for name, each in model.named_buffers())
+        replayed.restore()
+        after = dict(model.named_buffers())
+        assert list(after) == list(before)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_lazy_model_has_to_run_once_before_its_first_step() -> None:
+    model = nn.LazyBatchNorm1d()
+    replayed = Replayed(modules=[model])
+    with pytest.raises(ConfigError, match=r"'running_mean' of a LazyBatchNorm1d.*run the model"):
+        replayed.take()
+    model(torch.randn(4, 3))
+    replayed.take()
 
 
 def test_what_cannot_be_brought_back_is_refused() -> None:
