@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.rerun.sparse_tensors import is_sparse, like_with_members, members_of
+from holdfast.rerun.sparse_tensors import is_sparse, is_strided, like_with_members, members_of
 
 _ALIGNMENT = 16
 """Bytes; a multiple of every element's size, so that offsets stay whole numbers of elements."""
@@ -41,7 +41,7 @@ def copy_batch(batch: Any) -> Any:
         if plain is not _NOT_PLAIN:
             return plain
     with torch.no_grad():
-        memo: dict[int, Any] = dict(_copies_of_tensors(list(_copied_here(batch))))
+        memo = _copies_of_tensors(list(_copied_here(batch)))
     try:
         return copy.deepcopy(batch, memo)
     except Exception as error:
@@ -141,32 +141,32 @@ def _copied_here(batch: Any) -> Iterator[torch.Tensor]:
                 f"({type(value.grad_fn).__name__}), which cannot be run twice: yield "
                 f"tensor.detach(), and compute what needs gradients in the model"
             )
-        if type(value) is torch.Tensor and (_is_plain(value) or not _has_memory(value)):
+        if type(value) is torch.Tensor and (_is_plain(value) or not is_strided(value)):
             yield value
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a box of memory and nothing more."""
     return (
-        tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+        is_strided(tensor)
+        and not (tensor.is_meta or tensor.is_quantized)
         and not (tensor.is_conj() or tensor.is_neg())
         and tensor.grad is None
         and not tensor.__dict__
     )
 
 
-def _copies_of_tensors(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+def _copies_of_tensors(tensors: Sequence[torch.Tensor]) -> dict[int, Any]:
     """Copies by the id of each tensor; what overlaps in memory overlaps again."""
     members = {id(each): members_of(each) for each in tensors if is_sparse(each)}
-    boxes = [each for each in tensors if _has_memory(each)]
+    boxes = [each for each in tensors if is_strided(each)]
     boxes += [each for of_one in members.values() for each in of_one]
     parts: dict[int, torch.Tensor] = {}
     for cluster in _clusters(boxes):
         parts.update(_copy_cluster(cluster))
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, Any] = {}
     for tensor in tensors:
-        if _has_memory(tensor):
+        if is_strided(tensor):
             copies[id(tensor)] = parts[id(tensor)]
             continue
         if is_sparse(tensor):
@@ -176,11 +176,6 @@ def _copies_of_tensors(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tenso
         clone.__dict__.update(copy.deepcopy(tensor.__dict__))
         copies[id(tensor)] = clone.requires_grad_(tensor.requires_grad)
     return copies
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are in one run of memory; `copy.deepcopy` knows few others."""
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

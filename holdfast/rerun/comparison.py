@@ -48,7 +48,7 @@ def relative_difference(first: Value, second: Value) -> float:
         if isinstance(value, torch.Tensor):
             if value.shape != () or value.is_meta:
                 return math.inf
-            value = local_strided(value).item()
+            value = _local_strided(value).item()
         numbers.append(value)
     return _number_difference(numbers[0], numbers[1])
 
@@ -75,10 +75,8 @@ def describe(value: Value) -> object:
 
 
 def _checked(value: object) -> Value:
-    """The value, NumPy's scalars as Python's; ConfigError for what is no value."""
-    if isinstance(value, torch.Tensor):
-        return value
-    return checked_number(value.item() if isinstance(value, np.generic) else value)
+    """A tensor as it is, or a number; ConfigError for what is no value."""
+    return value if isinstance(value, torch.Tensor) else checked_number(value)
 
 
 def _number_difference(first: float | complex, second: float | complex) -> float:
@@ -114,7 +112,7 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> float:
     if torch.sparse_coo in (first.layout, second.layout):
         one, other = _sparse_pair(first, second)
     else:
-        one, other = local_strided(first), local_strided(second)
+        one, other = _local_strided(first), _local_strided(second)
     if one.shape != other.shape:  # shards of a DTensor
         return math.inf
     if one.device != other.device or one.device.type not in ("cpu", "cuda"):
@@ -139,7 +137,7 @@ def _sparse_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tenso
         one, other = first.coalesce(), second.coalesce()
         if torch.equal(one.indices().cpu(), other.indices().cpu()):
             return one.values(), other.values()
-    return local_strided(first), local_strided(second)
+    return _local_strided(first), _local_strided(second)
 
 
 def _nested_difference(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -161,7 +159,7 @@ def _kind(tensor: torch.Tensor) -> str:
     return "float" if dtype.is_floating_point or tensor.is_quantized else "integer"
 
 
-def local_strided(tensor: torch.Tensor) -> torch.Tensor:
+def _local_strided(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of this rank as a plain tensor with strides."""
     local = local_of(tensor)
     if local.is_quantized:
@@ -264,7 +262,7 @@ def _describe_tensor(tensor: torch.Tensor) -> object:
     try:
         if tensor.numel() > MAX_DESCRIBED_ELEMENTS and tensor.layout is torch.sparse_coo:
             return {**shown, **_range_of(_stored_and_zero(tensor).cpu())}
-        local = local_strided(tensor).cpu()
+        local = _local_strided(tensor).cpu()
         if local.numel() > MAX_DESCRIBED_ELEMENTS:
             return {**shown, **_range_of(local)}
         values = [_describe_number(number) for number in local.reshape(-1).tolist()]

@@ -25,6 +25,7 @@ from holdfast.rerun.sparse_tensors import (
     from_members,
     is_coalesced,
     is_sparse,
+    is_strided,
     layout_name,
     members_of,
 )
@@ -259,7 +260,7 @@ def _check_plain(path: str, tensor: torch.Tensor) -> None:
     problem = ""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         problem = f"of type {type(tensor).__module__}.{type(tensor).__qualname__}"
-    elif tensor.is_nested or not (tensor.layout is torch.strided or is_sparse(tensor)):
+    elif not (is_strided(tensor) or is_sparse(tensor)):
         problem = f"of layout {tensor.layout}"
     elif tensor.is_meta or tensor.is_quantized:
         problem = "without data" if tensor.is_meta else f"of dtype {tensor.dtype}"

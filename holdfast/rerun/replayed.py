@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.batch_copies import copy_batch
 from holdfast.rerun.kept_batches import Drawn, check_encodable, decode_batches, encode_batches
-from holdfast.rerun.sparse_tensors import is_sparse
+from holdfast.rerun.sparse_tensors import is_sparse, is_strided
 from holdfast.state import RNG
 
 Hook = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -167,7 +167,6 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.module_name = type(module).__qualname__
         self._unsaved = set(module._non_persistent_buffers_set)
         self._tensors = dict(module._buffers.items())
         for name, each in self._tensors.items():
@@ -187,6 +186,11 @@ class _Buffers:
             for name, each in self._tensors.items()
             if each is not None
         }
+
+    @property
+    def module_name(self) -> str:
+        """The module's class, for messages."""
+        return type(self._module).__qualname__
 
     def restore(self) -> None:
         """The same tensors with the same values under the same names, and no others."""
@@ -223,8 +227,7 @@ class _Buffers:
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:
     """Whether a buffer is a view of one run of memory, and nothing more."""
-    is_plain = type(tensor) in (torch.Tensor, nn.Buffer)
-    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in (torch.Tensor, nn.Buffer) and is_strided(tensor)
 
 
 def _is_same_view(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
@@ -245,7 +248,7 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
             # `copy_` alone needs as many stored elements; `.data =` does nothing where the layout
             # is a compressed one.
             tensor.resize_as_sparse_(value).copy_(value)
-        elif tensor.layout is torch.strided and not tensor.is_nested:
+        elif is_strided(tensor):
             tensor.copy_(value)
         else:
             tensor.data = value.detach().clone()

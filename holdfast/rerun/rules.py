@@ -11,8 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.rerun.comparison import describe, local_strided
-from holdfast.rerun.values import Value
+from holdfast.rerun.comparison import describe
+from holdfast.rerun.sparse_tensors import is_sparse
+from holdfast.rerun.values import Value, plain_tensor
 
 
 @runtime_checkable
@@ -285,8 +286,9 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
     Of a sparse tensor those that it stores: all others are zero.
     """
-    is_sparse = tensor.layout is torch.sparse_coo
-    local = tensor.coalesce().values() if is_sparse else local_strided(tensor)
+    local = plain_tensor(tensor)
+    if is_sparse(local):
+        local = local.values()
     if local.is_floating_point() and local.element_size() == 1:
         return local.to(torch.float32)
     return local.to(torch.complex64) if local.dtype == torch.complex32 else local

@@ -1,4 +1,4 @@
-"""Sparse tensors as the plain tensors that they are made of."""
+"""How tensors hold their elements; sparse ones as the plain tensors that they are made of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ LAYOUTS = {
     for layout in (torch.sparse_coo, *_ROWS_COMPRESSED, *_COLUMNS_COMPRESSED)
 }
 """Name -> layout."""
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in one run of memory, by offset and strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
@@ -32,7 +37,12 @@ def members_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def from_members(
-    layout: str, shape: Sequence[int], members: Sequence[torch.Tensor], *, is_coalesced: bool
+    layout: str,
+    shape: Sequence[int],
+    members: Sequence[torch.Tensor],
+    *,
+    is_coalesced: bool,
+    checked: bool = True,
 ) -> torch.Tensor:
     """The tensor of `members_of`; KeyError for an unknown layout, RuntimeError for wrong members.
 
@@ -41,22 +51,27 @@ def from_members(
         shape: of the tensor.
         members: as `members_of` returns them.
         is_coalesced: of a COO tensor.
+        checked: whether the indices are looked at, a pass over all of them.
     """
     if LAYOUTS[layout] is torch.sparse_coo:
         indices, values = members
         return torch.sparse_coo_tensor(
-            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=True
+            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=checked
         )
     compressed, plain, values = members
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, tuple(shape), layout=LAYOUTS[layout], check_invariants=True
+        compressed, plain, values, tuple(shape), layout=LAYOUTS[layout], check_invariants=checked
     )
 
 
 def like_with_members(tensor: torch.Tensor, members: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor of the same kind, made of copies of the members of this one."""
     return from_members(
-        layout_name(tensor), tensor.shape, members, is_coalesced=is_coalesced(tensor)
+        layout_name(tensor),
+        tensor.shape,
+        members,
+        is_coalesced=is_coalesced(tensor),
+        checked=False,
     )
 
 

@@ -29,10 +29,6 @@ def plain_value(value: object) -> Value:
 
     Cost: nothing for a number and a plain tensor, whose memory the result shares.
     """
-    if isinstance(value, float | int | complex):  # a bool is an int, a NumPy float64 a float
-        return value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, np.generic):
-        return checked_number(value.item())
     if isinstance(value, np.ndarray):
         try:
             return array_tensor("a validated value", value)[0]
@@ -41,15 +37,17 @@ def plain_value(value: object) -> Value:
                 f"a {type(value).__qualname__} of dtype {value.dtype} cannot be validated: pass "
                 f"np.asarray(…) of numbers"
             ) from error
-    if not isinstance(value, torch.Tensor):
-        return checked_number(value)
-    with torch.no_grad():
-        return _plain_tensor(local_of(value))
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            return plain_tensor(value)
+    return checked_number(value)
 
 
 def checked_number(value: object) -> float | int | complex:
-    """The number; ConfigError for anything else."""
-    if isinstance(value, float | int | complex):
+    """The number, NumPy's scalars as Python's; ConfigError for anything else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float | int | complex):  # a bool is an int
         return value
     raise ConfigError(
         f"a {type(value).__name__} cannot be validated: pass a number or a tensor, one call for "
@@ -57,7 +55,9 @@ def checked_number(value: object) -> float | int | complex:
     )
 
 
-def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`plain_value` of a tensor; detached."""
+    tensor = local_of(tensor)
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     kind = type(tensor)

@@ -163,7 +163,7 @@ def lost(rank: RankContext) -> dict[str, tuple[str, str, float]]:
             started = time.monotonic()
             with pytest.raises(GroupError, match="failed earlier and cannot be used"):
                 control.barrier(phase="afterwards")
-            assert time.monotonic() - started < 1, "it waited for somebody"
+            assert time.monotonic() - started < 0.1
 
     meet("late", 2, lambda c: c.agree(None, phase="save 3"), lambda: time.sleep(2.5))
     dist.barrier()
@@ -196,14 +196,14 @@ def test_who_does_not_come_is_named_with_phase_and_last_sight() -> None:
             # The first rank whose time is over closes its connections, for the others to see.
             assert "not complete after 1.5 s" in text or "a connection broke" in text
             assert "ranks [2] did not arrive, last seen in rank 2: phase 'warm up' (coll" in text
-            assert 1.4 < seconds < 10
+            assert 1.4 < seconds < 3.2
         kind, text, seconds = reports["killed"]
         assert kind == DeadlineError.__name__
         assert "Phase 'save 4' (collective 2 of layout 'last'): a connection broke" in text
         assert "ranks [0] did not arrive, last seen in rank 0: phase 'plan' (collective 1)" in text
-        assert seconds < 15
+        assert seconds < 6
     times = [outcome.results[rank]["killed"][2] for rank in (1, 2, 3)]
-    assert max(times) - min(times) < 10, "who is not next to the dead rank waited on"
+    assert max(times) - min(times) < 1.5, "who is not next to the dead rank waited on"
 
 
 def test_one_process_agrees_with_itself() -> None:

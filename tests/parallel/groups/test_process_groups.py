@@ -256,7 +256,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         for case, (kind, text) in expected.items():
             assert reports[case][0] == kind.__name__, (rank, case, reports[case])
             assert text in reports[case][1], (rank, case, reports[case])
-            assert reports[case][2] < 20, "a disagreement is not a matter of waiting"
+            assert reports[case][2] < 4, "a disagreement is not a matter of waiting"
         assert reports["well"][1]
         assert reports["halfway"][0] in ("GroupError", "DeadlineError")
         assert reports["halfway"][2] < 5
@@ -268,10 +268,10 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         assert kind_name == "LayoutError"
         assert "Ranks [1] disagree with ranks 0, 2, 3" in text
         assert "rank 1 counts on ranks 0, 2, 3 for layout" in text
-        assert seconds < 20
+        assert seconds < 4
         kind_name, text, seconds = reports["absent"]
         assert kind_name == DeadlineError.__name__
-        assert seconds < 20
+        assert seconds < 8
         if rank != 2:
             assert "ranks [2] did not arrive (rank 2: create layout 'elsewhere'" in text
     # The first whose time is over reports for all: the others began to wait a moment later.

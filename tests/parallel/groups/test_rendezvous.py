@@ -241,7 +241,7 @@ def overlapping(rank: RankContext, order: str) -> str:
             ):
                 store.set(f"rank {rank.rank} is through", "")
         except LayoutError as error:
-            assert time.monotonic() - started < 50, "a disagreement is not a matter of waiting"
+            assert time.monotonic() - started < 15, "a disagreement is not a matter of waiting"
             return str(error)
     return ""
 
