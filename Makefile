@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRAINER := $(wildcard trainer/pyproject.toml)
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 PYTEST_WORKERS ?= 2
@@ -19,12 +20,13 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(TRAINER) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Holdfast needs Python 3.11 or newer; say make PYTHON=python3.12 …"; exit 1; }
 	@echo "Setting up $(VENV) (some minutes the first time) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' \
+	  $(if $(TRAINER),--editable './trainer[all]')
 	@touch $@
 
 demo: setup
@@ -47,6 +49,7 @@ lint: setup
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports | tail -n 3
+	@$(if $(TRAINER),$(BIN)/lint-imports --config $(TRAINER) | tail -n 3)
 
 format: setup
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

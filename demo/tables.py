@@ -15,7 +15,7 @@ from demo.modules import (
 )
 from demo.plan import KILLED, NUM_STEPS, REFERENCE, RESUME_STEP, SCENARIOS
 from demo.results import Curve, Results, largest_difference
-from holdfast.reference.train.metrics import readable_nbytes
+from holdfast_trainer.train.metrics import readable_nbytes
 
 SHOWN_STEPS = (1, 10, 20, 30, 31, 32, 35, 40, 50, 60)
 SHOWN_MODULE_STEPS = (1, 30, 60, 61, 62, 70, 90, 120)

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint import Checkpointer
-from holdfast.cli.commands.train import parse
 from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import HoldfastError
-from holdfast.reference.train.config import TrainConfig
-from holdfast.reference.train.launch import open_trainer
-from holdfast.reference.train.launch_environment import LaunchEnvironment
+from holdfast_trainer.command import parse
+from holdfast_trainer.train.config import TrainConfig
+from holdfast_trainer.train.launch import open_trainer
+from holdfast_trainer.train.launch_environment import LaunchEnvironment
 
 
 def main(words: list[str]) -> int:

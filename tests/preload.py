@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 
 for _name in (
     "hypothesis",
@@ -20,10 +21,11 @@ for _name in (
     "holdfast.checkpoint.checkpointer",
     "holdfast.fsdp",
     "holdfast.optim",
-    "holdfast.reference.train.loop",
-    "holdfast.reference.train.multimodal",
 ):
     importlib.import_module(_name)
+if importlib.util.find_spec("holdfast_trainer") is not None:
+    importlib.import_module("holdfast_trainer.train.loop")
+    importlib.import_module("holdfast_trainer.train.multimodal")
 # A rank's collector then leaves these objects alone, and does not copy their pages.
 gc.collect()
 gc.freeze()

@@ -17,12 +17,13 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(ROOT.glob("*.md")),
     ROOT / "examples/README.md",
+    ROOT / "trainer/README.md",
 ]
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*\.(?:py|md|toml|yml)|(?:[\w.-]+/)+)`")
 _SYMBOL = re.compile(r"`([A-Za-z_][\w.]*)` in `([\w./-]+\.py)`")
-_BASES = ("", "holdfast/", "tests/", "docs/")
+_BASES = ("", "holdfast/", "trainer/", "trainer/holdfast_trainer/", "tests/", "docs/")
 
 
 def prose(page: Path) -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-FOLDERS = ("holdfast", "tools", "bench", "demo", "examples", "docs")
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+FOLDERS = ("holdfast", "trainer/holdfast_trainer", "tools", "bench", "demo", "examples", "docs")
+FOLDER_PREFIXES = tuple(f"{folder}/" for folder in FOLDERS)
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "trainer/README.md")
 _SPAN = re.compile(r"`([^`]+)`")
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 _NAME = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\b")
@@ -57,7 +58,7 @@ def checked_files() -> list[Path]:
     names = listed.stdout.splitlines() or [
         str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()
     ]
-    covered = [name for name in names if name.split("/")[0] in FOLDERS or name in PAGES]
+    covered = [name for name in names if name.startswith(FOLDER_PREFIXES) or name in PAGES]
     paths = [ROOT / name for name in sorted(covered) if name.endswith((".py", ".md", ".toml"))]
     return [path for path in paths if path.is_file()]
 
@@ -156,7 +157,10 @@ def test_every_noun_names_a_file_that_exists() -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     """One name for one thing: a reader who searches for a class finds one."""
     places: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "holdfast").rglob("*.py")):
+    for path in [
+        *sorted((ROOT / "holdfast").rglob("*.py")),
+        *sorted((ROOT / "trainer/holdfast_trainer").rglob("*.py")),
+    ]:
         for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), flags=re.MULTILINE):
             if name == "Args" and path.parent.name == "commands":
                 continue  # each verb's arguments

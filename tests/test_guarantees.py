@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guarantees.md"
+SUITES = (ROOT / "tests", ROOT / "trainer" / "tests")
 _ROW = re.compile(r"^\| ([A-Z]\d{1,2}) \| (.+) \| (.+) \|$", re.MULTILINE)
 _PROOF = re.compile(r"\[?`(?:(test_\w+)::)?(test_\w+)`\]?(?:\((\S+?)\))?")
 _MENTION = re.compile(
@@ -31,7 +32,7 @@ def promises() -> dict[str, str]:
 def find_tests() -> dict[str, list[Path]]:
     """Where each test function is defined."""
     places: dict[str, list[Path]] = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+    for path in sorted(path for suite in SUITES for path in suite.rglob("test_*.py")):
         for name in re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE):
             places.setdefault(name, []).append(path)
     return places
@@ -111,7 +112,7 @@ def test_every_id_that_a_test_mentions_is_a_promise() -> None:
     known = set(promises())
     unknown = {
         f"{path.relative_to(ROOT)}: {name}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for path in sorted(path for suite in SUITES for path in suite.rglob("*.py"))
         if "test_guarantees" not in path.name
         for name in mentions(prose_of(path))
         if name not in known

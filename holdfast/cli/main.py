@@ -83,9 +83,9 @@ def _dispatch(verb: str, words: list[str]) -> int:
     """Import the module of a command and run it; the exit code."""
     if verb not in VERBS:
         raise _unknown(verb)
-    module = import_module(f"holdfast.cli.commands.{verb}")
     if verb == "train":
-        return int(module.run_command(words))
+        return int(import_module("holdfast_trainer.command").run_command(words))
+    module = import_module(f"holdfast.cli.commands.{verb}")
     from holdfast.cli.support.arguments import parse_arguments
 
     args = parse_arguments(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])

@@ -11,10 +11,10 @@ import torch
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.reference.models.config import GPTConfig
-from holdfast.reference.models.gpt import GPT
-from holdfast.reference.models.stages import Pipeline
 from holdfast.storage import PosixStorage
+from holdfast_trainer.models.config import GPTConfig
+from holdfast_trainer.models.gpt import GPT
+from holdfast_trainer.models.stages import Pipeline
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 

@@ -22,7 +22,7 @@ from demo.modules import (
 from demo.plan import SCENARIOS
 from demo.results import Curve, read_curve
 from demo.supervisor import Kill, RunFailed, run_ranks
-from holdfast.cli.commands.train import parse
+from holdfast_trainer.command import parse
 
 # Rank 0 reports a step every tenth of a second; every rank leaves its process id.
 WORKER = """

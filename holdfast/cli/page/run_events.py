@@ -1,7 +1,7 @@
 """What the ranks of a run logged of their saves and loads, as `holdfast train` writes it.
 
-Files are `DIR/events/NNNNN.jsonl`, one per rank (`reference/train/rank_log.py`). Lines that cannot
-be read are counted, not fatal: the last one of a killed run may be cut off.
+Files are `DIR/events/NNNNN.jsonl`, one per rank (`holdfast_trainer/train/rank_log.py`). Lines that
+cannot be read are counted, not fatal: the last one of a killed run may be cut off.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.reference.train.config import RANK_LOG_DIR
-
+RANK_LOG_DIR = "events"
 _MAX_FILES = 4096
 _MAX_NBYTES = 4 << 20
 """Of each rank's log, from its end."""

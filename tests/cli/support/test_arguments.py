@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.commands.train import parse
 from holdfast.cli.main import VERBS, main
 from holdfast.cli.support.arguments import options_of, parse_arguments
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.reference.train.config import TrainConfig
+from holdfast_trainer.command import parse
+from holdfast_trainer.train.config import TrainConfig
 from tests.cli.terminal import on_terminal
 
 MISTAKES: list[tuple[str, str]] = [

@@ -1,0 +1,80 @@
+"""The checkpointer that a run's options describe, and what it loads at the beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from holdfast.checkpoint import Checkpointer, LoadReport
+from holdfast.errors import CorruptionError, StorageError
+from holdfast.parallel import ProcessGroups
+from holdfast.retention.policies import KeepEvery, KeepLast, Policy
+from holdfast_trainer.train.config import CheckpointConfig
+from holdfast_trainer.train.resume import CheckpointToLoad
+
+
+def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
+    """What saves are made with; None for a run that makes none."""
+    if config.save is None:
+        return None
+    return Checkpointer(
+        config.save,
+        groups=groups,
+        retention=_retention(config),
+        replicate_over=config.replicate_over,
+        max_copy_fraction=config.max_copy_fraction,
+        check_replicas_every=config.check_replicas_every,
+    )
+
+
+def load_checkpoint(
+    state: Mapping[str, object],
+    *,
+    begin: CheckpointToLoad,
+    config: CheckpointConfig,
+    groups: ProcessGroups,
+    may_be_missing: tuple[str, ...],
+    note: Callable[[str], None],
+) -> LoadReport:
+    """Load what a run begins with into its state. Collective.
+
+    A damaged fault checkpoint counts as one of --max-fallbacks: the next one is the newest good
+    checkpoint.
+
+    Args:
+        state: parts to load into.
+        begin: what `find_checkpoint` has chosen.
+        config: has --load.
+        groups: of all ranks.
+        may_be_missing: parts that the checkpoint need not have.
+        note: takes a line for the person.
+    """
+    assert config.load is not None
+    num_fallbacks = config.max_fallbacks
+    if begin.is_fault:
+        root = begin.root(config.load)
+        note(f"going on from the state that a fault has left at step {begin.step}: {root}")
+        faults = Checkpointer(root, groups=groups)
+        try:
+            return faults.load(state, step=begin.step, allow_missing=may_be_missing)
+        except (CorruptionError, StorageError) as error:
+            if not num_fallbacks:
+                raise type(error)(
+                    f"{error}\nTo go on from the newest checkpoint in {config.load}: add "
+                    f"--max-fallbacks 1, or remove {root}"
+                ) from error
+            note(f"the state at step {begin.step} that a fault has left was given up: {error}")
+            num_fallbacks -= 1
+    return Checkpointer(config.load, groups=groups).load(
+        state,
+        step=None if begin.is_fault or num_fallbacks else begin.step,
+        allow_missing=may_be_missing,
+        max_fallbacks=num_fallbacks,
+    )
+
+
+def _retention(config: CheckpointConfig) -> Policy | None:
+    """Which checkpoints to keep; None keeps all."""
+    if config.keep_last == 0:
+        return None
+    policy: Policy = KeepLast(config.keep_last)
+    return policy | KeepEvery(config.keep_every) if config.keep_every else policy

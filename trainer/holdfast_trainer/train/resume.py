@@ -1,0 +1,190 @@
+"""Where a run begins: the checkpoint that `--load` means, and a `--save` that can take more.
+
+Torch-free, so that the command line can look before it starts any process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.format.names import FAULT_CHECKPOINTS, LATEST, latest_step, list_steps, parse_step_dir
+from holdfast.storage import PosixStorage
+from holdfast_trainer.train.config import RANK_LOG_DIR, CheckpointConfig
+from holdfast_trainer.train.rerun_config import RERUN_DIR, rerun_dir
+
+if TYPE_CHECKING:
+    from holdfast.parallel import Control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointToLoad:
+    """A committed checkpoint that a run begins with."""
+
+    step: int
+    is_fault: bool
+    """Whether it is one that a fault has left: the state at the start of the step with it."""
+
+    def root(self, load: Path) -> Path:
+        """The directory of its step, in that of --load."""
+        return fault_checkpoints(load) if self.is_fault else load
+
+
+def fault_checkpoints(directory: Path) -> Path:
+    """Where the fault checkpoints of a run are, in its --save or --load."""
+    return rerun_dir(directory) / FAULT_CHECKPOINTS
+
+
+def find_checkpoint(checkpoint: CheckpointConfig, *, control: Control) -> CheckpointToLoad | None:
+    """What to load, the same on every rank; None to begin afresh.
+
+    One rank looks, so that ranks with different views of a shared file system cannot disagree.
+
+    Raises:
+        ConfigError, StorageError: on every rank; see `checkpoint_to_load`.
+    """
+    answer = b""
+    if control.is_coordinator:
+        try:
+            begin = checkpoint_to_load(checkpoint)
+            answer = b"-1 0" if begin is None else b"%d %d" % (begin.step, begin.is_fault)
+        except HoldfastError as error:
+            # Sent as an answer, not agreed on: it is one rank's finding, and speaks for all.
+            answer = f"{type(error).__name__}: {error}".encode()
+    answer = control.broadcast(answer or None, phase="find checkpoint")
+    kind, _, message = answer.decode().partition(": ")
+    if message:
+        raise StorageError(message) if kind == "StorageError" else ConfigError(message)
+    step, is_fault = map(int, kind.split())
+    return None if step < 0 else CheckpointToLoad(step=step, is_fault=bool(is_fault))
+
+
+def step_to_load(checkpoint: CheckpointConfig) -> int | None:
+    """The step of `checkpoint_to_load`."""
+    begin = checkpoint_to_load(checkpoint)
+    return None if begin is None else begin.step
+
+
+def checkpoint_to_load(checkpoint: CheckpointConfig) -> CheckpointToLoad | None:
+    """What to load as this process sees it; None to begin afresh.
+
+    The newest fault checkpoint comes before a good one of the same step or an older one, unless
+    --load-step or --finetune asks for another.
+
+    Raises:
+        ConfigError: --load is no checkpoint directory, or has no checkpoint and
+            --exit-on-missing-checkpoint is set, or --save already holds later steps.
+        StorageError: --save cannot be written.
+    """
+    begin = None
+    if checkpoint.load is not None:
+        fault = _fault_in(checkpoint.load, checkpoint=checkpoint)
+        step = _step_in(checkpoint.load, checkpoint=checkpoint, has_fault=fault is not None)
+        if step is not None:
+            begin = CheckpointToLoad(step=step, is_fault=False)
+        if fault is not None and (step is None or fault >= step):
+            begin = CheckpointToLoad(step=fault, is_fault=True)
+    if checkpoint.save is not None:
+        begins_at = 0 if begin is None or checkpoint.finetune else begin.step
+        check_save(checkpoint.save, begins_at=begins_at)
+    return begin
+
+
+def _fault_in(load: Path, *, checkpoint: CheckpointConfig) -> int | None:
+    """The step of the newest fault checkpoint; None without one, or where another is asked for."""
+    root = fault_checkpoints(load)
+    if checkpoint.finetune or checkpoint.load_step is not None or not root.is_dir():
+        return None
+    return latest_step(PosixStorage(root))
+
+
+def _step_in(load: Path, *, checkpoint: CheckpointConfig, has_fault: bool) -> int | None:
+    """The step to load from a directory; None when it has none and this run fills it."""
+    is_own = load == checkpoint.save
+    if not load.is_dir():
+        if is_own and not load.exists():
+            _refuse_missing(f"--load {load}: no such directory", checkpoint=checkpoint)
+            return None
+        reason = "not a directory" if load.exists() else "no such directory"
+        raise ConfigError(
+            f"--load {load}: {reason}; name the directory that an earlier run gave as --save"
+        )
+    storage = PosixStorage(load)
+    steps = list_steps(storage)
+    if checkpoint.load_step is not None:
+        if checkpoint.load_step not in steps:
+            have = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(
+                f"--load-step {checkpoint.load_step}: {load} has no committed checkpoint of that "
+                f"step; it has {have}"
+            )
+        return checkpoint.load_step
+    if steps:
+        return latest_step(storage)
+    if has_fault:
+        return None
+    names = storage.list("")
+    if names and not any(_is_ours(name) for name in names):
+        inside = " (it is one checkpoint: name its parent)" if "manifest.json" in names else ""
+        raise ConfigError(
+            f"--load {load}: not a checkpoint directory{inside}; name the directory that an "
+            f"earlier run gave as --save"
+        )
+    _refuse_missing(f"--load {load}: no committed checkpoint", checkpoint=checkpoint)
+    return None
+
+
+def _refuse_missing(what: str, *, checkpoint: CheckpointConfig) -> None:
+    """Refuse to begin afresh where the options say so."""
+    if checkpoint.exit_on_missing_checkpoint:
+        raise ConfigError(
+            f"{what}, and --exit-on-missing-checkpoint is set: name another directory, or leave "
+            f"the flag out to start at step 0"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name in a directory is one that saves make."""
+    return (
+        name in (LATEST, RANK_LOG_DIR, RERUN_DIR)
+        or name.startswith((".saving-", ".trash-"))
+        or (parse_step_dir(name) is not None)
+    )
+
+
+def check_save(save: Path, *, begins_at: int) -> None:
+    """Refuse now what would only fail at the first save, after training towards it.
+
+    Args:
+        save: the directory of `--save`; it is made.
+        begins_at: the step at which the run begins.
+
+    Raises:
+        ConfigError: the directory holds later steps than that.
+        StorageError: it cannot be written.
+    """
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        probe = save / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"--save {save}: cannot be written ({error.strerror}); name a directory that can"
+        ) from error
+    later = [step for step in list_steps(PosixStorage(save)) if step > begins_at]
+    if later:
+        raise ConfigError(
+            f"--save {save} already holds step {later[-1]} and this run begins at step "
+            f"{begins_at}: resume with --load {save}, or give --save another directory"
+        )
+    faults = fault_checkpoints(save)
+    at_fault = latest_step(PosixStorage(faults)) if faults.is_dir() else None
+    if at_fault is not None and at_fault > begins_at:
+        raise ConfigError(
+            f"--save {save} holds the state of a fault at step {at_fault} and this run begins at "
+            f"step {begins_at}: resume with --load {save}, remove {faults}, or give --save another "
+            f"directory"
+        )

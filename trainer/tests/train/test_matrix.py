@@ -1,0 +1,147 @@
+"""What any layout saved, every other loads: bitwise, and training goes on alike."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast import Checkpointer
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import step_dir
+from holdfast.format.reader import Snapshot
+from holdfast.parallel import Layout, ProcessGroups
+from holdfast.storage import PosixStorage
+from holdfast_trainer.command import parse
+from holdfast_trainer.train.config import TrainConfig
+from holdfast_trainer.train.data import read_corpus
+from holdfast_trainer.train.loop import Trainer
+from tests.harness import RankContext, run_ranks
+
+SAVED_AT = 2
+MODEL = (
+    "--num-layers 4 --mixers sa --feeds de --model-dim 32 --num-heads 4 --num-experts 4 "
+    "--expert-dim 16 --state-dim 4 --seq-len 16 --global-batch-size 8 --lr 1e-2 --steps 8 "
+    "--optimizer adamw --deterministic"
+)
+LAYOUTS = (
+    (1, ""),
+    (2, "--tp 2"),
+    (2, "--pp 2"),
+    (4, "--tp 2 --ep 2"),
+    (4, "--cp 2 --ep 2 --expt-tp 1"),
+    (4, "--pp 2 --ep 2 --pp-schedule interleaved --stages-per-rank 2"),
+    (4, "--pp 2 --tp 2 --stage-layers 3 1"),
+    (8, "--tp 2 --cp 2 --pp 2 --ep 2 --zero 1 --bucket-nbytes 20000"),
+    (8, "--ep 4 --order dp-ep-tp-cp-pp --zero 2 --bucket-nbytes 3000"),
+    (4, "--pp 2 --ep 2 --zero 1 --bucket-nbytes 5000"),
+    (2, "--zero 1"),
+)
+LOSS_BOUND = 1e-5
+"""Rounding of two float32 steps, the experts' discrete choices included."""
+
+
+def config_of(words: str) -> TrainConfig:
+    return parse([*MODEL.split(), *words.split()])
+
+
+def loads(
+    rank: RankContext, directory: str, layouts: tuple[tuple[int, str], ...], timeout_s: float
+) -> list[tuple[float, float]]:
+    """Save under each layout; load each checkpoint under each other, save again, train a step.
+
+    Returns loss and gradient norm of the step after each load, by checkpoint and layout, for ranks
+    that took part in it.
+    """
+    corpus = read_corpus([Path(directory) / "text"])
+    control = dist.new_group(list(range(rank.num_ranks)))
+    losses = []
+    trainers: dict[int, tuple[ProcessGroups, TrainConfig]] = {}
+    for number, (num_ranks, words) in enumerate(layouts):
+        if rank.rank < num_ranks:
+            config = config_of(words)
+            layout = config.check(world_size=num_ranks).to_dict()
+            # Ranks meet by name, and not all of them take part in every layout.
+            # Ranks of few layouts wait for those of many.
+            groups = ProcessGroups.create(
+                Layout.from_dict({**layout, "name": f"{number}"}), timeout_s=timeout_s
+            )
+            trainers[number] = groups, config
+            with Trainer(config, groups=groups, corpus=corpus) as trainer:
+                for _ in range(SAVED_AT):
+                    trainer.train_step()
+                save(trainer, groups, f"{directory}/{number}")
+    dist.barrier(group=control)
+    for saved in range(len(layouts)):
+        for number, (groups, config) in trainers.items():
+            with Trainer(config, groups=groups, corpus=corpus) as trainer:
+                state = trainer.state()
+                del state["rng"]
+                with Checkpointer(f"{directory}/{saved}", groups=groups) as checkpointer:
+                    checkpointer.load(state)
+                trainer.schedule.apply()
+                save(trainer, groups, f"{directory}/{saved}-{number}")
+                metrics = trainer.train_step()
+                losses.append((metrics.loss, metrics.grad_norm))
+    for groups, _ in trainers.values():
+        groups.close()
+    return losses
+
+
+def save(trainer: Trainer, groups: ProcessGroups, directory: str) -> None:
+    state = trainer.state()
+    del state["rng"]
+    with Checkpointer(directory, groups=groups, fingerprints=True) as checkpointer:
+        checkpointer.save(trainer.progress.step, state)
+
+
+def manifest(directory: Path) -> Manifest:
+    with Snapshot.open(PosixStorage(directory), step_dir(SAVED_AT)) as snapshot:
+        return snapshot.manifest
+
+
+def tensors(found: Manifest) -> dict[str, tuple[str, tuple[int, ...], str | None]]:
+    """Dtype, shape and fingerprint of every tensor; the fingerprint knows nothing of sharding."""
+    return {info.key: (info.dtype, tuple(info.shape), info.fingerprint) for info in found.tensors}
+
+
+def check(tmp_path: Path, layouts: tuple[tuple[int, str], ...], *, timeout_s: float) -> None:
+    words = random.Random(0).choices(["held", "fast", "anchor", "rope", "storm"], k=4000)
+    (tmp_path / "text").write_text(" ".join(words))
+    num_ranks = max(count for count, _ in layouts)
+    arguments = (str(tmp_path), layouts, timeout_s)
+    results = run_ranks(num_ranks, loads, *arguments, timeout_s=timeout_s).results
+    for saved in range(len(layouts)):
+        original = manifest(tmp_path / f"{saved}")
+        expected = tensors(original)
+        assert len(expected) > 100
+        assert all(mark is not None for _, _, mark in expected.values())
+        for number in range(len(layouts)):
+            again = manifest(tmp_path / f"{saved}-{number}")
+            assert tensors(again) == expected, f"{layouts[saved]} under {layouts[number]}"
+            for part in ("scheduler", "progress"):
+                assert again.parts[part] == original.parts[part]
+    everywhere = results[0]
+    assert len(everywhere) == len(layouts) ** 2
+    for losses in results:
+        assert all(loss in everywhere for loss in losses)
+    for first in range(0, len(everywhere), len(layouts)):
+        of_one = everywhere[first : first + len(layouts)]
+        for values in zip(*of_one, strict=True):
+            assert max(values) - min(values) < LOSS_BOUND * max(values)
+
+
+def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_saved(
+    tmp_path: Path,
+) -> None:
+    check(tmp_path, (LAYOUTS[3], LAYOUTS[9], LAYOUTS[0]), timeout_s=200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    check(tmp_path, LAYOUTS, timeout_s=900)
