@@ -1,6 +1,6 @@
 # make demo   sets up and runs the main job end to end
 # make demo-faults   shows a transient and a persistent fault, and the verdict on each (about a minute)
-# make test   sets up and passes the tests (short ones; `make test-all` runs every test)
+# make test   sets up and passes the tests (short ones; `make test-slow` runs the long ones, `make test-nightly` what takes hours)
 # make docs   builds the documentation with the API reference in site/, in an environment of its own
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 PYTEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-faults test test-all test-slow lint types contracts format bench bench-groups trace docs setup clean help
+.PHONY: demo demo-faults test test-all test-slow test-nightly lint types contracts format bench bench-groups trace docs setup clean help
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench bench-groups trace test-slow clean"
@@ -36,13 +36,16 @@ demo-faults: setup
 	@$(BIN)/python -m demo.faults --out demo/out
 
 test: setup lint
-	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow and not gpu"
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow and not nightly and not gpu"
 
 test-slow: setup
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not gpu"
 
+test-nightly: setup
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "nightly and not gpu"
+
 test-all: setup lint
-	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not gpu"
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly and not gpu"
 
 lint: setup
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections import Counter
@@ -43,6 +42,8 @@ class Tracer:
 
     def __init__(self, error: BaseException | None = None, at: int = -1) -> None:
         self.places: list[Place] = []
+        self.entries: list[int] = []
+        """Indices in `places` of the first line after a function was entered."""
         self.has_raised = False
         self._error, self._at = error, at
 
@@ -50,6 +51,9 @@ class Tracer:
         name = frame.f_code.co_filename
         if not name.startswith((f"{ROOM}/checkpoint/", f"{ROOM}/state/")):
             return None
+        if event == "call":
+            # The next line that this thread runs in these rooms is the first one of the function.
+            self.entries.append(len(self.places))
         if event == "line":
             self.places.append((name, frame.f_lineno))
             if len(self.places) - 1 == self._at:
@@ -68,14 +72,25 @@ class Tracer:
             sys.settrace(before)
 
 
-def first_events(places: list[Place], *, step: int, offset: int) -> list[int]:
-    """For each line its first event: all of checkpoint/, one in four of state/; of those a part."""
+def every_line(tracer: Tracer) -> list[int]:
+    """The first event of each line in checkpoint/, and of one line in four of state/."""
     first: dict[Place, int] = {}
-    for number, place in enumerate(places):
+    for number, place in enumerate(tracer.places):
         first.setdefault(place, number)
     of_state = [n for (name, _), n in first.items() if "/state/" in name]
-    ours = [n for (name, _), n in first.items() if "/state/" not in name]
-    return sorted(ours[offset::step] + of_state[offset :: 4 * step])
+    return sorted(set(first.values()) - set(of_state)) + sorted(of_state)[::4]
+
+
+def every_function(tracer: Tracer) -> list[int]:
+    """The first event of each function of both rooms: as its caller sees it, it raises at once."""
+    first: dict[Place, int] = {}
+    for number in tracer.entries:
+        if number < len(tracer.places):
+            first.setdefault(tracer.places[number], number)
+    return sorted(first.values())
+
+
+PLACES = {"lines": every_line, "functions": every_function}
 
 
 class Bench:
@@ -142,9 +157,14 @@ class Bench:
 
 
 def inject(
-    context: RankContext, root: str, operations: list[str], step: int, kind: type[BaseException]
+    context: RankContext,
+    root: str,
+    operations: list[str],
+    places: str,
+    step: int,
+    kind: type[BaseException],
 ) -> dict[str, Counter[str]]:
-    """Every `step`-th line of each operation on each rank in turn; what was found, all checked."""
+    """A fault at every `step`-th place of each operation, on each rank in turn; all checked."""
     found: dict[str, Counter[str]] = {}
     with ProcessGroups.create(Layout(dp=context.num_ranks), timeout_s=30) as groups:
         bench = Bench(context, root, groups)
@@ -157,7 +177,7 @@ def inject(
                 result = tracer.run(bench.operation(operation))
                 if operation.startswith("async"):
                     result.result(60)
-                events = first_events(tracer.places, step=step, offset=(number + victim) % step)
+                events = PLACES[places](tracer)[(number + victim) % step :: step]
                 share = groups.control.all_gather(repr(events).encode(), phase="test: events")
                 for at in eval(share[victim]):
                     bench.check()
@@ -209,7 +229,7 @@ def _assert_met(results: list[dict[str, Counter[str]]], operations: list[str]) -
 
 
 def test_a_fault_at_a_sample_of_lines_reaches_both_ranks(tmp_path: Path) -> None:
-    results = run_ranks(2, inject, str(tmp_path), ALL, 61, Injected, timeout_s=280).results
+    results = run_ranks(2, inject, str(tmp_path), ALL, "lines", 61, Injected, timeout_s=280).results
     _assert_met(results, ALL)
 
 
@@ -217,22 +237,26 @@ def test_an_interrupt_reaches_all_of_three_ranks(tmp_path: Path) -> None:
     """KeyboardInterrupt stays what it is on its own rank; the others say who was interrupted."""
     operations = ["save", "async, planned", "load"]
     results = run_ranks(
-        3, inject, str(tmp_path), operations, 149, KeyboardInterrupt, timeout_s=280
+        3, inject, str(tmp_path), operations, "lines", 149, KeyboardInterrupt, timeout_s=280
     ).results
     _assert_met(results, operations)
 
 
-# Every line takes minutes an operation; every fourth one is what continuous integration has time
-# for. HOLDFAST_FAULT_STEP=1 runs them all.
-FAULT_STEP = int(os.environ.get("HOLDFAST_FAULT_STEP", "4"))
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("operation", ALL)
-def test_a_fault_at_many_lines_reaches_both_ranks(tmp_path: Path, operation: str) -> None:
+def test_a_fault_in_every_function_reaches_both_ranks(tmp_path: Path, operation: str) -> None:
     results = run_ranks(
-        2, inject, str(tmp_path), [operation], FAULT_STEP, Injected, timeout_s=1400
+        2, inject, str(tmp_path), [operation], "functions", 1, Injected, timeout_s=280
+    ).results
+    _assert_met(results, [operation])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("operation", ALL)
+def test_a_fault_at_every_line_reaches_both_ranks(tmp_path: Path, operation: str) -> None:
+    results = run_ranks(
+        2, inject, str(tmp_path), [operation], "lines", 1, Injected, timeout_s=7000
     ).results
     _assert_met(results, [operation])
 

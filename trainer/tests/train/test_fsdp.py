@@ -131,8 +131,7 @@ def test_its_checkpoints_are_those_of_any_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
-def test_every_strategy_loads_what_every_layout_saved(tmp_path: Path) -> None:
+def test_every_strategy_loads_what_layouts_saved(tmp_path: Path) -> None:
     """K1, K8."""
     layouts = (
         (4, "--fsdp optim_grads_params"),
@@ -145,7 +144,7 @@ def test_every_strategy_loads_what_every_layout_saved(tmp_path: Path) -> None:
         (1, ""),
     )
     untied = tuple((num_ranks, f"--no-tied-head {words}") for num_ranks, words in layouts)
-    check(tmp_path, untied, timeout_s=900)
+    check(tmp_path, untied, timeout_s=280)
 
 
 def keys(rank: RankContext, directory: str) -> dict[str, list[str]]:

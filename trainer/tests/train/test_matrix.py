@@ -1,4 +1,10 @@
-"""What any layout saved, every other loads: bitwise, and training goes on alike."""
+"""What one layout saved, another loads: bitwise, and training continues the same.
+
+Layouts stand in rings, in which each loads what its neighbours saved. A fingerprint knows nothing
+of sharding, so one comparison with the fingerprints that the save had is the proof of a load. That
+any pair of placements fits together is proved without processes, in the property tests of plans
+and read plans.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +50,31 @@ LOSS_BOUND = 1e-5
 """Rounding of two float32 steps, the experts' discrete choices included."""
 
 
+STRIDES = (1, 4)
+"""How far apart in the list are those who save and who load: two rings of all layouts."""
+
+
+def rings(num_layouts: int) -> list[tuple[int, int]]:
+    """Pairs of the saving and the loading layout, by number."""
+    strides = sorted({stride % num_layouts for stride in STRIDES} - {0})
+    return [((i - stride) % num_layouts, i) for stride in strides for i in range(num_layouts)]
+
+
 def config_of(words: str) -> TrainConfig:
     return parse([*MODEL.split(), *words.split()])
 
 
 def loads(
     rank: RankContext, directory: str, layouts: tuple[tuple[int, str], ...], timeout_s: float
-) -> list[tuple[float, float]]:
-    """Save under each layout; load each checkpoint under each other, save again, train a step.
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Save under each layout; load in rings, save what was loaded, train a step.
 
-    Returns loss and gradient norm of the step after each load, by checkpoint and layout, for ranks
-    that took part in it.
+    Returns loss and gradient norm of the step after each save and each load, by the number of the
+    saving and the loading layout, of those that this rank took part in.
     """
     corpus = read_corpus([Path(directory) / "text"])
     control = dist.new_group(list(range(rank.num_ranks)))
-    losses = []
+    losses = {}
     trainers: dict[int, tuple[ProcessGroups, TrainConfig]] = {}
     for number, (num_ranks, words) in enumerate(layouts):
         if rank.rank < num_ranks:
@@ -74,9 +90,12 @@ def loads(
                 for _ in range(SAVED_AT):
                     trainer.train_step()
                 save(trainer, groups, f"{directory}/{number}")
+                metrics = trainer.train_step()
+                losses[number, number] = (metrics.loss, metrics.grad_norm)
     dist.barrier(group=control)
-    for saved in range(len(layouts)):
-        for number, (groups, config) in trainers.items():
+    for saved, number in rings(len(layouts)):
+        if number in trainers:
+            groups, config = trainers[number]
             with Trainer(config, groups=groups, corpus=corpus) as trainer:
                 state = trainer.state()
                 del state["rng"]
@@ -85,7 +104,7 @@ def loads(
                 trainer.schedule.apply()
                 save(trainer, groups, f"{directory}/{saved}-{number}")
                 metrics = trainer.train_step()
-                losses.append((metrics.loss, metrics.grad_norm))
+                losses[saved, number] = (metrics.loss, metrics.grad_norm)
     for groups, _ in trainers.values():
         groups.close()
     return losses
@@ -114,24 +133,23 @@ def check(tmp_path: Path, layouts: tuple[tuple[int, str], ...], *, timeout_s: fl
     num_ranks = max(count for count, _ in layouts)
     arguments = (str(tmp_path), layouts, timeout_s)
     results = run_ranks(num_ranks, loads, *arguments, timeout_s=timeout_s).results
-    for saved in range(len(layouts)):
+    for saved, number in rings(len(layouts)):
         original = manifest(tmp_path / f"{saved}")
+        again = manifest(tmp_path / f"{saved}-{number}")
         expected = tensors(original)
         assert len(expected) > 100
         assert all(mark is not None for _, _, mark in expected.values())
-        for number in range(len(layouts)):
-            again = manifest(tmp_path / f"{saved}-{number}")
-            assert tensors(again) == expected, f"{layouts[saved]} under {layouts[number]}"
-            for part in ("scheduler", "progress"):
-                assert again.parts[part] == original.parts[part]
-    everywhere = results[0]
-    assert len(everywhere) == len(layouts) ** 2
-    for losses in results:
-        assert all(loss in everywhere for loss in losses)
-    for first in range(0, len(everywhere), len(layouts)):
-        of_one = everywhere[first : first + len(layouts)]
-        for values in zip(*of_one, strict=True):
-            assert max(values) - min(values) < LOSS_BOUND * max(values)
+        assert tensors(again) == expected, f"{layouts[saved]} under {layouts[number]}"
+        for part in ("scheduler", "progress"):
+            assert again.parts[part] == original.parts[part]
+    everywhere = {pair: losses for found in results for pair, losses in found.items()}
+    assert everywhere.keys() == {*rings(len(layouts)), *((i, i) for i in range(len(layouts)))}
+    for found in results:
+        for pair, losses in found.items():
+            assert losses == everywhere[pair], "ranks of one run report the same"
+    for (saved, number), losses in everywhere.items():
+        for ours, theirs in zip(losses, everywhere[saved, saved], strict=True):
+            assert abs(ours - theirs) < LOSS_BOUND * theirs, (layouts[saved], layouts[number])
 
 
 def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_saved(
@@ -141,7 +159,6 @@ def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
-def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
+def test_every_layout_loads_what_others_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    check(tmp_path, LAYOUTS, timeout_s=900)
+    check(tmp_path, LAYOUTS, timeout_s=280)
