@@ -5,8 +5,11 @@
 Two ranks keep a small state. After some saves and loads as warm-up, one call of each kind is traced
 on rank 0, in all threads that it starts. (The writer of an asynchronous save is another process,
 and is not counted.) There are two states: `tensors` is a dict of DTensors and values, as other
-checkpointers take it, and the bars are for this one; `training` is a module, its optimizer, the
-random streams and values, so that the rooms that export these are counted, too.
+checkpointers take it; `training` is a module, its optimizer, the random streams and values, as a
+training run has it, and the budget is for this one.
+
+The table of docs/performance.md is written anew by each run. Exits with 1 if a call is over the
+budget.
 
 Counted, of the frames whose code lies in `holdfast/`:
 
@@ -41,6 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MAX_FILES = 30
 MAX_CHANGES = 90
+PAGE = ROOT / "docs" / "performance.md"
+START, END = "<!-- written by make trace -->", "<!-- end of the table -->"
 PACKAGE = str(ROOT / "holdfast") + os.sep
 Function = tuple[str, str]
 """File, below `holdfast/`, and qualified name."""
@@ -139,8 +144,40 @@ def _traced(context: RankContext, root: str) -> dict[str, list[Function]]:
     return found
 
 
+def table(found: dict[str, list[Function]]) -> str:
+    """The counts as a table of docs/performance.md."""
+    lines = ["| state and call | functions | files | changes of file |", "|---|---|---|---|"]
+    for name, functions in found.items():
+        files = len({file for file, _ in functions})
+        lines.append(f"| {name} | {len(functions)} | {files} | {num_changes(functions)} |")
+    return "\n".join(lines)
+
+
+def over_budget(found: dict[str, list[Function]]) -> list[str]:
+    """A line for each call of the training state that enters too much code."""
+    counts = {
+        name: (len({file for file, _ in functions}), num_changes(functions))
+        for name, functions in found.items()
+        if name.startswith("training")
+    }
+    return [
+        f"{name}: {files} files (at most {MAX_FILES}), {changes} changes (at most {MAX_CHANGES})"
+        for name, (files, changes) in counts.items()
+        if files > MAX_FILES or changes > MAX_CHANGES
+    ]
+
+
+def write_table(page: Path, found: dict[str, list[Function]]) -> None:
+    """Replace the table between the page's two markers."""
+    before, start, rest = page.read_text().partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"{page} has no table between {START} and {END}")
+    page.write_text(f"{before}{START}\n{table(found)}\n{END}{after}")
+
+
 def main() -> int:
-    """Print the counts; with `--list`, the functions of one of the calls."""
+    """Write the table and print it; with `--list`, print the functions of one of the calls."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", metavar="NAME", help="a row of the table")
     chosen = parser.parse_args().list
@@ -149,13 +186,12 @@ def main() -> int:
     if chosen is not None:
         for file, name in found[chosen]:
             print(f"{file}  {name}")
-    print(f"{'':22}{'functions':>10}{'files':>8}{'changes of file':>18}")
-    for name, functions in found.items():
-        files = len({file for file, _ in functions})
-        changes = num_changes(functions)
-        print(f"{name:22}{len(functions):10}{files:8}{changes:18}")
-    print(f"{'at most, on tensors':22}{'':10}{MAX_FILES:8}{MAX_CHANGES:18}")
-    return 0
+        return 0
+    write_table(PAGE, found)
+    print(table(found))
+    over = over_budget(found)
+    print(*(f"over the budget: {line}" for line in over), sep="\n", end="\n" if over else "")
+    return 1 if over else 0
 
 
 if __name__ == "__main__":
