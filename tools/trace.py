@@ -8,7 +8,7 @@ and is not counted.) There are two states: `tensors` is a dict of DTensors and v
 checkpointers take it; `training` is a module, its optimizer, the random streams and values, as a
 training run has it, and the budget is for this one.
 
-The table of docs/performance.md is written anew by each run. Exits with 1 if a call is over the
+The table of docs/performance.md is written by each run. Exits with 1 if a call is over the
 budget.
 
 Counted, of the frames whose code lies in `holdfast/`:

@@ -1,4 +1,21 @@
-"""Fully sharded models: torch's FSDP2 on the communicators of a layout, with its traps closed."""
+"""Fully sharded models: torch's FSDP2 on the communicators of a layout, with its traps closed.
+
+In comes a model with declared units and experts; out comes a `ShardedModel`. `plan.py` gives each
+parameter to the innermost unit around all of its places, so that a tied one is whole wherever it is
+used. `data_axes.py` makes the mesh of each kind: dense over `dp_cp`, experts over `expt_dp`.
+`agreement.py` compares structure and bytes of all parameters between ranks before anything changes,
+because shards are cut by position from what each rank holds.
+
+Units are made of FSDP2's pieces (`_torch.py`, the one file with its private names), not by
+`fully_shard` alone: a unit has one group of parameters for each kind and dtype, each with its own
+communicators and divisor. Reductions run on the mesh's communicators, gathers on the `_ag` clone.
+The divisor is dp · cp for both kinds. If a rank holds whole parameters (`no_shard`, `expt_dp` of 1)
+FSDP2 divides by its factor once, twice or three times, depending on the dtype, so it is given 1 and
+a hook divides. The four strategies are settings of this one mechanism (`strategy.py`). Checkpoints
+need nothing special: state is DTensors.
+
+Read first: `model.py`, `plan.py`, `sharded_model.py`.
+"""
 
 from holdfast.fsdp.model import fully_shard_model
 from holdfast.fsdp.sharded_model import ShardedModel, ShardedModelStepper

@@ -1,4 +1,10 @@
-"""Where bytes go: a small storage protocol and the stores that keep it. Torch-free."""
+"""Where bytes go: a small protocol and the stores that keep it. Torch-free.
+
+Every store passes one contract test (`tests/storage/contract.py`). The rest of the library knows no
+file system: it writes to sinks, reads ranges from sources, and publishes and renames by name.
+
+Read first: `protocol.py`, `posix/store.py`.
+"""
 
 from __future__ import annotations
 
