@@ -211,7 +211,8 @@ def _die_in_save(context: RankContext, root: str, instant: int) -> int:
         if count == instant and context.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with ProcessGroups.create(layout, timeout_s=5) as groups:
+    # The survivor waits this long for a rank that is gone; what it says is tested elsewhere.
+    with ProcessGroups.create(layout, timeout_s=2) as groups:
         storage = PosixStorage(root, observer=observe)
         state = make_state(layout, context.rank)
         Checkpointer(storage, groups=groups).save(2, state)
@@ -243,7 +244,7 @@ def test_killed_at_any_storage_operation_leaves_the_previous_checkpoint(tmp_path
     run_ranks(2, _save_one, str(tmp_path / "whole"))
     num_operations = run_ranks(2, _die_in_save, str(tmp_path / "whole"), 0).results[0]
     committed = set()
-    for instant in {round(1 + i * (num_operations - 1) / 15) for i in range(16)}:
+    for instant in {round(1 + i * (num_operations - 1) / 9) for i in range(10)}:
         root = tmp_path / str(instant)
         run_ranks(2, _save_one, str(root))
         run_ranks(2, _die_in_save, str(root), instant, expect_failure=True, timeout_s=40)
