@@ -326,7 +326,7 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | 
         # The other two would end the processes at once; `_forwarding_signals` has them.
         signals_to_handle="SIGHUP,SIGQUIT",
     )
-    command = ["-m", "holdfast.cli.main", "train", *arguments]
+    command = ["-m", "holdfast_trainer", *arguments]
     with stop_directory() as request:
         try:
             with _forwarding_signals(request):
