@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CheckpointerStats,
         LoadReport,
         PendingSave,
+        RankLog,
         SaveReport,
     )
     from holdfast.errors import (
@@ -142,6 +143,7 @@ __all__ = [
     "PlanError",
     "PosixStorage",
     "ProcessGroups",
+    "RankLog",
     "ReducedOptimizer",
     "Replicated",
     "SavePolicy",
@@ -169,6 +171,7 @@ _ROOMS = {
         "CheckpointerStats",
         "LoadReport",
         "PendingSave",
+        "RankLog",
         "SaveReport",
     ),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultError"),

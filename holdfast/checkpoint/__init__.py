@@ -1,6 +1,7 @@
 """Saving and loading the whole training state: signature, plan, stage, write, commit; and back."""
 
 from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.rank_log import RankLog
 from holdfast.checkpoint.reports import (
     CheckpointerStats,
     LoadReport,
@@ -13,5 +14,6 @@ __all__ = [
     "CheckpointerStats",
     "LoadReport",
     "PendingSave",
+    "RankLog",
     "SaveReport",
 ]

@@ -27,9 +27,6 @@ from holdfast_trainer.train.placement import (
 )
 from holdfast_trainer.train.rerun_config import RerunConfig, check_rerun
 
-RANK_LOG_DIR = "events"
-"""Directory of a run, below that of --save, with what each rank logs of its saves and loads."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
