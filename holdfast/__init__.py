@@ -61,10 +61,12 @@ if TYPE_CHECKING:
         AtStep,
         EveryMinutes,
         EverySteps,
+        Moment,
         OnFile,
         OnSignal,
         SavePolicy,
     )
+    from holdfast.save_when.schedule import SaveSchedule
     from holdfast.state import (
         RNG,
         FlatShard,
@@ -128,6 +130,7 @@ __all__ = [
     "ModuleRNG",
     "ModuleRole",
     "ModuleState",
+    "Moment",
     "MultiModuleOptimizer",
     "MultiModuleOutcome",
     "OnFile",
@@ -148,6 +151,7 @@ __all__ = [
     "Replicated",
     "SavePolicy",
     "SaveReport",
+    "SaveSchedule",
     "Sharded",
     "ShardedModel",
     "ShardedOptimizer",
@@ -189,10 +193,12 @@ _ROOMS = {
         "AtStep",
         "EveryMinutes",
         "EverySteps",
+        "Moment",
         "OnFile",
         "OnSignal",
         "SavePolicy",
     ),
+    "holdfast.save_when.schedule": ("SaveSchedule",),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.bridge": ("Bridge", "Bridged"),
     "holdfast.optim": (

@@ -12,13 +12,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from holdfast import AtStep, EverySteps, SaveSchedule
 from holdfast.checkpoint import LoadReport, PendingSave, RankLog, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import Replayed
-from holdfast.save_when.policies import AtStep, EverySteps
-from holdfast.save_when.schedule import SaveSchedule
 from holdfast_trainer.train.checkpointer import load_checkpoint, make_checkpointer
 from holdfast_trainer.train.config import OptimConfig, TrainConfig
 from holdfast_trainer.train.data import EpochSampler
