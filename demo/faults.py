@@ -133,7 +133,7 @@ def start(directory: Path, *, flags: str, device: str) -> int:
     with directory.with_suffix(".log").open("a") as log:
         return subprocess.run(
             [
-                *(sys.executable, "-m", "holdfast.cli.main", "train"),
+                *(sys.executable, "-m", "holdfast_trainer"),
                 *(*FLAGS.split(), "--save", str(directory), *flags.split()),
             ],
             env=os.environ | {"HOLDFAST_DEVICE": device},

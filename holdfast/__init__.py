@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CheckpointerStats,
         LoadReport,
         PendingSave,
+        RankLog,
         SaveReport,
     )
     from holdfast.errors import (
@@ -60,10 +61,12 @@ if TYPE_CHECKING:
         AtStep,
         EveryMinutes,
         EverySteps,
+        Moment,
         OnFile,
         OnSignal,
         SavePolicy,
     )
+    from holdfast.save_when.schedule import SaveSchedule
     from holdfast.state import (
         RNG,
         FlatShard,
@@ -127,6 +130,7 @@ __all__ = [
     "ModuleRNG",
     "ModuleRole",
     "ModuleState",
+    "Moment",
     "MultiModuleOptimizer",
     "MultiModuleOutcome",
     "OnFile",
@@ -142,10 +146,12 @@ __all__ = [
     "PlanError",
     "PosixStorage",
     "ProcessGroups",
+    "RankLog",
     "ReducedOptimizer",
     "Replicated",
     "SavePolicy",
     "SaveReport",
+    "SaveSchedule",
     "Sharded",
     "ShardedModel",
     "ShardedOptimizer",
@@ -169,6 +175,7 @@ _ROOMS = {
         "CheckpointerStats",
         "LoadReport",
         "PendingSave",
+        "RankLog",
         "SaveReport",
     ),
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultError"),
@@ -186,10 +193,12 @@ _ROOMS = {
         "AtStep",
         "EveryMinutes",
         "EverySteps",
+        "Moment",
         "OnFile",
         "OnSignal",
         "SavePolicy",
     ),
+    "holdfast.save_when.schedule": ("SaveSchedule",),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.bridge": ("Bridge", "Bridged"),
     "holdfast.optim": (

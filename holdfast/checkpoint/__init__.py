@@ -13,6 +13,7 @@ Read first: `checkpointer.py`, `save/saver.py`, `load/loader.py`.
 """
 
 from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.rank_log import RankLog
 from holdfast.checkpoint.reports import (
     CheckpointerStats,
     LoadReport,
@@ -25,5 +26,6 @@ __all__ = [
     "CheckpointerStats",
     "LoadReport",
     "PendingSave",
+    "RankLog",
     "SaveReport",
 ]

@@ -1,23 +1,26 @@
 """Entry point of `holdfast`: dispatches to a command, and prints errors as one line.
 
-Torch is imported only by commands that need it.
+Torch is imported only by commands that need it. Other distributions add commands as entry points
+of the group `holdfast.commands`.
 """
 
 from __future__ import annotations
 
 import difflib
-import io
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from holdfast.cli.support.messages import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
+from holdfast.cli.support.arguments import parse_arguments
+from holdfast.cli.support.running import run_command
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.version import __version__
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 VERBS = {
-    "train": "train the reference model, save and resume under any layout",
     "ls": "list the checkpoints in a directory",
     "show": "show what is in a checkpoint",
     "verify": "check every byte of a checkpoint",
@@ -30,6 +33,15 @@ VERBS = {
 }
 """Each command and what it is for."""
 
+COMMANDS_GROUP = "holdfast.commands"
+"""Entry points of other distributions: `run(words) -> int`, the words after the command's name."""
+
+_ELSEWHERE = {
+    "train": "the reference trainer is a distribution of its own, holdfast-trainer, which is not "
+    "installed; from a checkout: pip install ./trainer"
+}
+"""Commands that people know, and where to get them."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line.
@@ -41,25 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 2 for a mistake or failure, explained on standard error; or the
         command's own.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # File names need not be text; bytes that cannot be printed are shown as escapes.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        return _run(words)
-    except BrokenPipeError:
-        return 0
-    except KeyboardInterrupt:
-        print("holdfast: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except (HoldfastError, OSError) as error:
-        print_error(error)
-        return EXIT_MISTAKE
-    finally:
-        _flush()
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
-def _run(words: list[str]) -> int:
+def _run(words: Sequence[str]) -> int:
     """Run the command of these words; the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -67,42 +64,52 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"holdfast {__version__}")
         return 0
-    return _dispatch(words[0], words[1:])
-
-
-def _flush() -> None:
-    """Write what is buffered, unless the reading end of the pipe (head, less) has closed it."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The interpreter flushes once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _dispatch(words[0], list(words[1:]))
 
 
 def _dispatch(verb: str, words: list[str]) -> int:
     """Import the module of a command and run it; the exit code."""
     if verb not in VERBS:
-        raise _unknown(verb)
-    if verb == "train":
-        return int(import_module("holdfast_trainer.command").run_command(words))
+        return _dispatch_elsewhere(verb, words)
     module = import_module(f"holdfast.cli.commands.{verb}")
-    from holdfast.cli.support.arguments import parse_arguments
-
     args = parse_arguments(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
     return int(module.run(args))
 
 
-def _unknown(verb: str) -> HoldfastError:
-    """The error for a word that is no command."""
-    near = difflib.get_close_matches(verb, VERBS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(VERBS)}"
+def _dispatch_elsewhere(verb: str, words: list[str]) -> int:
+    """Run a command of another distribution; the exit code."""
+    installed = _installed_commands()
+    if verb in installed:
+        return int(installed[verb].load()(words))
+    if verb in _ELSEWHERE:
+        raise ConfigError(f"holdfast {verb}: {_ELSEWHERE[verb]}")
+    raise _unknown(verb, [*VERBS, *_ELSEWHERE, *installed])
+
+
+def _installed_commands() -> dict[str, EntryPoint]:
+    """The commands of other distributions, by name.
+
+    Cost: looks into every installed distribution, so only help and words that are not ours do it.
+    """
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
+
+
+def _unknown(verb: str, known: Sequence[str]) -> HoldfastError:
+    """The error for a word that names no command."""
+    near = difflib.get_close_matches(verb, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(dict.fromkeys(known))}"
     return ConfigError(f"unknown command {verb!r}; {hint}")
 
 
 def _usage() -> str:
     """The help text of `holdfast` itself."""
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {about}" for verb, about in VERBS.items())
+    commands = dict(VERBS)
+    for name, point in _installed_commands().items():
+        commands.setdefault(name, point.dist.metadata["Summary"] if point.dist else "")
+    width = max(map(len, commands))
+    verbs = "\n".join(f"  {verb:<{width}}  {about}" for verb, about in commands.items())
     return (
         "usage: holdfast COMMAND [ARGUMENTS]\n\n"
         "Keeps the whole training state of a distributed PyTorch run safe.\n\n"

@@ -17,6 +17,8 @@ DATA_DIR = "data"
 LATEST = "latest_checkpointed_iteration.txt"
 FAULT_CHECKPOINTS = "checkpoints"
 """The root of fault checkpoints, below a rerun machine's directory."""
+RANK_LOG_DIR = "events"
+"""The logs of a run's ranks, below the root of its checkpoints."""
 SAVING_PREFIX = ".saving-"
 REPLACED_PREFIX = ".replaced-"
 
@@ -90,6 +92,11 @@ def parse_replaced_dir(name: str) -> int | None:
 def data_file(number: int) -> str:
     """Name of a data file inside a checkpoint directory, `data/00000.safetensors`."""
     return f"{DATA_DIR}/{number:05d}.safetensors"
+
+
+def rank_log_file(rank: int) -> str:
+    """The log of a rank's saves and loads, below the root of its run's checkpoints."""
+    return f"{RANK_LOG_DIR}/{rank:05d}.jsonl"
 
 
 def list_steps(storage: Storage) -> list[int]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.parallel.groups.process_groups import ProcessGroups, current_groups
     from holdfast.parallel.layout import Layout
     from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
+    from holdfast.parallel.ranks import shorten_ranks
 
 __all__ = [
     "Bandwidths",
@@ -25,6 +26,7 @@ __all__ = [
     "ModuleRole",
     "ProcessGroups",
     "current_groups",
+    "shorten_ranks",
 ]
 
 
@@ -37,6 +39,7 @@ _MODULES = {
     "ModuleRole": "holdfast.parallel.module_layouts",
     "ProcessGroups": "holdfast.parallel.groups.process_groups",
     "current_groups": "holdfast.parallel.groups.process_groups",
+    "shorten_ranks": "holdfast.parallel.ranks",
 }
 
 

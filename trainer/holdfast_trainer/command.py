@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.support.arguments import parse_arguments
-from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
+from holdfast.cli import EXIT_MISTAKE, parse_arguments, print_error, run_command
 from holdfast.errors import ConfigError, HoldfastError, LayoutError
 from holdfast_trainer.train.config import TrainConfig, read_toml
 from holdfast_trainer.train.data import check_paths
@@ -23,7 +23,16 @@ _ABOUT = (
 )
 
 
-def run_command(words: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as `holdfast train` does, without the `holdfast` command; the exit code.
+
+    Args:
+        argv: the words after `holdfast train`; default those of this process.
+    """
+    return run_command(run, sys.argv[1:] if argv is None else argv)
+
+
+def run(words: Sequence[str]) -> int:
     """Parse, check, and train in this process or in new ones; the exit code.
 
     Everything that can be refused without torch is refused before it is imported, and before any

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.main import main
+from holdfast.cli.main import main as holdfast
 from holdfast.format.names import list_steps
 from holdfast.format.verify import verify_snapshot
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import PosixStorage
-from holdfast_trainer.command import parse
+from holdfast_trainer.command import main, parse
 from holdfast_trainer.train.config import LogConfig
 from holdfast_trainer.train.data import read_corpus
 from holdfast_trainer.train.loop import Trainer
@@ -25,12 +25,12 @@ from holdfast_trainer.train.metrics import Reporter
 from holdfast_trainer.train.stopping import StopRequest
 from tests.harness import RankContext, run_ranks
 
-HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
+TRAIN = [sys.executable, "-m", "holdfast_trainer"]
 SMALL = [
     *("--num-layers", "1", "--model-dim", "16", "--num-heads", "2"),
     *("--seq-len", "16", "--global-batch-size", "4", "--device", "cpu"),
 ]
-ENDLESS = ["train", *SMALL, "--data", "text", "--steps", "1000000", "--log-interval", "10"]
+ENDLESS = [*SMALL, "--data", "text", "--steps", "1000000", "--log-interval", "10"]
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_saved_is_printed_when_it_is_committed_and_soon_after(
     assert 190 <= seen[1][0] < 200
 
 
-def start(words: Sequence[str], *, launcher: Sequence[str] = HOLDFAST) -> subprocess.Popen[str]:
+def start(words: Sequence[str], *, launcher: Sequence[str] = TRAIN) -> subprocess.Popen[str]:
     """A run that has printed its first step."""
     process = subprocess.Popen(
         [*launcher, *words],
@@ -219,7 +219,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
 def test_sigterm_under_torchrun(tmp_path: Path) -> None:
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "holdfast.cli.main"),
+        *("-m", "holdfast_trainer"),
     ]
     process = start(
         [*ENDLESS, "--save", "ck", "--save-interval", "100000", "--async-save"], launcher=torchrun
@@ -241,7 +241,7 @@ def damage(directory: Path) -> None:
 def test_fallback_goes_back_trains_on_and_saves_over_what_was_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", *SMALL, "--data", "text", "--save-interval", "2"]
+    words = [*SMALL, "--data", "text", "--save-interval", "2"]
     assert main([*words, "--save", "whole", "--steps", "6"]) == 0
     assert main([*words, "--save", "ck", "--steps", "4", "--decay-steps", "6"]) == 0
     damage(tmp_path / "ck" / "iter_0000004")
@@ -256,13 +256,13 @@ def test_fallback_goes_back_trains_on_and_saves_over_what_was_damaged(
     assert list_steps(store) == [2, 4, 6]
     for name in ("iter_0000004", "iter_0000006"):
         assert verify_snapshot(store, name) == []
-        assert main(["diff", f"ck/{name}", f"whole/{name}"]) == 0
+        assert holdfast(["diff", f"ck/{name}", f"whole/{name}"]) == 0
 
 
 def test_fallback_does_not_run_into_steps_of_another_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", *SMALL, "--data", "text", "--save-interval", "2", "--steps", "4"]
+    words = [*SMALL, "--data", "text", "--save-interval", "2", "--steps", "4"]
     for name in ("from", "to"):
         assert main([*words, "--save", name]) == 0
     damage(tmp_path / "from" / "iter_0000004")
@@ -279,7 +279,7 @@ def test_fallback_does_not_run_into_steps_of_another_directory(
 
 
 def test_what_a_run_does_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", *SMALL, "--data", "text", "--steps", "2"]
+    words = [*SMALL, "--data", "text", "--steps", "2"]
     assert main(words) == 0
     assert "nothing of this run is saved: --save DIR does" in capsys.readouterr().out
     assert main([*words, "--save", "ck"]) == 0

@@ -30,6 +30,7 @@ from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.manifest import FileInfo
 from holdfast.format.names import parse_step_dir
+from holdfast.format.rank_log import LoadEvent
 from holdfast.storage import PosixStorage
 
 _MAX_LOADS = 5
@@ -158,7 +159,7 @@ def _real_loads(log: RunLog, files: list[FileInfo]) -> Iterator[HeatMap]:
         )
 
 
-def _what_it_cost(load: RunEvent) -> str:
+def _what_it_cost(load: RunEvent[LoadEvent]) -> str:
     """Opens, bytes from other ranks and the time of a load."""
     received = sum(rank.nbytes_received for rank in load.ranks)
     return (

@@ -1,18 +1,18 @@
-"""What the ranks of a run logged of their saves and loads, as `holdfast train` writes it.
+"""The saves and loads of a run, joined from the logs of its ranks (`format/rank_log.py`).
 
-Files are `DIR/events/NNNNN.jsonl`, one per rank (`holdfast_trainer/train/rank_log.py`). Lines that
-cannot be read are counted, not fatal: the last one of a killed run may be cut off.
+Lines that cannot be read are counted, not fatal: the last one of a killed run may be cut off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
-import msgspec
+from holdfast.format.names import RANK_LOG_DIR
+from holdfast.format.rank_log import LoadEvent, SaveEvent, decode_event
 
-RANK_LOG_DIR = "events"
 _MAX_FILES = 4096
 _MAX_NBYTES = 4 << 20
 """Of each rank's log, from its end."""
@@ -20,41 +20,26 @@ _MAX_GAP_S = 600.0
 """Ranks of one save call for it within this time."""
 
 
-class RankEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One save or load of one rank."""
-
-    event: str
-    rank: int
-    step: int
-    began: float
-    path: str = ""
-    axes: dict[str, int] = {}
-    nbytes: int = 0
-    phases: dict[str, float] = {}
-    seconds: float = 0.0
-    nbytes_read: int = 0
-    nbytes_received: int = 0
-    num_opens: int = 0
-    nbytes_by_file: dict[str, int] = {}
+E = TypeVar("E", SaveEvent, LoadEvent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunEvent:
+class RunEvent(Generic[E]):
     """One save or load of all its ranks, ascending by rank."""
 
     step: int
     began: float
     path: str
     axes: dict[str, int]
-    ranks: list[RankEvent]
+    ranks: list[E]
 
 
 @dataclass(slots=True, kw_only=True)
 class RunLog:
     """The saves and loads of a run, oldest first."""
 
-    saves: list[RunEvent] = field(default_factory=list)
-    loads: list[RunEvent] = field(default_factory=list)
+    saves: list[RunEvent[SaveEvent]] = field(default_factory=list)
+    loads: list[RunEvent[LoadEvent]] = field(default_factory=list)
     num_files: int = 0
     num_unreadable: int = 0
     """Lines that are no events."""
@@ -64,7 +49,8 @@ def read_run_log(root: Path) -> RunLog:
     """The logs below a run's directory; an empty one where there are none."""
     log = RunLog()
     paths = sorted((root / RANK_LOG_DIR).glob("[0-9]*.jsonl"))[:_MAX_FILES]
-    events: list[RankEvent] = []
+    saves: list[SaveEvent] = []
+    loads: list[LoadEvent] = []
     for path in paths:
         try:
             lines = _tail(path)
@@ -74,11 +60,15 @@ def read_run_log(root: Path) -> RunLog:
         log.num_files += 1
         for line in lines:
             try:
-                events.append(msgspec.json.decode(line, type=RankEvent))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                event = decode_event(line)
+            except ValueError:
                 log.num_unreadable += 1
-    log.saves = list(_of_all_ranks(event for event in events if event.event == "save"))
-    log.loads = list(_of_all_ranks(event for event in events if event.event == "load"))
+                continue
+            if isinstance(event, SaveEvent):
+                saves.append(event)
+            else:
+                loads.append(event)
+    log.saves, log.loads = _of_all_ranks(saves), _of_all_ranks(loads)
     return log
 
 
@@ -91,9 +81,9 @@ def _tail(path: Path) -> list[bytes]:
     return lines[1:] if size > _MAX_NBYTES else lines
 
 
-def _of_all_ranks(events: Iterable[RankEvent]) -> Iterator[RunEvent]:
-    """Events of one save or load together: a rank that comes again begins another one."""
-    groups: dict[tuple[int, str], list[dict[int, RankEvent]]] = {}
+def _of_all_ranks(events: Iterable[E]) -> list[RunEvent[E]]:
+    """Join what the ranks have of one save or load: a rank that comes again starts another one."""
+    groups: dict[tuple[int, str], list[dict[int, E]]] = {}
     for event in sorted(events, key=lambda each: (each.began, each.rank)):
         turns = groups.setdefault((event.step, event.path), [])
         last = turns[-1] if turns else None
@@ -113,4 +103,4 @@ def _of_all_ranks(events: Iterable[RankEvent]) -> Iterator[RunEvent]:
         for (step, path), turns in groups.items()
         for turn in turns
     ]
-    yield from sorted(joined, key=lambda each: each.began)
+    return sorted(joined, key=lambda each: each.began)

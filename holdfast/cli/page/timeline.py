@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 
 from holdfast.cli.page.html import Column, Html, bullets, element, esc, paragraph, table
-from holdfast.cli.page.run_events import RankEvent, RunEvent, RunLog
+from holdfast.cli.page.run_events import RunEvent, RunLog
+from holdfast.format.rank_log import SaveEvent
 
 MAX_SAVES = 30
 _MAX_RANKS = 64
@@ -24,9 +25,8 @@ def timeline_section(log: RunLog) -> Html:
     """All saves that the run logged, the newest open; how to get a log where there is none."""
     if not log.saves:
         return paragraph(
-            "No log of saves is here. `holdfast train` writes one next to its checkpoints "
-            "(events/, one file per rank); the library itself writes none: log "
-            "SaveReport.seconds of your own saves."
+            "No log of saves is here. holdfast.RankLog writes one next to the checkpoints "
+            "(events/, one file per rank), in `holdfast train` and in a loop of your own."
         )
     saves = log.saves[::-1][:MAX_SAVES]
     parts = [
@@ -45,16 +45,16 @@ def timeline_section(log: RunLog) -> Html:
     return Html("".join(parts))
 
 
-def save_seconds(save: RunEvent) -> float:
+def save_seconds(save: RunEvent[SaveEvent]) -> float:
     """What the slowest rank waited for a save: all of a synchronous one, the stall of another."""
     return max(_waited(rank) for rank in save.ranks)
 
 
-def _waited(rank: RankEvent) -> float:
+def _waited(rank: SaveEvent) -> float:
     return rank.phases.get("total", rank.phases.get("stall", sum(rank.phases.values())))
 
 
-def _save(save: RunEvent, *, number: int) -> Html:
+def _save(save: RunEvent[SaveEvent], *, number: int) -> Html:
     """One save: a heading with what it took, the bars, the table."""
     ranks = save.ranks[:_MAX_RANKS]
     kind = "asynchronous, ranks waited" if "stall" in ranks[0].phases else "took"
@@ -75,14 +75,14 @@ def in_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _phases(ranks: Sequence[RankEvent]) -> list[str]:
+def _phases(ranks: Sequence[SaveEvent]) -> list[str]:
     """Phases that any rank has, in their order; sums last."""
     names = {name for rank in ranks for name in rank.phases}
     known = [name for name in _ORDER if name in names]
     return known + sorted(names - set(_ORDER) - set(_SUMS)) + [n for n in _SUMS if n in names]
 
 
-def _bars(save: RunEvent, ranks: Sequence[RankEvent], *, number: int) -> Html:
+def _bars(save: RunEvent[SaveEvent], ranks: Sequence[SaveEvent], *, number: int) -> Html:
     """A drawing: one line per rank, a legend below it."""
     phases = [name for name in _phases(ranks) if name not in _SUMS]
     ends = [r.began - save.began + sum(r.phases.get(p, 0.0) for p in phases) for r in ranks]
@@ -159,7 +159,7 @@ def _slug(name: str) -> str:
     return name.replace(" ", "-") if name in _ORDER else "other"
 
 
-def _numbers(save: RunEvent, ranks: Sequence[RankEvent], *, number: int) -> Html:
+def _numbers(save: RunEvent[SaveEvent], ranks: Sequence[SaveEvent], *, number: int) -> Html:
     """The table of the same numbers."""
     phases = _phases(ranks)
     columns = [Column(heading="Rank"), *(Column(heading=p, is_number=True) for p in phases)]

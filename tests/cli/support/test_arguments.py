@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from holdfast.cli.main import VERBS, main
-from holdfast.cli.support.arguments import options_of, parse_arguments
-from holdfast.errors import ConfigError, HoldfastError
-from holdfast_trainer.command import parse
-from holdfast_trainer.train.config import TrainConfig
+from holdfast.cli.support.arguments import parse_arguments
+from holdfast.errors import ConfigError
 from tests.cli.terminal import on_terminal
 
 MISTAKES: list[tuple[str, str]] = [
-    ("train --lrr 3", "unknown option --lrr; did you mean --lr"),
-    ("train -lr 3", "unknown option -lr; did you mean --lr?"),
-    ("train --lr", "--lr needs a number after it"),
-    ("train --lr x", "--lr needs a number, not 'x'"),
-    ("train --steps 1.5", "--steps needs a whole number, not '1.5'"),
-    ("train --optimizer adamv", "needs adamw or sgd, not 'adamv'; did you mean adamw?"),
-    ("train --zero 7", "--zero needs 0, 1 or 2, not '7'"),
-    ("train --save=", "--save is empty"),
-    ("train --finetune=yes", "--finetune takes no value"),
-    ("train dnese", "unknown preset 'dnese': did you mean dense?"),
-    ("train --steps 3 moe", "unexpected 'moe': a preset or a CONFIG.toml comes first"),
-    ("train bad.toml", "bad.toml: Expected `float`, got `str` - at `$.optim.lr`"),
-    ("train key.toml", "unknown key 'lrr'; did you mean 'lr'?"),
-    ("train nan.toml", "--lr is nan; set it to 0 or a positive number"),
-    ("train --nproc 2 --lr inf", "--lr is inf"),
-    ("train --nproc 2 --lrr 3", "unknown option --lrr"),
     ("ls a b", "unexpected 'b': only ROOT is taken"),
     ("ls --jsno", "did you mean --json?"),
     ("show", "missing PATH (A checkpoint, or a directory of checkpoints"),
@@ -69,9 +54,6 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.toml").write_text("[optim]\nlr = 'high'\n")
-    (tmp_path / "key.toml").write_text("[optim]\nlrr = 1\n")
-    (tmp_path / "nan.toml").write_text("[optim]\nlr = nan\n")
 
 
 def refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -121,59 +103,97 @@ def test_the_command_itself_on_a_terminal(tmp_path: Path) -> None:
     assert on_terminal(command, width=40, env=env, cwd=tmp_path) == (2, line + "\n")
 
 
-def numeric_options() -> list[tuple[str, type]]:
-    return [(o.shown, o.kind) for o in options_of(TrainConfig) if o.kind in (int, float)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Part of a command line of several dataclasses."""
+
+    lr: float = 1e-2
+    """Learning rate."""
+    sizes: tuple[int, ...] = ()
+    """Several numbers."""
+    width: int | None = None
+    """A number that may be absent."""
 
 
-@pytest.mark.parametrize(("name", "kind"), numeric_options())
-def test_every_number_is_checked_by_name(name: str, kind: type) -> None:
-    """Neither infinities nor negative or absurd numbers get through any option, nor a traceback."""
-    odd = ["-1", "1" + "0" * 30] + (["inf", "-inf", "nan", "1e30"] if kind is float else [])
-    needs_load = ["--load", "x"] if name == "--load-step" else []
-    experts = ["--feeds", "e", "--mixers", "s"]
-    for word in odd:
-        with pytest.raises(HoldfastError) as caught:
-            parse([*experts, *needs_load, name, word]).check(world_size=1)
-        assert name in str(caught.value), word
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A command line with everything that options can be."""
+
+    model: Model = field(default_factory=Model)
+    num_steps: int = 10
+    """Steps."""
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """One of two words."""
+    zero: Literal[0, 1, 2] = 0
+    """One of three numbers."""
+    save: Path | None = None
+    """A directory."""
+    keep: bool = True
+    """A flag that is set."""
+    asynchronous: bool = False
+    """A flag that is not."""
+
+
+def parse(words: str, *, default: Run | None = None) -> Run:
+    return parse_arguments(
+        Run, words.split(), prog="run", about="Runs.", default=default or Run(), has_pairs=True
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "field", "value"),
+    ("words", "part"),
     [
-        ("--lr 3e-4", "optim.lr", 3e-4),
-        ("--lr=1e-3", "optim.lr", 1e-3),
-        ("--lr .01", "optim.lr", 0.01),
-        ("--lr 1", "optim.lr", 1.0),
-        ("--steps 1e5", "steps", 100_000),
-        ("--steps 100_000", "steps", 100_000),
-        ("--global_batch_size 8", "data.global_batch_size", 8),
-        ("--stage-layers 2 3", "layout.stage_layers", (2, 3)),
-        ("--dp None", "layout.dp", None),
-        ("--dp=2", "layout.dp", 2),
-        ("--zero 2", "optim.zero", 2),
-        ("--no-save-rng", "checkpoint.save_rng", False),
-        ("--no-save-rng --save-rng", "checkpoint.save_rng", True),
-        ("--no-async-save", "checkpoint.async_save", False),
-        ("--seed 1 --seed 2", "seed", 2),
-        ("--save -- ", "checkpoint.save", "refused"),
+        ("--lrr 3", "unknown option --lrr; did you mean --lr"),
+        ("-lr 3", "unknown option -lr; did you mean --lr?"),
+        ("--lr", "--lr needs a number after it"),
+        ("--lr x", "--lr needs a number, not 'x'"),
+        ("--num-steps 1.5", "--num-steps needs a whole number, not '1.5'"),
+        ("--kind adamv", "needs adamw or sgd, not 'adamv'; did you mean adamw?"),
+        ("--zero 7", "--zero needs 0, 1 or 2, not '7'"),
+        ("--save=", "--save is empty"),
+        ("--save -- ", "--save needs a path"),
+        ("--keep=yes", "--keep takes no value"),
+        ("--num-steps 3 moe", "unexpected 'moe'"),
     ],
 )
-def test_what_people_type_is_understood(words: str, field: str, value: object) -> None:
-    if value == "refused":
-        with pytest.raises(ConfigError, match="--save needs a path"):
-            parse(words.split())
-        return
-    found: object = parse(words.split())
-    for name in field.split("."):
-        found = getattr(found, name)
+def test_a_mistake_is_refused_by_name(words: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        parse(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--lr 3e-4", "model.lr", 3e-4),
+        ("--lr=1e-3", "model.lr", 1e-3),
+        ("--lr .01", "model.lr", 0.01),
+        ("--lr 1", "model.lr", 1.0),
+        ("--lr -1", "model.lr", -1.0),
+        ("--num-steps 1e5", "num_steps", 100_000),
+        ("--num-steps 100_000", "num_steps", 100_000),
+        ("--num_steps 8", "num_steps", 8),
+        ("--sizes 2 3", "model.sizes", (2, 3)),
+        ("--width None", "model.width", None),
+        ("--width=2", "model.width", 2),
+        ("--zero 2", "zero", 2),
+        ("--no-keep", "keep", False),
+        ("--no-keep --keep", "keep", True),
+        ("--no-asynchronous", "asynchronous", False),
+        ("--num-steps 1 --num-steps 2", "num_steps", 2),
+    ],
+)
+def test_what_people_type_is_understood(words: str, name: str, value: object) -> None:
+    found: object = parse(words)
+    for attribute in name.split("."):
+        found = getattr(found, attribute)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_flag_undoes_what_a_file_sets(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("[checkpoint]\nasync_save = true\nsave_rng = false\n")
-    both = parse(["run.toml", "--no-async-save", "--save-rng"]).checkpoint
-    assert (both.async_save, both.save_rng) == (False, True)
+def test_options_keep_what_the_default_sets() -> None:
+    default = Run(keep=False, asynchronous=True, model=Model(lr=0.5))
+    found = parse("--keep --no-asynchronous --width 3", default=default)
+    assert found == Run(model=Model(lr=0.5, width=3))
 
 
 def test_words_after_two_dashes_are_no_options() -> None:
@@ -198,7 +218,7 @@ def test_help_of_each_command(verb: str, capsys: pytest.CaptureFixture[str]) -> 
             raise AssertionError(line)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["ls"], ["nothing"]])
+@pytest.mark.parametrize("words", [["--help"], ["view", "--help"], ["ls"], ["nothing"]])
 def test_a_reader_that_leaves_early_is_no_error(words: list[str], tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)

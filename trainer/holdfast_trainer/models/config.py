@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import ConfigError
-from holdfast.parallel.layout import Layout
+from holdfast.parallel import Layout
 
 _SMALL_INIT_STD = 0.08
 """What a narrow module begins with: at 0.02 its attention would be even for hundreds of steps."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.bridge import Bridge, Bridged
 from holdfast.errors import ConfigError
-from holdfast.parallel.groups.module_groups import ModuleGroups
+from holdfast.parallel import ModuleGroups
 from holdfast_trainer.models.config import GPTConfig, VisionConfig
 from holdfast_trainer.models.parallelize import ParallelGPT, RowLosses
 from holdfast_trainer.models.pipeline import AroundMicrobatch, Rows

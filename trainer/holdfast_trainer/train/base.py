@@ -12,19 +12,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint import LoadReport, PendingSave, SaveReport
+from holdfast import AtStep, EverySteps, SaveSchedule
+from holdfast.checkpoint import LoadReport, PendingSave, RankLog, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import Replayed
-from holdfast.save_when.policies import AtStep, EverySteps
-from holdfast.save_when.schedule import SaveSchedule
 from holdfast_trainer.train.checkpointer import load_checkpoint, make_checkpointer
 from holdfast_trainer.train.config import OptimConfig, TrainConfig
 from holdfast_trainer.train.data import EpochSampler
 from holdfast_trainer.train.metrics import Reporter, StepMetrics, readable_nbytes
 from holdfast_trainer.train.progress import Progress
-from holdfast_trainer.train.rank_log import RankLog
 from holdfast_trainer.train.rerun import (
     RerunExit,
     StepRows,
@@ -96,7 +94,7 @@ class BaseTrainer(ABC):
         self._save_schedule.saved(0)  # a run that has not begun has nothing to keep
         self._pending: tuple[PendingSave, float, float] | None = None
         log_in = config.checkpoint.save if config.log.rank_log else None
-        self._log = RankLog(log_in, layout=groups.layout, rank=groups.rank)
+        self._log = RankLog(log_in, groups=groups)
         self._damaged: tuple[int, ...] = ()
         self.safe: tuple[int, Path] | None = None
         """The step that a run can go on from, and the directory it is in; None before any is."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from holdfast import KeepEvery, KeepLast
 from holdfast.checkpoint import Checkpointer, LoadReport
 from holdfast.errors import CorruptionError, StorageError
 from holdfast.parallel import ProcessGroups
-from holdfast.retention.policies import KeepEvery, KeepLast, Policy
 from holdfast_trainer.train.config import CheckpointConfig
 from holdfast_trainer.train.resume import CheckpointToLoad
 
@@ -16,10 +16,12 @@ def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Che
     """What saves are made with; None for a run that makes none."""
     if config.save is None:
         return None
+    keep_last = KeepLast(config.keep_last) if config.keep_last else None
+    keep_every = KeepEvery(config.keep_every) if config.keep_every else None
     return Checkpointer(
         config.save,
         groups=groups,
-        retention=_retention(config),
+        retention=keep_last | keep_every if keep_last and keep_every else keep_last,
         replicate_over=config.replicate_over,
         max_copy_fraction=config.max_copy_fraction,
         check_replicas_every=config.check_replicas_every,
@@ -70,11 +72,3 @@ def load_checkpoint(
         allow_missing=may_be_missing,
         max_fallbacks=num_fallbacks,
     )
-
-
-def _retention(config: CheckpointConfig) -> Policy | None:
-    """Which checkpoints to keep; None keeps all."""
-    if config.keep_last == 0:
-        return None
-    policy: Policy = KeepLast(config.keep_last)
-    return policy | KeepEvery(config.keep_every) if config.keep_every else policy

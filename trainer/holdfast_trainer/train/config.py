@@ -15,8 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.errors import ConfigError, LayoutError
-from holdfast.parallel.layout import DEFAULT_ORDER, Layout
-from holdfast.parallel.module_layouts import ModuleLayouts
+from holdfast.parallel import Layout, ModuleLayouts
 from holdfast_trainer.models.config import GPTConfig, VisionConfig, check_layout
 from holdfast_trainer.models.stages import Pipeline, ScheduleName
 from holdfast_trainer.train.limits import check_numbers
@@ -26,9 +25,6 @@ from holdfast_trainer.train.placement import (
     refuse_placement,
 )
 from holdfast_trainer.train.rerun_config import RerunConfig, check_rerun
-
-RANK_LOG_DIR = "events"
-"""Directory of a run, below that of --save, with what each rank logs of its saves and loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +43,7 @@ class LayoutConfig:
     """Tensor axis of experts; absent means the same as --tp."""
     dp: int | None = None
     """Data axis: ranks that take different rows; absent means what the other sizes leave."""
-    order: str = DEFAULT_ORDER
+    order: str = Layout().order
     """Axes from the one whose neighbours have neighbouring ranks to the slowest, joined with -."""
     pp_schedule: ScheduleName = "1f1b"
     """Order of the microbatches in a pipeline."""

@@ -17,9 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from holdfast.arrays.types import ByteArray, IntArray
 from holdfast.errors import ConfigError, MismatchError
+
+ByteArray = NDArray[np.uint8]
+IntArray = NDArray[np.int64]
 
 SEPARATOR = b"\0"
 """Between two files; text has no NUL bytes."""

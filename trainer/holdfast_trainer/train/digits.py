@@ -21,10 +21,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from holdfast.arrays.types import IntArray
 from holdfast.errors import ConfigError, MismatchError
 from holdfast_trainer.models.config import IMAGE_TOKEN
-from holdfast_trainer.train.data import EpochSampler
+from holdfast_trainer.train.data import EpochSampler, IntArray
 
 IMAGE_SIDE = 8
 """Pixels of an image along each side."""

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
-from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups
-from holdfast.parallel.ranks import shorten_ranks
+from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups, shorten_ranks
 from holdfast_trainer.train.base import BaseTrainer
 from holdfast_trainer.train.config import TrainConfig
 from holdfast_trainer.train.data import Corpus, read_corpus
@@ -326,7 +325,7 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | 
         # The other two would end the processes at once; `_forwarding_signals` has them.
         signals_to_handle="SIGHUP,SIGQUIT",
     )
-    command = ["-m", "holdfast.cli.main", "train", *arguments]
+    command = ["-m", "holdfast_trainer", *arguments]
     with stop_directory() as request:
         try:
             with _forwarding_signals(request):

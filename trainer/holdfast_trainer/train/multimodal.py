@@ -20,9 +20,7 @@ from holdfast.optim import (
 )
 from holdfast.parallel import Layout, ModuleGroups
 from holdfast.rerun import Replayed
-from holdfast.state import RNG, OptimizerState
-from holdfast.state.module_parts import module_parts
-from holdfast.state.module_rng import ModuleRNG
+from holdfast.state import RNG, ModuleRNG, OptimizerState, module_parts
 from holdfast_trainer.models.collectives import Axis
 from holdfast_trainer.models.context import take_positions
 from holdfast_trainer.models.multimodal import Images, MultimodalModel

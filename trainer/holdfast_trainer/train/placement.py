@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import ConfigError
-from holdfast.parallel.layout import Layout
-from holdfast.parallel.module_layouts import ModuleLayouts
+from holdfast.parallel import Layout, ModuleLayouts
 from holdfast_trainer.models.config import VisionConfig, check_vision_layout
 
 MODULE_EDGES = (("vision", "projector"), ("projector", "language"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from holdfast import KeepLast
 from holdfast.checkpoint import Checkpointer, SaveReport
 from holdfast.errors import DriftError, FaultError
 from holdfast.format.values import Codecs
@@ -26,7 +27,6 @@ from holdfast.rerun import (
     RerunMachine,
     Spike,
 )
-from holdfast.retention.policies import KeepLast
 from holdfast_trainer.train.config import TrainConfig
 from holdfast_trainer.train.digits import DigitBatch
 from holdfast_trainer.train.rerun_config import RerunConfig, rerun_dir

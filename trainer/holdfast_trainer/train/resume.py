@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError, HoldfastError, StorageError
-from holdfast.format.names import FAULT_CHECKPOINTS, LATEST, latest_step, list_steps, parse_step_dir
+from holdfast.format.names import (
+    FAULT_CHECKPOINTS,
+    LATEST,
+    RANK_LOG_DIR,
+    latest_step,
+    list_steps,
+    parse_step_dir,
+)
 from holdfast.storage import PosixStorage
-from holdfast_trainer.train.config import RANK_LOG_DIR, CheckpointConfig
+from holdfast_trainer.train.config import CheckpointConfig
 from holdfast_trainer.train.rerun_config import RERUN_DIR, rerun_dir
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from holdfast import Moment, SavePolicy
 from holdfast.errors import HoldfastError
 from holdfast.format.names import list_steps, parse_saving_dir
-from holdfast.save_when.policies import Moment, SavePolicy
 from holdfast.storage import PosixStorage
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ def test_the_preset_learns_to_name_nine_of_ten_held_out_digits(tmp_path: Path) -
     events = tmp_path / "events.jsonl"
     words = ("multimodal", "--nproc", "4", "--device", "cpu", "--jsonl", str(events))
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", "train", *words],
+        [sys.executable, "-m", "holdfast_trainer", *words],
         capture_output=True,
         text=True,
         timeout=280,

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from holdfast.arrays.boxes import Box
-from holdfast.cli.main import main
+from holdfast.cli.main import main as holdfast
 from holdfast.errors import ConfigError, DriftError
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Snapshot
@@ -22,7 +22,7 @@ from holdfast.optim import LossScaler
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import ErrorInjector, Tracker, read_report
 from holdfast.storage import PosixStorage
-from holdfast_trainer.command import parse
+from holdfast_trainer.command import main, parse
 from holdfast_trainer.train.config import CheckpointConfig, LogConfig
 from holdfast_trainer.train.loop import Trainer
 from holdfast_trainer.train.metrics import Reporter
@@ -250,7 +250,7 @@ def train(words: str, *, save_interval: int = 1) -> int:
     small = "--num-layers 1 --model-dim 16 --num-heads 2 --seq-len 16 --global-batch-size 4"
     return main(
         [
-            *("train", *small.split(), *words.split(), "--data", "text", "--device", "cpu"),
+            *(*small.split(), *words.split(), "--data", "text", "--device", "cpu"),
             *("--steps", str(STEPS), "--save-interval", str(save_interval)),
         ]
     )
@@ -286,7 +286,7 @@ def test_a_fault_checkpoint_leaves_the_good_one_of_its_step_alone(
     assert train(f"--save ck {one_bad_loss('persistent_error')}") == 16
     assert list_steps(PosixStorage(alone / "ck")) == [1, 2, AT - 1]
     assert stored(alone / "ck", AT - 1) == stored(fault_checkpoints(alone / "ck"), AT - 1)
-    assert main(["verify", "ck"]) == 0
+    assert holdfast(["verify", "ck"]) == 0
     monkeypatch.setenv("HOLDFAST_DEVICE", "another")
     capfd.readouterr()
     assert train(f"--save ck --load ck {one_bad_loss('persistent_error')}") == 18

@@ -52,7 +52,7 @@ def launch(
     }
     starter = launcher or (sys.executable,)
     return subprocess.run(
-        [*starter, "-m", "holdfast.cli.main", "train", *SMALL.split(), *words.split()],
+        [*starter, "-m", "holdfast_trainer", *SMALL.split(), *words.split()],
         cwd=directory,
         env=environment | {"HOLDFAST_DEVICE": device, "OMP_NUM_THREADS": "1"},
         capture_output=True,

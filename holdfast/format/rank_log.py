@@ -1,0 +1,59 @@
+"""The log of a run's saves and loads: one JSON line for each, one file per rank.
+
+`DIR/events/00003.jsonl` is the file of rank 3 of a run that saves to DIR. `docs/view.md` documents
+the form; members that a line lacks have the defaults below, members that are not here are ignored.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _RankEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """What every line has."""
+
+    rank: int
+    step: int
+    began: float
+    """Seconds since 1970, when the rank called for it."""
+    time: float = 0.0
+    """Seconds since 1970, when the line was written."""
+    path: str = ""
+    axes: dict[str, int] = {}
+    """Sizes of the layout's axes."""
+
+
+class SaveEvent(_RankEvent, frozen=True, kw_only=True, tag="save"):
+    """One committed save, as one rank saw it."""
+
+    nbytes: int = 0
+    """Written by this rank."""
+    total_nbytes: int = 0
+    planned: bool = False
+    phases: dict[str, float] = {}
+    """Seconds by phase: `SaveReport.seconds`."""
+
+
+class LoadEvent(_RankEvent, frozen=True, kw_only=True, tag="load"):
+    """One finished load, as one rank saw it; members as in `LoadReport`."""
+
+    seconds: float = 0.0
+    nbytes_needed: int = 0
+    nbytes_read: int = 0
+    nbytes_received: int = 0
+    num_opens: int = 0
+    nbytes_by_file: dict[str, int] = {}
+
+
+def encode_event(event: SaveEvent | LoadEvent) -> bytes:
+    """An event as one line."""
+    return msgspec.json.encode(event) + b"\n"
+
+
+def decode_event(line: bytes) -> SaveEvent | LoadEvent:
+    """The event of a line.
+
+    Raises:
+        ValueError: the line does not have the documented form.
+    """
+    return msgspec.json.decode(line, type=SaveEvent | LoadEvent)
