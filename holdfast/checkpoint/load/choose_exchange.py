@@ -71,8 +71,8 @@ def measure_bandwidths(
 ) -> Bandwidths:
     """Complete what was given by what reading and sending some MiB takes on the slowest host.
 
-    All ranks read and send at the same time, as they will. Messages within a host are copies from
-    the sender's memory, so a copy stands for them. Nothing that fails to be read here is an error:
+    All ranks read and send at the same time, as they will. Messages within a host are copies through
+    the loopback socket, so a copy stands for them. Nothing that fails to be read here is an error:
     what the load needs of it is read again, and reported then.
 
     Cost: on each rank a read of up to 4 MiB, a message of 2 MiB to a rank of another host and a

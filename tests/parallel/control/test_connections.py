@@ -175,6 +175,52 @@ def test_one_that_does_not_read_is_late() -> None:
         sender.transfer(views([(1, bytes(50_000_000))]), [], soon(0.5))
 
 
+def test_one_transfer_may_be_received_in_several() -> None:
+    """What was read ahead of its transfer is kept for it; sources may be read-only."""
+    store = HashStore()
+    draw = random.Random(7)
+    messages = [draw.randbytes(n) for n in (200_000, 1_000_000, 7, 8, 200_001, 0, 9)]
+
+    def move(me: int) -> list[bytes]:
+        connections = Connections(index=me, store=store)
+        received = []
+        if me == 0:
+            connections.transfer(views([(1, data) for data in messages]), [], soon())
+        for data in messages if me else ():
+            target = bytearray(len(data))
+            connections.transfer([], [(0, memoryview(target))], soon())
+            received.append(bytes(target))
+        connections.close()
+        return received
+
+    assert in_threads(2, move) == [[], messages]
+
+
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_a_connection_left_midway_carries_nothing_any_more(is_sender: bool) -> None:
+    """G12: what a deadline or an interrupt left is never taken for the next message."""
+    store = HashStore()
+    first, second = (Connections(index=index, store=store) for index in range(2))
+    large = bytes(50_000_000)
+    if is_sender:
+        with pytest.raises(LateError):
+            first.transfer(views([(1, large)]), [], soon(0.2))
+        with pytest.raises(ConnectionError, match="left midway"):
+            first.transfer(views([(1, b"next")]), [], soon())
+    else:
+        first.transfer(views([(1, b"begins")]), [], soon())
+        with pytest.raises(LateError):
+            second.transfer([], [(0, memoryview(bytearray(n))) for n in (6, 4)], soon(0.2))
+        first.transfer(views([(1, b"late")]), [], soon())
+        with pytest.raises(ConnectionError, match="left midway"):
+            second.transfer([], [(0, memoryview(bytearray(4)))], soon())
+    first.close()
+    buffer = memoryview(bytearray(len(large)))
+    with pytest.raises(ConnectionError):
+        second.transfer([], [(0, buffer)], soon())
+    second.close()
+
+
 # The address.
 
 
@@ -222,6 +268,25 @@ def dies_in_a_collective(context: RankContext, victim: int) -> float:
     return time.monotonic() - began
 
 
+def dies_in_an_exchange(context: RankContext, victim: int) -> float:
+    """All send to all at once, messages larger than any socket holds."""
+    size = 16 << 20
+    others = [i for i in range(context.num_ranks) if i != context.rank]
+    source, targets = memoryview(bytearray(size)), [memoryview(bytearray(size)) for _ in others]
+    with ProcessGroups.create(Layout(dp=context.num_ranks), timeout_s=60) as groups:
+        groups.control.barrier(phase="test: begin")
+        began = time.monotonic()
+        if context.rank == victim:
+            delay = random.Random(os.getpid()).uniform(0.01, 0.2)
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        incoming = list(zip(others, targets, strict=True))
+        with pytest.raises(DeadlineError, match=rf"ranks \[{victim}\] "):
+            until_it_fails(
+                lambda: groups.control.exchange([(i, source) for i in others], incoming, phase="e")
+            )
+    return time.monotonic() - began
+
+
 def until_it_fails(call: Callable[[], object]) -> None:
     while True:
         call()
@@ -234,3 +299,11 @@ def test_those_who_outlive_a_rank_end_at_once(victim: int) -> None:
         outcome = run_ranks(4, dies_in_a_collective, victim, expect_failure=True, timeout_s=60)
         assert outcome.failed == [victim], outcome.errors
         assert max(s for s in outcome.results if s is not None) < 10
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_those_who_outlive_a_rank_in_an_exchange_end_at_once(victim: int) -> None:
+    """At any moment, of ranks that send and receive at once; far from the deadline."""
+    outcome = run_ranks(3, dies_in_an_exchange, victim, expect_failure=True, timeout_s=90)
+    assert outcome.failed == [victim], outcome.errors
+    assert max(s for s in outcome.results if s is not None) < 30

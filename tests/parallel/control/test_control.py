@@ -51,6 +51,7 @@ def check_payloads(control: Control) -> None:
         (512, 512, 0, 1),
         (513, 0, 5, 100_000),
         (0, 9, 0, 600),
+        (5, 3_000_000, 7_000_000, 1),  # more than any socket holds
     ]:
         everything = [payload(i, nbytes) for i, nbytes in enumerate(sizes)]
         mine = everything[index]
