@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         ShardedOptimizer,
     )
     from holdfast.parallel import (
-        Bandwidths,
         Control,
         Layout,
         ModuleGroups,
@@ -91,7 +90,6 @@ __all__ = [
     "RNG",
     "AtDeadline",
     "AtStep",
-    "Bandwidths",
     "Bridge",
     "Bridged",
     "ChainedOptimizer",
@@ -201,7 +199,6 @@ _ROOMS = {
         "ShardedOptimizer",
     ),
     "holdfast.parallel": (
-        "Bandwidths",
         "Control",
         "Layout",
         "ModuleGroups",
