@@ -43,7 +43,7 @@ def in_threads(count: int, body: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def soon(seconds: float = 20) -> float:
+def soon(seconds: float = 60) -> float:
     return time.monotonic() + seconds
 
 
@@ -84,14 +84,12 @@ def test_every_rank_gets_every_row_and_the_root_s_bytes(size: int) -> None:
     big = random.Random(size).randbytes(300_000)
 
     def collect(index: int) -> tuple[list[bytes], bytes, bytes, int]:
-        transport = Transport(
-            ranks=range(10, 10 + size), rank=10 + index, store=store, timeout_s=20, name="m"
-        )
-        transport.begin(1, "rows", soon())
+        transport = Transport(ranks=range(10, 10 + size), rank=10 + index, store=store, name="m")
+        transport.begin(1, "rows", 60)
         rows = transport.all_gather(b"%d" % index, 5)
         small = transport.broadcast(b"root" if index == 0 else None, 4)
         large = transport.broadcast(big if index == 0 else None, len(big))
-        transport.begin(2, "over", soon())
+        transport.begin(2, "over", 60)
         transport.all_gather(b"", 1)
         transport.close()
         return rows, small, large, transport.num_collectives
@@ -105,16 +103,16 @@ def test_a_closed_transport_says_so_and_connects_nowhere(is_used: bool) -> None:
     store = HashStore()
 
     def use(index: int) -> Transport:
-        transport = Transport(ranks=range(2), rank=index, store=store, timeout_s=20, name="m")
+        transport = Transport(ranks=range(2), rank=index, store=store, name="m")
         if is_used:
-            transport.begin(1, "used", soon())
+            transport.begin(1, "used", 60)
             transport.all_gather(b"row", 3)
         return transport
 
     first, second = in_threads(2, use)
     first.close()
     first.close()
-    first.begin(2, "closed", soon())
+    first.begin(2, "closed", 60)
     with pytest.raises(GroupError, match="is closed"):
         first.all_gather(b"row", 3)
     second.close()
@@ -257,7 +255,7 @@ def dies_in_a_collective(context: RankContext, victim: int) -> float:
     """The others are told, and their communicators end, whatever was on its way."""
     layout = Layout(dp=context.num_ranks)
     payload = b"x" * 100_000
-    with ProcessGroups.create(layout, timeout_s=20) as groups:
+    with ProcessGroups.create(layout, timeout_s=60) as groups:
         groups.control.all_gather(payload, phase="test: whole")
         if context.rank == victim:
             timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL))
@@ -298,7 +296,7 @@ def test_those_who_outlive_a_rank_end_at_once(victim: int) -> None:
     for _ in range(4):
         outcome = run_ranks(4, dies_in_a_collective, victim, expect_failure=True, timeout_s=60)
         assert outcome.failed == [victim], outcome.errors
-        assert max(s for s in outcome.results if s is not None) < 10
+        assert max(s for s in outcome.results if s is not None) < 30
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
