@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         ShardedOptimizer,
     )
     from holdfast.parallel import (
-        Bandwidths,
         Control,
         Layout,
         ModuleGroups,
@@ -94,7 +93,6 @@ __all__ = [
     "RNG",
     "AtDeadline",
     "AtStep",
-    "Bandwidths",
     "Bridge",
     "Bridged",
     "ChainedOptimizer",
@@ -210,7 +208,6 @@ _ROOMS = {
         "ShardedOptimizer",
     ),
     "holdfast.parallel": (
-        "Bandwidths",
         "Control",
         "Layout",
         "ModuleGroups",

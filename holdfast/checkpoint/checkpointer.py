@@ -24,7 +24,6 @@ from holdfast.format.manifest import encode_metadata
 from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
-from holdfast.parallel.bandwidths import Bandwidths
 from holdfast.parallel.control.guard import Guard, guarded
 from holdfast.retention.policies import Policy
 from holdfast.save_when.policies import SavePolicy
@@ -340,7 +339,6 @@ class Checkpointer:
         cast: bool = False,
         verify: bool = True,
         exchange: bool | Literal["auto"] = "auto",
-        bandwidths: Bandwidths | None = None,
         max_fallbacks: int | None = 0,
     ) -> LoadReport:
         """Load a checkpoint into the state, under any layout.
@@ -359,8 +357,8 @@ class Checkpointer:
             verify: check the digest of every block read.
             exchange: True: what several ranks ask for is read once, in equal shares, and sent over
                 the control communicator; False: each rank reads for itself; "auto": the faster of
-                both for what ranks of several hosts ask for (`HOLDFAST_HOST_ID` in the guide).
-            bandwidths: what "auto" decides by; by default measured where 256 MiB are shared.
+                both for what ranks of several hosts ask for (`HOLDFAST_HOST_ID` in the guide),
+                measured if that is 256 MiB or more.
             max_fallbacks: how many older checkpoints may be tried where the newest is damaged or
                 incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
                 most n older ones; None, any number. All ranks take the same one, which overwrites
@@ -385,7 +383,6 @@ class Checkpointer:
             cast=cast,
             verify=verify,
             exchange=exchange,
-            bandwidths=Bandwidths() if bandwidths is None else bandwidths,
             max_fallbacks=max_fallbacks,
         )
         return self._note_loaded(self._loader.load(state, options))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import ConfigError
 from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
-from holdfast.parallel.bandwidths import Bandwidths
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.retention.policies import Policy
 
@@ -119,8 +118,6 @@ class LoadOptions:
     exchange: bool | Literal["auto"] = "auto"
     """Whether bytes that several ranks ask for are read once and sent between the ranks; "auto":
     those that ranks of several hosts ask for, where sending is faster."""
-    bandwidths: Bandwidths = field(default_factory=Bandwidths)
-    """What "auto" decides by; what it leaves out is measured where much is shared."""
     max_fallbacks: int | None = 0
     """How many older checkpoints may be tried in place of a damaged one; None for any number."""
 
@@ -135,13 +132,6 @@ class LoadOptions:
                 raise ConfigError(f"{name}={value!r} must be True or False")
         if not isinstance(self.exchange, bool) and self.exchange != "auto":
             raise ConfigError(f"exchange={self.exchange!r} must be 'auto', True or False")
-        if not isinstance(self.bandwidths, Bandwidths):
-            raise ConfigError(f"bandwidths={self.bandwidths!r} must be Bandwidths(...)")
-        if self.bandwidths != Bandwidths() and self.exchange != "auto":
-            raise ConfigError(
-                f"bandwidths with exchange={self.exchange}: nothing is left for them to decide; "
-                f"leave one of them out"
-            )
         for name in ("allow_missing", "allow_dropped"):
             object.__setattr__(self, name, as_patterns(getattr(self, name), name))
         most = self.max_fallbacks

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.parallel.bandwidths import Bandwidths
-
 if TYPE_CHECKING:
     from holdfast.parallel import Control
 
@@ -135,9 +133,6 @@ class LoadReport:
     nbytes_by_file: Mapping[str, int] = field(default_factory=dict)
     """Data file name (`data/00000.safetensors`) -> bytes that this rank read from it; files that it
     read nothing from are absent. Their sum is `nbytes_read`."""
-    bandwidths: Bandwidths | None = None
-    """What decided which bytes are read once and sent on, given or measured; None where nothing had
-    to be decided, or too little was shared to measure for it."""
     job: JobReading = field(default_factory=JobReading)
     """The same for all ranks together."""
     replaced: tuple[str, ...] = ()

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.parallel.bandwidths import Bandwidths
     from holdfast.parallel.control.control import Control
     from holdfast.parallel.groups.module_groups import ModuleGroups
     from holdfast.parallel.groups.process_groups import ProcessGroups, current_groups
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from holdfast.parallel.ranks import shorten_ranks
 
 __all__ = [
-    "Bandwidths",
     "Control",
     "Layout",
     "ModuleGroups",
@@ -31,7 +29,6 @@ __all__ = [
 
 
 _MODULES = {
-    "Bandwidths": "holdfast.parallel.bandwidths",
     "Control": "holdfast.parallel.control.control",
     "Layout": "holdfast.parallel.layout",
     "ModuleGroups": "holdfast.parallel.groups.module_groups",

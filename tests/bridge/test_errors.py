@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast.bridge import Bridge, Bridged, messages
 from holdfast.errors import DeadlineError, HoldfastError
@@ -216,15 +218,22 @@ def test_a_bridge_needs_an_edge_and_one_of_its_modules() -> None:
 # Ranks that do not answer.
 
 
+LATE_S = 3.0
+"""The deadline when a rank does not answer; what the others do in it takes some milliseconds."""
+
+
 def dies(rank: RankContext, victim: int, moment: str) -> tuple[str, str, float]:
     """What this rank raises when the victim dies or stops, and how long it took."""
-    with ModuleGroups.create(LAYOUTS, timeout_s=3) as groups:
+    store = PrefixStore("over", _get_default_store())
+    others = [f"{other}" for other in range(rank.num_ranks) if other != victim]
+    with ModuleGroups.create(LAYOUTS, timeout_s=60) as groups:
         bridge = Bridge(groups, "vision", "language")
         is_victim = rank.rank == victim
+        groups.edge("vision", "language").control.timeout_s = LATE_S
 
         def end(*_: Any, **__: Any) -> None:
             if moment == "stops in a message":
-                time.sleep(7)
+                store.wait(others)  # until they have raised
             os._exit(3)
 
         leaf = torch.ones(4, 3, requires_grad=True)
@@ -240,6 +249,7 @@ def dies(rank: RankContext, victim: int, moment: str) -> tuple[str, str, float]:
                 end()
             bridged.backward(None if bridged.tokens is None else torch.ones_like(bridged.tokens))
         except DeadlineError as error:
+            store.set(f"{rank.rank}", "raised")
             return type(error).__name__, str(error), time.monotonic() - started
         return "", "", 0.0
 
@@ -255,7 +265,7 @@ def test_a_dead_rank_is_named_on_all_others(victim: int, moment: str) -> None:
             kind, text, seconds = result
             assert kind == "DeadlineError", (rank, text)
             assert f"rank {victim} " in text or f"ranks [{victim}]" in text, text
-            assert seconds < 10
+            assert seconds < 30
 
 
 def test_a_rank_that_stops_in_the_middle_is_named_in_time() -> None:
@@ -268,4 +278,4 @@ def test_a_rank_that_stops_in_the_middle_is_named_in_time() -> None:
     assert all("rank 3" in text or "ranks [3]" in text for text in texts), texts
     assert any("forward 1 of vision -> language, on rank" in text for text in texts)
     assert any("to rank 3 (language) did not complete" in text for text in texts)
-    assert all(seconds < 10 for _, _, seconds in results)
+    assert all(seconds < 30 for _, _, seconds in results)

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.checkpoint.load.choose_exchange import (
     ReplicaSets,
     choose_exchange,
-    measure_bandwidths,
+    measure_rates,
 )
 from holdfast.checkpoint.load.executor import LoadExecutor, num_reading_threads
 from holdfast.checkpoint.load.finding import Finder
@@ -44,7 +44,6 @@ from holdfast.format.index import validate_index
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
-from holdfast.parallel.bandwidths import Bandwidths
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.flatten import collector_paused
 from holdfast.state.markers import FromPart, OnLayout, Stored
@@ -82,13 +81,11 @@ class Loader:
         self._codecs = codecs
         self._on_drift = on_drift
         self._is_cached: bool = getattr(storage, "is_cached_on_host", True)
-        self._bandwidths: Bandwidths | None = None
         self._finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
         self._finder.version = None
-        self._bandwidths = None
         # A load makes many objects that stay: each pass of the garbage collector would visit them.
         with collector_paused():
             if options.max_fallbacks != 0:
@@ -210,7 +207,6 @@ class Loader:
             nbytes_received=executor.nbytes_received,
             num_opens=files.stats.opens,
             nbytes_by_file=files.nbytes_by_file(),
-            bandwidths=self._bandwidths,
             job=job,
             replaced=tuple(files.stats.fallbacks),
             seconds=time.perf_counter() - start,
@@ -222,7 +218,6 @@ class Loader:
             "step": options.step,
             "verify": options.verify,
             "exchange": options.exchange,
-            "bandwidths": repr(options.bandwidths),
             "max_fallbacks": options.max_fallbacks,
             "on_drift": self._on_drift,
         }
@@ -274,7 +269,7 @@ class Loader:
             tables = {data: decode_boxes(data) for data in {each.boxes for each in requests}}
             boxes = [tables[each.boxes] for each in requests]
             if options.exchange == "auto":
-                choose = partial(self._choose, files, hosts, options)
+                choose = partial(self._choose, files, hosts)
                 executor.plan(boxes, hosts=hosts if self._is_cached else None, choose=choose)
             else:
                 executor.plan(boxes)
@@ -288,21 +283,15 @@ class Loader:
         return options.exchange
 
     def _choose(
-        self,
-        files: CheckpointFiles,
-        hosts: Sequence[str],
-        options: LoadOptions,
-        sets: ReplicaSets,
+        self, files: CheckpointFiles, hosts: Sequence[str], sets: ReplicaSets
     ) -> list[bool]:
         """Which of what is shared is read once and sent on; see `choose_exchange`."""
-        is_sent, self._bandwidths = choose_exchange(
+        return choose_exchange(
             sets,
-            options.bandwidths,
             hosts=hosts,
             is_cached=self._is_cached,
-            measure=partial(measure_bandwidths, files, self._groups.control, hosts),
+            measure=partial(measure_rates, files, self._groups.control, hosts),
         )
-        return is_sent
 
     def _match(
         self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions

@@ -4,9 +4,8 @@ Why not gloo: it connects every rank with every other, which takes ranks + 3 des
 and in its lazy mode a communicator with a failed operation cannot be destroyed: gloo waits until
 its connections are silent, and one with bytes that nothing will read never is.
 
-A connection carries messages in one direction (`streams`): as bytes, or large ones between ranks of
-one host by what the receiver reads from the sender's memory. Nothing runs in the background:
-connections are accepted while a transfer waits.
+A connection carries messages in one direction (`streams`). Nothing runs in the background:
+connections are accepted while a transfer waits, so a rank that makes no call costs no thread.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.parallel.control.addresses import own_address
-from holdfast.parallel.control.cross_memory import CrossMemory
 from holdfast.parallel.control.streams import IncomingStream, OutgoingStream, Stream
 
 if TYPE_CHECKING:
@@ -58,16 +56,10 @@ class Connections:
         self._listener.setblocking(False)
         self._unnamed: dict[socket.socket, bytearray] = {}
         """Accepted, but they have not sent their whole hello."""
-        self._memory = CrossMemory()
         self._from: dict[int, IncomingStream] = {}
         self._to: dict[int, OutgoingStream] = {}
         port = self._listener.getsockname()[1]
         store.set(f"address/{index}", f"{self._token.hex()} {port} {host}")
-
-    @property
-    def nbytes_pulled(self) -> int:
-        """Received by reading the memory of other ranks, in place of through a socket."""
-        return self._memory.nbytes_pulled
 
     def close(self) -> None:
         """End all connections; what was sent still arrives."""
@@ -97,10 +89,9 @@ class Connections:
     ) -> None:
         """Send and receive each (index, bytes), all in flight at once.
 
-        Messages of one sender arrive in the order in which they were sent. It waits for receivers
-        that read large messages from this process's memory; others may still be on their way when
-        it returns. A connection that an error leaves midway carries nothing any more; `close` lets
-        the others know before their deadlines.
+        Messages of one sender arrive in the order in which they were sent; they may still be on
+        their way when it returns. A connection that an error leaves midway carries nothing any
+        more; `close` lets the others know before their deadlines.
 
         Raises:
             OSError: A connection broke, or carries a message of another length.
@@ -113,23 +104,24 @@ class Connections:
             streams.append(self._to[index])
             self._to[index].begin(messages)
         for index, messages in receiving.items():
-            streams.append(self._from.setdefault(index, IncomingStream(self._memory)))
+            streams.append(self._from.setdefault(index, IncomingStream()))
             self._from[index].begin(messages)
         while streams := [stream for stream in streams if not stream.advance()]:
             self._wait(streams, deadline)
 
     def _wait(self, streams: Sequence[Stream], deadline: float) -> None:
-        """Sleep until a stream of a transfer can go on, and accept."""
-        poll = select.poll()  # without a descriptor of its own
+        """Sleep until a stream of a transfer can continue, and accept."""
+        poll = select.poll()  # needs no descriptor, where epoll would take one for each call
         for stream in streams:
             if stream.connection is not None:
                 poll.register(stream.connection, stream.events)
             else:
+                # Which of those who connect it will be shows only in the hello.
                 for each in (self._listener, *self._unnamed):
                     poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
-        is_busy = any(stream.is_busy for stream in streams)
-        if left <= 0 or not (poll.poll(0 if is_busy else math.ceil(left * 1000)) or is_busy):
+        # Rounded up: a wait of less than a millisecond would spin.
+        if left <= 0 or not poll.poll(math.ceil(left * 1000)):
             raise LateError("the time is over")
         self._accept()
 
@@ -142,6 +134,7 @@ class Connections:
                 self._unnamed[accepted] = bytearray()
         for each, hello in list(self._unnamed.items()):
             try:
+                # Not a byte more: what follows the hello is the first message.
                 data = each.recv(_HELLO.size - len(hello))
             except BlockingIOError:
                 continue
@@ -153,9 +146,9 @@ class Connections:
             del self._unnamed[each]
             token, index = _HELLO.unpack(hello) if data else (b"", 0)
             if not secrets.compare_digest(token, self._token):
-                each.close()  # of somebody else
+                each.close()  # a stranger: a scan of ports, or a rank of another run
                 continue
-            stream = self._from.setdefault(index, IncomingStream(self._memory))
+            stream = self._from.setdefault(index, IncomingStream())
             if stream.connection is None:
                 stream.connection = each
             else:
@@ -171,10 +164,11 @@ class Connections:
             raise LateError(f"no connection to {host} port {port}") from None
         except OSError as error:
             raise ConnectionError(f"no connection to {host} port {port}: {error}") from error
+        # Frames are small, and the other rank waits for each of them.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.sendall(_HELLO.pack(bytes.fromhex(token), self._index))  # fits any buffer
         made.setblocking(False)
-        return OutgoingStream(made, self._memory)
+        return OutgoingStream(made)
 
 
 def _by_index(messages: Iterable[tuple[int, memoryview]]) -> Mapping[int, Sequence[memoryview]]:

@@ -8,7 +8,6 @@ exactly one collective.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -367,7 +366,7 @@ class Control:
                 if outgoing or incoming:
                     raise GroupError(f"Phase {phase!r}: one rank has no other to exchange with.")
                 return
-            self._transport.extend(time.monotonic() + self.timeout_s)
+            self._transport.extend(self.timeout_s)
             self._transport.exchange(outgoing, incoming)
 
     def barrier(self, *, phase: str) -> None:
@@ -425,7 +424,7 @@ class Control:
             self._sequence += 1
         else:
             data = own.encode()
-            self._transport.begin(own.sequence, phase, time.monotonic() + self.timeout_s)
+            self._transport.begin(own.sequence, phase, self.timeout_s)
             self._is_midway = True
             self._sequence += 1
             frames = [Frame.decode(row) for row in self._transport.all_gather(data, FRAME_NBYTES)]

@@ -41,7 +41,6 @@ class Transport:
         ranks: global ranks, in order.
         rank: this process's global rank.
         store: holds the addresses and progress entries; nothing else uses it.
-        timeout_s: for messages.
         name: the layout's name, for messages.
     """
 
@@ -51,7 +50,6 @@ class Transport:
         ranks: Sequence[int],
         rank: int,
         store: Store,
-        timeout_s: float,
         name: str,
     ) -> None:
         self.num_collectives = 0
@@ -60,7 +58,7 @@ class Transport:
         self._index = self._ranks.index(rank)
         self._rank = rank
         self._store = store
-        self._timeout_s = timeout_s
+        self._timeout_s = 0.0
         self._name = name
         self._sequence = 0
         self._phase = "created"
@@ -75,14 +73,18 @@ class Transport:
         """Whether it failed, or was abandoned or closed."""
         return bool(self._broken) or self._is_closed
 
-    def begin(self, sequence: int, phase: str, deadline: float) -> None:
-        """Post the progress of the next call; GroupError if an earlier call broke the transport."""
+    def begin(self, sequence: int, phase: str, timeout_s: float) -> None:
+        """Post the progress of the next call; GroupError if an earlier call broke the transport.
+
+        The call has `timeout_s` from now on.
+        """
         if self._broken:
             raise GroupError(
                 f"Phase {phase!r}: the control communicator of layout {self._name!r} failed "
                 f"earlier and cannot be used any more. The reason: {self._broken}"
             )
-        self._sequence, self._phase, self._deadline = sequence, phase, deadline
+        self._sequence, self._phase = sequence, phase
+        self.extend(timeout_s)
         self._post(phase)
 
     def close(self) -> None:
@@ -150,9 +152,9 @@ class Transport:
         self.exchange([], [(index, memoryview(buffer)) for (index, _), buffer in pairs])
         return [bytes(buffer) for buffer in buffers]
 
-    def extend(self, deadline: float) -> None:
-        """Move the deadline of the call in progress."""
-        self._deadline = deadline
+    def extend(self, timeout_s: float) -> None:
+        """Give the call in progress so many seconds from now on."""
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
 
     def exchange(
         self,
@@ -254,7 +256,7 @@ class Transport:
     def _look(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
         """Read every rank's progress, for a while if that may still change.
 
-        Ranks that gave up in an earlier collective are named only where there are no others.
+        Ranks that gave up in an earlier collective are named only if there are no others.
         """
         until = time.monotonic() + _PROGRESS_WAIT_S
         while True:
@@ -270,8 +272,11 @@ class Transport:
                     (victims if is_victim else missing)[rank] = where
                 elif int(number) == self._sequence and not phase.endswith(" (gave up)"):
                     silent.append(rank)
+            # A rank posts that it gave up before it closes. So after a connection broke, the one
+            # rank that has not is the one that died; of several some may still be about to post.
+            is_last = broke and len(missing) + len(silent) == 1
             missing = missing or victims
             late = bool(missing) and not broke  # the deadline has passed: late is late
-            if late or not (missing or silent) or time.monotonic() >= until:
+            if late or is_last or not (missing or silent) or time.monotonic() >= until:
                 return missing, silent
             time.sleep(0.05)

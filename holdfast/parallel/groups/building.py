@@ -276,7 +276,6 @@ def _make_control(comms: Communicators) -> Control:
             ranks=layout.ranks,
             rank=rank,
             store=_torch.prefix_store(f"{comms.prefix}/control", comms.store),
-            timeout_s=comms.timeout_s,
             name=layout.name,
         )
     return Control(

@@ -15,6 +15,8 @@ from holdfast.parallel import Control, Layout, ProcessGroups
 from holdfast.parallel.control.control import FRAME_NBYTES, INLINE_NBYTES
 from tests.harness import RankContext, run_ranks
 
+LATE_S = 0.5
+"""The deadline of a call in which a rank is missing; ranks make themselves ready before it."""
 RANKS = (3, 1, 4, 2)  # not ascending, and without rank 0, which takes no part
 
 
@@ -51,6 +53,7 @@ def check_payloads(control: Control) -> None:
         (512, 512, 0, 1),
         (513, 0, 5, 100_000),
         (0, 9, 0, 600),
+        (5, 3_000_000, 7_000_000, 1),  # more than any socket holds
     ]:
         everything = [payload(i, nbytes) for i, nbytes in enumerate(sizes)]
         mine = everything[index]
@@ -149,12 +152,13 @@ def lost(rank: RankContext) -> dict[str, tuple[str, str, float]]:
     reports = {}
 
     def meet(case: str, missing: int, action: Callable[[Control], Any], leave: Any) -> None:
-        with ProcessGroups.create(Layout(dp=4, name=case), names=[], timeout_s=1.5) as groups:
+        with ProcessGroups.create(Layout(dp=4, name=case), names=[], timeout_s=60) as groups:
             control = groups.control
             control.barrier(phase="warm up")
             if rank.rank == missing:
-                leave()
+                leave()  # returns when the others have raised
                 return
+            control.timeout_s = LATE_S
             started = time.monotonic()
             with pytest.raises(HoldfastError) as caught:
                 action(control)
@@ -163,15 +167,15 @@ def lost(rank: RankContext) -> dict[str, tuple[str, str, float]]:
             started = time.monotonic()
             with pytest.raises(GroupError, match="failed earlier and cannot be used"):
                 control.barrier(phase="afterwards")
-            assert time.monotonic() - started < 0.1
+            assert time.monotonic() - started < LATE_S, "it waits for nothing"
+            dist.barrier()
 
-    meet("late", 2, lambda c: c.agree(None, phase="save 3"), lambda: time.sleep(2.5))
-    dist.barrier()
-    with ProcessGroups.create(Layout(dp=4, name="last"), names=[], timeout_s=20) as groups:
+    meet("late", 2, lambda c: c.agree(None, phase="save 3"), dist.barrier)
+    with ProcessGroups.create(Layout(dp=4, name="last"), names=[], timeout_s=60) as groups:
         control = groups.control
         control.all_gather(b"", phase="plan")
         if rank.rank == 0:
-            time.sleep(0.5)
+            time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(HoldfastError) as caught:
@@ -194,16 +198,16 @@ def test_who_does_not_come_is_named_with_phase_and_last_sight() -> None:
             assert kind == DeadlineError.__name__
             assert "Phase 'save 3' (collective 2 of layout 'late')" in text
             # The first rank whose time is over closes its connections, for the others to see.
-            assert "not complete after 1.5 s" in text or "a connection broke" in text
+            assert f"not complete after {LATE_S:g} s" in text or "a connection broke" in text
             assert "ranks [2] did not arrive, last seen in rank 2: phase 'warm up' (coll" in text
-            assert 1.4 < seconds < 3.2
+            assert 0.9 * LATE_S < seconds < 30
         kind, text, seconds = reports["killed"]
         assert kind == DeadlineError.__name__
         assert "Phase 'save 4' (collective 2 of layout 'last'): a connection broke" in text
         assert "ranks [0] did not arrive, last seen in rank 0: phase 'plan' (collective 1)" in text
-        assert seconds < 6
+        assert seconds < 30
     times = [outcome.results[rank]["killed"][2] for rank in (1, 2, 3)]
-    assert max(times) - min(times) < 1.5, "who is not next to the dead rank waited on"
+    assert max(times) - min(times) < 15, "who is not next to the dead rank waited on"
 
 
 def test_one_process_agrees_with_itself() -> None:
