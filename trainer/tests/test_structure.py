@@ -106,6 +106,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert find_circle(graph) == []
 
 
-def test_no_module_keeps_state() -> None:
+def test_no_module_of_the_trainer_keeps_state() -> None:
     found = {str(path.relative_to(ROOT)): list(state_in(path.read_text())) for path in FILES}
     assert {name: reports for name, reports in found.items() if reports} == {}
