@@ -118,7 +118,7 @@ def flatten_state(
             part = part_of(name, value.value if isinstance(value, OnLayout) else value)
             tree = _declared_tree(part)
         except HoldfastError as error:
-            raise type(error)(f"state part '{name}': {error}") from error
+            raise type(error)(f"state part '{name}': {error}", details=error.details) from error
         except Exception as error:
             error.add_note(f"state part '{name}'")
             raise

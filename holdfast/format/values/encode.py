@@ -202,16 +202,19 @@ class _Encoder:
 
     def _refusal(self, value: object, path: str) -> PlacementError:
         cls = type(value)
+        marker = ""
         if isinstance(value, Enum):
             hint = f"register it: Codecs(enums=[{cls.__name__}])"
         elif is_dataclass(value):
             hint = f"register it: Codecs(dataclasses=[{cls.__name__}])"
         else:
-            hint = "convert it to plain values, register a Codec for its type, or mark it Transient"
-        return PlacementError(
+            hint = "convert it to plain values, register a Codec for its type"
+            marker = ", or mark it Transient"
+        text = (
             f"{path or 'value'}: a value of type {cls.__module__}.{cls.__qualname__} "
             f"({shorten(value)}) cannot be stored without pickle; {hint}"
         )
+        return PlacementError(text + marker, details={"without_markers": text})
 
 
 def _is_plain_key(key: str) -> bool:
