@@ -165,6 +165,31 @@ def test_no_program_reads_the_text_of_an_error() -> None:
     assert found == []
 
 
+def spellings_of_tags(tree: ast.Module) -> list[int]:
+    """The lines that know how a node's tag is written: its text, or the constant."""
+    return sorted(
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Constant) and node.value == "$")
+        or (isinstance(node, ast.alias) and node.name == "TAG")
+    )
+
+
+def test_only_the_format_knows_how_tags_are_written() -> None:
+    """Other rooms ask `format.values` what a node is, and walk trees with it.
+
+    Batches that a rerun machine keeps have tags of their own.
+    """
+    assert spellings_of_tags(tree_of(ROOT / "format/values/nodes.py")) != []
+    found = [
+        f"{name}:{line}"
+        for name, path in MODULES.items()
+        if not name.startswith(("holdfast.format.", "holdfast.rerun."))
+        for line in spellings_of_tags(tree_of(path))
+    ]
+    assert found == []
+
+
 def test_the_version_is_the_packages() -> None:
     from holdfast.version import __version__
 

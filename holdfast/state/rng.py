@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import MismatchError
+from holdfast.format.values import is_per_rank, is_plain_dict
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.state.coordinates import (
     ConsistencyCheck,
@@ -67,8 +68,8 @@ class RNG(RandomStreams):
         node = stored.node
         fresh = self._states()
         self._loading = _StreamLoad(fresh=fresh, declared={n: self._declared(n) for n in fresh})
-        groups: dict[str, Any] = {"": node} if _is_per_rank(node) else {}
-        if not groups and isinstance(node, Mapping) and "$" not in node:
+        groups: dict[str, Any] = {"": node} if is_per_rank(node) else {}
+        if not groups and is_plain_dict(node):
             groups = {str(name): child for name, child in node.items()}
         where = {name: key for key, group in groups.items() for name in _streams_of(group)}
         absent = [name for name in fresh if name not in where]
@@ -77,7 +78,7 @@ class RNG(RandomStreams):
         # What is missing is reported once, by the first group that is read per rank.
         for key, group in groups.items():
             mine = [name for name in fresh if where.get(name) == key]
-            if _is_per_rank(group):
+            if is_per_rank(group):
                 templates[key] = PickedPerRank(
                     Stored(),
                     axes=tuple(group["axes"]),
@@ -275,13 +276,8 @@ def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
     )
 
 
-def _is_per_rank(node: object) -> bool:
-    """Whether a node is a value per coordinate."""
-    return isinstance(node, Mapping) and node.get("$") == "per_rank"
-
-
 def _streams_of(group: Any) -> set[str]:
     """The names of the streams in a stored group, per rank or not."""
-    trees = group.get("v") if _is_per_rank(group) else {"": group}
-    plain = [tree for tree in trees.values() if isinstance(tree, Mapping) and "$" not in tree]
+    trees = group["v"] if is_per_rank(group) else {"": group}
+    plain = [tree for tree in trees.values() if is_plain_dict(tree)]
     return {name for tree in plain for name in tree if name != DIGESTS}
