@@ -13,7 +13,7 @@ from holdfast.format.values import is_plain_dict
 from holdfast.state.markers import Stored, Transient, global_shape
 from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.match.templates import MakeTarget, follow_stored, zeros_placed_like
-from holdfast.state.optimizer.named import stored_form, with_padding
+from holdfast.state.optimizer.entries import stored_form, with_padding
 from holdfast.state.optimizer.protocol import OptimizerParameter
 from holdfast.state.tensors import local_of
 
