@@ -13,22 +13,48 @@
     ├── DeadlineError        a rank did not arrive in time
     └── FaultError           a computation produced a value that the run does not accept
 
-A message states what happened, where (key, rank, file, offset), why, and what to do. Errors that
-concern a group of ranks are raised on all of them; `ErrorRecord` carries them there.
+A message states what happened, where (key, rank, file, offset), why, and what to do. It is for
+people; a program reads `details`. Errors that concern a group of ranks are raised on all of them;
+`ErrorRecord` carries them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from numbers import Integral, Real
+from typing import Any
 
 import msgspec
 
 MAX_MESSAGE_LENGTH = 4096
 """Characters of a message that an `ErrorRecord` keeps."""
+MAX_DETAILS_SIZE = 32 * 1024
+"""Size of all details of an error: 8 for each value, and one for each character of text."""
+_MAX_DEPTH = 4
+_MAX_PLAIN_INT = 2**63
+_INCOMPLETE = "incomplete"
 
 
 class HoldfastError(Exception):
-    """Base class of everything Holdfast raises on purpose."""
+    """Base class of everything Holdfast raises on purpose.
+
+    Args:
+        args: the message.
+        details: what the message names, as values for a program: `ranks`, `odd_ranks`,
+            `missing_ranks`, `keys`, `steps`, `files`, ... A value of another type than None, bool,
+            int, float, str, or a list or dict of such, is kept as the nearest of these. What is
+            beyond `MAX_DETAILS_SIZE` is left out, and `details["incomplete"]` is then True.
+    """
+
+    details: dict[str, Any]
+    """The same on every rank that raises the error. `failed_ranks` are those where it occurred."""
+
+    def __init__(self, *args: object, details: Mapping[str, object] | None = None) -> None:
+        super().__init__(*args)
+        self.details = plain_details(details) if details else {}
 
 
 class ConfigError(HoldfastError, ValueError):
@@ -85,8 +111,8 @@ _TYPES: Mapping[str, type[HoldfastError]] = {
 }
 
 
-class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as another process reads it: the name of a class of the hierarchy, and a message.
+class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error as another process reads it: a class of the hierarchy by name, a message, details.
 
     Control frames, failure records on storage, outcomes of saves and save proposals all carry this
     one form. It may have been written by another version or damaged, so no name in it is looked up
@@ -95,6 +121,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     error_type: str
     message: str
+    details: dict[str, Any] = {}
 
     @classmethod
     def of(
@@ -120,17 +147,20 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
             notes = [n for n in notes if isinstance(n, str)] if isinstance(notes, list) else []
             text = ": ".join([*notes, name, *([text] if text else [])])
         # Names of files may hold bytes that are no UTF-8, which neither JSON nor msgpack can carry.
-        text = (text or name).encode(errors="backslashreplace").decode()
+        text = _encodable(text or name)
         if len(text) > MAX_MESSAGE_LENGTH:
             text = text[: MAX_MESSAGE_LENGTH - 3] + "..."
-        return cls(error_type=(known or foreign).__name__, message=text)
+        # Another library's `details` mean something else.
+        details = plain_details(error.details) if isinstance(error, HoldfastError) else {}
+        return cls(error_type=(known or foreign).__name__, message=text, details=details)
 
     def to_error(self) -> HoldfastError:
         """The error to raise; a HoldfastError that quotes the name where that is not known."""
         known = _TYPES.get(self.error_type)
         if known is None:
-            return HoldfastError(f"{self.message} (recorded as {self.error_type[:100]!r})")
-        return known(self.message)
+            text = f"{self.message} (recorded as {self.error_type[:100]!r})"
+            return HoldfastError(text, details=self.details)
+        return known(self.message, details=self.details)
 
 
 def joined_error(
@@ -138,7 +168,8 @@ def joined_error(
 ) -> HoldfastError:
     """One error for the failures of several ranks: of the first one's class, with every message.
 
-    Ranks with equal messages are listed together, so that a failure of all reads as one.
+    Ranks with equal messages are listed together, so that a failure of all reads as one. Its
+    details are those of all records (see `joined_details`), and `failed_ranks`.
     """
     ranks_by_message: dict[str, list[int]] = {}
     for rank, record in by_rank.items():
@@ -149,4 +180,110 @@ def joined_error(
     ]
     text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
     first = next(iter(by_rank.values()))
-    return ErrorRecord(error_type=first.error_type, message=text).to_error()
+    details = joined_details([record.details for record in by_rank.values()])
+    return ErrorRecord(
+        error_type=first.error_type,
+        message=text,
+        details={"failed_ranks": sorted(by_rank), **details},
+    ).to_error()
+
+
+def joined_details(all_details: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The details of several errors as those of one.
+
+    A value that is the same in all of them stays. Otherwise lists are joined, each member once, and
+    single values that differ become a list.
+    """
+    joined: dict[str, Any] = {}
+    for details in all_details:
+        for name, value in details.items():
+            if name not in joined:
+                joined[name] = value
+            elif joined[name] != value:
+                lists = [v if isinstance(v, list) else [v] for v in (joined[name], value)]
+                joined[name] = _each_once(lists)
+    return joined
+
+
+def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
+    """The members of all lists in order. Equal ones of other types, as True and 1, differ."""
+    members: dict[str, Any] = {}
+    for each in lists:
+        for member in each:
+            members.setdefault(repr(member), member)
+    return list(members.values())
+
+
+def plain_details(details: object, *, max_size: int = MAX_DETAILS_SIZE) -> dict[str, Any]:
+    """Details as values that JSON and msgpack carry, bounded in size; never raises an error."""
+    copy = _PlainCopy(max_size)
+    try:
+        plain = copy.of(details, 0)
+    except Exception:  # foreign objects may raise whatever they are asked
+        return {_INCOMPLETE: True}
+    result = plain if isinstance(plain, dict) else {}
+    if copy.is_cut:
+        result[_INCOMPLETE] = True
+    return result
+
+
+class _PlainCopy:
+    """A copy of details, and the size that is left for it."""
+
+    def __init__(self, max_size: int) -> None:
+        self._left = max_size
+        self.is_cut = False
+
+    def of(self, value: object, depth: int) -> Any:
+        """The nearest plain value; what does not fit any more is left out of lists and dicts."""
+        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+            result = {}
+            for key, item in value.items():
+                if not self._take(8):
+                    break
+                name = self._text(key)
+                result[name] = self.of(item, depth + 1)
+            return result
+        if isinstance(value, AbstractSet):
+            value = sorted(value, key=lambda item: (type(item).__name__, item))
+        is_items = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+        if is_items and depth < _MAX_DEPTH:
+            items: list[Any] = []
+            for item in value:  # type: ignore[attr-defined]
+                if not self._take(8):
+                    break
+                items.append(self.of(item, depth + 1))
+            return items
+        return self._scalar(value)
+
+    def _scalar(self, value: object) -> bool | int | float | str | None:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, Integral):
+            number = int(value)
+            return number if -_MAX_PLAIN_INT <= number < _MAX_PLAIN_INT else self._text(number)
+        # JSON has no NaN and no infinity.
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+        return self._text(value)
+
+    def _text(self, value: object) -> str:
+        """A value as text, cut off where the size ends."""
+        text = _encodable(os.fsdecode(value) if isinstance(value, os.PathLike) else str(value))
+        kept = text[: self._left]
+        self._left -= len(kept)
+        self.is_cut |= len(kept) < len(text)
+        return kept
+
+    def _take(self, size: int) -> bool:
+        """Take from the size that is left; False if there is too little."""
+        if self._left < size:
+            self.is_cut = True
+            return False
+        self._left -= size
+        return True
+
+
+def _encodable(text: str) -> str:
+    """A text without lone surrogates, which neither JSON nor msgpack can carry."""
+    return text.encode(errors="backslashreplace").decode()

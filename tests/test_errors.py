@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import enum
+import json
+import pickle
+from collections import UserList
+from itertools import islice
+from pathlib import PurePosixPath
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,12 +20,15 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import errors
 from holdfast.errors import (
+    MAX_DETAILS_SIZE,
     MAX_MESSAGE_LENGTH,
     ConfigError,
+    DriftError,
     ErrorRecord,
     HoldfastError,
     LayoutError,
     StorageError,
+    joined_details,
     joined_error,
 )
 
@@ -114,6 +125,100 @@ def test_failures_of_ranks_are_joined_under_the_first_class() -> None:
     joined = joined_error({1: same, 4: other, 6: same}, num_ranks=8, phase="save")
     assert type(joined) is LayoutError
     assert str(joined) == "3 of 8 ranks failed (save):\nranks 1, 6: a\nrank 4: OSError: b"
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=9)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below),
+    max_leaves=12,
+)  # fmt: skip
+
+
+class _Grade(enum.IntEnum):
+    GOOD = 3
+
+
+class _Hostile:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@given(kind=st.sampled_from(_EXPORTED), ranks=st.lists(st.integers(0, 10**6)), one=_PLAIN)
+def test_details_arrive_as_they_were(kind: type[HoldfastError], ranks: list[int], one: Any) -> None:
+    """Through msgpack, JSON, pickle and the joined error of several ranks."""
+    error = kind("x", details={"ranks": ranks, "one": _shallow(one)})
+    record = ErrorRecord.of(error)
+    in_json = msgspec.json.decode(msgspec.json.encode(record), type=ErrorRecord)
+    for carried in (
+        _through_msgpack(record).to_error(),
+        in_json.to_error(),
+        pickle.loads(pickle.dumps(error)),
+    ):
+        assert carried.details == error.details
+    joined = joined_error({2: record, 5: record}, num_ranks=8, phase="save")
+    assert joined.details == {"failed_ranks": [2, 5], **error.details}
+
+
+def _shallow(value: Any) -> Any:
+    """A value without the members of which there are too many levels."""
+    if isinstance(value, dict):
+        return {k: v for k, v in value.items() if not isinstance(v, dict | list)}
+    if isinstance(value, list):
+        return [v for v in value if not isinstance(v, dict | list)]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        ((1, 2), [1, 2]), ({3, 1, 2}, [1, 2, 3]), (range(3), [0, 1, 2]), (_Grade.GOOD, 3),
+        (UserList([1]), [1]), (np.int64(7), 7), (np.float32(0.5), 0.5), ({4: (1,)}, {"4": [1]}),
+        (PurePosixPath("a/b"), "a/b"), (2**70, str(2**70)), (float("nan"), "nan"),
+        (float("inf"), "inf"), (b"ab", "b'ab'"), ("\udc80", "\\udc80"), (ConfigError("x"), "x"),
+        ([[[[1]]]], [[["[1]"]]]), (True, True),
+    ],
+)  # fmt: skip
+def test_details_of_other_types_become_the_nearest_plain_value(value: object, plain: Any) -> None:
+    details = StorageError("x", details={"it": value}).details
+    assert details == {"it": plain}
+    assert type(details["it"]) is type(plain)
+    assert json.loads(json.dumps(details, allow_nan=False)) == details
+
+
+def test_details_are_bounded_and_never_raise() -> None:
+    for many in (
+        range(10**12),
+        ["x" * 100] * 10**6,
+        {str(i): i for i in range(10**5)},
+        "x" * 10**6,
+    ):
+        record = ErrorRecord.of(DriftError("x", details={"first": 1, "many": many, "last": 2}))
+        assert record.details["incomplete"] is True
+        assert record.details["first"] == 1
+        kept = list(record.details["many"])[:-1]  # the last one may be cut off
+        assert len(kept) > 100
+        assert kept == list(islice(many, len(kept)))
+        assert len(msgspec.msgpack.encode(record)) < 2 * MAX_DETAILS_SIZE
+    for odd in ({"x": _Hostile()}, {"x": {1, "a", None}}, {_Hostile(): 1}, [1], 3):
+        assert isinstance(ErrorRecord.of(DriftError("x", details=odd)).details, dict)  # type: ignore[arg-type]
+    foreign = OSError("x")
+    foreign.details = {"a": 1}  # type: ignore[attr-defined]
+    assert ErrorRecord.of(foreign).details == {}
+
+
+def test_details_of_several_errors_are_joined_by_name() -> None:
+    joined = joined_details(
+        [{"keys": ["a", "b"], "step": 3, "x": 1}, {"keys": ["b", "c"], "step": 4, "x": 1}, {"y": 0}]
+    )
+    assert joined == {"keys": ["a", "b", "c"], "step": [3, 4], "x": 1, "y": 0}
+
+
+def test_a_record_without_details_has_none() -> None:
+    """As any of an error that has none, and one of another version."""
+    data = msgspec.msgpack.encode({"error_type": "PlanError", "message": "x", "more": [1]})
+    assert msgspec.msgpack.decode(data, type=ErrorRecord).to_error().details == {}
+    assert b"details" not in msgspec.msgpack.encode(ErrorRecord.of(LayoutError("x")))
 
 
 def test_records_of_other_shapes_are_refused_by_the_decoder() -> None:

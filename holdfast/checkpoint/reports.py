@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,6 @@ import msgspec
 if TYPE_CHECKING:
     from holdfast.parallel import Control
 
-_BEFORE_STEP = re.compile(r"^\S*iter_\d+(/|: )")
-"""The path of the checkpoint at the beginning of an error: a line that names the step has it."""
 _MAX_SUMMARY = 150
 _NAMES = ("loaded", "missing", "fresh", "unexpected", "cast", "kept", "dropped", "replaced")
 """Fields of a load report that list paths of one rank, or lines that begin with one."""
@@ -80,14 +77,19 @@ class FellBack:
 
     step: int
     """Its step."""
+    path: str
+    """Where it is."""
     why: str
     """The whole error."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the error."""
 
     @property
     def summary(self) -> str:
         """The step and what is wrong with it, for one line of a log."""
         clause = self.why.partition("\n")[0].partition("; ")[0].partition(". ")[0]
-        where = _BEFORE_STEP.sub("", clause).partition(": damaged")[0]
+        # The path is that of the step, which the line names.
+        where = clause.removeprefix(self.path).lstrip("/: ").partition(": damaged")[0]
         return f"step {self.step} is damaged ({where[:_MAX_SUMMARY]})"
 
 

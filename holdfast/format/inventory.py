@@ -9,11 +9,9 @@ from typing import Any
 
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import step_dir
-from holdfast.format.values import kind_in_words
+from holdfast.format.values import count_values, kind_in_words, tensor_keys
 from holdfast.format.versions import read_manifest
 from holdfast.storage import Storage
-
-_TENSORS = ("tensor", "array")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +25,7 @@ class PartInfo:
     nbytes: int
     """Of these tensors."""
     num_values: int
-    """Leaves of the tree that are no tensors."""
+    """Leaves of the tree that are stored and are not tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +54,12 @@ def inspect_checkpoint(storage: Storage, step: int) -> CheckpointInfo:
     }
     parts = {}
     for name, node in manifest.parts.items():
-        keys: set[str] = set()
-        num_values = _count(node, keys)
+        keys = set(tensor_keys(node))
         parts[name] = PartInfo(
             kind=kind_in_words(node).removeprefix("a "),
             num_tensors=len(keys),
             nbytes=sum(sizes[key] for key in keys),
-            num_values=num_values,
+            num_values=count_values(node),
         )
     return CheckpointInfo(
         step=manifest.step,
@@ -72,27 +69,3 @@ def inspect_checkpoint(storage: Storage, step: int) -> CheckpointInfo:
         parts=parts,
         metadata=manifest.metadata,
     )
-
-
-def _count(node: Any, keys: set[str]) -> int:
-    """Values under a node; the keys of its tensors go into `keys`. Any depth."""
-    waiting, num_values = [node], 0
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif not isinstance(node, dict):
-            num_values += 1
-        elif node.get("$") in _TENSORS:
-            keys.add(node["k"])
-        elif "$" not in node:
-            waiting += node.values()
-        elif node["$"] in ("dict", "odict", "counter", "defaultdict"):
-            waiting += [child for _, child in node["v"]]
-        elif node["$"] in ("per_rank", "dataclass"):
-            waiting += node["v"].values()
-        elif node["$"] in ("tuple", "deque", "codec"):
-            waiting.append(node["v"])
-        else:
-            num_values += 1
-    return num_values

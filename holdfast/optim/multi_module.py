@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
@@ -449,8 +450,10 @@ def _distinct(scaler: LossScaler | Mapping[str, LossScaler] | None) -> list[Loss
 def _in_module(module: str, error: Exception) -> Exception:
     """An error that says in which module it was."""
     record = ErrorRecord.of(error)
-    named = ErrorRecord(
-        error_type=record.error_type, message=f"module {module!r}: {record.message}"
+    named = msgspec.structs.replace(
+        record,
+        message=f"module {module!r}: {record.message}",
+        details={"module": module, **record.details},
     ).to_error()
     named.__cause__ = error
     return named

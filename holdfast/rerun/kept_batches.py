@@ -139,13 +139,13 @@ class _BatchEncoder:
             return {"end": True}
         if drawn.error is not None:
             record = ErrorRecord.of(drawn.error)
-            return {"error_type": record.error_type, "message": record.message}
+            return dict(msgspec.to_builtins(record))
         path = self._what or f"batch {index}"
         try:
             tree = encode_tree(drawn.batch, path=path, codecs=self._codecs, on_leaf=self._leaf)
         except PlacementError as error:
-            # Nothing here has markers.
-            reason = str(error).removesuffix(", or mark it Transient")
+            # Markers are not for batches.
+            reason = error.details.get("without_markers", error)
             raise ConfigError(
                 f"this cannot be kept for a rerun after a restart: {reason}. Codecs are passed to "
                 f"RerunMachine and ReplayableBatches (codecs=…)"
@@ -206,8 +206,7 @@ class _BatchDecoder:
         if "end" in entry:
             return Drawn(error=StopIteration())
         if "message" in entry:
-            record = ErrorRecord(error_type=entry["error_type"], message=entry["message"])
-            return Drawn(error=record.to_error())
+            return Drawn(error=msgspec.convert(entry, ErrorRecord).to_error())
         path = f"batch {index}"
         return Drawn(
             decode_tree(entry["batch"], path=path, codecs=self._codecs, on_leaf=self._leaf)

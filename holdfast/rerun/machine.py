@@ -33,7 +33,6 @@ from holdfast.rerun.steps import RUNNING, MachineSteps
 from holdfast.rerun.tracker import Tracker
 from holdfast.rerun.values import Value, plain_value
 from holdfast.state.markers import coordinate_label
-from holdfast.writer.drift import odd_ranks
 
 
 class RerunMachine(MachineSteps):
@@ -284,14 +283,13 @@ class RerunMachine(MachineSteps):
         copies that differ: evidence of a device that computes wrong values without NaN or Inf.
 
         Args:
-            error: what was raised. The odd ranks are those that it names by majority; none where
-                there is no majority.
+            error: what was raised. Its `details["odd_ranks"]` are recorded with host and device.
 
         Raises:
             StorageError: the report cannot be written; on all ranks.
         """
         places = {place.rank: place for place in self._places}
-        ranks = odd_ranks(str(error))
+        ranks = error.details.get("odd_ranks", ()) if isinstance(error, HoldfastError) else ()
         named = [msgspec.structs.asdict(places[rank]) for rank in ranks if rank in places]
         self._record("drift", {"message": str(error), "values": named})
         for place in named:

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from holdfast.errors import ConfigError, HoldfastError
-from holdfast.format.values import TAG, Node, decode_tree
+from holdfast.errors import ConfigError, CorruptionError, HoldfastError
+from holdfast.format.values import SETS, Node, decode_tree, is_per_rank, members, tag_of
 
 _SCALARS = ("int", "float", "numpy")
 
@@ -170,20 +170,19 @@ def number_at(parts: Mapping[str, Node], path: str) -> float | None:
 
     Values that differ by rank and numbers kept as tensors have no one number here.
     """
-    return _number(dict(parts), path) if path else None
+    try:
+        return _number(dict(parts), path) if path else None
+    except CorruptionError:
+        return None
 
 
 def _number(node: Node, path: str) -> float | None:
     """The number at a path below a node, or None."""
-    if isinstance(node, dict) and node.get(TAG) in ("tuple", "dataclass", "odict", "dict"):
-        node = _untagged(node)
     if not path:
         return _as_number(node)
-    if isinstance(node, list):
-        node = {str(i): item for i, item in enumerate(node)}
-    if not isinstance(node, dict) or TAG in node:
-        return None
-    for name, child in node.items():
+    inside = [] if is_per_rank(node) or tag_of(node) in SETS else members(node)
+    for key, child in inside:
+        name = str(key)
         if path == name or path.startswith(f"{name}."):
             value = _number(child, path[len(name) + 1 :])
             if value is not None:
@@ -191,18 +190,10 @@ def _number(node: Node, path: str) -> float | None:
     return None
 
 
-def _untagged(node: dict[str, Node]) -> Node:
-    """A container that JSON lacks as one that it has: pairs as an object."""
-    inner = node.get("v")
-    if node.get(TAG) not in ("odict", "dict") or not isinstance(inner, list):
-        return inner
-    return {str(p[0]): p[1] for p in inner if isinstance(p, list) and len(p) == 2}
-
-
 def _as_number(node: Node) -> float | None:
     """A node as a float, or None; a bool is no number."""
     if isinstance(node, dict):
-        if node.get(TAG) not in _SCALARS:
+        if tag_of(node) not in _SCALARS:
             return None
         try:
             decoded = decode_tree(node)

@@ -16,7 +16,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import HoldfastError, PlacementError
-from holdfast.format.values import UNION, Codecs, Node, encode_tree, is_unicode
+from holdfast.format.values import (
+    Codecs,
+    Node,
+    encode_tree,
+    is_like_a_tag,
+    is_unicode,
+    per_rank_node,
+    tag_of,
+    tensor_node,
+    transient_node,
+    union_node,
+)
 from holdfast.parallel.layout import Layout
 from holdfast.state.leaves import FlatState, TensorLeaf, held_tensor
 from holdfast.state.markers import (
@@ -118,7 +129,7 @@ def flatten_state(
             part = part_of(name, value.value if isinstance(value, OnLayout) else value)
             tree = _declared_tree(part)
         except HoldfastError as error:
-            raise type(error)(f"state part '{name}': {error}") from error
+            raise type(error)(f"state part '{name}': {error}", details=error.details) from error
         except Exception as error:
             error.add_note(f"state part '{name}'")
             raise
@@ -190,18 +201,17 @@ class _Flattener:
             outside, self._open = self._open, (*self._open, (len(path) + 1, len(label)))
             inner = self._encode_marked(obj.tree, path=f"{path}[{label}]")
             self._open = outside
-            named: list[Node] = [*sorted(axes)]
-            return {"$": "per_rank", "axes": named, "v": {label: inner}}
+            return per_rank_node(sorted(axes), {label: inner})
         if isinstance(obj, Union):
             inner = self._encode_marked(obj.mapping, path=path)
-            if not isinstance(inner, dict) or inner.get("$") in ("codec", "dataclass"):
+            if not isinstance(inner, dict) or tag_of(inner) in ("codec", "dataclass"):
                 raise PlacementError(
                     f"{path}: Union takes a dict, OrderedDict, Counter or defaultdict, not a "
                     f"{type(obj.mapping).__name__}"
                 )
-            return {"$": UNION, "v": inner}
+            return union_node(inner)
         if isinstance(obj, Transient):
-            return {"$": "transient"}
+            return transient_node()
         if isinstance(obj, Stored):
             raise PlacementError(f"{path}: Stored() asks a load for what is there; nothing to save")
         if isinstance(obj, nn.Module | OptimizerState | torch.optim.Optimizer):
@@ -238,10 +248,10 @@ class _Flattener:
             return None
         if not all(issubclass(kind, _TENSORS) for kind in set(map(type, obj.values()))):
             return None
-        if not all(map(str.isascii, obj)) or any(key.startswith("$") for key in obj):
+        if not all(map(str.isascii, obj)) or any(map(is_like_a_tag, obj)):
             return None
         paths = [f"{path}.{key}" for key in obj]
-        nodes: list[dict[str, Node]] = [{"$": "tensor", "k": each} for each in paths]
+        nodes: list[dict[str, Node]] = list(map(tensor_node, paths))
         self._paths += paths
         self._objects += obj.values()
         self._nodes += nodes
@@ -252,7 +262,7 @@ class _Flattener:
 
     def _add(self, path: str, obj: torch.Tensor | Marked, tag: str) -> dict[str, Node]:
         """The node of a tensor, which refers to its key; `_tie` makes it refer to another one's."""
-        node: dict[str, Node] = {"$": tag, "k": path}
+        node = tensor_node(path, tag=tag)
         self._paths.append(path)
         self._objects.append(obj)
         self._nodes.append(node)

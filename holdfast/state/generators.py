@@ -1,4 +1,4 @@
-"""The random streams of one rank: states of generators as trees without pickle, and back."""
+"""Generators: their states as trees without pickle, and back."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.errors import ConfigError, MismatchError
-from holdfast.parallel.layout import DENSE_AXES
-from holdfast.state.markers import PerRank, axis_names
+from holdfast.errors import ConfigError
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 State = dict[str, object] | torch.Tensor
-_Accessors = tuple[Callable[[], State], Callable[[Any], object]]
-
-DIGESTS = "digests"
-"""Key under which the digests of stored streams lie next to them."""
-_EVERYWHERE = "everywhere"
-_PREFIX = "generator-"
+Accessors = tuple[Callable[[], State], Callable[[Any], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,89 +34,7 @@ class Stream:
     shared: Sequence[str] | None = None
 
 
-class RandomStreams:
-    """The streams of a rank by name, and along which axes each is stored: what a save needs."""
-
-    def __init__(
-        self,
-        *,
-        axes: Sequence[str] = DENSE_AXES,
-        shared: Sequence[str] | None = None,
-        generators: Mapping[str, Generator | Stream] | None = None,
-    ) -> None:
-        """Declare; see `RNG`. Nothing is read yet."""
-        self._axes = axis_names(axes)
-        self._shared = None if shared is None else axis_names(shared)
-        self._generators: dict[str, Generator] = {}
-        self._shared_by_name: dict[str, tuple[str, ...] | None] = {}
-        for name, given in (generators or {}).items():
-            stream = given if isinstance(given, Stream) else Stream(given, self._shared)
-            _check_generator(name, stream.generator)
-            along = None if stream.shared is None else axis_names(stream.shared)
-            self._generators[_PREFIX + name] = stream.generator
-            self._shared_by_name[_PREFIX + name] = along
-        for declared in (self._shared, *self._shared_by_name.values()):
-            unknown = sorted(set(declared or ()) - set(self._axes))
-            if unknown:
-                raise ConfigError(
-                    f"RNG: shared along {', '.join(unknown)}, which are not among its axes "
-                    f"{', '.join(self._axes)}"
-                )
-
-    def tree(self) -> object:
-        """The streams of this rank, by the axes along which they are stored."""
-        by_axes: dict[tuple[str, ...], dict[str, object]] = {}
-        for name, state in self._states().items():
-            axes = tuple(axis for axis in self._axes if axis not in (self._declared(name) or ()))
-            by_axes.setdefault(axes, {})[name] = state
-        trees: dict[str, object] = {}
-        for axes, streams in by_axes.items():
-            # With digests a load can compare streams of other coordinates without reading them.
-            streams[DIGESTS] = {name: state_digest(state) for name, state in streams.items()}
-            if not axes:
-                trees[_EVERYWHERE] = streams
-                continue
-            marked = PerRank(streams, axes=axes, missing="keep", surplus="drop")
-            if len(by_axes) == 1:
-                return marked
-            trees[f"per_{'_'.join(axes)}"] = marked
-        return trees
-
-    def capture(self) -> dict[str, State]:
-        """Stream -> its state now, which `reset` takes."""
-        return self._states()
-
-    def reset(self, states: Mapping[str, State]) -> None:
-        """Set streams to states of `capture`; MismatchError for one of another kind."""
-        for name, state in states.items():
-            self._set_state(name, state)
-
-    def _states(self) -> dict[str, State]:
-        """Stream -> its state now."""
-        own = {name: _accessors(each) for name, each in self._generators.items()}
-        return {name: get() for name, (get, _) in (_global_accessors() | own).items()}
-
-    def _declared(self, name: str) -> tuple[str, ...] | None:
-        """The axes along which a stream is declared shared; None: not declared."""
-        return self._shared_by_name.get(name, self._shared)
-
-    def _set_state(self, name: str, state: Any) -> None:
-        """Set a stream; MismatchError where the state is one of another kind of generator."""
-        generator = self._generators.get(name)
-        try:
-            _, put = _global_accessors()[name] if generator is None else _accessors(generator)
-            put(state)
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
-            kind = f"{name} generator" if generator is None else type(generator).__name__
-            if isinstance(generator, np.random.Generator):
-                kind = type(generator.bit_generator).__name__
-            raise MismatchError(
-                f"rng: the stored stream '{name.removeprefix(_PREFIX)}' is not one of a {kind}: "
-                f"{error}; load it with the kind of generator that it was saved with"
-            ) from error
-
-
-def _check_generator(name: str, generator: object) -> None:
+def check_generator(name: str, generator: object) -> None:
     """ConfigError unless it is a generator whose state can be stored."""
     if not isinstance(generator, Generator) or isinstance(generator, random.SystemRandom):
         raise ConfigError(
@@ -132,7 +43,7 @@ def _check_generator(name: str, generator: object) -> None:
         )
 
 
-def _accessors(generator: Any) -> _Accessors:
+def accessors(generator: Any) -> Accessors:
     """How to read the state of a generator, arrays and tensors in it new, and how to set it."""
     if isinstance(generator, torch.Generator):
         return generator.get_state, generator.set_state
@@ -148,12 +59,12 @@ def _accessors(generator: Any) -> _Accessors:
     )
 
 
-def _global_accessors() -> dict[str, _Accessors]:
+def global_accessors() -> dict[str, Accessors]:
     """The streams that every process has: Python's, NumPy's, torch's, the current device's."""
-    streams: dict[str, _Accessors] = {
-        "python": _accessors(random),
+    streams: dict[str, Accessors] = {
+        "python": accessors(random),
         "numpy": (_numpy_state, lambda state: np.random.set_state(_numpy_tuple(state))),
-        "torch": _accessors(torch.default_generator),
+        "torch": accessors(torch.default_generator),
     }
     if torch.cuda.is_available():
         streams["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.format.values import is_unicode
+from holdfast.format.values import is_like_a_tag, is_unicode
 from holdfast.state.markers import FromPart, OnLayout
 from holdfast.state.match.nodes import StoredPart
 from holdfast.state.match.templates import PlacedTemplates
@@ -135,7 +135,7 @@ def is_left_out(value: object) -> bool:
 
 def check_part_name(name: object) -> None:
     """ConfigError unless the name of a part can be the beginning of keys."""
-    if not isinstance(name, str) or not name or name.startswith("$") or name != name.strip():
+    if not isinstance(name, str) or not name or is_like_a_tag(name) or name != name.strip():
         raise ConfigError(
             f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
         )

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from holdfast.errors import MismatchError
+import numpy as np
+
+from holdfast.errors import ConfigError, MismatchError
+from holdfast.format.values import is_per_rank, is_plain_dict
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.state.coordinates import (
     ConsistencyCheck,
@@ -16,15 +19,27 @@ from holdfast.state.coordinates import (
     PickedPerRank,
     parse_label,
 )
-from holdfast.state.generators import DIGESTS, RandomStreams, State, state_digest
-from holdfast.state.markers import PerRank, Stored, coordinate_label
+from holdfast.state.generators import (
+    Generator,
+    State,
+    Stream,
+    accessors,
+    check_generator,
+    global_accessors,
+    state_digest,
+)
+from holdfast.state.markers import PerRank, Stored, axis_names, coordinate_label
 from holdfast.state.match.nodes import StoredPart
 
+DIGESTS = "digests"
+"""Key under which the digests of stored streams lie next to them."""
+_EVERYWHERE = "everywhere"
+_PREFIX = "generator-"
 _REPLICATING = ("tp", "expt_tp")
 """Axes whose ranks compute the same activations, so that they have to draw the same masks."""
 
 
-class RNG(RandomStreams):
+class RNG:
     """The streams of Python's `random`, NumPy's global generator, torch's CPU and CUDA device.
 
     A load gives each rank the streams of its coordinates, bitwise, after every other part of the
@@ -60,15 +75,59 @@ class RNG(RandomStreams):
         A save hashes some kB for each stream.
     """
 
-    _loading: _StreamLoad | None = None
+    def __init__(
+        self,
+        *,
+        axes: Sequence[str] = DENSE_AXES,
+        shared: Sequence[str] | None = None,
+        generators: Mapping[str, Generator | Stream] | None = None,
+    ) -> None:
+        """Declare; nothing is read yet."""
+        self._loading: _StreamLoad | None = None
+        self._axes = axis_names(axes)
+        self._shared = None if shared is None else axis_names(shared)
+        self._generators: dict[str, Generator] = {}
+        self._shared_by_name: dict[str, tuple[str, ...] | None] = {}
+        for name, given in (generators or {}).items():
+            stream = given if isinstance(given, Stream) else Stream(given, self._shared)
+            check_generator(name, stream.generator)
+            along = None if stream.shared is None else axis_names(stream.shared)
+            self._generators[_PREFIX + name] = stream.generator
+            self._shared_by_name[_PREFIX + name] = along
+        for declared in (self._shared, *self._shared_by_name.values()):
+            unknown = sorted(set(declared or ()) - set(self._axes))
+            if unknown:
+                raise ConfigError(
+                    f"RNG: shared along {', '.join(unknown)}, which are not among its axes "
+                    f"{', '.join(self._axes)}"
+                )
+
+    def tree(self) -> object:
+        """The streams of this rank, by the axes along which they are stored."""
+        by_axes: dict[tuple[str, ...], dict[str, object]] = {}
+        for name, state in self._states().items():
+            axes = tuple(axis for axis in self._axes if axis not in (self._declared(name) or ()))
+            by_axes.setdefault(axes, {})[name] = state
+        trees: dict[str, object] = {}
+        for axes, streams in by_axes.items():
+            # With digests a load can compare streams of other coordinates without reading them.
+            streams[DIGESTS] = {name: state_digest(state) for name, state in streams.items()}
+            if not axes:
+                trees[_EVERYWHERE] = streams
+                continue
+            marked = PerRank(streams, axes=axes, missing="keep", surplus="drop")
+            if len(by_axes) == 1:
+                return marked
+            trees[f"per_{'_'.join(axes)}"] = marked
+        return trees
 
     def template(self, stored: StoredPart) -> object:
         """Ask for the streams of this rank, wherever the checkpoint has them."""
         node = stored.node
         fresh = self._states()
         self._loading = _StreamLoad(fresh=fresh, declared={n: self._declared(n) for n in fresh})
-        groups: dict[str, Any] = {"": node} if _is_per_rank(node) else {}
-        if not groups and isinstance(node, Mapping) and "$" not in node:
+        groups: dict[str, Any] = {"": node} if is_per_rank(node) else {}
+        if not groups and is_plain_dict(node):
             groups = {str(name): child for name, child in node.items()}
         where = {name: key for key, group in groups.items() for name in _streams_of(group)}
         absent = [name for name in fresh if name not in where]
@@ -77,7 +136,7 @@ class RNG(RandomStreams):
         # What is missing is reported once, by the first group that is read per rank.
         for key, group in groups.items():
             mine = [name for name in fresh if where.get(name) == key]
-            if _is_per_rank(group):
+            if is_per_rank(group):
                 templates[key] = PickedPerRank(
                     Stored(),
                     axes=tuple(group["axes"]),
@@ -110,6 +169,39 @@ class RNG(RandomStreams):
         states = {name: loading.loaded(name, tree) for name in loading.fresh}
         for name, state in states.items():
             self._set_state(name, state)
+
+    def capture(self) -> dict[str, State]:
+        """Stream -> its state now, which `reset` takes."""
+        return self._states()
+
+    def reset(self, states: Mapping[str, State]) -> None:
+        """Set streams to states of `capture`; MismatchError for one of another kind."""
+        for name, state in states.items():
+            self._set_state(name, state)
+
+    def _states(self) -> dict[str, State]:
+        """Stream -> its state now."""
+        own = {name: accessors(each) for name, each in self._generators.items()}
+        return {name: get() for name, (get, _) in (global_accessors() | own).items()}
+
+    def _declared(self, name: str) -> tuple[str, ...] | None:
+        """The axes along which a stream is declared shared; None: not declared."""
+        return self._shared_by_name.get(name, self._shared)
+
+    def _set_state(self, name: str, state: Any) -> None:
+        """Set a stream; MismatchError where the state is one of another kind of generator."""
+        generator = self._generators.get(name)
+        try:
+            _, put = global_accessors()[name] if generator is None else accessors(generator)
+            put(state)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            kind = f"{name} generator" if generator is None else type(generator).__name__
+            if isinstance(generator, np.random.Generator):
+                kind = type(generator.bit_generator).__name__
+            raise MismatchError(
+                f"rng: the stored stream '{name.removeprefix(_PREFIX)}' is not one of a {kind}: "
+                f"{error}; load it with the kind of generator that it was saved with"
+            ) from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -275,13 +367,8 @@ def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
     )
 
 
-def _is_per_rank(node: object) -> bool:
-    """Whether a node is a value per coordinate."""
-    return isinstance(node, Mapping) and node.get("$") == "per_rank"
-
-
 def _streams_of(group: Any) -> set[str]:
     """The names of the streams in a stored group, per rank or not."""
-    trees = group.get("v") if _is_per_rank(group) else {"": group}
-    plain = [tree for tree in trees.values() if isinstance(tree, Mapping) and "$" not in tree]
+    trees = group["v"] if is_per_rank(group) else {"": group}
+    plain = [tree for tree in trees.values() if is_plain_dict(tree)]
     return {name for tree in plain for name in tree if name != DIGESTS}

@@ -39,7 +39,7 @@ from holdfast.format.names import INDEX, LATEST, MANIFEST, data_file, latest_ste
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.drift import describe_drift
+from holdfast.writer.drift import describe_drift, odd_ranks
 from holdfast.writer.records import (
     CommitPlan,
     DoneRecord,
@@ -355,16 +355,19 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
     bad = np.flatnonzero(low != high)
     if len(bad) == 0:
         return
-    sentences = [
-        _describe_drift(plan, reported, np.flatnonzero(plan.check_group == group[first[b]]))
-        for b in bad[:5].tolist()
-    ]
+    groups = np.split(order, first[1:])
+    drifts = [_holders(plan, reported, groups[b]) for b in bad.tolist()]
+    sentences = [f"{key}: {describe_drift(holders)}" for key, holders in drifts[:5]]
     more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
     raise DriftError(
         f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key and nothing "
         f"declares them different. Either a rank has computed or kept wrong values, or they are "
         f"not meant to be equal: give each its own key, or declare the shards with a DTensor or "
-        f"Sharded(...)"
+        f"Sharded(...)",
+        details={
+            "odd_ranks": {rank for _, holders in drifts for rank in odd_ranks(holders)},
+            "keys": list(dict.fromkeys(key for key, _ in drifts)),
+        },
     )
 
 
@@ -372,26 +375,28 @@ def _compare_copies(index: ChunkIndex, manifest: Manifest, header: SaveHeader) -
     """Copies of a box must have equal bytes: PlanError naming files and ranks, or a warning."""
     if manifest.totals.stored_nbytes == manifest.totals.nbytes:
         return
-    drift = find_copies(index).drift(index, manifest)
+    copies = find_copies(index)
+    drift = copies.drift(index, manifest)
     if not drift:
         return
     if header.on_drift == "warn":
         _LOG.warning("step %d is stored with copies that differ: %s", header.step, drift)
         return
+    tensors = index.tensor[copies.row[copies.ptr[:-1][copies.differs]]]
     raise DriftError(
         f"{drift}. Ranks that hold one tensor have to hold the same bytes: find out which rank's "
         f"memory is wrong (save(check_replicas=True) names the odd one), or give each its own key; "
-        f'on_drift="warn" stores them as they are'
+        f'on_drift="warn" stores them as they are',
+        details={"keys": list(dict.fromkeys(manifest.tensors[t].key for t in tensors.tolist()))},
     )
 
 
-def _describe_drift(plan: CommitPlan, reported: WordArray, rows: IntArray) -> str:
-    """Which ranks hold which content of one box, in words."""
+def _holders(plan: CommitPlan, reported: WordArray, rows: IntArray) -> tuple[str, list[list[int]]]:
+    """The key of one box, and the ranks that hold each content of it."""
     by_content: dict[int, list[int]] = defaultdict(list)
     for row in rows.tolist():
         by_content[int(reported[row])].append(plan.ranks[int(plan.check_position[row])])
-    key = plan.keys[int(plan.check_tensor[rows[0]])]
-    return f"{key}: {describe_drift(list(by_content.values()))}"
+    return plan.keys[int(plan.check_tensor[rows[0]])], list(by_content.values())
 
 
 def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node]:

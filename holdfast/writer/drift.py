@@ -1,39 +1,31 @@
-"""How an error about replicas names ranks, and how the odd ones are read from it again.
-
-Errors move between processes as text, which is cut off where it is long. So ranks are written as
-ranges, and the odd ones first.
-"""
+"""Which ranks hold other bytes than their replicas, and how an error names them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
-_ODD = re.compile(r"odd ones by majority: \[([0-9, -]+)\]")
 
-
-def describe_drift(holders: Sequence[Sequence[int]]) -> str:
-    """Which ranks hold which content of one box, in words.
+def odd_ranks(holders: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that do not hold what most ranks hold; empty if there is no majority.
 
     Args:
         holders: the ranks with equal bytes, for each content.
     """
     most, *others = sorted(holders, key=len, reverse=True)
-    odd = ""
-    if others and len(most) > len(others[0]):
-        odd = f" (odd ones by majority: [{_ranges(rank for ranks in others for rank in ranks)}])"
-    held = " | ".join(f"ranks {_ranges(ranks)}" for ranks in (most, *others))
-    return f"different bytes{odd} on {held}"
+    if not others or len(most) == len(others[0]):
+        return []
+    return sorted(rank for ranks in others for rank in ranks)
 
 
-def odd_ranks(message: str) -> tuple[int, ...]:
-    """The ranks that an error's text names as the odd ones; empty where there is no majority."""
-    named: set[int] = set()
-    for each in _ODD.findall(message):
-        for part in each.split(","):
-            first, _, last = part.partition("-")
-            named.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(named))
+def describe_drift(holders: Sequence[Sequence[int]]) -> str:
+    """Which ranks hold which content of one box, in words; `holders` as for `odd_ranks`.
+
+    A message is cut off when it is long, so the odd ranks come first.
+    """
+    named = odd_ranks(holders)
+    odd = f" (odd ones by majority: [{_ranges(named)}])" if named else ""
+    ordered = sorted(holders, key=len, reverse=True)
+    return f"different bytes{odd} on {' | '.join(f'ranks {_ranges(ranks)}' for ranks in ordered)}"
 
 
 def _ranges(ranks: Iterable[int]) -> str:

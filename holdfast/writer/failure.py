@@ -21,7 +21,11 @@ def publish_failure(
     It need not outlive the machine: neither do those who wait for it.
     """
     if not committer:
-        record = msgspec.structs.replace(record, message=f"rank {job.rank}: {record.message}")
+        record = msgspec.structs.replace(
+            record,
+            message=f"rank {job.rank}: {record.message}",
+            details={"failed_ranks": [job.rank], **record.details},
+        )
     name = FAILED_FILE if committer else f"{DONE_DIR}/{job.position:05d}.failed"
     path = f"{job.directory}/{name}"
     data = seal(msgspec.msgpack.encode(record))

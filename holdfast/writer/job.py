@@ -411,7 +411,8 @@ def _commit_when_complete(
             late = [ranks[int(name.partition(".")[0])] for name in sorted(missing)]
             raise DeadlineError(
                 f"save of step {job.header.step}: ranks {late} did not finish writing within "
-                f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone"
+                f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone",
+                details={"missing_ranks": late, "steps": [job.header.step]},
             )
         time.sleep(min(pause_s(now - began), max(deadline - now, 0.0)))
 

@@ -98,5 +98,7 @@ def test_the_ranks_of_a_box_that_differs_are_named() -> None:
     checks = np.frombuffer(records[5].checks, dtype=np.uint64).copy()
     checks[7] += 1
     records[5] = msgspec.structs.replace(records[5], checks=checks.tobytes())
-    with pytest.raises(DriftError, match=r"different bytes on ranks 4 \| ranks 5"):
+    with pytest.raises(DriftError, match=r"different bytes on ranks 4 \| ranks 5") as raised:
         compare_checks(plan, records)
+    (key,) = raised.value.details["keys"]
+    assert f"{key}: different bytes" in str(raised.value)

@@ -1,4 +1,4 @@
-"""The odd ranks of an error about replicas survive its way as text."""
+"""The odd ranks of an error about replicas, as values and in its message."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ def _by_content(contents: list[int]) -> list[list[int]]:
 @example([0, 0, 0, 1, 1, 1])
 @example([0, 1, 1, 1, 1, 0, 1, 1])
 def test_the_odd_ranks_are_those_that_most_others_contradict(contents: list[int]) -> None:
+    """P4: they arrive on every rank with the error, as values."""
     holders = _by_content(contents)
-    text = f"m.norm: {describe_drift(holders)}. Several ranks hold ..."
-    carried = joined_error({0: ErrorRecord.of(DriftError(text))}, num_ranks=2, phase="commit")
+    error = DriftError(describe_drift(holders), details={"odd_ranks": odd_ranks(holders)})
+    carried = joined_error({0: ErrorRecord.of(error)}, num_ranks=2, phase="commit")
     assert type(carried) is DriftError
     assert isinstance(carried, PlanError)
     counts = sorted(map(len, holders), reverse=True)
     if len(counts) == 1 or counts[0] == counts[1]:
-        assert odd_ranks(str(carried)) == ()
+        assert carried.details["odd_ranks"] == []
+        assert "odd ones" not in str(carried)
     else:
         usual = max(holders, key=len)
-        assert set(odd_ranks(str(carried))) == set(range(len(contents))) - set(usual)
+        assert carried.details["odd_ranks"] == sorted({*range(len(contents))} - {*usual})
+        assert "odd ones by majority" in str(carried)
 
 
 def test_one_odd_rank_of_many_is_named_although_long_messages_are_cut_off() -> None:
     """Ten thousand ranks, of which the even ones hold one thing and one holds a third."""
     holders = [[r for r in range(10_000) if r != 7777 and r % 500], [7777]]
     sentences = "; ".join(f"layers.{i}.norm.weight: {describe_drift(holders)}" for i in range(5))
-    assert odd_ranks(ErrorRecord.of(DriftError(sentences)).message) == (7777,)
+    assert "odd ones by majority: [7777]" in ErrorRecord.of(DriftError(sentences)).message

@@ -135,13 +135,16 @@ class Loader:
                 report = guard.run(partial(attempt, step))
             except (CorruptionError, StorageError) as error:
                 first = first or error
-                failed.append(FellBack(step=step, why=str(error)))
+                path = self._storage.describe(step_dir(step))
+                failed.append(FellBack(step=step, path=path, why=str(error), details=error.details))
                 continue
             except MismatchError as error:
                 # An older checkpoint may lack what the newest has: no reason to go further back.
                 if not failed:
                     raise
-                raise MismatchError(f"{error} ({describe_fallbacks(failed)})") from error
+                raise MismatchError(
+                    f"{error} ({describe_fallbacks(failed)})", details=error.details
+                ) from error
             if failed and self._groups.control.is_coordinator:
                 logging.getLogger("holdfast").warning(
                     "loaded step %s instead of a newer one: %s",
@@ -367,7 +370,8 @@ class Loader:
             raise type(caught)(
                 f"{caught}. Targets already written on this rank: "
                 f"{shorten_list(touched) or 'none'}; load again from a good checkpoint before "
-                f"using them"
+                f"using them",
+                details=caught.details,
             ) from caught
         if files.stats.fallbacks:
             logging.getLogger("holdfast").warning(
@@ -481,7 +485,15 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
             f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
         )
     if sentences:
-        raise MismatchError(f"step {step}: " + "; ".join(sentences))
+        raise MismatchError(
+            f"step {step}: " + "; ".join(sentences),
+            details={
+                "missing": result.missing,
+                "mismatched": result.mismatched,
+                "unagreed": result.unagreed,
+                "steps": [step],
+            },
+        )
 
 
 def _patterns(unagreed: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
 from holdfast.errors import CorruptionError, MismatchError
-from holdfast.format.values import Codecs, Node
+from holdfast.format.values import Codecs, Node, is_per_rank, walk
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.coordinates import ConsistencyCheck, matches
@@ -279,18 +279,7 @@ def check_consistency(
 
 def _per_rank_nodes(tree: Any) -> list[dict[str, Any]]:
     """Every value per coordinate under a node, in stored order, an outer one before its inner."""
-    nodes: list[dict[str, Any]] = []
-    # No recursion: trees of users may be deeper than Python's stack.
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, dict):
-            if node.get("$") == "per_rank":
-                nodes.append(node)
-            waiting.extend(node.values())
-        elif isinstance(node, list):
-            waiting.extend(node)
-    return nodes
+    return [node for node in walk(tree) if is_per_rank(node)]
 
 
 def shorten_list(names: Sequence[str]) -> str:

@@ -1,15 +1,12 @@
-"""How the ranks agree on a save: the request, the proposal of each rank, the plan, the budget."""
+"""How the ranks agree on a save: the request, the proposal of each rank, the plan."""
 
 from __future__ import annotations
 
-import os
-import resource
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -23,6 +20,7 @@ from holdfast.checkpoint.plan.rank_plan import (
     plan_together,
 )
 from holdfast.checkpoint.reports import SaveReport
+from holdfast.checkpoint.save.budget import check_budget
 from holdfast.checkpoint.save.pending import (
     InFlightSave,
     not_raised,
@@ -46,9 +44,6 @@ BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
 BUDGET = "save: budget"
 """The phase of the last collective where the structure is planned."""
-_NUM_DESCRIPTORS = 16
-_DISK_SLACK_NBYTES = 4 << 20
-_UNLIMITED_NBYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,82 +405,6 @@ class Handshake:
         self._groups.control.agree(None, phase=BUDGET)
         self.plans.add(plan, claims)
         return plan
-
-
-def check_budget(
-    storage: Storage, *, image_nbytes: int, held_nbytes: Sequence[int], total_nbytes: int
-) -> None:
-    """Check disk, memory and file descriptors before anything is staged.
-
-    Args:
-        image_nbytes: this rank's image, once per buffer.
-        held_nbytes: what each buffer has already.
-        total_nbytes: the whole checkpoint; 0 on ranks that do not answer for the disk.
-
-    Raises:
-        StorageError: names what is short and by how much.
-
-    Cost: a few system calls.
-    """
-    if total_nbytes:
-        needed = total_nbytes + total_nbytes // 50 + _DISK_SLACK_NBYTES
-        free = storage.free_nbytes()
-        if free < needed:
-            raise StorageError(
-                f"{storage.describe('')}: the checkpoint needs {_size(needed)}, but only "
-                f"{_size(free)} are free: {_size(needed - free)} short; remove old checkpoints "
-                f"(holdfast prune) or save elsewhere"
-            )
-    needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
-    if needed:
-        free = available_memory_nbytes()
-        if free < needed:
-            raise StorageError(
-                f"staging this rank's share needs {_size(needed)} more memory in "
-                f"{len(held_nbytes)} staging buffer(s), but only {_size(free)} are available: "
-                f"{_size(needed - free)} short; use staging_buffers=1 or more ranks to save with"
-            )
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        used = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-        if used + _NUM_DESCRIPTORS > soft:
-            raise StorageError(
-                f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
-                f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
-            )
-
-
-def available_memory_nbytes() -> int:
-    """Memory this process may still take: the machine's, or its control group's if that is less."""
-    available = _UNLIMITED_NBYTES
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except OSError:
-        return available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            most = Path(limit).read_text().strip()
-            if most != "max":
-                available = min(available, int(most) - int(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return max(available, 0)
-
-
-def _size(nbytes: int) -> str:
-    """Bytes for a message."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} B"
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from functools import partial
 import msgspec
 
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError
+from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, joined_details, plain_details
 from holdfast.writer.client import Ticket
 
 _MAX_MESSAGE_LENGTH = 200
+_MAX_DETAILS_SIZE = 1024
 
 
 class PendingSave:
@@ -214,10 +215,15 @@ def raise_failures(
     if records:
         num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
         message = f"{num} failed: {'; '.join(record.message for record in records)}"
-        raise msgspec.structs.replace(records[0], message=message).to_error()
+        details = joined_details(record.details for record in records)
+        raise msgspec.structs.replace(records[0], message=message, details=details).to_error()
 
 
 def shortened(error: HoldfastError) -> ErrorRecord:
     """What a proposal carries of it."""
     record = ErrorRecord.of(error)
-    return msgspec.structs.replace(record, message=record.message[:_MAX_MESSAGE_LENGTH])
+    return msgspec.structs.replace(
+        record,
+        message=record.message[:_MAX_MESSAGE_LENGTH],
+        details=plain_details(record.details, max_size=_MAX_DETAILS_SIZE),
+    )

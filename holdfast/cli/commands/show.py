@@ -29,10 +29,11 @@ from holdfast.cli.support.messages import (
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import MAX_ROWS, make_console, make_table, print_json
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
-from holdfast.cli.support.value_tree import leaf_keys, num_values, value_tree
+from holdfast.cli.support.value_tree import value_tree
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
+from holdfast.format.values import count_values, tensor_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def run(args: Args) -> int:
 def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     """The tensors chosen, in the order of the manifest; reads them only for `--stats`."""
     manifest = snapshot.manifest
-    parts = {key: part for part, node in manifest.parts.items() for key in leaf_keys(node)}
+    parts = {key: part for part, node in manifest.parts.items() for key in tensor_keys(node)}
     rows = []
     chosen = set(snapshot.keys if args.tensor is None else select_keys(args.tensor, snapshot.keys))
     for tensor in manifest.tensors:
@@ -245,9 +246,9 @@ def _print_parts(console: Console, manifest: Manifest) -> None:
     )
     sizes = {tensor.key: tensor.nbytes for tensor in manifest.tensors}
     for part, node in manifest.parts.items():
-        keys = [key for key in set(leaf_keys(node)) if key in sizes]
+        keys = [key for key in set(tensor_keys(node)) if key in sizes]
         nbytes = sum(sizes[key] for key in keys)
-        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{num_values(node):,}")
+        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{count_values(node):,}")
     console.print(table)
 
 

@@ -104,7 +104,9 @@ class Option:
             raise self._refuse(word) from None
 
     def _refuse(self, word: str, hint: str = "") -> ConfigError:
-        return ConfigError(f"{self.shown} needs {self.needs}, not {word!r}{hint}")
+        return ConfigError(
+            f"{self.shown} needs {self.needs}, not {word!r}{hint}", details={"hint": hint}
+        )
 
 
 def _whole_number(word: str) -> int:
@@ -215,7 +217,7 @@ def parse_arguments(
     except ConfigError as error:
         see = f"See `{prog} --help`"
         raise ConfigError(
-            f"{error} {see}" if str(error).endswith("?") else f"{error}; {see.lower()}"
+            f"{error} {see}" if error.details.get("hint") else f"{error}; {see.lower()}"
         ) from None
     return kind(**values) if default is None else _replaced(default, values)
 
@@ -276,7 +278,8 @@ class _Parser:
             return
         option = self._named.get(name)
         if option is None:
-            raise ConfigError(f"unknown option {written}{self._hint(name)}")
+            hint = self._hint(name)
+            raise ConfigError(f"unknown option {written}{hint}", details={"hint": hint})
         given = [value] if equals else []
         while not equals and rest and not _is_option(rest[0]) and (option.is_many or not given):
             given.append(rest.pop(0))

@@ -14,14 +14,23 @@ from holdfast.cli.support.elements import decode_elements, read_box
 from holdfast.errors import HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot
-from holdfast.format.values import TAG, Node, decode_tree, join_path, node_bytes, shorten
+from holdfast.format.values import (
+    MAPPINGS,
+    SCALARS,
+    SETS,
+    Node,
+    attributes_of,
+    decode_tree,
+    is_container,
+    join_path,
+    members,
+    node_bytes,
+    shorten,
+    tag_of,
+    wrapped,
+)
 
 _PIECE_NBYTES = 4 << 20
-_WHOLE_TAGS = (
-    "int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum", "range", "slice",
-    "set", "frozenset", "tensor", "array", "transient",
-)  # fmt: skip
-_PAIR_TAGS = ("dict", "odict", "counter", "defaultdict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +68,7 @@ def value_differences(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[
 
 def in_words(node: Node) -> str:
     """A value on one short line."""
-    if isinstance(node, dict) and node.get(TAG) in _WHOLE_TAGS[:8]:
+    if tag_of(node) in SCALARS:
         try:
             return shorten(repr(decode_tree(node)))
         except HoldfastError:
@@ -85,37 +94,28 @@ def _differences(a: Node, b: Node, path: str) -> Iterator[ValueDifference]:
     """The differences of two nodes at one path."""
     if node_bytes(a) == node_bytes(b):
         return
-    if isinstance(a, list) and isinstance(b, list):
-        yield from _members(_numbered(a), _numbered(b), path)
-        return
-    if isinstance(a, dict) and isinstance(b, dict) and a.get(TAG) == b.get(TAG):
-        tag = a.get(TAG)
-        if tag is None:
-            yield from _members(a, b, path)
+    if isinstance(a, list | dict) and type(a) is type(b) and tag_of(a) == tag_of(b):
+        # Other attributes, as of another codec, are another value; of a mapping they are members.
+        is_one_kind = tag_of(a) in MAPPINGS or _attributes(a) == _attributes(b)
+        if is_one_kind and wrapped(a) is not a:
+            yield from _differences(wrapped(a), wrapped(b), path)
             return
-        if tag in _PAIR_TAGS:
-            yield from _members(_paired(a), _paired(b), path)
-            return
-        rest_a, rest_b = ({k: v for k, v in node.items() if k != "v"} for node in (a, b))
-        if tag not in _WHOLE_TAGS and rest_a == rest_b:
-            yield from _differences(a.get("v"), b.get("v"), path)
+        if is_one_kind and is_container(a) and tag_of(a) not in SETS:
+            yield from _members(_table(a), _table(b), path)
             return
     yield ValueDifference(path=path, a=a, b=b)
 
 
-def _numbered(items: list[Node]) -> dict[str, Node]:
-    """A list as a mapping from its indices."""
-    return {str(i): item for i, item in enumerate(items)}
+def _attributes(node: Node) -> dict[str, Node]:
+    """What a node with a tag states besides its members."""
+    return attributes_of(node) if isinstance(node, dict) and tag_of(node) is not None else {}
 
 
-def _paired(node: dict[str, Node]) -> dict[str, Node]:
-    """A mapping that is stored as pairs, and its other members."""
-    table = {k: v for k, v in node.items() if k not in ("v", TAG)}
-    inner = node.get("v")
-    for pair in inner if isinstance(inner, list) else ():
-        if isinstance(pair, list) and len(pair) == 2:
-            table[in_words(pair[0])] = pair[1]
-    return table
+def _table(node: Node) -> dict[str, Node]:
+    """The members of a container by name, and what else is stated of a mapping."""
+    if tag_of(node) in MAPPINGS:
+        return _attributes(node) | {in_words(key): child for key, child in members(node)}
+    return {str(name): child for name, child in members(node)}
 
 
 def compare_tensors(

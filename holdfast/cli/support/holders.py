@@ -19,10 +19,9 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.cli.support.regular_cuts import AXES, DATA, DENSE, EXPERT, LayoutRanks, search_cuts
-from holdfast.cli.support.value_tree import leaf_keys
 from holdfast.format.index import ChunkIndex
 from holdfast.format.manifest import Manifest
-from holdfast.format.values import TAG, Node
+from holdfast.format.values import Node, is_per_rank, members, tensor_keys, walk
 
 BASES: Mapping[str, str] = {
     "label": "stored per coordinate: the manifest names the ranks",
@@ -135,19 +134,11 @@ class SavedPlacement:
 
 def _labels(parts: Mapping[str, Node]) -> Iterator[tuple[str, dict[str, int]]]:
     """Tensors that are stored once per coordinate, and the coordinates that hold each."""
-    waiting: list[Node] = list(parts.values())
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict) and node.get(TAG) == "per_rank":
-            values = node.get("v")
-            for label, value in values.items() if isinstance(values, dict) else ():
-                pairs = [pair.partition("=") for pair in label.split(",") if pair]
-                where = {axis: int(at) for axis, _, at in pairs if at.isdecimal()}
-                yield from ((key, where) for key in leaf_keys(value))
-        elif isinstance(node, dict):
-            waiting += node.values()
+    for node in walk(dict(parts)):
+        for label, value in members(node) if is_per_rank(node) else ():
+            pairs = [pair.partition("=") for pair in str(label).split(",") if pair]
+            where = {axis: int(at) for axis, _, at in pairs if at.isdecimal()}
+            yield from ((key, where) for key in tensor_keys(value))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -390,7 +381,7 @@ class _Inference:
 
 def parts_of(manifest: Manifest) -> dict[str, str]:
     """Key -> the part of the state that refers to it."""
-    return {key: part for part, node in manifest.parts.items() for key in leaf_keys(node)}
+    return {key: part for part, node in manifest.parts.items() for key in tensor_keys(node)}
 
 
 def kind_of(key: str) -> str:

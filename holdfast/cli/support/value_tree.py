@@ -6,7 +6,7 @@ number and size; numbers in rows are one line with their shape; of many members 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from rich.text import Text
 from rich.tree import Tree
@@ -14,15 +14,29 @@ from rich.tree import Tree
 from holdfast.cli.support.messages import clean, counted, in_bytes, shape_in_words
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import TensorInfo
-from holdfast.format.values import TAG, Node, decode_tree, join_path, shorten
+from holdfast.format.values import (
+    MAPPINGS,
+    SCALARS,
+    SEQUENCES,
+    SETS,
+    Node,
+    count_values,
+    decode_tree,
+    is_per_rank,
+    is_tensor,
+    join_path,
+    members,
+    shorten,
+    tag_of,
+    tensor_keys,
+    wrapped,
+)
 
 MAX_MEMBERS = 40
 """Members of one container that are shown."""
 
 _MAX_DEPTH = 40
 _MAX_WIDTH = 80
-_TENSOR_TAGS = ("tensor", "array")
-_SCALAR_TAGS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum")
 
 
 def value_tree(part: str, node: Node, *, tensors: Mapping[str, TensorInfo]) -> Tree:
@@ -42,37 +56,6 @@ def value_tree(part: str, node: Node, *, tensors: Mapping[str, TensorInfo]) -> T
     return tree
 
 
-def leaf_keys(node: Node) -> Iterator[str]:
-    """The keys of the tensors that a node refers to."""
-    stack: list[Node] = [node]
-    while stack:
-        top = stack.pop()
-        if isinstance(top, list):
-            stack += top
-        elif isinstance(top, dict):
-            key = top.get("k")
-            if top.get(TAG) in _TENSOR_TAGS and isinstance(key, str):
-                yield key
-            else:
-                stack += top.values()
-
-
-def num_values(node: Node) -> int:
-    """Plain values below a node: neither containers nor tensors."""
-    if isinstance(node, list):
-        return sum(map(num_values, node))
-    if isinstance(node, dict):
-        if node.get(TAG) in (*_TENSOR_TAGS, "transient"):
-            return 0
-        if node.get(TAG) in _SCALAR_TAGS:
-            return 1
-        pairs = _pairs(node)
-        if pairs is not None:
-            return sum(num_values(item) for _, item in pairs)
-        return sum(map(num_values, node.values() if TAG not in node else [node.get("v")]))
-    return 1
-
-
 class _TreeBuilder:
     """Makes lines of nodes, with dtypes and shapes from the manifest."""
 
@@ -81,20 +64,19 @@ class _TreeBuilder:
 
     def grow(self, tree: Tree, node: Node, path: str, *, depth: int) -> None:
         """Add the members of a container to a tree, scalars on the line of their name."""
-        members = _members(node)
-        shown = members[:MAX_MEMBERS]
-        is_per_rank = isinstance(node, dict) and node.get(TAG) == "per_rank"
+        below_it = _members(node)
+        shown = below_it[:MAX_MEMBERS]
         for name, child in shown:
-            below = f"{path}[{name}]" if is_per_rank else join_path(path, name)
+            below = f"{path}[{name}]" if is_per_rank(node) else join_path(path, name)
             branch = tree.add(_label(name, self.line(child, below)))
             if not self.is_one_line(child):
                 if depth < _MAX_DEPTH:
                     self.grow(branch, child, below, depth=depth + 1)
                 else:
                     branch.add(Text("…; --json shows the rest", style="dim"))
-        if len(shown) < len(members):
-            rest: list[Node] = [child for _, child in members[len(shown) :]]
-            keys = list(leaf_keys(rest))
+        if len(shown) < len(below_it):
+            rest: list[Node] = [child for _, child in below_it[len(shown) :]]
+            keys = list(tensor_keys(rest))
             what = f", {self._total(keys)} in them" if keys else ""
             more = f"… and {len(rest):,} more{what}; --json lists all"
             tree.add(Text(more, style="dim"))
@@ -105,10 +87,10 @@ class _TreeBuilder:
 
     def line(self, node: Node, path: str) -> str:
         """One line for a node: the value of a scalar, the kind of a container."""
-        if isinstance(node, dict) and node.get(TAG) in _TENSOR_TAGS:
+        if is_tensor(node):
             return self._tensor(node, path)
         if _members(node) and self._is_all_tensors(node):
-            return self._total(list(leaf_keys(node)))
+            return self._total(list(tensor_keys(node)))
         shape = _row_shape(node)
         if shape is not None:
             return clean(f"numbers {shape_in_words(shape)}: {shorten(repr(node), limit=60)}")
@@ -117,15 +99,15 @@ class _TreeBuilder:
     def _tensor(self, node: dict[str, Node], path: str) -> str:
         key = str(node.get("k"))
         info = self._tensors.get(key)
-        what = str(node.get(TAG))
+        what = str(tag_of(node))
         if info is not None:
             what += f" {info.dtype} {shape_in_words(info.shape)}"
         return clean(what if key == path else f"{what}, stored as {key}")
 
     def _is_all_tensors(self, node: Node) -> bool:
-        if isinstance(node, dict) and node.get(TAG) in _TENSOR_TAGS:
+        if is_tensor(node):
             return False
-        return next(leaf_keys(node), None) is not None and num_values(node) == 0
+        return next(tensor_keys(node), None) is not None and count_values(node) == 0
 
     def _total(self, keys: list[str]) -> str:
         sizes = [self._tensors[key].nbytes for key in set(keys) if key in self._tensors]
@@ -139,38 +121,20 @@ def _label(name: str, line: str) -> Text:
 
 def _members(node: Node) -> list[tuple[str, Node]]:
     """What a container shows below itself; empty for a node that one line shows."""
-    if isinstance(node, list):
-        return [] if _is_flat(node) else [(str(i), item) for i, item in enumerate(node)]
-    if not isinstance(node, dict):
+    node = wrapped(node)
+    inside = members(node)
+    is_row = isinstance(node, list) or tag_of(node) in (*SEQUENCES, *SETS)
+    if is_row and _is_flat([child for _, child in inside]):
         return []
-    tag, inner = node.get(TAG), node.get("v")
-    if tag is None:
-        return list(node.items())
-    if tag in _TENSOR_TAGS or tag in _SCALAR_TAGS:
-        return []
-    pairs = _pairs(node)
-    if pairs is not None:
-        return [(_in_words(key), item) for key, item in pairs]
-    if isinstance(inner, dict) and TAG not in inner:
-        return list(inner.items())
-    return _members(inner)
-
-
-def _pairs(node: dict[str, Node]) -> list[tuple[Node, Node]] | None:
-    """The items of a mapping that is stored as pairs; None for anything else."""
-    inner = node.get("v")
-    if node.get(TAG) not in ("dict", "odict", "counter", "defaultdict"):
-        return None
-    if not isinstance(inner, list):
-        return None
-    return [(pair[0], pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2]
+    is_named_by_node = tag_of(node) in MAPPINGS
+    return [(_in_words(name) if is_named_by_node else str(name), child) for name, child in inside]
 
 
 def _is_scalar(node: Node) -> bool:
     """Whether a node is one plain value."""
     if isinstance(node, list):
         return False
-    return not isinstance(node, dict) or node.get(TAG) in _SCALAR_TAGS
+    return not isinstance(node, dict) or tag_of(node) in SCALARS
 
 
 def _is_flat(items: list[Node]) -> bool:
@@ -196,7 +160,7 @@ def _number_shape(node: Node) -> tuple[int, ...] | None:
 def _is_number(node: Node) -> bool:
     """Whether a node is a number; a bool is not."""
     if isinstance(node, dict):
-        return node.get(TAG) in ("int", "float", "complex")
+        return tag_of(node) in ("int", "float", "complex")
     return isinstance(node, int | float) and not isinstance(node, bool)
 
 
@@ -208,15 +172,15 @@ def _in_words(node: Node) -> str:
         return _list_in_words(node)
     if not isinstance(node, dict):
         return str(node)
-    tag, inner = node.get(TAG), node.get("v")
+    tag, inner = tag_of(node), node.get("v")
     if tag is None:
         return f"dict of {len(node)}" if node else "{}"
-    if tag in _TENSOR_TAGS:
+    if is_tensor(node):
         return f"{tag} {node.get('k')}"
     if tag == "per_rank":
         axes = node.get("axes")
         return f"per rank over {', '.join(map(str, axes)) if isinstance(axes, list) else axes}"
-    if tag in _SCALAR_TAGS and tag != "enum":
+    if tag in SCALARS and tag != "enum":
         return shorten(_decoded(node))
     name = f" {node['n']}" if "n" in node else ""
     if isinstance(inner, list) and _is_flat(inner):

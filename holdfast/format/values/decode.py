@@ -19,11 +19,18 @@ from holdfast.format.values.codecs import Codecs
 from holdfast.format.values.encode import (
     FACTORIES,
     MAX_DEPTH,
-    TAG,
-    Node,
     join_path,
     key_name,
     shorten,
+)
+from holdfast.format.values.nodes import (
+    MAPPINGS,
+    SEQUENCES,
+    SETS,
+    TAG,
+    Node,
+    is_like_a_tag,
+    tag_of,
 )
 
 OnLeaf = Callable[[str, dict[str, Node]], object]
@@ -84,7 +91,7 @@ class _Decoder:
             except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
                 raise _malformed(node, path, error) from None
         for key in node:
-            if key.startswith(TAG):
+            if is_like_a_tag(key):
                 raise _malformed(node, path, f"unknown member {key!r}")
         return {key: self.decode(v, join_path(path, key), depth + 1) for key, v in node.items()}
 
@@ -92,9 +99,9 @@ class _Decoder:
         tag = node[TAG]
         if tag in ("int", "float", "str", "bytes", "bytearray", "complex", "numpy"):
             return _decode_scalar(str(tag), node, path)
-        if tag in ("tuple", "set", "frozenset", "range", "slice", "deque"):
+        if tag in (*SEQUENCES, *SETS, "range", "slice"):
             return self._sequence(str(tag), node, path, depth)
-        if tag in ("dict", "odict", "counter", "defaultdict"):
+        if tag in MAPPINGS:
             return self._mapping(str(tag), node, path, depth)
         if tag in ("dataclass", "enum", "codec"):
             return self._registered(str(tag), node, path, depth)
@@ -108,7 +115,7 @@ class _Decoder:
         return [self.decode(item, join_path(path, i), depth + 1) for i, item in enumerate(node)]
 
     def _sequence(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
-        if tag in ("set", "frozenset"):
+        if tag in SETS:
             _expect(node, "v")
             raw = node["v"]
             if not isinstance(raw, list):
@@ -119,7 +126,7 @@ class _Decoder:
             return members if tag == "frozenset" else set(members)
         _expect(node, *(("max", "v") if tag == "deque" else ("v",)))
         items = self._items(node["v"], path, depth)
-        if tag in ("deque", "tuple"):
+        if tag in SEQUENCES:
             return sequence_of(node, items)
         start, stop, step = items
         if tag == "slice":
@@ -197,7 +204,7 @@ def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
 
     Raises KeyError or TypeError for a defaultdict of an unknown factory.
     """
-    tag = node.get(TAG) if isinstance(node, dict) else None
+    tag = tag_of(node)
     if tag == "odict":
         return OrderedDict(table)
     if tag == "counter":
@@ -213,7 +220,7 @@ def sequence_of(node: Node, items: list[Any]) -> Any:
 
     Raises TypeError or ValueError for a malformed deque.
     """
-    tag = node.get(TAG) if isinstance(node, dict) else None
+    tag = tag_of(node)
     if tag == "tuple":
         return tuple(items)
     if tag != "deque" or not isinstance(node, dict):
@@ -268,7 +275,7 @@ def _decode_scalar(tag: str, node: dict[str, Node], path: str) -> object:
 def _decode_float(node: Node) -> float:
     if type(node) is float:
         return node
-    text = node.get("v") if isinstance(node, dict) and node.get(TAG) == "float" else None
+    text = node.get("v") if isinstance(node, dict) and tag_of(node) == "float" else None
     if text in _FLOATS:
         return float(str(text))
     if isinstance(text, str) and _NAN.fullmatch(text):

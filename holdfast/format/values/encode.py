@@ -1,4 +1,4 @@
-"""Nodes, and how a tree of Python values becomes one."""
+"""How a tree of Python values becomes a node."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from holdfast.errors import PlacementError
 from holdfast.format.values.codecs import Codecs
+from holdfast.format.values.nodes import TAG, Node, is_like_a_tag
 
-Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
-"""What JSON can hold; see the package text."""
-
-TAG = "$"
-UNION = "union"
-"""Tag of a mapping whose members are spread over ranks; removed where ranks are merged."""
 MAX_DEPTH = 100
 MAX_PLAIN_INT = 2**53
 
@@ -202,20 +197,23 @@ class _Encoder:
 
     def _refusal(self, value: object, path: str) -> PlacementError:
         cls = type(value)
+        marker = ""
         if isinstance(value, Enum):
             hint = f"register it: Codecs(enums=[{cls.__name__}])"
         elif is_dataclass(value):
             hint = f"register it: Codecs(dataclasses=[{cls.__name__}])"
         else:
-            hint = "convert it to plain values, register a Codec for its type, or mark it Transient"
-        return PlacementError(
+            hint = "convert it to plain values, register a Codec for its type"
+            marker = ", or mark it Transient"
+        text = (
             f"{path or 'value'}: a value of type {cls.__module__}.{cls.__qualname__} "
             f"({shorten(value)}) cannot be stored without pickle; {hint}"
         )
+        return PlacementError(text + marker, details={"without_markers": text})
 
 
 def _is_plain_key(key: str) -> bool:
-    return not key.startswith(TAG) and (key.isascii() or is_unicode(key))
+    return not is_like_a_tag(key) and (key.isascii() or is_unicode(key))
 
 
 def is_unicode(text: str) -> bool:
@@ -247,23 +245,6 @@ def _encode_str(value: str) -> Node:
         return value
     raw = value.encode("utf-8", "surrogatepass")
     return {TAG: "str", "v": base64.b64encode(raw).decode()}
-
-
-def tag_of(node: Any) -> str | None:
-    """The tag of a node; None for a list, a plain dict, a plain value."""
-    tag = node.get("$") if isinstance(node, dict) else None
-    return tag if isinstance(tag, str) else None
-
-
-def kind_in_words(node: Any) -> str:
-    """What a stored node is, for a message."""
-    tag = tag_of(node)
-    if tag == "per_rank":
-        return f"a value per {','.join(node['axes'])}"
-    if isinstance(node, list):
-        return f"a list of {len(node)}"
-    name = tag or ("mapping" if isinstance(node, dict) else type(node).__name__)
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def join_path(path: str, name: object) -> str:

@@ -10,16 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from holdfast.errors import HoldfastError, PlanError
+from holdfast.errors import CorruptionError, HoldfastError, PlanError
 from holdfast.format.values.decode import decode_tree
-from holdfast.format.values.encode import TAG, UNION, Node, join_path, node_bytes, shorten
+from holdfast.format.values.encode import join_path, node_bytes, shorten
+from holdfast.format.values.nodes import (
+    MAPPINGS,
+    SEQUENCES,
+    TAG,
+    UNION,
+    Node,
+    is_plain_dict,
+    pairs_of,
+)
 
 Named = Sequence[tuple[str, Node]]
 _Groups = Sequence[tuple[tuple[str, ...], Any]]
 """Nodes that differ, each with the labels of the ranks that supply it."""
 
-_MAPPINGS = ("dict", "odict", "counter", "defaultdict")
-_SEQUENCES = ("tuple", "deque")
 _MAX_NAMED = 4
 _ADVICE = (
     "make it equal on all ranks, mark it PerRank if each rank has its own, or wrap the dict that "
@@ -74,7 +81,7 @@ def _merge(supplied: _Groups, path: str) -> Any:
         return _merge_union(groups, path)
     if kind == "list":
         return _merge_lists(groups, path)
-    if kind in _MAPPINGS:
+    if kind in MAPPINGS:
         return _merge_mappings(groups, kind, path)
     # Everything but the payload "v" says what kind of value it is, and must be the same.
     if kind is None or len({_frame(node) for _, node in groups}) != 1:
@@ -89,7 +96,7 @@ def _merge(supplied: _Groups, path: str) -> Any:
         and len({frozenset(table) for _, table in payloads}) == 1
     ):
         return {**first, "v": _merge_members(payloads, path, ".{}")}
-    if kind in _SEQUENCES and all(isinstance(items, list) for _, items in payloads):
+    if kind in SEQUENCES and all(isinstance(items, list) for _, items in payloads):
         return {**first, "v": _merge_lists(payloads, path)}
     if kind != "codec":
         _raise_conflict(groups, path)
@@ -151,7 +158,7 @@ def _merge_lists(groups: _Groups, path: str) -> list[Any]:
 
 def _merge_union(groups: _Groups, path: str) -> Any:
     inner = [(labels, node.get("v")) for labels, node in groups]
-    if not all(_kind(node) in _MAPPINGS for _, node in inner) or not _is_one_kind(inner):
+    if not all(_kind(node) in MAPPINGS for _, node in inner) or not _is_one_kind(inner):
         _raise_conflict(groups, path)
     return _joined(inner, [(labels, _table(node, path)) for labels, node in inner], path)
 
@@ -173,7 +180,7 @@ def _merge_mappings(groups: _Groups, kind: str | None, path: str) -> Any:
 
 def _is_one_kind(groups: _Groups) -> bool:
     """Whether mappings are of one type; a dict is one however its keys make it be written."""
-    return len({_frame(node) if TAG in node else _PLAIN for _, node in groups}) == 1
+    return len({_PLAIN if is_plain_dict(node) else _frame(node) for _, node in groups}) == 1
 
 
 _PLAIN = node_bytes({TAG: "dict"})
@@ -181,13 +188,11 @@ _PLAIN = node_bytes({TAG: "dict"})
 
 def _table(node: Any, path: str) -> dict[bytes, tuple[Node, Any]]:
     """Bytes of a key -> key and member of a mapping's node, in order."""
-    pairs = node.get("v") if TAG in node else [[key, item] for key, item in node.items()]
-    members: dict[bytes, tuple[Node, Any]] = {}
-    for pair in pairs if isinstance(pairs, list) else [None]:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise PlanError(f"{path}: {shorten(node_bytes(node).decode())} is no mapping")
-        members[node_bytes(pair[0])] = (pair[0], pair[1])
-    return members
+    try:
+        return {node_bytes(key): (key, item) for key, item in pairs_of(node) or ()}
+    except CorruptionError:
+        text = shorten(node_bytes(node).decode())
+        raise PlanError(f"{path}: {text} is not a mapping") from None
 
 
 def _joined(

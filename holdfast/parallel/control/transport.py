@@ -216,17 +216,20 @@ class Transport:
                 raise
             self._post(f"{self._phase} (gave up)")
             self.close()
-            self._broken = self._describe(str(error), broke=not isinstance(error, LateError))
-            raise DeadlineError(self._broken) from error
+            self._broken, ranks = self._describe(error, broke=not isinstance(error, LateError))
+            raise DeadlineError(self._broken, details={"missing_ranks": ranks}) from error
 
-    def _describe(self, cause: str, *, broke: bool) -> str:
-        """Why a wait failed, and whom to look at."""
+    def _describe(self, cause: Exception, *, broke: bool) -> tuple[str, list[int]]:
+        """Why a wait failed, and the ranks to look at."""
         where = f"Phase {self._phase!r} (collective {self._sequence} of layout {self._name!r})"
         what = "a connection broke" if broke else f"not complete after {self._timeout_s:g} s"
         try:
             missing, silent = self._read_progress(broke=broke)
         except RuntimeError as error:
-            return f"{where}: {what}, and the store cannot say who is missing ({error}). {cause}"
+            return (
+                f"{where}: {what}, and the store cannot say who is missing ({error}). {cause}",
+                [],
+            )
         if missing:
             seen = "; ".join(f"rank {rank}: {where}" for rank, where in missing.items())
             who = f"ranks {list(missing)} did not arrive, last seen in {seen}"
@@ -236,7 +239,9 @@ class Transport:
             who = "all had arrived"
         return (
             f"{where}: {what}; {who}. Look at what happened on those ranks first. The control "
-            f"communicator cannot be used any more; start again from the last checkpoint. ({cause})"
+            f"communicator cannot be used any more; start again from the last checkpoint. "
+            f"({cause})",
+            list(missing) or silent,
         )
 
     def _read_progress(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:

@@ -217,7 +217,7 @@ class Rendezvous:
         """Set the verdict of a stage, unless there is one; the one that counts."""
         record = None
         if failure is not None:  # in full: `ErrorRecord.of` would cut off a long list of ranks
-            record = ErrorRecord(error_type=type(failure).__name__, message=str(failure))
+            record = msgspec.structs.replace(ErrorRecord.of(failure), message=str(failure))
         key = f"{meeting or self._meeting}/{stage}/verdict"
         return _decode_verdict(self._store.compare_set(key, "", _encode(record).decode()))
 
@@ -246,7 +246,8 @@ class Rendezvous:
         lines = [f"ranks {shorten_ranks(r)}: {entries[r[0]].text}" for r in sides[:_MAX_SHOWN]]
         return LayoutError(
             f"Ranks {differing} disagree with the others, so no rank may {self.what}. "
-            + "; ".join(lines)
+            + "; ".join(lines),
+            details={"odd_ranks": differing},
         )
 
     def _give_up(self, stage: str, verdict: str) -> _Verdict:
@@ -259,7 +260,7 @@ class Rendezvous:
                 pass  # the rank that was to report is gone, too
         missing = [rank for rank in self.ranks if not self._store.check([self._key(stage, rank)])]
         entries = self._entries(stage, [rank for rank in self.ranks if rank not in {*missing}])
-        late = DeadlineError(self._absent(missing, stage))
+        late = DeadlineError(self._absent(missing, stage), details={"missing_ranks": missing})
         failed = {rank: e.error for rank, e in entries.items() if e.error is not None}
         if not failed:
             return self._decide(stage, late)

@@ -13,6 +13,9 @@ from holdfast.format.values import (
     Codecs,
     dataclass_of,
     decode_tree,
+    is_per_rank,
+    is_tensor,
+    items_of,
     key_name,
     mapping_of,
     sequence_of,
@@ -43,7 +46,6 @@ from holdfast.state.match.nodes import (
     Members,
     RegisteredTypes,
     Token,
-    items_of,
     key_token,
     leaf_paths,
     members_of,
@@ -196,7 +198,7 @@ class Matcher:
         left = {name: template[name] for token, name in own.items() if token not in named}
         if left:
             built |= self._left(left, path)
-        return built if "$" not in node else mapping_of(node, built)
+        return mapping_of(node, built)
 
     def _build_registered(self, template: object, inner: Any, node: Any, path: str) -> Any:
         """A dataclass or a codec's type, made of its fields as they were loaded."""
@@ -213,7 +215,7 @@ class Matcher:
         """What holds no tensor: the stored value takes its place."""
         if not isinstance(node, dict | list):
             self.result.touched.add(path)
-        elif isinstance(node, dict) and node.get("$") == "tensor":
+        elif tag_of(node) == "tensor":
             kind = f"a value ({type(template).__name__})"
             self._other_kind(path, kind, node, hint="; ask for it with Stored()")
         else:
@@ -291,7 +293,7 @@ class Matcher:
 
     def _match_per_rank(self, template: PerRank, node: Any, path: str) -> None:
         """Match the value of this rank with what is stored per coordinate."""
-        if tag_of(node) != "per_rank":
+        if not is_per_rank(node):
             kind = f"a value per {','.join(template.axes)}"
             self._other_kind(path, kind, node, hint="; ask for it without PerRank")
             return
@@ -361,7 +363,7 @@ class Matcher:
         """Request a stored tensor for a target, unless they differ in kind, shape or dtype."""
         target = self._targets.local_target(template, path, self._layout)
         target_dtype, target_shape, boxes, locals_ = target
-        if not isinstance(node, dict) or node.get("$") not in ("tensor", "array"):
+        if not is_tensor(node):
             self._other_kind(path, "a tensor", node)
             return
         key, result = node["k"], self.result
@@ -432,13 +434,13 @@ class Matcher:
         """
 
         def request(where: str, inner: dict[str, Any]) -> object:
-            if inner["$"] in ("tensor", "array"):
+            if is_tensor(inner):
                 self._request_new(str(inner["k"]), where)
-            elif inner["$"] == "per_rank" and all_ranks:
+            elif is_per_rank(inner) and all_ranks:
                 self.result.per_rank_uses.append(PerRankUse(where, inner, tuple(inner["v"]), False))
                 for label, child in inner["v"].items():
                     self._request_all(child, f"{where}[{label}]", all_ranks=True)
-            elif inner["$"] == "per_rank":
+            elif is_per_rank(inner):
                 _, trees = stored_trees(inner, path=where)
                 label = self._own_label(inner, where)
                 is_there = label in trees
@@ -469,19 +471,19 @@ class Matcher:
             return node
 
         def value(where: str, inner: dict[str, Any]) -> object:
-            if inner["$"] == "tensor":
+            if tag_of(inner) == "tensor":
                 return self._fresh[self._scope, str(inner["k"])]
-            if inner["$"] == "array":
+            if tag_of(inner) == "array":
                 return tensor_array(
                     self._fresh[self._scope, str(inner["k"])], inner.get("d"), path=where
                 )
-            if inner["$"] == "per_rank" and all_ranks:
+            if is_per_rank(inner) and all_ranks:
                 values = {
                     label: self._decode(child, f"{where}[{label}]", all_ranks=True)
                     for label, child in inner["v"].items()
                 }
                 return PerRankValues(axes=tuple(inner["axes"]), values=values)
-            if inner["$"] == "per_rank":
+            if is_per_rank(inner):
                 label = self._own_label(inner, where)
                 return self._decode(inner["v"].get(label), f"{where}[{label}]")
             return None

@@ -17,14 +17,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import CorruptionError, HoldfastError, PlacementError
+from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import (
     Codecs,
     decode_tree,
     encode_tree,
+    is_per_rank,
+    is_plain_dict,
+    is_tensor,
+    items_of,
     key_name,
     kind_in_words,
     node_bytes,
+    pairs_of,
     shorten,
     tag_of,
 )
@@ -38,8 +43,6 @@ Token = str | bytes
 Members = dict[Token, tuple[Any, Any]]
 """Token -> (key, node) of each member of a stored mapping, in order."""
 
-_MAPPINGS = ("dict", "odict", "counter", "defaultdict")
-_SEQUENCES = ("tuple", "deque")
 PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
 """Types of values that have a form of their own, so that no codec is asked for them."""
 
@@ -108,7 +111,7 @@ class StoredPart:
             return True
         above, _, name = path.rpartition(".")
         node = self.find(above) if above else None
-        return isinstance(node, Mapping) and "$" not in node and name in node
+        return is_plain_dict(node) and name in node
 
     def name_in(self, path: str) -> str:
         """Of a checkpoint's parts by name: the one in which `part_or_below` finds a path."""
@@ -123,9 +126,7 @@ class StoredPart:
     def keys_under(self, *path: str | int) -> list[str]:
         """The dict keys at a path; empty where there is no dict."""
         node = self.at(*path)
-        if not isinstance(node, Mapping) or "$" in node:
-            return []
-        return list(node)
+        return list(node) if is_plain_dict(node) else []
 
     def tensors_under(self, *path: str | int) -> dict[str, StoredTensor]:
         """The direct children of the dict at `path` that are tensors."""
@@ -139,21 +140,19 @@ class StoredPart:
 
     def children(self, node: object) -> list[tuple[Any, object]] | None:
         """The (key, node) pairs of a stored dict, in order; None for what is none."""
-        if not isinstance(node, Mapping):
-            return None
-        tag = node.get("$")
-        if tag is None:
-            return list(node.items())
-        if tag not in ("dict", "odict"):
+        pairs = pairs_of(node)
+        if pairs is None or is_plain_dict(node):
+            return pairs
+        if tag_of(node) not in ("dict", "odict"):
             return None
         try:
-            return [(decode_tree(name), child) for name, child in node["v"]]
+            return [(decode_tree(name), child) for name, child in pairs]
         except HoldfastError:
             return None  # keys of the user's own types are for the matcher, which has the codecs
 
     def tensor(self, node: object) -> StoredTensor | None:
         """The tensor that a node stands for; None for any other node."""
-        if not isinstance(node, Mapping) or node.get("$") != "tensor":
+        if not isinstance(node, dict) or tag_of(node) != "tensor":
             return None
         key = str(node["k"])
         dtype, shape = self.tensors[key]
@@ -174,7 +173,7 @@ class StoredPart:
         node = self.node
         for name in path:
             is_item = isinstance(node, list) and isinstance(name, int) and name < len(node)
-            if not is_item and not (isinstance(node, Mapping) and "$" not in node and name in node):
+            if not is_item and not (is_plain_dict(node) and name in node):
                 return None
             node = node[name]  # type: ignore[index]
         return node
@@ -202,34 +201,16 @@ def members_of(node: Any, codecs: Codecs) -> Members | None:
 
 def _members(node: Any, key_of: Callable[[Any], Any]) -> Members | None:
     """Name -> (key, child) of a stored mapping; None for anything else."""
-    if not isinstance(node, dict):
-        return None
-    tag = node.get("$")
-    if tag is None:
+    if is_plain_dict(node):
         return {key: (key, child) for key, child in node.items()}
-    if tag not in _MAPPINGS:
+    pairs = pairs_of(node)
+    if pairs is None:
         return None
     result: Members = {}
-    try:
-        for raw, child in node["v"]:
-            key = raw if type(raw) is str else key_of(raw)
-            result[key if type(key) is str else node_bytes(raw)] = (key, child)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptionError(f"the checkpoint holds a malformed {tag}: {error!r}") from error
+    for raw, child in pairs:
+        key = raw if type(raw) is str else key_of(raw)
+        result[key if type(key) is str else node_bytes(raw)] = (key, child)
     return result
-
-
-def items_of(node: Any) -> list[Any] | None:
-    """The items of a stored list, tuple or deque, or None for anything else."""
-    if isinstance(node, list):
-        return node
-    tag = tag_of(node)
-    if tag not in _SEQUENCES:
-        return None
-    if not isinstance(node.get("v"), list):
-        raise CorruptionError(f"the checkpoint holds a malformed {tag}")
-    children: list[Any] = node["v"]
-    return children
 
 
 def leaf_paths(node: Any, path: str, codecs: Codecs | None = None) -> list[str]:
@@ -252,7 +233,7 @@ def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[A
     if not isinstance(node, dict | list):
         result.append(path)
         return
-    if isinstance(node, dict) and node.get("$") == "per_rank":
+    if is_per_rank(node):
         for label, child in node["v"].items():
             _add_leaf_paths(child, f"{path}[{label}]", result, key_of)
         return
@@ -264,7 +245,7 @@ def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[A
     if not inner:
         result.append(path)
     for name, child in inner:
-        if isinstance(child, dict) and child.get("$") == "tensor":
+        if is_tensor(child):
             result.append(f"{path}.{name}")
         else:
             _add_leaf_paths(child, f"{path}.{name}", result, key_of)
@@ -272,12 +253,8 @@ def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[A
 
 def stored_kind(node: Any) -> str:
     """What is stored, and how to ask for it where it is a value per coordinate."""
-    message = kind_in_words(node)
-    return (
-        message
-        if tag_of(node) != "per_rank"
-        else f"{message}; ask for it with PerRank(..., axes=...)"
-    )
+    hint = "; ask for it with PerRank(..., axes=...)" if is_per_rank(node) else ""
+    return f"{kind_in_words(node)}{hint}"
 
 
 def only_names(tree: Any, names: frozenset[str] | None) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.format.values import items_of, tag_of
 from holdfast.state.coordinates import PerRankIn
 from holdfast.state.markers import FlatShard, Marked, Padded, PerRank, Replicated, Sharded, Stored
 from holdfast.state.match.nodes import StoredPart, StoredTensor
@@ -41,7 +42,7 @@ def follow_stored(
     children = _children(stored, current)
     if children is None:
         return Stored()
-    is_mapping = isinstance(stored.node, Mapping) and stored.node.get("$") != "tuple"
+    is_mapping = items_of(stored.node) is None
     made: dict[Any, object] = {}
     for key, child, now in children:
         below = f"{path}.{key}" if path else str(key)
@@ -58,9 +59,8 @@ def _children(stored: StoredPart, current: object) -> list[tuple[Any, StoredPart
     """What a stored dict, list or tuple has: key or position, node, and what is there now."""
     pairs = stored.children(stored.node)
     if pairs is None:
-        node = stored.node
-        items = node.get("v") if isinstance(node, Mapping) and node.get("$") == "tuple" else node
-        if not isinstance(items, list):
+        items = None if tag_of(stored.node) == "deque" else items_of(stored.node)
+        if items is None:
             return None
         pairs = list(enumerate(items))
         listed = current if isinstance(current, list | tuple) else ()

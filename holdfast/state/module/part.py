@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError, PlacementError
+from holdfast.format.values import tag_of
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.match.nodes import StoredPart
 from holdfast.state.match.templates import PlacedTemplates, zeros_like_target
@@ -246,6 +247,6 @@ def _may_grow(entry: StateDictEntry, shape: tuple[int, ...] | None) -> bool:
 
 def _stored_shape(node: object, stored: StoredPart) -> tuple[int, ...] | None:
     """The global shape of a stored tensor; None for anything else."""
-    if isinstance(node, Mapping) and node.get("$") == "tensor":
+    if isinstance(node, dict) and tag_of(node) == "tensor":
         return stored.tensors[str(node["k"])][1]
     return None

@@ -1,20 +1,39 @@
-"""An optimizer as a part of the state: `OptimizerState`, and how a load fills it."""
+"""An optimizer as a part of the state: `OptimizerState`, what a save reads and a load fills."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from holdfast.errors import MismatchError
+from holdfast.errors import ConfigError, MismatchError, PlacementError
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.match.templates import follow_stored
+from holdfast.state.module.tree import declared_padding, parameter_names
+from holdfast.state.optimizer.entries import (
+    NUM_GROUPS,
+    SHARDING,
+    UnshardedOptimizer,
+    checked,
+    has_own_form,
+    modules_by_prefix,
+    parameter_facts,
+    refuse_flat_shards,
+    stored_form,
+    with_padding,
+)
 from holdfast.state.optimizer.fresh import absent_groups, as_built, is_nothing, why_fresh
-from holdfast.state.optimizer.named import NUM_GROUPS, SHARDING, NamedOptimizer
-from holdfast.state.optimizer.own_form import TorchForm, load_form, read_form
+from holdfast.state.optimizer.inner import inner_optimizers, unwrapped_optimizer
+from holdfast.state.optimizer.own_form import TorchForm, load_form, read_form, shows
 from holdfast.state.optimizer.param_groups import set_group, stored_settings
+from holdfast.state.optimizer.protocol import (
+    OptimizerParameter,
+    OptimizersByModule,
+    PartitionedOptimizer,
+)
 from holdfast.state.optimizer.targets import (
     entry_targets,
     likes_of_others,
@@ -23,9 +42,10 @@ from holdfast.state.optimizer.targets import (
     placed_like,
     refuse_other_shape,
 )
+from holdfast.state.tensors import tensors_of
 
 
-class OptimizerState(NamedOptimizer):
+class OptimizerState:
     """An optimizer and the module whose parameters it updates, saved by parameter name.
 
     Stored are `state.<parameter name>.<entry>`, the hyperparameters of each group, which group each
@@ -68,8 +88,149 @@ class OptimizerState(NamedOptimizer):
         does not have yet; through an optimizer's own form also a digest of every tensor.
     """
 
-    _name = "optimizer"
-    """The part's name in the checkpoint last looked at, for messages."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | PartitionedOptimizer,
+        module: nn.Module | Mapping[str, nn.Module],
+    ) -> None:
+        optimizer = unwrapped_optimizer(optimizer)
+        if isinstance(optimizer, OptimizersByModule):
+            modules = list(optimizer.optimizers_by_module())
+            name = modules[0] if modules else "module"
+            raise ConfigError(
+                f"OptimizerState: a {type(optimizer).__name__} steps several modules, whose states "
+                f"are parts of their own; save each under its module's name, such as "
+                f"'{name}.optimizer': OptimizerState(optimizer['{name}'], {name}). This rank "
+                f"trains {', '.join(map(repr, modules)) or 'none'}"
+            )
+        self._own: Any = None
+        """The optimizer where it is whole: a torch optimizer, or one that looks like one."""
+        self._optimizer: PartitionedOptimizer
+        # Asked first: a sharded optimizer is a torch optimizer by type, too.
+        if isinstance(optimizer, PartitionedOptimizer):
+            self._optimizer = optimizer
+        else:
+            self._own = checked(optimizer)
+            self._optimizer = UnshardedOptimizer(self._own)
+        self._module = module
+        self._modules = modules_by_prefix(module)
+        self._name = "optimizer"
+        """The part's name in the checkpoint last looked at, for messages."""
+
+    # ---- a save ----
+
+    def tree(self) -> dict[str, object]:
+        """The state by name, group hyperparameters, membership, and main parameters if any."""
+        self._optimizer.synchronize()
+        form, by_name = self._forms()
+        if by_name is not None:
+            tree = self._tree_by_name(by_name)
+        else:
+            tree = {"own": dict(form or {}), "parameters": self._known_parameters()}
+        if form is not None:
+            self._refuse_hidden_state(form)
+        # Optimizers in attributes come last: what the form shows of them is not stored again.
+        inner = {path: state.tree() for path, state in self._inner(saving=True, shown=form).items()}
+        return tree | ({"inner": inner} if inner else {})
+
+    def _tree_by_name(self, form: TorchForm) -> dict[str, object]:
+        """The tree of an optimizer whose state is known by parameter."""
+        state: dict[str, object] = {}
+        main: dict[str, object] = {}
+        membership: dict[str, int] = {}
+        parameters: dict[str, object] = {}
+        paddings = self._paddings()
+        stepped: set[int] = set()
+        for name, param in self._named():
+            padding = paddings.get(id(param.parameter))
+            membership[name] = param.group
+            parameters[name] = parameter_facts(param, padding)
+            if param.updated is None:
+                continue
+            stepped.add(id(param.updated))
+            if id(param.updated) in form.entries:
+                entries = form.entries[id(param.updated)]
+                if type(entries) is dict:
+                    entries = {
+                        entry: with_padding(stored_form(param, entry, value), param, padding)
+                        for entry, value in entries.items()
+                    }
+                state[name] = entries
+            if param.is_main:
+                value = stored_form(param, "main", param.updated)
+                main[name] = with_padding(value, param, padding)
+        if form.is_live:
+            self._refuse_unknown_state(stepped)
+        sharding = self._optimizer.sharding_records()
+        tree: dict[str, object] = {
+            "state": state,
+            "groups": form.groups,
+            "membership": membership,
+            "parameters": parameters,
+        }
+        optional = {
+            "others": form.others,
+            "extra": form.extra,
+            "main": main,
+            NUM_GROUPS: self._optimizer.num_groups() if sharding else {},
+            SHARDING: sharding,
+        }
+        return tree | {key: value for key, value in optional.items() if value}
+
+    def _forms(self) -> tuple[Mapping[Any, Any] | None, TorchForm | None]:
+        """The form that the optimizer's class or hooks make, if any; and its state by parameter.
+
+        The latter is None for a form that is not like torch's, and is read from the attributes
+        where the optimizer has no form of its own.
+        """
+        optimizers = self._torch_optimizers()
+        for optimizer in optimizers:
+            if has_own_form(optimizer):
+                if self._own is None:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} overrides state_dict or load_state_dict, or "
+                        f"has hooks on them, which know nothing of runs of elements; use the plain "
+                        f"class inside a sharded optimizer"
+                    )
+                form = read_form(optimizer)
+                return form, TorchForm.of(form, optimizer)
+        return None, TorchForm.of_attributes(optimizers, self._optimizer.param_groups)
+
+    def _torch_optimizers(self) -> list[Any]:
+        """The torch optimizers that keep the state, each once."""
+        if self._own is not None:
+            return [self._own]
+        params = self._optimizer.optimizer_parameters()
+        return list({id(param.optimizer): param.optimizer for param in params}.values())
+
+    def _refuse_unknown_state(self, stepped: set[int]) -> None:
+        """PlacementError for state of unknown tensors, and of no parameter in a sharded one."""
+        for optimizer in self._torch_optimizers():
+            for key, value in optimizer.state.items():
+                if not isinstance(key, torch.Tensor):
+                    if self._own is None:
+                        raise PlacementError(
+                            f"{type(optimizer).__name__} has state under {key!r}, which belongs to "
+                            f"no parameter; a sharded optimizer keeps state of parameters only"
+                        )
+                elif id(key) not in stepped and value:
+                    raise PlacementError(
+                        f"{type(optimizer).__name__} holds state of a tensor of shape "
+                        f"{list(key.shape)} that is in none of its parameter groups, so no load "
+                        f"could give it back; remove it from optimizer.state, or add the parameter"
+                    )
+
+    def _refuse_hidden_state(self, form: Mapping[Any, Any]) -> None:
+        """PlacementError for an optimizer that has state of its own and shows nothing of it."""
+        state = getattr(self._own, "state", None)
+        has_tensors = isinstance(state, Mapping) and any(tensors_of(list(state.values())))
+        if has_tensors and not any(tensors_of(form)):
+            raise PlacementError(
+                f"{type(self._own).__name__}.state_dict() shows no tensor, though the optimizer "
+                f"has state; mend its state_dict, or nothing of it can be kept"
+            )
+
+    # ---- a load ----
 
     def template(self, stored: StoredPart) -> dict[str, object]:
         """Targets placed like what is held for the state the checkpoint has, nothing stepped."""
@@ -290,6 +451,84 @@ class OptimizerState(NamedOptimizer):
                     f"{stored.name}: optimizer '{name}' has {count} parameter groups, the "
                     f"checkpoint's has {saved}; build the same parameter groups as the saved run"
                 )
+
+    # ---- what a save and a load share: inner optimizers and names ----
+
+    def _inner(self, *, saving: bool, shown: object = None) -> dict[str, Any]:
+        """Optimizers in attributes, each as a part of its own; when saving, those not yet shown."""
+        inner_parts: dict[str, Any] = {}
+        inner_by_path = {} if self._own is None else inner_optimizers(self._own)
+        names = self._names() if inner_by_path else {}
+        own_state = getattr(self._own, "state", None)
+        for path, inner in inner_by_path.items():
+            if inner.state is own_state:
+                continue
+            tensors = [tensor for _, tensor in tensors_of(list(inner.state.values()))]
+            if saving and shown is not None and (not tensors or shows(shown, tensors)):
+                continue
+            if all(p in names for group in inner.param_groups for p in group["params"]):
+                inner_parts[path] = type(self)(inner, self._module)
+            elif saving and tensors:
+                raise PlacementError(
+                    f"attribute '{path}' of {type(self._own).__name__} is an optimizer with state "
+                    f"that state_dict() does not show, over parameters that are not the module's; "
+                    f"show its state in state_dict()"
+                )
+        return inner_parts
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Parameter -> its logical name, behind the module's own where there are several."""
+        names: dict[torch.Tensor, str] = {}
+        for prefix, module in self._modules.items():
+            refuse_flat_shards(module)
+            for parameter, name in parameter_names(module).items():
+                # A parameter shared by two of the modules has the first one's name.
+                names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+        if len(self._modules) > 1 and len(set(names.values())) < len(names):
+            listed = list(names.values())
+            twice = next(name for name in listed if listed.count(name) > 1)
+            raise ConfigError(f"OptimizerState: two parameters are named '{twice}'")
+        return names
+
+    def _named(self) -> Iterator[tuple[str, OptimizerParameter]]:
+        """Each of the optimizer's parameters with its logical name."""
+        names = self._names()
+        for param in self._optimizer.optimizer_parameters():
+            if param.parameter not in names:
+                raise ConfigError(self._unknown_parameter(param, names))
+            yield names[param.parameter], param
+
+    def _unknown_parameter(self, param: OptimizerParameter, names: Mapping[Any, str]) -> str:
+        """That a parameter is none of the module's, in words, and the likely cause."""
+        shape = param.parameter.shape
+        kinds = " or ".join(sorted({type(module).__name__ for module in self._modules.values()}))
+        message = (
+            f"OptimizerState: a parameter of group {param.group} (shape {list(shape)}) is not "
+            f"a parameter of {kinds}; pass the module that owns it"
+        )
+        if any(known.shape == shape for known in names):
+            message += (
+                ". If it is a copy of one (the module was copied, materialised, sharded or replaced"
+                " after the optimizer was built), build the optimizer again"
+            )
+        return f"{message}. For one optimizer over several modules pass a dict of them by name"
+
+    def _paddings(self) -> dict[int, tuple[int, ...]]:
+        """The declared padding of parameters, by `id`."""
+        return {
+            key: padding
+            for module in self._modules.values()
+            for key, padding in declared_padding(module).by_tensor.items()
+        }
+
+    def _known_parameters(self) -> dict[str, object]:
+        """Facts of the parameters that are the module's; the optimizer deals with others itself."""
+        names, paddings = self._names(), self._paddings()
+        return {
+            names[param.parameter]: parameter_facts(param, paddings.get(id(param.parameter)))
+            for param in self._optimizer.optimizer_parameters()
+            if param.parameter in names
+        }
 
 
 def _owner_of(path: str, names: Mapping[str, object]) -> str | None:

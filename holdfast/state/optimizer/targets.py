@@ -9,10 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import MismatchError
+from holdfast.format.values import is_plain_dict
 from holdfast.state.markers import Stored, Transient, global_shape
 from holdfast.state.match.nodes import StoredPart, StoredTensor
 from holdfast.state.match.templates import MakeTarget, follow_stored, zeros_placed_like
-from holdfast.state.optimizer.named import stored_form, with_padding
+from holdfast.state.optimizer.entries import stored_form, with_padding
 from holdfast.state.optimizer.protocol import OptimizerParameter
 from holdfast.state.tensors import local_of
 
@@ -37,7 +38,7 @@ def entry_targets(
     """
     below = stored.below("state", name)
     nested = placed_like(lambda info, current, path: (current, param.parameter))
-    if not isinstance(below.node, Mapping) or "$" in below.node:
+    if not is_plain_dict(below.node):
         return follow_stored(below, None, nested)
     home = stored.value("membership", name)
     on_device = isinstance(home, int) and any(

@@ -62,7 +62,8 @@ def load_checkpoint(
             if not num_fallbacks:
                 raise type(error)(
                     f"{error}\nTo go on from the newest checkpoint in {config.load}: add "
-                    f"--max-fallbacks 1, or remove {root}"
+                    f"--max-fallbacks 1, or remove {root}",
+                    details=error.details,
                 ) from error
             note(f"the state at step {begin.step} that a fault has left was given up: {error}")
             num_fallbacks -= 1

@@ -1,0 +1,91 @@
+"""What a save needs of disk, memory and file descriptors, checked before anything is staged."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.errors import StorageError
+from holdfast.storage import Storage
+
+_NUM_DESCRIPTORS = 16
+_DISK_SLACK_NBYTES = 4 << 20
+_UNLIMITED_NBYTES = 1 << 60
+
+
+def check_budget(
+    storage: Storage, *, image_nbytes: int, held_nbytes: Sequence[int], total_nbytes: int
+) -> None:
+    """Check disk, memory and file descriptors before anything is staged.
+
+    Args:
+        image_nbytes: this rank's image, once per buffer.
+        held_nbytes: what each buffer has already.
+        total_nbytes: the whole checkpoint; 0 on ranks that do not answer for the disk.
+
+    Raises:
+        StorageError: names what is short and by how much.
+
+    Cost: a few system calls.
+    """
+    if total_nbytes:
+        needed = total_nbytes + total_nbytes // 50 + _DISK_SLACK_NBYTES
+        free = storage.free_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"{storage.describe('')}: the checkpoint needs {_size(needed)}, but only "
+                f"{_size(free)} are free: {_size(needed - free)} short; remove old checkpoints "
+                f"(holdfast prune) or save elsewhere"
+            )
+    needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
+    if needed:
+        free = available_memory_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"staging this rank's share needs {_size(needed)} more memory in "
+                f"{len(held_nbytes)} staging buffer(s), but only {_size(free)} are available: "
+                f"{_size(needed - free)} short; use staging_buffers=1 or more ranks to save with"
+            )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        used = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        if used + _NUM_DESCRIPTORS > soft:
+            raise StorageError(
+                f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
+                f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
+            )
+
+
+def available_memory_nbytes() -> int:
+    """Memory this process may still take: the machine's, or its control group's if that is less."""
+    available = _UNLIMITED_NBYTES
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        return available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            most = Path(limit).read_text().strip()
+            if most != "max":
+                available = min(available, int(most) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(available, 0)
+
+
+def _size(nbytes: int) -> str:
+    """Bytes for a message."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"
