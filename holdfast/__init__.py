@@ -41,9 +41,9 @@ if TYPE_CHECKING:
         ChainedOptimizer,
         LossScaler,
         MultiModuleOptimizer,
-        MultiModuleOutcome,
         ReducedOptimizer,
         ShardedOptimizer,
+        StepOutcome,
     )
     from holdfast.parallel import (
         Control,
@@ -130,7 +130,6 @@ __all__ = [
     "ModuleState",
     "Moment",
     "MultiModuleOptimizer",
-    "MultiModuleOutcome",
     "OnFile",
     "OnLayout",
     "OnSignal",
@@ -153,6 +152,7 @@ __all__ = [
     "Sharded",
     "ShardedModel",
     "ShardedOptimizer",
+    "StepOutcome",
     "Storage",
     "StorageError",
     "Stored",
@@ -203,9 +203,9 @@ _ROOMS = {
         "ChainedOptimizer",
         "LossScaler",
         "MultiModuleOptimizer",
-        "MultiModuleOutcome",
         "ReducedOptimizer",
         "ShardedOptimizer",
+        "StepOutcome",
     ),
     "holdfast.parallel": (
         "Control",

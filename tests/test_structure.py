@@ -195,3 +195,25 @@ def test_the_version_is_the_packages() -> None:
     from holdfast.version import __version__
 
     assert holdfast.__version__ == __version__
+
+
+STEP = {
+    "StepSum": {"holdfast.optim.engine"},
+    "StepOutcome": {"holdfast.optim.engine"},
+    "clip_factor": {"holdfast.optim.engine"},
+    "LayoutSum": {"holdfast.optim.engine", "holdfast.optim.norms"},  # `gradient_norm` is no step
+    "StepEngine": {"holdfast.optim.engine", "holdfast.optim.multi_module"},
+}
+"""Who may call what makes a step out of sums of all ranks."""
+
+
+def test_the_sums_of_a_step_are_made_in_the_engine_alone() -> None:
+    """A second way to decide a step would be weaker than the first."""
+    callers: dict[str, set[str]] = {name: set() for name in STEP}
+    for path in [*FILES, *sorted((ROOT.parent / "trainer" / "holdfast_trainer").rglob("*.py"))]:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if called in callers:
+                    callers[called].add(name_of(path))
+    assert callers == STEP

@@ -17,17 +17,8 @@ from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.strategy import OuterReduction, StrategySchedule
 from holdfast.optim import LossScaler, StepOutcome, collectives
-from holdfast.optim.checks import check_limit
-from holdfast.optim.norms import (
-    GradientNorm,
-    GradientPart,
-    LayoutSum,
-    clip_factor,
-    gradient_parts,
-    measure,
-    scale_gradients,
-)
-from holdfast.optim.stepping import agree_on_update
+from holdfast.optim.norms import GradientPart, gradient_parts
+from holdfast.optim.reduced import PlainStepper
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module.tree import parameter_names
 
@@ -61,11 +52,12 @@ class ShardedModel:
         self.model = model
         self.groups = groups
         self._guards = guards
-        self._axes = axes
+        self.axes = axes
         self._schedule = schedule
         self._outer_reduction = outer_reduction
         self._is_pending = False
-        self._total = LayoutSum(groups)
+        self._stepper: ShardedModelStepper | None = None
+        """Of the optimizer of the last `step`."""
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -96,7 +88,6 @@ class ShardedModel:
         finally:
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
-    @torch.no_grad()
     def step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -104,11 +95,12 @@ class ShardedModel:
         max_norm: float = 0.0,
         scaler: LossScaler | None = None,
         count_zeros: bool = False,
+        is_finite: bool = True,
     ) -> StepOutcome:
         """Measure gradients, clip, update; collective. Gradients are forgotten in every case.
 
         The norm is exact: the sum over all ranks of squares, each divided by the number of ranks
-        that hold the element. Where any rank's gradients are not finite nothing is updated
+        that hold the element. If any rank's gradients or loss are not finite nothing is updated
         anywhere. A parameter that no rank used keeps its value and its state, as in one process.
 
         Args:
@@ -116,30 +108,24 @@ class ShardedModel:
             max_norm: gradients are scaled down to this 2-norm; 0 or infinity for no limit.
             scaler: has scaled the loss; it learns whether gradients were finite.
             count_zeros: whether to count the elements of the gradient that are exactly zero.
+            is_finite: whether this rank's loss is finite.
 
         Raises:
-            ConfigError: The optimizer has parameters that are not the model's (it was built before
-                the model was sharded), gradients of a microbatch are not reduced yet, or no rank
-                got a gradient.
+            ConfigError: On all ranks, before anything is updated: the optimizer has parameters that
+                are not the model's (it was built before the model was sharded), gradients of a
+                microbatch are not reduced yet, no rank got a gradient, or ranks differ in an
+                argument or a hyperparameter.
             HoldfastError: The optimizer failed on some rank; raised on all, naming the ranks and
                 their messages. The others have updated their shards by then.
 
-        Cost: two small sums over the layout, before and after the update; where some rank used a
+        Cost: two small sums over the layout, before and after the update; if some rank used a
             parameter and another did not, one of a number per parameter for each data axis.
         """
-        limit = check_limit(max_norm)
-        self.check_optimizer(optimizer)
-        scale = 1.0 if scaler is None else scaler.scale
-        try:
-            norm = self._measure(scale, count_zeros=count_zeros)
-            if scaler is not None:
-                scaler.update(overflowed=not norm.is_finite)
-            factor = clip_factor(norm, limit=limit)
-            if norm.is_finite:
-                self._update(optimizer, factor / scale)
-        finally:
-            self.drop_gradients()
-        return StepOutcome.of(norm, factor=factor, scale=scale)
+        if self._stepper is None or self._stepper.optimizer is not optimizer:
+            self._stepper = ShardedModelStepper(self, optimizer)
+        return self._stepper.step(
+            max_norm=max_norm, scaler=scaler, count_zeros=count_zeros, is_finite=is_finite
+        )
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> ShardedModelStepper:
         """What steps this model together with other modules, in a `MultiModuleOptimizer`.
@@ -152,10 +138,6 @@ class ShardedModel:
         """
         self.check_optimizer(optimizer)
         return ShardedModelStepper(self, optimizer)
-
-    def gradient_norm(self) -> GradientNorm:
-        """The norm of the gradients as they are now, each element counted once. Cost: as `step`."""
-        return measure(self._parts(), total=self._total)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, those of microbatches that are not reduced included."""
@@ -195,52 +177,29 @@ class ShardedModel:
                         f"device and not stored in checkpoints (persistent=False), so its values "
                         f"would be lost; build it on a real device, or store it"
                     )
-        device = next((axis.device for axis in self._axes.values()), torch.device("cpu"))
+        device = next((axis.device for axis in self.axes.values()), torch.device("cpu"))
         _torch.replace_tensors(self.model, lambda t: _filled(t, device) if t.is_meta else t)
 
-    # ---- phases of a step, see `holdfast.optim.ModuleStepper` ----
+    # ---- for `ShardedModelStepper` ----
 
-    @property
-    def divisor(self) -> int:
-        """What the sum of gradients is divided by: the data ranks, whatever the parameter."""
-        return self.groups.size("dp_cp")
+    def kinds(self) -> dict[nn.Parameter, Kind]:
+        """Every parameter as it is now: moving or materializing a model replaces them."""
+        return {
+            parameter: kind
+            for guard in self._guards
+            for group in guard.groups
+            for kind, axis in self.axes.items()
+            if group.mesh_info is axis.info
+            for parameter in _torch.sharded_parameters(group)
+        }
 
-    def gradient_parts(self) -> list[GradientPart]:
-        """This rank's shares of the gradients; ConfigError where some are not reduced."""
-        if self._is_pending:
-            raise ConfigError(
-                "step: gradients of the last microbatch are not reduced; run the last one of each "
-                "step in microbatch(is_last=True)"
-            )
-        return self._parts()
-
-    def usage(self) -> tuple[int, int]:
-        """How many parameters got a gradient from this rank, and how many are trained."""
-        return len(self._used()), len(self._trained())
-
-    def exchange_used(self) -> None:
-        """Take the gradients of zeros off parameters that no rank of their data axis used.
-
-        Cost: for each data axis an all-reduce of a number per parameter.
-        """
-        kinds, trained, used = self._kinds(), self._trained(), self._used()
-        for kind in self._axes:
-            own = [p for p in trained if kinds[p] == kind]
-            flags = torch.tensor([float(p in used) for p in own])
-            over = WHOLE[kind]
-            if self.groups.size(over) > 1:
-                group = self.groups.group(over)
-                flags = flags.to(collectives.flag_device(group))
-                collectives.wait(
-                    collectives.all_reduce(flags, group), "the exchange of parameters in use"
-                )
-            for parameter, count in zip(own, flags.tolist(), strict=True):
-                if not count:
-                    parameter.grad = None
+    def used(self) -> set[nn.Parameter]:
+        """The parameters that got a gradient from this rank."""
+        return {p for guard in self._guards for p in guard.used()}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """ConfigError for an optimizer of other parameters than the sharded model's."""
-        known = self._kinds().keys()
+        known = self.kinds().keys()
         members = [p for group in optimizer.param_groups for p in group["params"]]
         stray = [p for p in members if p not in known and p.numel()]
         if stray:
@@ -253,65 +212,19 @@ class ShardedModel:
                 f"model.parameters() after fully_shard_model, which replaces them"
             )
 
-    @torch.no_grad()
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Update this rank's shards with its gradients times `factor`."""
-        self.reshard()
-        scale_gradients(self._kinds(), factor)
-        optimizer.step()
+    def gradient_parts(self) -> list[GradientPart]:
+        """This rank's shares of the gradients, with how many ranks hold the same elements.
 
-    # ---- inside ----
-
-    def _update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Update this rank's shards, and raise on all ranks what fails on one."""
-        failure: Exception | None = None
-        try:
-            self.update(optimizer, factor)
-        except Exception as error:
-            failure = error
-        agree_on_update(failure, total=self._total, groups=self.groups)
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._kinds() if p.requires_grad]
-
-    def _used(self) -> set[nn.Parameter]:
-        return {p for guard in self._guards for p in guard.used()}
-
-    def _kinds(self) -> dict[nn.Parameter, Kind]:
-        """Every parameter as it is now: moving or materializing a model replaces them."""
-        return {
-            parameter: kind
-            for guard in self._guards
-            for group in guard.groups
-            for kind, axis in self._axes.items()
-            if group.mesh_info is axis.info
-            for parameter in _torch.sharded_parameters(group)
-        }
-
-    def _measure(self, scale: float, *, count_zeros: bool) -> GradientNorm:
-        """The norm; gradients of what no rank used are gone afterwards."""
-        norm = measure(
-            self.gradient_parts(),
-            total=self._total,
-            count_zeros=count_zeros,
-            scale=scale,
-            counts=self.usage(),
-        )
-        num_used, num_trained = norm.counts
-        if num_trained and not num_used:
+        Raises ConfigError if some are not reduced.
+        """
+        if self._is_pending:
             raise ConfigError(
-                "step: no parameter got a gradient on any rank since the last step; call backward "
-                "first, on the loss of the sharded model"
+                "step: gradients of the last microbatch are not reduced; run the last one of each "
+                "step in microbatch(is_last=True)"
             )
-        if num_used < num_trained:
-            self.exchange_used()
-        return norm
-
-    def _parts(self) -> list[GradientPart]:
-        """This rank's shares of the gradients, with how many ranks hold the same elements."""
         layout = self.groups.layout
         result = []
-        for parameter, kind in self._kinds().items():
+        for parameter, kind in self.kinds().items():
             for part in gradient_parts([parameter], groups=self.groups):
                 copies = part.num_copies
                 if kind == "experts" and _is_one_of_many(parameter):
@@ -320,6 +233,8 @@ class ShardedModel:
                 result.append(GradientPart(local=part.local, num_copies=copies))
         return result
 
+    # ---- inside ----
+
     def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
         if self._guards:
             _torch.set_microbatch(
@@ -327,35 +242,26 @@ class ShardedModel:
             )
 
 
-class ShardedModelStepper:
-    """The `ModuleStepper` of a `ShardedModel`; its `stepper` makes one.
+class ShardedModelStepper(PlainStepper):
+    """Steps a `ShardedModel`, alone or as an entry of a `MultiModuleOptimizer`.
 
     Gradients are reduced in the backward, and parameters gathered in the next forward, so that only
-    which parameters are in use is exchanged here.
+    which parameters are in use is exchanged here. `ShardedModel.stepper` makes one.
     """
 
     def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, sharded.groups)
         self._sharded = sharded
-        self.optimizer = optimizer
-        self.kind = f"ShardedModel with {type(optimizer).__name__}"
 
     @property
-    def groups(self) -> ProcessGroups:
-        """The model's communicators."""
-        return self._sharded.groups
+    def kind(self) -> str:
+        """The classes of both."""
+        return f"ShardedModel with {type(self.optimizer).__name__}"
 
     @property
     def divisor(self) -> int:
-        """What the sum of gradients is divided by: the number of data ranks."""
-        return self._sharded.divisor
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of all groups of the optimizer."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def stage_description(self) -> str:
-        """Empty: ranks that share shards were compared when the model was sharded."""
-        return ""
+        """What the sum of gradients is divided by: the data ranks, whatever the parameter."""
+        return self.groups.size("dp_cp")
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
         """That state is sharded like the parameters, which are DTensors."""
@@ -369,42 +275,47 @@ class ShardedModelStepper:
         """This rank's shards of the gradients.
 
         Raises:
-            ConfigError: Some are not reduced, or the optimizer got parameters that are not the
+            ConfigError: Some are not reduced, or the optimizer has parameters that are not the
                 model's.
         """
         self._sharded.check_optimizer(self.optimizer)
         return self._sharded.gradient_parts()
 
-    def join_reductions(self) -> None:
-        """The backward has made all."""
-
     def usage(self) -> tuple[int, int]:
-        """As `ShardedModel.usage`."""
-        return self._sharded.usage()
+        """How many parameters got a gradient from this rank, and how many are trained."""
+        return len(self._sharded.used()), len(self._trained())
 
     def exchange_used(self) -> None:
-        """As `ShardedModel.exchange_used`."""
-        self._sharded.exchange_used()
+        """Take the gradients of zeros off parameters that no rank of their data axis used.
+
+        Cost: for each data axis an all-reduce of a number per parameter.
+        """
+        kinds, trained, used = self._sharded.kinds(), self._trained(), self._sharded.used()
+        for kind in self._sharded.axes:
+            own = [p for p in trained if kinds[p] == kind]
+            flags = torch.tensor([float(p in used) for p in own])
+            over = WHOLE[kind]
+            if self.groups.size(over) > 1:
+                group = self.groups.group(over)
+                flags = flags.to(collectives.flag_device(group))
+                collectives.wait(
+                    collectives.all_reduce(flags, group), "the exchange of parameters in use"
+                )
+            for parameter, count in zip(own, flags.tolist(), strict=True):
+                if not count:
+                    parameter.grad = None
 
     def update(self, factor: float) -> None:
-        """As `ShardedModel.update`."""
-        self._sharded.update(self.optimizer, factor)
-
-    def launch_gathers(self) -> None:
-        """The next forward gathers."""
-
-    def publish(self) -> None:
-        """The next forward gathers."""
+        """Update this rank's shards with its gradients times `factor`."""
+        self._sharded.reshard()
+        super().update(factor)
 
     def drop_gradients(self) -> None:
         """As `ShardedModel.drop_gradients`."""
         self._sharded.drop_gradients()
 
-    def synchronize(self) -> None:
-        """Shards are up to date after every step."""
-
-    def close(self) -> None:
-        """What is attached to the model goes with it."""
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._sharded.kinds() if p.requires_grad]
 
 
 def _is_one_of_many(parameter: Tensor) -> bool:

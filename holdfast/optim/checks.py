@@ -1,9 +1,10 @@
-"""What a sharded optimizer refuses before it touches anything."""
+"""What an optimizer refuses before it touches anything: when it is built, and in a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import gradient_hook
+from holdfast.optim.scaler import LossScaler
 from holdfast.optim.shard_groups import ShardGroups
-from holdfast.parallel import ProcessGroups
+from holdfast.parallel import Layout, ProcessGroups
 
 _NOT_ELEMENTWISE = (
     *("Adafactor", "DistributedShampoo", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon"),
@@ -114,6 +116,87 @@ def check_limit(max_norm: float) -> float:
             f"whole gradient, 0 or math.inf for no limit"
         )
     return float(max_norm)
+
+
+def check_scaler(
+    scaler: LossScaler | Mapping[str, LossScaler] | None,
+    *,
+    layouts: Container[str],
+    trained: Iterable[str],
+) -> float | None:
+    """The one loss scale of a step, None without a scaler; ConfigError if there are several.
+
+    Args:
+        scaler: one for all modules, or one for each by name.
+        layouts: all modules.
+        trained: the modules of this rank that are trained.
+    """
+    if isinstance(scaler, Mapping):
+        for module in scaler:
+            if module not in layouts:
+                raise ConfigError(f"scaler: there is no module {module!r}")
+        missing = [module for module in trained if module not in scaler]
+        if missing or not scaler:
+            raise ConfigError(
+                f"scaler has no LossScaler for {', '.join(map(repr, missing)) or 'any module'}; "
+                f"give each trained module one, or all of them the same one"
+            )
+    for each in distinct_scalers(scaler):
+        if not isinstance(each, LossScaler):
+            raise ConfigError(f"scaler: a {type(each).__name__} is not a LossScaler")
+    scales = {each.scale for each in distinct_scalers(scaler)}
+    if len(scales) > 1 and isinstance(scaler, Mapping):
+        listed = ", ".join(f"{each.scale:g} of {m!r}" for m, each in scaler.items())
+        raise ConfigError(
+            f"the loss scales of the modules differ: {listed}; one loss is scaled once: use one "
+            f"LossScaler, or load all of them from one checkpoint"
+        )
+    return next(iter(scales), None)
+
+
+def distinct_scalers(
+    scaler: LossScaler | Mapping[str, LossScaler] | None,
+) -> Sequence[LossScaler]:
+    """The scalers of a step, each once."""
+    if scaler is None:
+        return []
+    listed = scaler.values() if isinstance(scaler, Mapping) else [scaler]
+    return list({id(each): each for each in listed}.values())
+
+
+def check_tokens(
+    num_tokens: int | None, *, module: str | None, layouts: Mapping[str, Layout], rank: int
+) -> int | None:
+    """The count as a plain number; ConfigError if it is not a count, or of no use on this rank.
+
+    Args:
+        num_tokens: of this rank, or None.
+        module: whose ranks count tokens; None if it is unknown.
+        layouts: of all modules.
+        rank: this one.
+    """
+    if num_tokens is None:
+        return None
+    if module is None:
+        raise ConfigError(
+            "num_tokens: several modules feed no other, so the one whose tokens count is unknown; "
+            "pass loss_module= to MultiModuleOptimizer"
+        )
+    if rank not in layouts[module].ranks:
+        raise ConfigError(
+            f"num_tokens={num_tokens!r}: this rank does not have module {module!r}, whose tokens "
+            f"count; pass None here"
+        )
+    try:
+        count = -1 if isinstance(num_tokens, bool) else operator.index(num_tokens)
+    except TypeError:
+        count = -1
+    if not 0 <= count < 2**50:  # the sum of all ranks is exact in a float64
+        raise ConfigError(
+            f"num_tokens={num_tokens!r} is not a count: it is this rank's number of tokens that "
+            f"are part of the loss"
+        )
+    return count
 
 
 def check_parameter(

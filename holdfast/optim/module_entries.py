@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.optim.module_stepper import ModuleStepper
+from holdfast.optim.engine import Stepper
 from holdfast.parallel import ModuleGroups, ModuleLayouts
 from holdfast.parallel.ranks import shorten_ranks
 
@@ -43,7 +43,7 @@ def check_entries(groups: ModuleGroups, optimizers: Mapping[str, object]) -> Non
         stepper = optimizers[module]
         if stepper is None:
             continue
-        if not isinstance(stepper, ModuleStepper):
+        if not isinstance(stepper, Stepper):
             raise ConfigError(
                 f"module {module!r}: a {type(stepper).__name__} is nothing that steps with others: "
                 f"give a ShardedOptimizer, a ChainedOptimizer, ReducedOptimizer(optimizer, "
@@ -57,7 +57,7 @@ def check_entries(groups: ModuleGroups, optimizers: Mapping[str, object]) -> Non
             )
 
 
-def refuse_common_parameters(steppers: Mapping[str, ModuleStepper]) -> None:
+def refuse_common_parameters(steppers: Mapping[str, Stepper]) -> None:
     """ConfigError for a parameter that two modules would update."""
     owners: dict[nn.Parameter, str] = {}
     for module, stepper in steppers.items():
@@ -70,7 +70,7 @@ def refuse_common_parameters(steppers: Mapping[str, ModuleStepper]) -> None:
                 )
 
 
-def describe(stepper: ModuleStepper | None) -> list[Any]:
+def describe(stepper: Stepper | None) -> list[Any]:
     """What other ranks compare: kind, divisor, and what is equal on a pipeline stage."""
     if stepper is None:
         return [_FROZEN, 1, ""]

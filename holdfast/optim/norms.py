@@ -1,4 +1,4 @@
-"""Norm, clipping and zeros of the whole gradient, each element counted once."""
+"""Norm and zeros of the whole gradient, each element counted once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
-from holdfast.optim.checks import check_limit
 from holdfast.parallel import Layout, ProcessGroups
 
 _CHUNK = 1 << 20
@@ -40,10 +39,8 @@ class GradientNorm:
     """The norm; NaN if a rank holds an infinity or a NaN."""
     bad_ranks: tuple[int, ...]
     """Global ranks that hold an infinity or a NaN, ascending."""
-    num_zeros: int | None = None
+    num_zeros: int | None
     """Elements that are exactly zero, each counted once; None if not requested."""
-    counts: tuple[int, ...] = ()
-    """Sums over all ranks of the `counts` passed to `measure`."""
 
     @property
     def is_finite(self) -> bool:
@@ -141,48 +138,6 @@ class LayoutSum:
         return sums
 
 
-def measure(
-    parts: Iterable[GradientPart],
-    *,
-    total: LayoutSum,
-    count_zeros: bool = False,
-    scale: float = 1.0,
-    counts: Sequence[int] = (),
-) -> GradientNorm:
-    """The exact norm of the whole gradient, and the ranks on which it is not finite.
-
-    Each rank adds the squares of what it holds, divided by the number of copies; the sum runs in
-    float64 over the whole layout. Non-finite values travel as one flag per rank, because a maximum
-    on gloo can lose a NaN and a sum cannot say where it came from. Zeros are counted as integers.
-    Of a complex gradient the norm is that of its real and imaginary parts; an element is zero where
-    both are.
-
-    Args:
-        parts: what this rank holds of the gradients.
-        total: sums over the layout.
-        count_zeros: whether to count the elements that are exactly zero.
-        scale: of the loss that the gradients come from; the norm is that of unscaled ones.
-        counts: integers to sum over the ranks in the same all-reduce; as many on every rank.
-
-    Raises:
-        ConfigError: A number of copies does not divide the ranks.
-
-    Cost: collective over the layout; one sum of 3 + number of counts + world size numbers; at most
-    16 MiB of extra memory.
-    """
-    terms = NormTerms(total.layout)
-    mine = terms.of(parts, rank=total.rank, count_zeros=count_zeros)
-    sums = total([*counts, *mine], what="the sum of the norms of all ranks' gradients")
-    gradient = terms.read(sums[len(counts) :])
-    bad = gradient.bad_ranks
-    return GradientNorm(
-        value=math.nan if bad else math.sqrt(gradient.square) / scale,
-        bad_ranks=bad,
-        num_zeros=gradient.num_zeros if count_zeros else None,
-        counts=tuple(int(value) for value in sums[: len(counts)]),
-    )
-
-
 class NormTerms:
     """The numbers of each rank whose sums are the `GradientSums` of one layout.
 
@@ -241,28 +196,31 @@ def share_square(parts: Iterable[GradientPart], *, layout: Layout) -> float:
     return square
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], *, groups: ProcessGroups) -> GradientNorm:
-    """`measure` of the gradients in `.grad`, which are reduced already. Cost: as `measure`."""
-    return measure(gradient_parts(parameters, groups=groups), total=LayoutSum(groups))
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], *, groups: ProcessGroups, count_zeros: bool = False
+) -> GradientNorm:
+    """Measure the gradients in `.grad`, which are reduced already: their exact norm.
 
+    Each rank adds the squares of what it holds, divided by the number of copies; the sum runs in
+    float64 over the whole layout. Non-finite values travel as one flag per rank, because a maximum
+    on gloo can lose a NaN and a sum cannot say where it came from. Of a complex gradient the norm
+    is that of its real and imaginary parts.
 
-def clip_factor(norm: GradientNorm, *, limit: float) -> float:
-    """What to multiply gradients by so that their norm is at most `limit`; 0 means no limit.
+    Raises:
+        ConfigError: A gradient is a sum not yet reduced.
 
-    Raises ConfigError for a negative limit or NaN.
+    Cost: collective over the layout; one sum of 3 + world size numbers; at most 16 MiB of extra
+    memory.
     """
-    if check_limit(limit) == 0 or not norm.value > limit:
-        return 1.0
-    return limit / norm.value
-
-
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: GradientNorm, limit: float) -> None:
-    """Scale the gradients in `.grad`, in place, so that their norm is at most `limit`.
-
-    The factor is computed from a number that all ranks share, so copies stay equal.
-    """
-    scale_gradients(parameters, clip_factor(norm, limit=limit))
+    terms = NormTerms(groups.layout)
+    parts = gradient_parts(parameters, groups=groups)
+    mine = terms.of(parts, rank=groups.rank, count_zeros=count_zeros)
+    sums = terms.read(LayoutSum(groups)(mine, what="the sum of the norms of all ranks' gradients"))
+    return GradientNorm(
+        value=math.nan if sums.bad_ranks else math.sqrt(sums.square),
+        bad_ranks=sums.bad_ranks,
+        num_zeros=sums.num_zeros if count_zeros else None,
+    )
 
 
 @torch.no_grad()

@@ -114,7 +114,7 @@ class ShardedOptimizer(SteppingOptimizer):
         self.name = name
         self._groups = groups
         self._overlap, self._stage = overlap, stage
-        self._bucket_nbytes = bucket_nbytes
+        self._bucket_nbytes, self._divisor = bucket_nbytes, divisor
         self._shard_groups = ShardGroups.of(groups, over=over, gather=gather)
         self._names = parameter_names(module)
         param_groups = read_groups(parameters)
@@ -193,7 +193,7 @@ class ShardedOptimizer(SteppingOptimizer):
         self._reducer.finish()
 
     def gradient_parts(self) -> list[GradientPart]:
-        """This rank's shares of the reduced gradients, for `norms.measure`."""
+        """This rank's shares of the gradients, all of them reduced."""
         self.finish_gradients()
         return self._parts
 
@@ -349,7 +349,7 @@ class ShardedOptimizer(SteppingOptimizer):
             ]
 
     def _agree_on_plans(self, plans: Sequence[BucketPlan]) -> None:
-        """ConfigError on all ranks where the ranks of one group do not plan the same buckets."""
+        """ConfigError on all ranks if ranks of one group plan other buckets, or divisors differ."""
         described = [
             (
                 [(self._names[p], list(p.shape), str(p.dtype)) for p in plan.parameters],
@@ -358,10 +358,12 @@ class ShardedOptimizer(SteppingOptimizer):
             for plan in plans
         ]
         over, control = self._shard_groups.over, self._groups.control
-        own = json.dumps([self.name, over, self._stage, described]).encode()
-        answers = dict(zip(control.ranks, control.all_gather(own, phase="optimizer"), strict=True))
+        own = [self._divisor, [self.name, over, self._stage, described]]
+        payloads = control.all_gather(json.dumps(own).encode(), phase="optimizer")
+        answers = dict(zip(control.ranks, map(json.loads, payloads), strict=True))
+        mine = answers[control.rank]
         peers = self._groups.layout.group(over.removesuffix("_intra"), control.rank)
-        differing = [rank for rank in sorted(peers) if answers[rank] != own]
+        differing = [rank for rank in sorted(peers) if answers[rank][1] != mine[1]]
         error = None
         if differing:
             error = ConfigError(
@@ -369,6 +371,14 @@ class ShardedOptimizer(SteppingOptimizer):
                 f"buckets than rank {control.rank}, though they share {over!r}; build it alike on "
                 f"all of them"
             )
+        for rank, (divisor, _) in answers.items():
+            if divisor != self._divisor and error is None:
+                # One factor of the whole gradient: pipeline stages have it in common, too.
+                error = ConfigError(
+                    f"optimizer '{self.name}': divisor={divisor} on rank {rank} and "
+                    f"{self._divisor} on rank {control.rank}; it is the number of ranks whose "
+                    f"losses are averaged, the same on all"
+                )
         control.agree(error, phase="optimizer: buckets")
 
     def _updated_views(self) -> dict[nn.Parameter, Tensor]:

@@ -8,8 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from holdfast.errors import ConfigError
+
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of torch's optimizers that say how to compute, and not what."""
+_VALUES = (bool, int, float, str, tuple, list, Tensor)
+"""Types of settings; others may look different in each process."""
 
 
 class TorchInterface(torch.optim.Optimizer):
@@ -21,28 +27,29 @@ class TorchInterface(torch.optim.Optimizer):
     """
 
     def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
-        self._inners = tuple(inners)
+        self.inners = tuple(inners)
+        """The torch optimizers inside."""
         # hooks and profiling marks of the base; its own __init__ would keep groups of its own
         super().__setstate__({})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of the torch optimizers inside; setting `group["lr"]` and the like works."""
-        if len(self._inners) == 1:
-            return self._inners[0].param_groups
-        return [group for inner in self._inners for group in inner.param_groups]
+        if len(self.inners) == 1:
+            return self.inners[0].param_groups
+        return [group for inner in self.inners for group in inner.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state of the torch optimizers inside, by the tensor of elements it belongs to."""
-        if len(self._inners) == 1:
-            return self._inners[0].state
-        return ChainMap(*(inner.state for inner in self._inners))
+        if len(self.inners) == 1:
+            return self.inners[0].state
+        return ChainMap(*(inner.state for inner in self.inners))
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The defaults that all torch optimizers inside have."""
-        first, *others = (inner.defaults for inner in self._inners)
+        first, *others = (inner.defaults for inner in self.inners)
         return {k: v for k, v in first.items() if all(k in other for other in others)}
 
     @property
@@ -89,7 +96,7 @@ class TorchInterface(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        inside = ", ".join(repr(inner) for inner in self._inners)
+        inside = ", ".join(repr(inner) for inner in self.inners)
         return f"{type(self).__name__}({inside})"
 
     def _refuse_copy(self, *_: object) -> NoReturn:
@@ -108,6 +115,23 @@ def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     They count calls of it, and warn where there was none before their own.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """Settings of each parameter group that decide an update, by name.
+
+    Those that the class declares; not how it computes, nor what schedulers note in groups.
+    """
+    inners = optimizer.inners if isinstance(optimizer, TorchInterface) else (optimizer,)
+    return [
+        {
+            key: value.tolist() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key in inner.defaults and key not in _WAYS and isinstance(value, _VALUES)
+        }
+        for inner in inners
+        for group in inner.param_groups
+    ]
 
 
 def refuse_closure(closure: Callable[[], object] | None) -> None:

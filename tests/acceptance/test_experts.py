@@ -26,7 +26,9 @@ from holdfast import (
 )
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.optim import clip_gradients, gradient_norm
+from holdfast.optim import gradient_norm
+from holdfast.optim.engine import clip_factor
+from holdfast.optim.norms import scale_gradients
 from holdfast.storage import PosixStorage
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
@@ -198,7 +200,7 @@ def norms(context: RankContext) -> dict[str, tuple[float, float, dict[str, torch
         with groups_of(way) as groups:
             model = Run.make(groups, true=True).model
             before = gradient_norm(model.parameters(), groups=groups)
-            clip_gradients(model.parameters(), norm=before, limit=1.0)
+            scale_gradients(model.parameters(), clip_factor(before, limit=1.0))
             after = gradient_norm(model.parameters(), groups=groups)
             gradients = {n: full_of(p.grad) for n, p in model.named_parameters()}  # type: ignore[arg-type]
             found[way] = (before.value, after.value, gradients)

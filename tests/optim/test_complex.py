@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from holdfast import Layout, ProcessGroups
-from holdfast.optim import ShardedOptimizer, clip_gradients, gradient_norm
-from holdfast.optim.norms import GradientPart, LayoutSum, measure
+from holdfast.optim import ShardedOptimizer, gradient_norm
+from holdfast.optim.engine import clip_factor
+from holdfast.optim.norms import scale_gradients
 from tests.harness import RankContext, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -41,17 +42,16 @@ def test_norms_are_torchs(data: st.DataObject) -> None:
     expected = math.sqrt(
         sum(float(p.grad.to(torch.complex128).abs().square().sum()) for p in parameters)
     )
-    norm = gradient_norm(parameters, groups=groups)
+    norm = gradient_norm(parameters, groups=groups, count_zeros=True)
     assert norm.value == pytest.approx(expected, rel=1e-12)
-    parts = [GradientPart(local=p.grad, num_copies=1) for p in parameters]
     zeros = sum(int((p.grad == 0).sum()) for p in parameters)
-    assert measure(parts, total=LayoutSum(groups), count_zeros=True).num_zeros == zeros
+    assert norm.num_zeros == zeros
     copies = [nn.Parameter(p.detach().clone()) for p in parameters]
     for p, q in zip(parameters, copies, strict=True):
         q.grad = p.grad.clone()
     torch_norm = nn.utils.clip_grad_norm_(copies, 0.5)
     assert norm.value == pytest.approx(float(torch_norm), rel=2e-2)
-    clip_gradients(parameters, norm=norm, limit=0.5)
+    scale_gradients(parameters, clip_factor(norm, limit=0.5))
     for p, q in zip(parameters, copies, strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=2e-2, atol=1e-3)
 

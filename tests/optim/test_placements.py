@@ -17,7 +17,9 @@ from torch.distributed.tensor import (
 )
 
 from holdfast import ConfigError, Layout, ProcessGroups
-from holdfast.optim import ShardedOptimizer, clip_gradients, gradient_norm
+from holdfast.optim import ShardedOptimizer, gradient_norm
+from holdfast.optim.engine import clip_factor
+from holdfast.optim.norms import scale_gradients
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import sgd
 
@@ -96,9 +98,9 @@ def plain_gradients(context: RankContext) -> list[float]:
         assert norm.is_finite
         assert norm.bad_ranks == ()
         found.append(norm.value)
-        clip_gradients([*parameters, last], norm=norm, limit=1.0)
+        scale_gradients([*parameters, last], clip_factor(norm, limit=1.0))
         found.append(gradient_norm([*parameters, last], groups=groups).value)
-        clip_gradients([last], norm=norm, limit=0.0)
+        scale_gradients([last], clip_factor(norm, limit=0.0))
         if groups.rank == 3:
             last.grad[0, 0] = float("nan")
         found.append(len(gradient_norm([last], groups=groups).bad_ranks))

@@ -21,9 +21,9 @@ from holdfast import Layout, ProcessGroups
 from holdfast.fsdp import fully_shard_model
 from holdfast.optim import (
     ChainedOptimizer,
-    ModuleStepper,
     ReducedOptimizer,
     ShardedOptimizer,
+    Stepper,
     collectives,
 )
 from holdfast.parallel import ModuleGroups, ModuleLayouts
@@ -148,7 +148,7 @@ class Trained:
     def __init__(self, name: str, spec: Spec, groups: ProcessGroups, make: Any) -> None:
         self.name, self.spec, self.groups = name, spec, groups
         self.model = Bag(spec, groups, seed=name)
-        self.stepper: ModuleStepper | None = None
+        self.stepper: Stepper | None = None
         self.sharded: Any = None
         self.is_active = True
         """Whether the module is part of this step, on any rank."""

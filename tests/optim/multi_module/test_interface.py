@@ -16,10 +16,10 @@ from holdfast import Checkpointer, MismatchError, OptimizerState
 from holdfast.errors import ConfigError, GroupError, LayoutError
 from holdfast.optim import (
     ChainedOptimizer,
-    ModuleStepper,
     MultiModuleOptimizer,
     ReducedOptimizer,
     ShardedOptimizer,
+    Stepper,
 )
 from holdfast.parallel import ModuleGroups
 from holdfast.state import OnLayout
@@ -192,7 +192,7 @@ def state_of(groups: ModuleGroups, modules: dict[str, Trained], optimizer: Any) 
     return state
 
 
-def regrouped(each: Trained) -> ModuleStepper:
+def regrouped(each: Trained) -> Stepper:
     """A module's optimizer with another number of groups than `Trained` makes."""
     named = dict(each.model.named_parameters())
     experts = [p for name, p in named.items() if name.endswith("experts")]

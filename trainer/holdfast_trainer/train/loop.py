@@ -24,7 +24,7 @@ from holdfast_trainer.train.data import BatchSampler, Corpus
 from holdfast_trainer.train.metrics import Reporter
 from holdfast_trainer.train.seeding import derive_seed, seed_generators
 from holdfast_trainer.train.stopping import StopRequest
-from holdfast_trainer.train.update import make_update
+from holdfast_trainer.train.update import make_update, share_norm
 
 
 class Trainer(BaseTrainer):
@@ -63,7 +63,7 @@ class Trainer(BaseTrainer):
             dp=groups.size("dp"), num_stages=len(stages)
         )
         scaler = LossScaler() if config.precision == "fp16" else None
-        self.update = make_update(self.model, optim=config.optim, scaler=scaler)
+        self.update = make_update(self.model, optim=config.optim)
         self.sampler = BatchSampler(
             corpus,
             seed=config.seed,
@@ -130,7 +130,7 @@ class Trainer(BaseTrainer):
 
     def gradient_share(self) -> float:
         """The norm of what this rank holds of the reduced gradients. Collective."""
-        return self.update.gradient_share()
+        return share_norm([self.update], scaler=self.scaler)
 
     def drop_gradients(self) -> None:
         """Forget what `forward_backward` has added."""
@@ -141,8 +141,12 @@ class Trainer(BaseTrainer):
         assert row_losses is not None
         num_rows = self.sampler.global_batch_size // self.groups.size("dp")
         loss = mean_over_rows(row_losses, num_rows=num_rows, groups=self.groups)
-        limit = self.config.optim.clip_grad
-        return loss, self.update.step(max_norm=limit, is_finite=math.isfinite(loss))
+        outcome = self.update.step(
+            max_norm=self.config.optim.clip_grad,
+            scaler=self.scaler,
+            is_finite=math.isfinite(loss),
+        )
+        return loss, outcome
 
 
 def mean_over_rows(row_losses: Tensor, *, num_rows: int, groups: ProcessGroups) -> float:

@@ -167,13 +167,8 @@ class MultimodalTrainer(BaseTrainer):
 
     def gradient_share(self) -> float:
         """The norm of what this rank holds of the gradients of all its modules. Collective."""
-        return math.hypot(
-            *(
-                share_norm(update.gradient_parts(), groups=update.groups, scaler=self.scaler)
-                for update in self.updates.values()
-                if update is not None
-            )
-        )
+        trained = [update for update in self.updates.values() if update is not None]
+        return share_norm(trained, scaler=self.scaler)
 
     def drop_gradients(self) -> None:
         """Forget what `forward_backward` has added."""
@@ -182,24 +177,12 @@ class MultimodalTrainer(BaseTrainer):
     def finish_update(self, row_losses: Tensor | None) -> tuple[float, StepOutcome]:
         """The mean loss, and what was updated. Collective."""
         loss = self._mean(row_losses)
-        return loss, self._update(is_finite=math.isfinite(loss))
-
-    def _update(self, *, is_finite: bool) -> StepOutcome:
-        """Update all modules, or none where the loss is not finite; collective."""
-        if is_finite:
-            return self.optimizer.step(max_norm=self.config.optim.clip_grad, scaler=self.scaler)
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        self.optimizer.drop_gradients()
-        if self.scaler is not None:
-            self.scaler.update(overflowed=True)
-        return StepOutcome(
-            norm=math.nan,
-            clipped=False,
-            skipped=True,
-            bad_ranks=self.modules.layouts["language"].ranks,
-            num_zeros=None,
-            loss_scale=scale,
+        outcome = self.optimizer.step(
+            max_norm=self.config.optim.clip_grad,
+            scaler=self.scaler,
+            is_finite=math.isfinite(loss),
         )
+        return loss, outcome
 
     def after_step(self, step: int) -> None:
         """Evaluate where that is due, and report it."""

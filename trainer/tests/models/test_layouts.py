@@ -104,7 +104,7 @@ def train(case: Case, groups: ProcessGroups, *, optimizer: str, dtype: torch.dty
     )
     model.module.to(dtype)
     optim = replace(OPTIMIZERS[optimizer], zero=case.zero, bucket_nbytes=8192)
-    update = make_update(model, optim=optim, scaler=None)
+    update = make_update(model, optim=optim)
     share = ROWS // groups.size("dp")
     first = groups.index("dp") * share
     for step in range(NUM_STEPS):

@@ -1,0 +1,453 @@
+"""The step of every optimizer: its phases in order, for one module or for several at once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
+from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
+from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, share_square
+from holdfast.optim.scaler import LossScaler
+from holdfast.optim.step_sum import Contribution, StepSum, StepSums
+from holdfast.optim.torch_interface import count_as_stepped, hyperparameters, refuse_closure
+from holdfast.parallel import Layout, ProcessGroups
+
+ALONE = ""
+"""In the place of a module's name, for a stepper that steps alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """The result of a step; the same on every rank, whatever modules it has."""
+
+    norm: float
+    """2-norm of the whole averaged gradient, loss scale removed; NaN if it was not finite."""
+    clipped: bool
+    """Whether gradients were scaled down to the largest norm allowed."""
+    skipped: bool
+    """Whether nothing was updated, because a gradient or a loss was not finite."""
+    bad_ranks: tuple[int, ...]
+    """Global ranks whose share of the reduced gradients was not finite, ascending."""
+    num_zeros: int | None
+    """Elements of the gradient that are exactly zero; None if not requested."""
+    loss_scale: float
+    """What the loss of this step was multiplied by; 1 without a scaler."""
+
+    # Of a MultiModuleOptimizer; empty for an optimizer that steps alone.
+    module_norms: Mapping[str, float] = field(default_factory=dict)
+    """2-norm of each module's gradient, scaled like `norm`; NaN if it was not finite, 0 for a
+    frozen module."""
+    bad_modules: tuple[str, ...] = ()
+    """Modules whose gradient was not finite on some rank, in their order."""
+    inactive_modules: tuple[str, ...] = ()
+    """Modules that are trained and got no gradient on any rank in this step."""
+    num_tokens: int | None = None
+    """What gradients were divided by; None without `num_tokens`."""
+
+
+class Stepper(ABC):
+    """What a step asks of the optimizer of one module on one rank; alone, it steps by itself.
+
+    Methods that say so are collective over the module's own groups; every rank of the module calls
+    them, whatever happened to it before. A method with a body here is for kinds that have nothing
+    to do in that phase.
+    """
+
+    @property
+    @abstractmethod
+    def groups(self) -> ProcessGroups:
+        """The module's communicators."""
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer with the parameter groups, whose state is saved."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The kind of optimizer, for messages; equal on all ranks of the module."""
+
+    @property
+    @abstractmethod
+    def divisor(self) -> int:
+        """What the sum of the data ranks' gradients is divided by."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of which this rank has something."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def stage_description(self) -> str:
+        """Describe what is equal on the ranks of a pipeline stage; compared before a first step."""
+        return ""
+
+    @abstractmethod
+    def sharding_records(self) -> dict[str, dict[str, object]]:
+        """How the state is sharded, by the name of each optimizer inside."""
+
+    @abstractmethod
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Enter around one microbatch with one backward. May be collective."""
+
+    @abstractmethod
+    def gradient_parts(self) -> list[GradientPart]:
+        """Finish the reductions, and return this rank's shares of the gradients. Collective.
+
+        Nothing is reduced the second time in a step.
+        """
+
+    def join_reductions(self) -> None:  # noqa: B027
+        """Make the collectives of `gradient_parts` that are left, after it failed on this rank."""
+
+    def share_norm(self) -> float:
+        """The 2-norm of this rank's shares of the reduced gradients, before a step. Collective.
+
+        The squares of all ranks add up to that of the whole norm. Not finite if an element is not.
+        """
+        return math.sqrt(share_square(self.gradient_parts(), layout=self.groups.layout))
+
+    @abstractmethod
+    def usage(self) -> tuple[int, int]:
+        """Count the parameters that got a gradient on this rank, and those that are trained."""
+
+    @abstractmethod
+    def exchange_used(self) -> None:
+        """Leave alone what got a gradient on no rank. Collective."""
+
+    @abstractmethod
+    def update(self, factor: float) -> None:
+        """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
+
+    def launch_gathers(self) -> None:  # noqa: B027
+        """Start gathering the updated parameters, whatever happened. Collective."""
+
+    def publish(self) -> None:  # noqa: B027
+        """Let parameters be used again: wait for those that cannot be overlapped."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget all gradients; `step` does so itself."""
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait until this rank's parameters are whole and up to date."""
+
+    def close(self) -> None:  # noqa: B027
+        """Take all hooks off the model."""
+
+    def step(
+        self,
+        closure: None = None,
+        *,
+        max_norm: float = 0.0,
+        scaler: LossScaler | None = None,
+        count_zeros: bool = False,
+        is_finite: bool = True,
+    ) -> StepOutcome:
+        """Finish gradients, measure, clip, update, and start gathering parameters; collective.
+
+        If any rank's gradients or loss are not finite, nothing is updated anywhere. Gradients are
+        forgotten in every case.
+
+        Args:
+            closure: refused; call backward before the step.
+            max_norm: gradients are scaled down to this 2-norm; 0 or infinity for no limit. Equal on
+                all ranks.
+            scaler: has scaled the loss; it learns once whether gradients were finite. Its scale is
+                equal on all ranks.
+            count_zeros: whether to count the elements of the gradient that are exactly zero. Equal
+                on all ranks.
+            is_finite: whether this rank's loss is finite.
+
+        Raises:
+            ConfigError: On all ranks, before anything is updated: an argument is wrong on some rank
+                or differs between ranks, hyperparameters differ between ranks of one pipeline
+                stage, or no rank got a gradient for any parameter since the last step.
+            HoldfastError: Gradients or the update failed on some rank; raised on all, naming the
+                ranks and their messages. Before the update nothing has changed. After a failed
+                update the other ranks have updated their shares, and the parameters of a sharded
+                optimizer are equal on all ranks: training can continue with the next step, or from
+                the last checkpoint.
+
+        Cost: the reductions not made yet; one small sum over the layout of some numbers and three
+        per rank, by which all is decided before anything is updated, and one number after the
+        update, of whether it worked (a sum is an all-reduce over each of `tp`, `dp_cp` and `pp`
+        that has several ranks); an all-gather per bucket, which with overlap runs concurrently with
+        the next forward. If a parameter got no gradient on some rank, also an all-reduce of a
+        number per parameter.
+        """
+        return self._engine.step(
+            closure,
+            max_norm=max_norm,
+            scaler=scaler,
+            count_zeros=count_zeros,
+            is_finite=is_finite,
+        )
+
+    @cached_property
+    def _engine(self) -> StepEngine:
+        groups = self.groups
+        return StepEngine(groups, {ALONE: groups.layout}, {ALONE: self}, name=self.kind)
+
+
+class StepEngine:
+    """One step of all modules at once; an optimizer that steps alone is the only module.
+
+    1. *Measure.* Each module here finishes its reductions; squares, zeros, and what was used.
+    2. *Sum.* One sum over all ranks carries that, settings, failures and token counts.
+    3. *Decide*, by nothing but the sum: raise on all ranks, skip, or update with which factor.
+    4. *Update* this rank's shares with clipped gradients, and start gathering parameters.
+    5. *Agree* on whether the update worked on every rank.
+    6. *Publish*: parameters may be used again. Gradients are forgotten.
+
+    Nothing that fails between the phases keeps a rank from a collective of the others.
+
+    Args:
+        groups: of all ranks of all modules.
+        layouts: of all modules, in one order on all ranks.
+        steppers: of the modules of this rank that are trained.
+        name: for messages, equal on all ranks.
+        loss_module: whose ranks count the tokens of `step(num_tokens=)`.
+        divisors: by module, what its gradients are divided by; needed with tokens.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        layouts: Mapping[str, Layout],
+        steppers: Mapping[str, Stepper],
+        *,
+        name: str,
+        loss_module: str | None = None,
+        divisors: Mapping[str, int] | None = None,
+    ) -> None:
+        self._groups = groups
+        self._layouts = layouts
+        self._steppers = steppers
+        self._name = name
+        self._loss_module = loss_module
+        self._divisors = {} if divisors is None else divisors
+        self._sum = StepSum(layouts, ranks=groups.layout.ranks, loss_module=loss_module)
+        self._total = LayoutSum(groups)
+        self._is_closed = False
+
+    def step(
+        self,
+        closure: None,
+        *,
+        max_norm: float,
+        scaler: LossScaler | Mapping[str, LossScaler] | None,
+        count_zeros: bool,
+        is_finite: bool = True,
+        num_tokens: int | None = None,
+    ) -> StepOutcome:
+        """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
+        rank = self._groups.rank
+        mine = Contribution(count_zeros=bool(count_zeros), is_finite=bool(is_finite))
+        try:
+            failure: Exception | None = None
+            try:
+                refuse_closure(closure)
+                mine.max_norm = check_limit(max_norm)
+                mine.scale = check_scaler(scaler, layouts=self._layouts, trained=self._steppers)
+                mine.num_tokens = check_tokens(
+                    num_tokens, module=self._loss_module, layouts=self._layouts, rank=rank
+                )
+            except Exception as error:
+                failure = error
+            failure = self._measure(mine, failure)
+            sums = self._sum_up(mine, failure)
+            outcome, factors = self._decide(mine, sums)
+            # Only now: a scale that was updated from less than all ranks know would drift.
+            for each in distinct_scalers(scaler):
+                each.update(overflowed=outcome.skipped)
+            if not outcome.skipped:
+                failure = self._update(factors, sums)
+                self._agree(failure)
+                for stepper in self._steppers.values():
+                    stepper.publish()
+        except BaseException:
+            with contextlib.suppress(DeadlineError):  # of a rank that the error has named
+                self.drop_gradients()
+            raise
+        self.drop_gradients()
+        for stepper in self._steppers.values():
+            count_as_stepped(stepper.optimizer)
+        return outcome
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of all modules here."""
+        for stepper in self._steppers.values():
+            stepper.drop_gradients()
+
+    def synchronize(self) -> None:
+        """Wait until the parameters of all modules here are whole and up to date."""
+        for stepper in self._steppers.values():
+            stepper.synchronize()
+
+    def close(self) -> None:
+        """Take all hooks off the modules here, and refuse further steps."""
+        self._is_closed = True
+        for stepper in self._steppers.values():
+            stepper.close()
+
+    # ---- Phase 1: measure what this rank holds ----
+
+    def _measure(self, mine: Contribution, failure: Exception | None) -> Exception | None:
+        """Add this rank's gradients to its contribution; return its first failure.
+
+        Whatever fails, the module's other ranks are met in every collective.
+        """
+        if self._is_closed and failure is None:
+            failure = ConfigError(f"{self._name}: it is closed; build another one")
+        for module, stepper in self._steppers.items():
+            try:
+                parts = stepper.gradient_parts()
+                mine.terms[module] = self._sum.terms[module].of(
+                    parts, rank=self._groups.rank, count_zeros=mine.count_zeros
+                )
+                mine.usage[module] = stepper.usage()
+                mine.hyperparameters[module] = hyperparameters(stepper.optimizer)
+            except Exception as error:
+                failure = failure or _in_module(module, error)
+                if not isinstance(error, DeadlineError):  # else its communicator is of no use
+                    with contextlib.suppress(Exception):  # the first failure is the one to report
+                        stepper.join_reductions()
+        return failure
+
+    # ---- Phase 2: one sum over all ranks ----
+
+    def _sum_up(self, mine: Contribution, failure: Exception | None) -> StepSums:
+        """Return what all ranks contribute; raises on all ranks what any of them has."""
+        control, phase = self._groups.control, "optimizer: gradients"
+        if isinstance(failure, DeadlineError):
+            # The others find the same out by now; another wait for the missing rank helps no one.
+            control.agree(failure, phase=phase)
+        if failure is not None:
+            mine = Contribution(has_failed=True)
+        values = self._sum.pack(mine, rank=self._groups.rank)
+        try:
+            total = self._total(values, what="the sum by which all ranks decide a step")
+        except DeadlineError as error:
+            # This names the ranks that are missing, and what any of the others has failed with.
+            control.agree(failure or error, phase=phase)
+            raise
+        sums = self._sum.read(total)
+        if sums.failed:
+            control.agree(failure, phase=phase)
+        if sums.differ:
+            # Digests say that ranks differ, not in what: only now is it worth an exchange.
+            answers = control.agree(None, phase="optimizer: settings", payload=mine.described())
+            by_rank = dict(zip(control.ranks, answers, strict=True))
+            self._sum.refuse_differences(by_rank, name=self._name)
+        return sums
+
+    # ---- Phase 3: decide, from numbers that all ranks have ----
+
+    def _decide(
+        self, mine: Contribution, sums: StepSums
+    ) -> tuple[StepOutcome, Mapping[str, float]]:
+        """The outcome of the step, and what each module's gradients are multiplied by."""
+        if not sums.num_bad_losses:
+            sums.check_used(name=self._name)
+        tokens = self._sum.total_tokens(sums)
+        # With tokens what the modules divided by is undone, so that all are sums over tokens.
+        weights = {
+            module: 1.0 if tokens is None else float(self._divisors[module])
+            for module in self._layouts
+        }
+        scale = 1.0 if mine.scale is None else mine.scale
+        divisor = scale * (1 if tokens is None else tokens)
+        norm, by_module = sums.norm(divisor=divisor, weights=weights)
+        factor = clip_factor(norm, limit=mine.max_norm)
+        is_skipped = not norm.is_finite or sums.num_bad_losses > 0
+        outcome = StepOutcome(
+            norm=norm.value,
+            clipped=not is_skipped and factor != 1.0,
+            skipped=is_skipped,
+            bad_ranks=norm.bad_ranks,
+            num_zeros=norm.num_zeros if mine.count_zeros else None,
+            loss_scale=scale,
+            module_norms={m: each for m, each in by_module.items() if m != ALONE},
+            bad_modules=tuple(
+                m for m, each in sums.gradients.items() if each.bad_ranks and m != ALONE
+            ),
+            inactive_modules=tuple(
+                m for m, (used, trained) in sums.usage.items() if trained and not used
+            ),
+            num_tokens=tokens,
+        )
+        return outcome, {m: factor / divisor * weight for m, weight in weights.items()}
+
+    # ---- Phase 4: clip, update, start gathering ----
+
+    def _update(self, factors: Mapping[str, float], sums: StepSums) -> Exception | None:
+        """Update all modules here; return what failed. Every gather is started all the same."""
+        failure: Exception | None = None
+        for module, stepper in self._steppers.items():
+            num_used, num_trained = sums.usage[module]
+            try:
+                if num_used < num_trained:
+                    stepper.exchange_used()
+                stepper.update(factors[module])
+            except Exception as error:
+                failure = failure or _in_module(module, error)
+        for module, stepper in self._steppers.items():
+            try:
+                stepper.launch_gathers()
+            except Exception as error:
+                failure = failure or _in_module(module, error)
+        return failure
+
+    # ---- Phase 5: agree on whether it worked ----
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise on all ranks what any rank has; nothing if no rank has an error.
+
+        A sum of one number: it cannot travel with the first, since it is known only after the
+        update. If a sum would make the host wait for a device, and if there is an error, it is an
+        agreement of `Control`.
+        """
+        try:
+            is_in_doubt = True
+            if self._total.is_on_host:
+                with contextlib.suppress(DeadlineError):  # `agree` names the missing ranks
+                    flags = self._total([failure is not None], what="the agreement on an update")
+                    is_in_doubt = any(flags)
+            if is_in_doubt:
+                self._groups.control.agree(failure, phase="optimizer: update")
+        except BaseException:
+            with contextlib.suppress(DeadlineError):  # of a rank that the agreement has named
+                self.synchronize()
+            raise
+
+
+def clip_factor(norm: GradientNorm, *, limit: float) -> float:
+    """What to multiply gradients by so that their norm is at most `limit`; 0 means no limit.
+
+    All ranks compute it from one number, so copies stay equal.
+    """
+    return limit / norm.value if limit and norm.value > limit else 1.0
+
+
+def _in_module(module: str, error: Exception) -> Exception:
+    """Return an error that names the module it occurred in."""
+    if module == ALONE:
+        return error
+    record = ErrorRecord.of(error)
+    named = msgspec.structs.replace(
+        record,
+        message=f"module {module!r}: {record.message}",
+        details={"module": module, **record.details},
+    ).to_error()
+    named.__cause__ = error
+    return named

@@ -1,0 +1,159 @@
+"""A plain torch optimizer whose gradients something else reduces, in a step of all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.optim import collectives
+from holdfast.optim.engine import Stepper
+from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
+from holdfast.optim.torch_interface import TorchInterface
+from holdfast.parallel import ProcessGroups
+
+
+class PlainStepper(Stepper):
+    """Steps with a torch optimizer over this rank's parameters as they are.
+
+    Args:
+        optimizer: of the parameters.
+        groups: the module's communicators.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: ProcessGroups) -> None:
+        self._optimizer = optimizer
+        self._groups = groups
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        return self._optimizer
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """The module's communicators."""
+        return self._groups
+
+    @torch.no_grad()
+    def update(self, factor: float) -> None:
+        """Scale what is in `.grad`, and step."""
+        scale_gradients(self.parameters(), factor)
+        self.optimizer.step()
+
+
+class ReducedOptimizer(PlainStepper):
+    """A plain torch optimizer of one module whose gradients something else reduces, for a step.
+
+        optimizer = ReducedOptimizer(torch.optim.AdamW(model.parameters()), groups, reduce=sum_up)
+        loss(model(batch)).backward()
+        outcome = optimizer.step(max_norm=1.0)
+
+    It steps alone, or as an entry of a `MultiModuleOptimizer`. State and update are whole on every
+    rank. After an update that failed on some rank, copies of a parameter may differ between the
+    ranks: load the last checkpoint.
+
+    Args:
+        optimizer: of the module's parameters on this rank. If there are none, of one group without
+            parameters.
+        groups: the module's. A plain parameter is the same on all ranks of its pipeline stage, a
+            DTensor on those that its mesh says, and on those that its mesh leaves out.
+        reduce: makes gradients equal on all ranks that hold the parameter, once in each step; None
+            if that has happened by then. It leaves parameters that no rank used without a gradient,
+            or gives them zeros.
+        divisor: what the sum over data ranks is divided by then. Of no matter without `num_tokens`.
+
+    Raises:
+        ConfigError: `divisor` is not an integer of at least 1, or `optimizer` is not a torch
+            optimizer, or is one that reduces gradients itself.
+    """
+
+    kind = "ReducedOptimizer"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: ProcessGroups,
+        *,
+        reduce: Callable[[], object] | None = None,
+        divisor: int = 1,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(
+            optimizer, TorchInterface
+        ):
+            raise ConfigError(
+                f"ReducedOptimizer: a {type(optimizer).__name__} is not a plain torch optimizer; a "
+                f"sharded or chained one steps as it is, alone and in a MultiModuleOptimizer"
+            )
+        if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
+            raise ConfigError(
+                f"ReducedOptimizer: divisor={divisor!r} is not a whole number of at least 1"
+            )
+        super().__init__(optimizer, groups)
+        self._divisor = divisor
+        self._reduce = reduce
+        self._is_reduced = False
+
+    @property
+    def divisor(self) -> int:
+        """What the sum over data ranks is divided by."""
+        return self._divisor
+
+    def stage_description(self) -> str:
+        """Digest of whole shapes and dtypes: what is taken for equal on all ranks looks so."""
+        looks = [[list(p.shape), str(p.dtype), p.requires_grad] for p in self.parameters()]
+        digest = hashlib.blake2b(json.dumps(looks).encode(), digest_size=8).hexdigest()
+        return f"{len(looks)} parameters of digest {digest}"
+
+    def sharding_records(self) -> dict[str, dict[str, object]]:
+        """That every rank has the state of all that it holds."""
+        return {"optimizer": {"type": "whole"}}
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Nothing happens during a backward."""
+        del is_last
+        return nullcontext()
+
+    def gradient_parts(self) -> list[GradientPart]:
+        """Reduce what is in `.grad`, once until `drop_gradients`, and take it.
+
+        A `reduce` that fails on one rank cannot be joined there: the other ranks get the timeout of
+        its communicator.
+        """
+        if self._reduce is not None and not self._is_reduced:
+            self._reduce()
+        self._is_reduced = True
+        return gradient_parts(self.parameters(), groups=self.groups)
+
+    def usage(self) -> tuple[int, int]:
+        """Parameters with a gradient, and those that can get one."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return sum(p.grad is not None for p in trained), len(trained)
+
+    def exchange_used(self) -> None:
+        """ConfigError, on all ranks of a data axis, for a gradient that only some of them have.
+
+        Cost: an all-reduce of one number per parameter over `dp_cp`.
+        """
+        if self.groups.size("dp_cp") == 1:
+            return
+        group = self.groups.group("dp_cp")
+        flags = torch.tensor([float(p.grad is not None) for p in self.parameters()])
+        flags = flags.to(collectives.flag_device(group))
+        collectives.wait(collectives.all_reduce(flags, group), "the exchange of used parameters")
+        for parameter, count in zip(self.parameters(), flags.tolist(), strict=True):
+            if 0 < count < self.groups.size("dp_cp"):
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} has a gradient on {int(count)} "
+                    f"of the {self.groups.size('dp_cp')} ranks of 'dp_cp', so it is not reduced; "
+                    f"reduce gradients before the step, or with reduce="
+                )
+
+    def drop_gradients(self) -> None:
+        """Forget what is in `.grad`."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._is_reduced = False

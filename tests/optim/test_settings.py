@@ -1,0 +1,213 @@
+"""What ranks have to pass alike in a step, of every kind of optimizer: I2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast import Layout, ProcessGroups
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.optim import LossScaler, MultiModuleOptimizer, ShardedOptimizer
+from holdfast.parallel import ModuleGroups
+from tests.harness import RankContext, run_ranks
+from tests.optim.multi_module.common import (
+    Spec,
+    Trained,
+    layouts_of,
+    momentum,
+    rows_of,
+    train_module,
+    whole_values,
+)
+
+KINDS = ("sharded", "chained", "fsdp", "stepper", "reduced", "modules")
+SIZES = {"dp": 2}
+
+
+class Alone:
+    """One module on both ranks, and its step in one of the ways that there are."""
+
+    def __init__(self, kind: str, groups: ProcessGroups | ModuleGroups) -> None:
+        own = groups["one"] if isinstance(groups, ModuleGroups) else groups
+        spec = Spec(sizes=SIZES, kind={"stepper": "fsdp", "modules": "sharded"}.get(kind, kind))
+        self.trained = Trained("one", spec, own, momentum)
+        stepper = self.trained.stepper
+        assert stepper is not None
+        self.optimizer = stepper.optimizer
+        self.around: Any = stepper.microbatch
+        self.call: Callable[..., Any] = stepper.step
+        if kind == "fsdp":
+            sharded = self.trained.sharded
+            self.call = lambda **options: sharded.step(self.optimizer, **options)
+        elif isinstance(groups, ModuleGroups):
+            self.call = MultiModuleOptimizer(groups, {"one": stepper}).step
+
+    def step(self, number: int, **options: Any) -> Any:
+        with self.around(is_last=True):
+            train_module(self.trained, rows_of(number, "one"))
+        return self.call(**options)
+
+    def values(self) -> dict[str, Tensor]:
+        stepper = self.trained.stepper
+        assert stepper is not None
+        stepper.synchronize()
+        return whole_values(self.trained.model)
+
+
+def cases(odd: bool) -> dict[str, dict[str, Any]]:
+    """By what the message says, the options of one rank; `odd` on rank 1."""
+    return {
+        r"differ in max_norm: 1 on ranks 0; 0\.01 on ranks 1;": {"max_norm": 0.01 if odd else 1.0},
+        r"differ in loss scale: 4 on ranks 0; 2 on ranks 1;": {
+            "scaler": LossScaler(initial=2.0 if odd else 4.0)
+        },
+        r"differ in loss scale: 1 on ranks 0; None on ranks 1;": {
+            "scaler": None if odd else LossScaler(initial=1.0)
+        },
+        r"differ in count_zeros: False on ranks 0; True on ranks 1;": {"count_zeros": odd},
+        r"1 of 2 ranks failed .*\s.*rank 1: .*max_norm=-1 is not": {"max_norm": -1 if odd else 0.0},
+        r"1 of 2 ranks failed .*\s.*rank 1: .*str is not a LossScaler": {
+            "scaler": "2" if odd else None
+        },
+        r"1 of 2 ranks failed .*\s.*rank 1: .*step\(closure\)": {"closure": print if odd else None},
+    }
+
+
+def refused(context: RankContext, kind: str) -> list[str]:
+    """What each rank was told; nothing is updated, and the next step works."""
+    layouts = layouts_of({"one": Spec(sizes=SIZES)})
+    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
+    report = []
+    with create(layouts if kind == "modules" else Layout(**SIZES)) as groups:
+        alone = Alone(kind, groups)
+        alone.step(0)
+        before = alone.values()
+
+        def refuse(match: str, **options: Any) -> None:
+            with pytest.raises(HoldfastError, match=match) as caught:
+                alone.step(1, **options)
+            after = alone.values()
+            assert all(torch.equal(after[name], before[name]) for name in before), match
+            report.append(str(caught.value))
+
+        for match, options in cases(context.rank == 1).items():
+            if kind != "fsdp" or "closure" not in options:  # `ShardedModel.step` takes none
+                refuse(match, **options)
+        group = alone.optimizer.param_groups[0]
+        for key, other in (("lr", 0.25), ("weight_decay", 0.5), ("nesterov", True)):
+            was = group[key]
+            if context.rank:
+                group[key] = other
+            shown = f"{was:g}" if isinstance(was, float) else str(was)
+            refuse(
+                rf"differ in {key} of parameter group 0: {shown} on ranks 0; {other} on ranks 1;"
+            )
+            group[key] = was
+        group["lr"] = 0.2  # on all
+        group["momentum"] = 1.0 if context.rank else 1  # equal, in another form
+        assert not alone.step(2, max_norm=1.0, scaler=LossScaler(), count_zeros=True).skipped
+        now = alone.values()
+        assert any(not torch.equal(now[name], before[name]) for name in before)
+        skipped = alone.step(3, is_finite=context.rank == 0)
+        assert skipped.skipped
+        assert not skipped.clipped
+        assert skipped.norm > 0
+        after = alone.values()
+        assert all(torch.equal(after[name], now[name]) for name in now)
+        assert not alone.step(4).skipped
+        final = alone.values()
+        report.append(str({name: value.tolist() for name, value in final.items()}))
+    return report
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_differ_in_a_setting_are_refused_by_name(kind: str) -> None:
+    """I2: before, ranks scaled shards of one parameter by different factors without a word.
+
+    A loss that is not finite on one rank is one decision for all, too.
+    """
+    first, second = run_ranks(2, refused, kind).results
+    assert first == second
+    assert len(first) == (10 if kind == "fsdp" else 11)
+
+
+def failing(context: RankContext, kind: str) -> list[str]:
+    """One rank's gradients cannot be finished, then its update fails."""
+    layouts = layouts_of({"one": Spec(sizes=SIZES)})
+    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
+    report = []
+    with create(layouts if kind == "modules" else Layout(**SIZES)) as groups:
+        alone = Alone(kind, groups)
+        alone.step(0)
+        before = alone.values()
+        owner: Any = alone.trained.sharded or alone.trained.stepper
+        name = "check_optimizer" if alone.trained.sharded else "usage"
+        if context.rank == 1:
+            setattr(owner, name, boom)
+        with pytest.raises(
+            HoldfastError, match=r"\(optimizer: gradients\):\s.*rank 1: .*boom"
+        ) as one:
+            alone.step(1)
+        if context.rank == 1:
+            delattr(owner, name)
+        after = alone.values()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        inner = getattr(alone.optimizer, "inners", [alone.optimizer])[0]
+        handle = inner.register_step_pre_hook(boom) if context.rank == 1 else None
+        with pytest.raises(HoldfastError, match=r"\(optimizer: update\):\s.*rank 1: .*boom") as two:
+            alone.step(2)
+        if handle is not None:
+            handle.remove()
+        assert not alone.step(3).skipped
+        report += [str(one.value), str(two.value)]
+    return report
+
+
+def boom(*_: object) -> None:
+    raise OSError("boom")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fails_on_one_rank_of_any_kind_is_raised_on_all(kind: str) -> None:
+    """M15, for optimizers that step alone, too."""
+    first, second = run_ranks(2, failing, kind).results
+    assert first == second
+
+
+def divisors(context: RankContext) -> None:
+    """Also on pipeline stages, which share no bucket."""
+    with ProcessGroups.create(Layout(pp=2)) as groups:
+        net = torch.nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match=r"divisor=[12] on rank [01] and [12] on rank [01]"):
+            ShardedOptimizer(
+                net,
+                net.parameters(),
+                make=momentum,
+                groups=groups,
+                over="dp_cp",
+                divisor=1 + context.rank,
+            )
+
+
+def test_ranks_that_divide_gradients_by_different_numbers_are_refused() -> None:
+    """I2."""
+    run_ranks(2, divisors)
+
+
+def stages(context: RankContext) -> bool:
+    """Pipeline stages may have hyperparameters of their own."""
+    with ProcessGroups.create(Layout(pp=2)) as groups:
+        trained = Trained("one", Spec(sizes={"pp": 2}, kind="reduced"), groups, momentum)
+        stepper = trained.stepper
+        assert stepper is not None
+        stepper.optimizer.param_groups[0]["lr"] = 0.1 * (1 + context.rank)
+        train_module(trained, rows_of(0, "one"))
+        return bool(stepper.step(max_norm=1.0).skipped)
+
+
+def test_pipeline_stages_may_differ_in_hyperparameters() -> None:
+    assert run_ranks(2, stages).results == [False, False]
