@@ -1,5 +1,13 @@
 """What flows from one module to the next: activations forward, gradients backward.
 
+In come the tokens of a source module's samples, on the ranks of its last stage; out comes a
+`Bridged` on the ranks of the destination's first stage, with the samples of that data rank. In the
+backward gradients take the same way back. Sizes are agreed before a byte is sent, so a mistake on
+one rank is an error on every rank of the edge.
+
+Read first: `bridge_plan.py`, which rank gives which samples to which; `bridge.py`, what callers
+use; `crossing.py`, one forward and the backward that belongs to it.
+
 Names are resolved on first use: `BridgePlan` does not import torch, the others do.
 """
 
@@ -10,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.bridge.bridge import Bridge
+    from holdfast.bridge.bridge_plan import BridgePlan
     from holdfast.bridge.bridged import Bridged
-    from holdfast.bridge.plan import BridgePlan
 
 __all__ = ["Bridge", "BridgePlan", "Bridged"]
 
 _MODULES = {
     "Bridge": "holdfast.bridge.bridge",
-    "BridgePlan": "holdfast.bridge.plan",
+    "BridgePlan": "holdfast.bridge.bridge_plan",
     "Bridged": "holdfast.bridge.bridged",
 }
 

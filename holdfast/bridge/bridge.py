@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from holdfast.bridge.bridge_plan import BridgePlan
 from holdfast.bridge.bridged import Bridged
 from holdfast.bridge.crossing import Crossing, Packed
 from holdfast.bridge.header import Given, Header, check_headers, checked_counts, describe_given
-from holdfast.bridge.plan import BridgePlan
 from holdfast.bridge.route import Route
 from holdfast.errors import ConfigError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.bridge.header import DTYPES, Given
-from holdfast.bridge.messages import Parcel
+from holdfast.bridge.parcels import Parcel
 from holdfast.bridge.route import Route
 from holdfast.errors import GroupError, HoldfastError
 from holdfast.parallel.ranks import shorten_ranks

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from holdfast.bridge.plan import BridgePlan
+from holdfast.bridge.bridge_plan import BridgePlan
 from holdfast.errors import ConfigError
 from holdfast.parallel.ranks import shorten_ranks
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from holdfast.bridge.messages import Parcel, exchange
-from holdfast.bridge.plan import BridgePlan, Message
+from holdfast.bridge.bridge_plan import BridgePlan, Message
+from holdfast.bridge.parcels import Parcel, exchange
 from holdfast.errors import DeadlineError, HoldfastError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Route:
     def exchange(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel], *, direction: str, number: int
     ) -> None:
-        """Send and receive within the groups' deadline; see `messages.exchange`.
+        """Send and receive within the groups' deadline; see `parcels.exchange`.
 
         Where that fails, the other ranks receive the error in their next agreement.
         """

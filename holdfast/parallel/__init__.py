@@ -1,5 +1,12 @@
 """Layouts, the communicators of a layout, and agreement between its ranks.
 
+In comes a `Layout`: axis sizes, their order and the ranks they span. Out come its communicators,
+each verified member by member and looked up by name (`groups/`), and a `Control` by which its ranks
+agree within a deadline (`control/`). Nothing here knows what a checkpoint is.
+
+Read first: `layout.py`, the arithmetic; `groups/process_groups.py`, what callers use;
+`control/control.py`, what every collective of a save or load is made of.
+
 Names are resolved on first use: `Layout` does not import torch, the others do.
 """
 

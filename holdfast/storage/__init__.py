@@ -9,6 +9,6 @@ Read first: `protocol.py`, `posix/store.py`.
 from __future__ import annotations
 
 from holdfast.storage.posix.store import PosixStorage
-from holdfast.storage.protocol import Observer, Sink, Source, Storage
+from holdfast.storage.storage_protocol import Observer, Sink, Source, Storage
 
 __all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage"]

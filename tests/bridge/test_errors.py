@@ -12,7 +12,7 @@ import torch
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from holdfast.bridge import Bridge, Bridged, messages
+from holdfast.bridge import Bridge, Bridged, parcels
 from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts
 from tests.harness import RankContext, run_ranks
@@ -241,7 +241,7 @@ def dies(rank: RankContext, victim: int, moment: str) -> tuple[str, str, float]:
         if is_victim and moment == "before the forward":
             end()
         if is_victim and "message" in moment:
-            messages.dist.batch_isend_irecv = end
+            parcels.dist.batch_isend_irecv = end
         started = time.monotonic()
         try:
             bridged = bridge(*arguments)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.bridge import Bridge, Bridged, messages
+from holdfast.bridge import Bridge, Bridged, parcels
 from holdfast.errors import GroupError, HoldfastError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts
 from tests.harness import RankContext, run_ranks
@@ -277,7 +277,7 @@ def partly(rank: RankContext) -> tuple[Any, int]:
     """The gradient here, and how many messages the backward had for this rank."""
     layouts = ModuleLayouts({"a": Layout(dp=2), "b": Layout(ranks=(2,))}, edges=[("a", "b")])
     num_messages = 0
-    start = messages.dist.batch_isend_irecv
+    start = parcels.dist.batch_isend_irecv
 
     def counted(batch: list[Any]) -> Any:
         nonlocal num_messages
@@ -288,12 +288,12 @@ def partly(rank: RankContext) -> tuple[Any, int]:
         bridge = Bridge(groups, "a", "b")
         leaf = torch.ones(2, 3, requires_grad=rank.rank == 0) if rank.rank < 2 else None
         bridged = bridge(leaf, None if leaf is None else [1, 1])
-        messages.dist.batch_isend_irecv = counted
+        parcels.dist.batch_isend_irecv = counted
         bridged.backward(None if bridged.tokens is None else torch.full((4, 3), 2.0))
-        messages.dist.batch_isend_irecv = start
+        parcels.dist.batch_isend_irecv = start
         gradient = None if leaf is None or leaf.grad is None else leaf.grad.tolist()
         bridged = bridge(leaf, None if leaf is None else [1, 1])
-        messages.dist.batch_isend_irecv = None  # nothing was used: nothing is sent
+        parcels.dist.batch_isend_irecv = None  # nothing was used: nothing is sent
         bridged.anchor.backward()
         if leaf is not None and leaf.grad is not None:
             assert leaf.grad.tolist() == gradient

@@ -22,8 +22,8 @@ from holdfast import (
     Stored,
 )
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import targets
-from holdfast.checkpoint.load.targets import shared_memory, without_ties
+from holdfast.checkpoint.load import target_memory
+from holdfast.checkpoint.load.target_memory import shared_memory, without_ties
 from holdfast.state.match.result import TensorRequest
 
 
@@ -112,7 +112,7 @@ def test_disjoint_views_of_one_base_load(
     tmp_path: Path, alias: Aliased, by_map: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_map:
-        monkeypatch.setattr(targets, "_MAX_RUNS", 0)
+        monkeypatch.setattr(target_memory, "_MAX_RUNS", 0)
     truth = torch.arange(36.0).view(6, 6)
     checkpointer = save_apart(tmp_path, **alias(truth))
     base = torch.zeros(6, 6)
@@ -313,13 +313,13 @@ def elements(view: torch.Tensor) -> list[int]:
 @settings(max_examples=400, deadline=None)
 @given(views(), st.booleans())
 def test_overlaps_equal_brute_force(found: list[torch.Tensor], by_map: bool) -> None:
-    kept = targets._MAX_RUNS
-    targets._MAX_RUNS = 0 if by_map else kept
+    kept = target_memory._MAX_RUNS
+    target_memory._MAX_RUNS = 0 if by_map else kept
     try:
         wanted = [TensorRequest(f"t{i}", i, None, (view,)) for i, view in enumerate(found)]
         sentences = shared_memory(wanted)
     finally:
-        targets._MAX_RUNS = kept
+        target_memory._MAX_RUNS = kept
     taken = [elements(view) for view in found]
     alone = {i for i, mine in enumerate(taken) if len(set(mine)) != len(mine)}
     pairs = {(i, j) for i in range(len(found)) for j in range(i) if set(taken[i]) & set(taken[j])}
@@ -349,7 +349,9 @@ def test_ties_are_filled_once() -> None:
 
 def test_many_targets_cost_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is looked at element by element where ranges do not overlap."""
-    monkeypatch.setattr(targets, "_common_bytes", lambda tensors: pytest.fail("looked closely"))
+    monkeypatch.setattr(
+        target_memory, "_common_bytes", lambda tensors: pytest.fail("looked closely")
+    )
     flat = torch.zeros(10_000)
     wanted = [TensorRequest(f"t{i}", i, None, (flat[10 * i : 10 * i + 10],)) for i in range(1000)]
     random.Random(0).shuffle(wanted)

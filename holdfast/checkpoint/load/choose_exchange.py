@@ -13,7 +13,6 @@ import math
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +21,7 @@ from holdfast.arrays.types import IntArray
 from holdfast.errors import HoldfastError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.parallel.control.control import Control
+from holdfast.parallel.rates import Rates
 
 ReplicaSets = Sequence[tuple[IntArray, int, int]]
 """(positions of the ranks, bytes that all of them request, data files that hold these bytes)."""
@@ -34,47 +34,6 @@ _SENT_NBYTES = 2 << 20
 _WORTH_MEASURING = 256 << 20
 """Shared bytes from which it pays to measure; of fewer, opens and requests are what counts."""
 _TIMES = struct.Struct("<q3d")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """How fast bytes reach the ranks of one host.
-
-    Args:
-        storage: bytes per second that they read together while other hosts read, too.
-        network: bytes per second that they receive together from other ranks.
-        open_s: seconds to open a data file.
-    """
-
-    storage: float
-    network: float
-    open_s: float
-
-    def read_s(
-        self, nbytes: int, ranks_by_host: Sequence[int], *, num_files: int, is_cached: bool
-    ) -> float:
-        """Seconds until all ranks have read the same bytes, each for itself.
-
-        Args:
-            nbytes: that every rank needs.
-            ranks_by_host: how many of the ranks each host has.
-            num_files: data files that hold the bytes.
-            is_cached: whether ranks of one host share a page cache: the storage then sends bytes
-                once to each host.
-        """
-        copies = 1 if is_cached else max(ranks_by_host)
-        return nbytes * copies / self.storage + num_files * self.open_s
-
-    def exchange_s(self, nbytes: int, ranks_by_host: Sequence[int], *, num_files: int) -> float:
-        """Seconds until all ranks have the bytes if each reads an equal share and sends it to all.
-
-        Reading and sending are added, although they overlap: both take time of the same cores.
-        """
-        ranks, here = sum(ranks_by_host), max(ranks_by_host)
-        share = nbytes / ranks
-        received = here * (ranks - 1) * share
-        opens = math.ceil(num_files / ranks) * self.open_s
-        return here * share / self.storage + received / self.network + opens
 
 
 def choose_exchange(
@@ -114,6 +73,7 @@ def measure_rates(files: CheckpointFiles, control: Control, hosts: Sequence[str]
 
     Cost: on each rank a read of up to 4 MiB and a message of 2 MiB; three small collectives.
     """
+    # All measure at once: what counts is what a host gets while its ranks, and others, load, too.
     pairs = _partners(hosts)
     _send(control, pairs, nbytes=4096)  # connects, and lets all start together
     sent_s = _send(control, pairs, nbytes=_SENT_NBYTES)
@@ -139,6 +99,7 @@ def _slowest(hosts: Sequence[str], nbytes: np.ndarray, seconds: np.ndarray) -> f
     moved = np.bincount(number, nbytes)
     longest = np.zeros(len(moved))
     np.maximum.at(longest, number, np.where(nbytes > 0, seconds, 0.0))
+    # The ranks of a host share its connection: its rate is their bytes over the longest time.
     is_measured = (moved > 0) & (longest > 0)
     return (
         float((moved[is_measured] / longest[is_measured]).min()) if is_measured.any() else math.inf

@@ -16,8 +16,8 @@ from holdfast.checkpoint.load.choose_exchange import (
     choose_exchange,
     measure_rates,
 )
-from holdfast.checkpoint.load.executor import LoadExecutor, num_reading_threads
 from holdfast.checkpoint.load.finding import Finder
+from holdfast.checkpoint.load.read_executor import LoadExecutor, num_reading_threads
 from holdfast.checkpoint.load.requests import (
     MAX_NAMED,
     LoadRequest,
@@ -29,7 +29,7 @@ from holdfast.checkpoint.load.requests import (
     find_unexpected,
     shorten_list,
 )
-from holdfast.checkpoint.load.targets import shared_memory, without_ties
+from holdfast.checkpoint.load.target_memory import shared_memory, without_ties
 from holdfast.checkpoint.options import LoadOptions, OnDrift
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport
 from holdfast.errors import (

@@ -12,7 +12,7 @@ import numpy as np
 from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.read_plan import ReadPlan
-from holdfast.checkpoint.load.targets import Target
+from holdfast.checkpoint.load.target_memory import Target
 from holdfast.format.byte_ranges import StridedCopy, elements, sums_before
 
 _LARGE_NBYTES = 128 << 10

@@ -104,40 +104,44 @@ def create(
     `scope` names what the layout is one of, where ranks count how often they made it within that
     alone: a module may have been on other ranks before.
     """
-    requested = None if names is None else list(names)
-    rank = _own_rank(layout, rank)
-    if layout.world_size == 1 and not _torch.is_initialized():
-        _names_to_create(layout, requested)
-        return _of_one_process(layout, rank, timeout_s)
     comms = _start(layout, rank, backend, timeout_s, store)
-    rendezvous = _rendezvous_on(comms, "create", layout.ranks, scope=scope)
+    # Phase 1, plan: all that is asked of the layout, on this rank alone.
+    planned: dict[str, tuple[int, ...]] = {}
     chosen: list[str] = []
     error: Exception | None = None
     try:
-        chosen = _names_to_create(layout, requested)
+        chosen = _names_to_create(layout, None if names is None else list(names))
+        planned = {
+            n: layout.group(n, comms.rank) for n in chosen if layout.has_group(n, comms.rank)
+        }
     except HoldfastError as raised:
         error = raised
-    rendezvous.propose(_proposal(layout, chosen, comms.backend), error)
+    proposal = _proposal(layout, chosen, comms.backend)
+    if comms.store is None:  # one process: it has no communicator to make, and no other to meet
+        if error is not None:
+            raise error
+        return comms
+    # Phase 2, meet: nothing is made before all ranks propose the same.
+    rendezvous = _rendezvous_on(comms, "create", layout.ranks, scope=scope)
+    rendezvous.propose(proposal, error)
     comms.prefix = f"{rendezvous.prefix}/{layout.digest()[:8]}"
-
-    def make_all() -> None:
-        comms.control = _make_control(comms)
-        shared: dict[tuple[int, ...], ProcessGroup] = {}
-        for name in chosen:
-            if not layout.has_group(name, rank):
-                continue
-            source = comms.held.get(CLONED.get(name) or "")
-            ranks = layout.group(name, rank) if source is None else source.ranks
-            if runs_along_data(name):
-                group = comms.make(ranks, name)
-            elif ranks in shared:  # then on its other members, too: their groups are this one
-                group = shared[ranks]
-            else:
-                group = shared[ranks] = comms.make(ranks, name)
-            comms.held[name] = Communicator(group=group, ranks=ranks, axes=name)
-
-    _make_together(rendezvous, make_all, undo=comms.destroy)
+    # Phase 3, make: in one order, and on all ranks or on none.
+    _make_together(rendezvous, lambda: _make_planned(comms, planned), undo=comms.destroy)
     return comms
+
+
+def _make_planned(comms: Communicators, planned: Mapping[str, tuple[int, ...]]) -> None:
+    """Make the control and the communicators of the planned groups, clones after their sources."""
+    comms.control = _make_control(comms)
+    shared: dict[tuple[int, ...], ProcessGroup] = {}
+    for name, ranks in planned.items():
+        if runs_along_data(name):
+            group = comms.make(ranks, name)
+        elif ranks in shared:  # then on its other members, too: their groups are this one
+            group = shared[ranks]
+        else:
+            group = shared[ranks] = comms.make(ranks, name)
+        comms.held[name] = Communicator(group=group, ranks=ranks, axes=name)
 
 
 def adopt(
@@ -149,14 +153,13 @@ def adopt(
     store: Store | None,
 ) -> Communicators:
     """See `ProcessGroups.adopt`."""
-    rank = _own_rank(layout, rank)
-    if layout.world_size == 1 and not _torch.is_initialized() and not supplied:
-        return _of_one_process(layout, rank, timeout_s)
     comms = _start(layout, rank, None, timeout_s, store)
+    if comms.store is None and not supplied:
+        return comms
     rendezvous = _rendezvous_on(comms, "adopt groups for", layout.ranks)
     error: Exception | None = None
     try:
-        comms.held = _check_supplied(layout, supplied, rank)
+        comms.held = _check_supplied(layout, supplied, comms.rank)
         comms.backend = next((_torch.backend_of(h.group) for h in comms.held.values()), "gloo")
     except HoldfastError as raised:
         error = raised
@@ -204,25 +207,23 @@ def _own_rank(layout: Layout, rank: int | None) -> int:
     return own
 
 
-def _of_one_process(layout: Layout, rank: int, timeout_s: float) -> Communicators:
-    """Those of a process without torch.distributed: none."""
-    control = Control(None, ranks=(rank,), rank=rank, timeout_s=timeout_s, name=layout.name)
-    return Communicators(layout=layout, rank=rank, control=control, timeout_s=timeout_s)
-
-
 def _start(
-    layout: Layout, rank: int, backend: str | None, timeout_s: float, store: Store | None
+    layout: Layout, rank: int | None, backend: str | None, timeout_s: float, store: Store | None
 ) -> Communicators:
-    """Nothing made yet: where, and how, it will be."""
-    _torch.default_rank()
-    return Communicators(
+    """Return communicators of which none is made yet; without a store in a process on its own."""
+    own = _own_rank(layout, rank)
+    comms = Communicators(
         layout=layout,
-        rank=rank,
-        control=Control.single(rank=rank, name=layout.name),  # until the ranks have agreed
-        store=_torch.default_store() if store is None else store,
+        rank=own,
+        # Until the ranks have agreed: a process on its own keeps it.
+        control=Control(None, ranks=(own,), rank=own, timeout_s=timeout_s, name=layout.name),
         timeout_s=timeout_s,
-        backend=backend or _torch.default_backend(),
     )
+    if layout.world_size > 1 or _torch.is_initialized():
+        _torch.default_rank()  # GroupError unless torch.distributed is initialised
+        comms.store = _torch.default_store() if store is None else store
+        comms.backend = backend or _torch.default_backend()
+    return comms
 
 
 def _rendezvous_on(
@@ -268,19 +269,17 @@ def _make_together(
 
 
 def _make_control(comms: Communicators) -> Control:
-    """The control of the layout, on connections of its own."""
-    layout, rank = comms.layout, comms.rank
-    transport = None
-    if layout.world_size > 1 and comms.store is not None:
-        transport = Transport(
-            ranks=layout.ranks,
-            rank=rank,
-            store=_torch.prefix_store(f"{comms.prefix}/control", comms.store),
-            name=layout.name,
-        )
-    return Control(
-        transport, ranks=layout.ranks, rank=rank, timeout_s=comms.timeout_s, name=layout.name
+    """The control of the layout, on connections of its own; that of one rank is there already."""
+    ranks, name = comms.layout.ranks, comms.layout.name
+    if len(ranks) == 1 or comms.store is None:
+        return comms.control
+    transport = Transport(
+        ranks=ranks,
+        rank=comms.rank,
+        store=_torch.prefix_store(f"{comms.prefix}/control", comms.store),
+        name=name,
     )
+    return Control(transport, ranks=ranks, rank=comms.rank, timeout_s=comms.timeout_s, name=name)
 
 
 def _names_to_create(layout: Layout, names: Sequence[str] | None) -> list[str]:

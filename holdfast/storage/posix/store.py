@@ -24,7 +24,7 @@ from holdfast.errors import StorageError
 from holdfast.storage.posix import files
 from holdfast.storage.posix.files import PosixSink, PosixSource, read_full, write_full
 from holdfast.storage.posix.os_errors import storage_error
-from holdfast.storage.protocol import Observer, Sink, Source
+from holdfast.storage.storage_protocol import Observer, Sink, Source
 
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -278,6 +278,35 @@ def test_a_load_under_the_same_layout_reads_own_files_only(tmp_path: Path) -> No
         assert own
 
 
+def _own_bytes(context: RankContext, root: str, hosts: str) -> list[tuple[int, int, int, int]]:
+    """Under every `exchange`: stored in this rank's file, read of it, received, requested."""
+    os.environ["HOLDFAST_HOST_ID"] = hosts[context.rank]
+    state = {"t": {f"w{i}": Replicated(full(f"w{i}", (64, 256))) for i in range(8)}}
+    with ProcessGroups.create(Layout(dp=4)) as groups:
+        Checkpointer(root, groups=groups, block_nbytes=BLOCK).save(1, state)
+    (file,) = Path(root).glob(f"iter_*/data/{context.rank:05d}.safetensors")
+    stored = file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
+    found = []
+    # In another order than that of the files, so that equal shares alone are not those of before.
+    with ProcessGroups.create(Layout(dp=4, ranks=(3, 0, 2, 1), name="other")) as groups:
+        for exchange in ("auto", True, False):
+            report = Checkpointer(root, groups=groups).load(state, exchange=exchange)
+            own = report.nbytes_by_file.get(f"data/{file.name}", 0)
+            found.append((stored, own, report.nbytes_received, report.nbytes_needed))
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abcd"])
+def test_a_rank_whose_own_file_has_the_bytes_receives_none_of_them(
+    tmp_path: Path, hosts: str
+) -> None:
+    """B2: under every `exchange`, when the ranks that saved in equal shares load."""
+    for found in run_ranks(4, _own_bytes, str(tmp_path), hosts).results:
+        for stored, own, received, needed in found:
+            assert own == stored > 0
+            assert received <= needed - own
+
+
 _LATE_S = 3.0
 """The deadline while a rank has stopped; what others do in it takes some milliseconds."""
 

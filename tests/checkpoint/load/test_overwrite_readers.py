@@ -14,7 +14,7 @@ import torch
 
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Replicated, StorageError
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import executor
+from holdfast.checkpoint.load import read_executor
 from holdfast.errors import CorruptionError
 from holdfast.format.names import parse_replaced_dir
 from holdfast.format.reader import Snapshot
@@ -61,17 +61,17 @@ def save(root: Path, version: int, *, step: int = 1) -> None:
 @contextmanager
 def amid_load(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Iterator[None]:
     """Do something once, between the matching of a load and its first byte."""
-    real = executor.LoadExecutor.run
+    real = read_executor.LoadExecutor.run
     done: list[bool] = []
 
-    def run(self: executor.LoadExecutor) -> None:
+    def run(self: read_executor.LoadExecutor) -> None:
         if not done:
             done.append(True)
             act()
         real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor.LoadExecutor, "run", run)
+        patch.setattr(read_executor.LoadExecutor, "run", run)
         yield
     assert done
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.bridge.plan import BridgePlan, Message
+from holdfast.bridge.bridge_plan import BridgePlan, Message
 from holdfast.errors import LayoutError
 from holdfast.parallel.layout import Layout
 from tests.bridge.steps import random_layout

@@ -18,7 +18,7 @@ from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.choose_copies import choose_copies
 from holdfast.checkpoint.load.choose_exchange import Choose
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
-from holdfast.checkpoint.load.targets import Target, make_targets, memory_at
+from holdfast.checkpoint.load.target_memory import Target, make_targets, memory_at
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
