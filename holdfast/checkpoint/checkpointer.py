@@ -25,9 +25,9 @@ from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
 from holdfast.parallel.control.guard import Guard, guarded
-from holdfast.retention.policies import Policy
-from holdfast.save_when.policies import SavePolicy
-from holdfast.save_when.schedule import SaveSchedule
+from holdfast.policies.keep import KeepPolicy
+from holdfast.policies.save import SavePolicy
+from holdfast.policies.schedule import SaveSchedule
 from holdfast.storage import PosixStorage, Storage
 
 
@@ -82,7 +82,7 @@ class Checkpointer:
         staging_buffers: int = 1,
         deadline_s: float = 600.0,
         settle_s: float = 60.0,
-        retention: Policy | None = None,
+        retention: KeepPolicy | None = None,
         save_when: SavePolicy | None = None,
         fingerprints: bool = False,
         check_replicas_every: int = 0,

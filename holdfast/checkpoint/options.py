@@ -10,7 +10,7 @@ from holdfast.errors import ConfigError
 from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
-from holdfast.retention.policies import Policy
+from holdfast.policies.keep import KeepPolicy
 
 WhenBusy = Literal["wait", "skip"]
 """What `save_async` does while no staging buffer is free: wait for one, or skip the save."""
@@ -37,7 +37,7 @@ class SaverOptions:
     save is staged while the one before it is written."""
     deadline_s: float = 600.0
     """Seconds that a save may take from staged to committed; DeadlineError after that."""
-    retention: Policy | None = None
+    retention: KeepPolicy | None = None
     """Which checkpoints to keep, applied by the coordinator after each commit; None keeps all."""
     fingerprints: bool = False
     """Whether to store a digest of each tensor that does not depend on its sharding."""

@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel import Control
 from holdfast.parallel.control.guard import Guard
 from holdfast.parallel.ranks import disagreement
-from holdfast.save_when.policies import Moment, SavePolicy
+from holdfast.policies.save import Moment, SavePolicy
 
 PHASE = "save when: decide"
 """The phase of the collective, by which `Control` names ranks that wait in it."""

@@ -26,8 +26,8 @@ from holdfast import (
 )
 from holdfast.errors import ConfigError
 from holdfast.parallel import Control
-from holdfast.save_when.policies import Moment
-from holdfast.save_when.schedule import SaveSchedule
+from holdfast.policies.save import Moment
+from holdfast.policies.schedule import SaveSchedule
 
 
 def alone(policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> SaveSchedule:

@@ -13,21 +13,12 @@ import numpy as np
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.values import TAG, Node, decode_tree
+from holdfast.retention.removal import Candidate
 
 _SCALARS = ("int", "float", "numpy")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What a policy sees of a checkpoint: step, time, the trees of its values, its tags."""
-
-    step: int
-    created: str
-    parts: Mapping[str, Node]
-    tags: tuple[str, ...] = ()
-
-
-class Policy:
+class KeepPolicy:
     """Chooses which of several checkpoints to keep; `a | b` keeps what either keeps."""
 
     __slots__ = ()
@@ -36,16 +27,16 @@ class Policy:
         """Step -> why it stays, for those that stay; `candidates` come by step, ascending."""
         raise NotImplementedError
 
-    def __or__(self, other: Policy) -> AnyOf:
+    def __or__(self, other: KeepPolicy) -> AnyOf:
         """Keep what either keeps."""
         return AnyOf((self, other))
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Policy):
+class AnyOf(KeepPolicy):
     """Keep what any of these keeps."""
 
-    policies: tuple[Policy, ...]
+    policies: tuple[KeepPolicy, ...]
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """Every reason of every policy."""
@@ -57,7 +48,7 @@ class AnyOf(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLast(Policy):
+class KeepLast(KeepPolicy):
     """Keep the newest `n` steps."""
 
     n: int
@@ -73,7 +64,7 @@ class KeepLast(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepEvery(Policy):
+class KeepEvery(KeepPolicy):
     """Keep the steps that `m` divides."""
 
     m: int
@@ -88,7 +79,7 @@ class KeepEvery(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepWithin(Policy):
+class KeepWithin(KeepPolicy):
     """Keep what was saved in the last `seconds`, by the time its manifest states."""
 
     seconds: float
@@ -111,7 +102,7 @@ class KeepWithin(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest(Policy):
+class KeepBest(KeepPolicy):
     """Keep the `n` steps whose number at a path, such as "progress.loss", is best.
 
     A checkpoint without a number there (or nan) is not among the best; when not one has it, all
@@ -147,7 +138,7 @@ class KeepBest(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepTagged(Policy):
+class KeepTagged(KeepPolicy):
     """Keep steps that have a tag; with `names`, only those whose tag matches one (`*`, `?`)."""
 
     names: tuple[str, ...] = ()
@@ -238,6 +229,6 @@ def _in_time(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def _at_least_one(policy: Policy, number: int) -> None:
+def _at_least_one(policy: KeepPolicy, number: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"{type(policy).__name__}: {number!r} is not a whole number above 0")
