@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
@@ -126,10 +127,7 @@ class ReducedOptimizer:
                 f"ReducedOptimizer: a {type(optimizer).__name__} is not a plain torch optimizer; a "
                 f"sharded or chained one is given to MultiModuleOptimizer as it is"
             )
-        if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
-            raise ConfigError(
-                f"ReducedOptimizer: divisor={divisor!r} is not a whole number of at least 1"
-            )
+        check_int(divisor, name="ReducedOptimizer: divisor", least=1)
         self.optimizer = optimizer
         self.groups = groups
         self.divisor = divisor

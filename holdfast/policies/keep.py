@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.arguments import check_choice, check_int, check_number
+from holdfast.errors import HoldfastError
 from holdfast.format.values import TAG, Node, decode_tree
 from holdfast.retention.removal import Candidate
 
@@ -55,7 +56,7 @@ class KeepLast(KeepPolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _at_least_one(self, self.n)
+        check_int(self.n, name="KeepLast: n", least=1)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """By step number."""
@@ -71,7 +72,7 @@ class KeepEvery(KeepPolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _at_least_one(self, self.m)
+        check_int(self.m, name="KeepEvery: m", least=1)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """By step number."""
@@ -86,8 +87,7 @@ class KeepWithin(KeepPolicy):
 
     def __post_init__(self) -> None:
         """Refuse a time that is not positive."""
-        if not self.seconds > 0:
-            raise ConfigError(f"KeepWithin({self.seconds}): the time must be positive")
+        check_number(self.seconds, name="KeepWithin: seconds", above=0)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """A time that cannot be read counts as now."""
@@ -116,9 +116,8 @@ class KeepBest(KeepPolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one, and an unknown mode."""
-        _at_least_one(self, self.n)
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"KeepBest mode {self.mode!r} is neither 'min' nor 'max'")
+        check_int(self.n, name="KeepBest: n", least=1)
+        check_choice(self.mode, name="KeepBest: mode", choices=("min", "max"))
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """By the number in the manifest; tensors are not read."""
@@ -227,8 +226,3 @@ def _in_time(seconds: float) -> str:
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:g} {unit}"
     return f"{seconds:g} s"
-
-
-def _at_least_one(policy: KeepPolicy, number: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"{type(policy).__name__}: {number!r} is not a whole number above 0")

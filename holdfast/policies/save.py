@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal, Self
 
+from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError, StorageError
 
 
@@ -94,7 +95,7 @@ class EverySteps(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _check_count(self, "n", self.n)
+        check_int(self.n, name="EverySteps: n", least=1)
 
     def vote(self, moment: Moment) -> int:
         """By step number."""
@@ -109,7 +110,7 @@ class AtStep(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _check_count(self, "step", self.step)
+        check_int(self.step, name="AtStep: step", least=1)
 
     def vote(self, moment: Moment) -> int:
         """By step number."""
@@ -133,9 +134,8 @@ class EveryMinutes(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse a time that is not positive."""
-        if not self.minutes > 0:
-            raise ConfigError(f"{self!r}: the time must be positive")
-        _check_count(self, "check_every", self.check_every)
+        check_number(self.minutes, name="EveryMinutes: minutes", above=0)
+        check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 
     def vote(self, moment: Moment) -> int:
         """By the monotonic clock."""
@@ -163,9 +163,8 @@ class AtDeadline(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse a margin that is negative."""
-        if not self.margin_s >= 0:
-            raise ConfigError(f"{self!r}: the margin is a number of seconds, 0 or more")
-        _check_count(self, "check_every", self.check_every)
+        check_number(self.margin_s, name="AtDeadline: margin_s", least=0)
+        check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 
     def shared(self) -> str:
         """Ranks may have computed other times from their own clocks."""
@@ -199,7 +198,7 @@ class OnFile(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _check_count(self, "check_every", self.check_every)
+        check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 
     def shared(self) -> str:
         """Only the coordinator's path is looked at."""
@@ -261,7 +260,7 @@ class OnSignal(SavePolicy):
         for number in self.signals:
             if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
                 raise ConfigError(f"OnSignal: a process cannot handle signal {number!r}")
-        _check_count(self, "check_every", check_every)
+        check_int(check_every, name="OnSignal: check_every", least=1)
         self._notice = notice
         self._received = 0
         self._handlers = ExitStack()
@@ -360,9 +359,3 @@ class OnSignal(SavePolicy):
                 if number in self.signals:
                     num_signals += 1
                     self._notice(number, num_signals)
-
-
-def _check_count(policy: SavePolicy, name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        kind = type(policy).__name__
-        raise ConfigError(f"{kind}: {name}={number!r} is not a whole number above 0")

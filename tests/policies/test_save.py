@@ -244,14 +244,20 @@ def test_signals_need_the_main_thread() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: EverySteps(0), "n=0 is not a whole number"),
-        (lambda: EverySteps(True), "n=True is not a whole number"),
-        (lambda: AtStep(-1), "step=-1"),
-        (lambda: EveryMinutes(0), "must be positive"),
-        (lambda: EveryMinutes(float("nan")), "must be positive"),
-        (lambda: EveryMinutes(1, check_every=0), "check_every=0"),
-        (lambda: AtDeadline(1.0, margin_s=-1), "margin"),
-        (lambda: OnFile("x", check_every=1.5), "check_every=1.5"),  # type: ignore[arg-type]
+        (lambda: EverySteps(0), "n must be an integer of at least 1, got 0"),
+        (lambda: EverySteps(True), "n must be an integer of at least 1, got True"),
+        (lambda: AtStep(-1), "step must be an integer of at least 1, got -1"),
+        (lambda: EveryMinutes(0), "minutes must be a number above 0"),
+        (lambda: EveryMinutes(float("nan")), "minutes must be a number above 0"),
+        (
+            lambda: EveryMinutes(1, check_every=0),
+            "check_every must be an integer",
+        ),
+        (lambda: AtDeadline(1.0, margin_s=-1), "margin_s must be a number of at least 0"),
+        (
+            lambda: OnFile("x", check_every=1.5),
+            "check_every must be an integer",
+        ),  # type: ignore[arg-type]
         (lambda: OnSignal(signal.SIGKILL), "a process cannot handle signal"),
         (lambda: OnSignal(9999), "a process cannot handle signal"),
         (lambda: alone("x"), "is not a save policy"),  # type: ignore[arg-type]
