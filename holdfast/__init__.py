@@ -54,8 +54,8 @@ if TYPE_CHECKING:
         ProcessGroups,
         current_groups,
     )
-    from holdfast.retention.policies import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
-    from holdfast.save_when.policies import (
+    from holdfast.policies.keep import KeepBest, KeepEvery, KeepLast, KeepTagged, KeepWithin
+    from holdfast.policies.save import (
         AtDeadline,
         AtStep,
         EveryMinutes,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         OnSignal,
         SavePolicy,
     )
-    from holdfast.save_when.schedule import SaveSchedule
+    from holdfast.policies.schedule import SaveSchedule
     from holdfast.state import (
         RNG,
         FlatShard,
@@ -179,14 +179,14 @@ _ROOMS = {
     "holdfast.errors": tuple(n for n in __all__ if n.endswith("Error") or n == "FaultError"),
     "holdfast.format.inventory": ("CheckpointInfo", "PartInfo"),
     "holdfast.fsdp": ("ShardedModel", "fully_shard_model"),
-    "holdfast.retention.policies": (
+    "holdfast.policies.keep": (
         "KeepBest",
         "KeepEvery",
         "KeepLast",
         "KeepTagged",
         "KeepWithin",
     ),
-    "holdfast.save_when.policies": (
+    "holdfast.policies.save": (
         "AtDeadline",
         "AtStep",
         "EveryMinutes",
@@ -196,7 +196,7 @@ _ROOMS = {
         "OnSignal",
         "SavePolicy",
     ),
-    "holdfast.save_when.schedule": ("SaveSchedule",),
+    "holdfast.policies.schedule": ("SaveSchedule",),
     "holdfast.format.values": ("Codec", "Codecs"),
     "holdfast.bridge": ("Bridge", "Bridged"),
     "holdfast.optim": (

@@ -12,22 +12,20 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
-from holdfast.checkpoint.options import LoadOptions, OnDrift, SaverOptions, WhenBusy
+from holdfast.checkpoint.options import LoadOptions, OnDrift, SaveRequest, SaverOptions, WhenBusy
 from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport
-from holdfast.checkpoint.save.handshake import SaveRequest
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.inventory import CheckpointInfo, inspect_checkpoint
-from holdfast.format.manifest import encode_metadata
 from holdfast.format.names import list_steps
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
 from holdfast.parallel.control.guard import Guard, guarded
-from holdfast.retention.policies import Policy
-from holdfast.save_when.policies import SavePolicy
-from holdfast.save_when.schedule import SaveSchedule
+from holdfast.policies.keep import KeepPolicy
+from holdfast.policies.save import SavePolicy
+from holdfast.policies.schedule import SaveSchedule
 from holdfast.storage import PosixStorage, Storage
 
 
@@ -82,7 +80,7 @@ class Checkpointer:
         staging_buffers: int = 1,
         deadline_s: float = 600.0,
         settle_s: float = 60.0,
-        retention: Policy | None = None,
+        retention: KeepPolicy | None = None,
         save_when: SavePolicy | None = None,
         fingerprints: bool = False,
         check_replicas_every: int = 0,
@@ -206,10 +204,10 @@ class Checkpointer:
             step=step,
             overwrite=overwrite,
             check_replicas=check_replicas,
-            metadata=b"" if metadata is None else encode_metadata(metadata),
+            metadata=metadata,
         )
         report = self._saver.save(request, state)
-        self._note_saved(step)
+        self._note_saved(request.step)
         return report
 
     @guarded
@@ -248,11 +246,12 @@ class Checkpointer:
             step=step,
             overwrite=overwrite,
             check_replicas=check_replicas,
-            metadata=b"" if metadata is None else encode_metadata(metadata),
+            metadata=metadata,
+            when_busy=when_busy,
         )
-        pending = self._saver.save_async(request, state, when_busy=when_busy)
+        pending = self._saver.save_async(request, state)
         if not pending.skipped:
-            self._note_saved(step)
+            self._note_saved(request.step)
         return pending
 
     def maybe_save(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, get_args
 
+from holdfast.arguments import check_choice, check_flag, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
+from holdfast.format.manifest import encode_metadata
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
-from holdfast.retention.policies import Policy
+from holdfast.policies.keep import KeepPolicy
 
 WhenBusy = Literal["wait", "skip"]
 """What `save_async` does while no staging buffer is free: wait for one, or skip the save."""
 
 OnDrift = Literal["raise", "warn"]
 """What to do where stored copies of one tensor differ: fail, or log a warning and go on."""
+
+NUM_STEPS = 10**18
+"""Steps are below this: a directory's name has at most eighteen digits."""
 
 _MIN_BLOCK_NBYTES = 4096
 _AXES = tuple(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))
@@ -37,7 +43,7 @@ class SaverOptions:
     save is staged while the one before it is written."""
     deadline_s: float = 600.0
     """Seconds that a save may take from staged to committed; DeadlineError after that."""
-    retention: Policy | None = None
+    retention: KeepPolicy | None = None
     """Which checkpoints to keep, applied by the coordinator after each commit; None keeps all."""
     fingerprints: bool = False
     """Whether to store a digest of each tensor that does not depend on its sharding."""
@@ -52,29 +58,32 @@ class SaverOptions:
 
     def __post_init__(self) -> None:
         """Refuse what no save could be made with."""
-        if self.staging_buffers not in (1, 2):
-            raise ConfigError(f"staging_buffers={self.staging_buffers} is not 1 or 2")
-        if not self.deadline_s > 0:
-            raise ConfigError(f"deadline_s={self.deadline_s} must be more than 0 seconds")
-        if isinstance(self.check_replicas_every, bool) or self.check_replicas_every < 0:
-            raise ConfigError(
-                f"check_replicas_every={self.check_replicas_every} is not a number of saves; 0 for "
-                f"never"
-            )
-        if self.block_nbytes < _MIN_BLOCK_NBYTES:
-            raise ConfigError(
-                f"block_nbytes={self.block_nbytes} is below {_MIN_BLOCK_NBYTES}: digests would "
-                f"outweigh data"
-            )
-        object.__setattr__(self, "replicate_over", _as_axes(self.replicate_over))
-        most = self.max_copy_fraction
-        if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 0:
-            raise ConfigError(
-                f"max_copy_fraction={most!r} must be a number from 0: bytes of copies for each "
-                f"byte without them"
-            )
-        if self.on_drift not in ("raise", "warn"):
-            raise ConfigError(f"on_drift={self.on_drift!r} is not one of 'raise', 'warn'")
+        keep = partial(object.__setattr__, self)
+        keep(
+            "block_nbytes",
+            check_int(
+                self.block_nbytes,
+                name="block_nbytes",
+                least=_MIN_BLOCK_NBYTES,
+                hint="; with smaller blocks, digests would outweigh data",
+            ),
+        )
+        check_choice(self.staging_buffers, name="staging_buffers", choices=(1, 2))
+        keep("deadline_s", check_number(self.deadline_s, name="deadline_s", above=0))
+        check_flag(self.fingerprints, name="fingerprints")
+        every = check_int(
+            self.check_replicas_every, name="check_replicas_every", least=0, hint="; 0 for never"
+        )
+        keep("check_replicas_every", every)
+        keep("replicate_over", _as_axes(self.replicate_over))
+        most = check_number(
+            self.max_copy_fraction,
+            name="max_copy_fraction",
+            least=0,
+            hint="; it is bytes of copies for each byte without them",
+        )
+        keep("max_copy_fraction", most)
+        check_choice(self.on_drift, name="on_drift", choices=get_args(OnDrift))
 
     @property
     def copies(self) -> CopyPolicy:
@@ -92,6 +101,40 @@ class SaverOptions:
         if self.on_drift != "raise":
             words.append(f"on_drift={self.on_drift}")
         return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What one save is asked to do.
+
+    Raises:
+        ConfigError: a value of a wrong type or out of range; the message names the argument.
+    """
+
+    kind: Literal["save", "save_async", "prepare"]
+    """The call, which has to be the same on all ranks."""
+    step: int = 0
+    """The checkpoint's."""
+    overwrite: bool = False
+    """Whether it may replace a checkpoint of that step."""
+    check_replicas: bool = False
+    """Whether declared replicas are compared, too."""
+    metadata: Mapping[str, object] | None = None
+    """The caller's JSON object."""
+    when_busy: WhenBusy = "wait"
+    """What to do while no staging buffer is free."""
+    encoded_metadata: bytes = field(init=False)
+    """The metadata as it is stored; empty for none."""
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and encode the metadata."""
+        step = check_int(self.step, name="step", least=0, below=NUM_STEPS)
+        object.__setattr__(self, "step", step)
+        check_flag(self.overwrite, name="overwrite")
+        check_flag(self.check_replicas, name="check_replicas")
+        check_choice(self.when_busy, name="when_busy", choices=get_args(WhenBusy))
+        encoded = b"" if self.metadata is None else encode_metadata(self.metadata)
+        object.__setattr__(self, "encoded_metadata", encoded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,32 +170,30 @@ class LoadOptions:
             patterns = as_patterns(self.ignore_unexpected, "ignore_unexpected")
             object.__setattr__(self, "ignore_unexpected", patterns)
         for name in ("cast", "verify"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} must be True or False")
-        if not isinstance(self.exchange, bool) and self.exchange != "auto":
-            raise ConfigError(f"exchange={self.exchange!r} must be 'auto', True or False")
+            check_flag(getattr(self, name), name=name)
+        check_choice(self.exchange, name="exchange", choices=("auto", True, False))
         for name in ("allow_missing", "allow_dropped"):
             object.__setattr__(self, name, as_patterns(getattr(self, name), name))
         most = self.max_fallbacks
         if isinstance(most, bool):
             fix = "None for as many as there are" if most else "0 for none"
             raise ConfigError(f"max_fallbacks={most}: give the number of older checkpoints; {fix}")
-        if most is not None and (not isinstance(most, int) or most < 0):
-            raise ConfigError(
-                f"max_fallbacks={most} is not a number of older checkpoints to try; 0 for none, "
-                f"None for as many as there are"
+        if most is not None:
+            most = check_int(
+                most,
+                name="max_fallbacks",
+                least=0,
+                hint="; it is how many older checkpoints to try, None for as many as there are",
             )
-        step = self.step
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-            raise ConfigError(f"step must be an int or None, got {step!r}")
-        if step is not None and not 0 <= step < 10**18:
-            raise ConfigError(f"step {step}: there is no such step; it must be in [0, 10**18)")
-        if step is not None and most != 0:
-            raise ConfigError(
-                f"max_fallbacks={most} with step={step}: a step given by number is loaded or not; "
-                f"leave one of them out"
-            )
+            object.__setattr__(self, "max_fallbacks", most)
+        if self.step is not None:
+            step = check_int(self.step, name="step", least=0, below=NUM_STEPS)
+            object.__setattr__(self, "step", step)
+            if most != 0:
+                raise ConfigError(
+                    f"max_fallbacks={most} with step={step}: a step given by number is loaded or "
+                    f"not; leave one of them out"
+                )
 
 
 def _as_axes(value: object) -> tuple[str, ...]:

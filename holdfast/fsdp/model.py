@@ -9,6 +9,7 @@ from typing import get_args
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.agreement import check_declarations, compare_ranks
@@ -21,7 +22,7 @@ from holdfast.fsdp.data_axes import (
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind, UnitPlan, plan_units
 from holdfast.fsdp.sharded_model import ShardedModel
-from holdfast.fsdp.strategy import SCHEDULES, OuterReduction, Strategy, check_choice
+from holdfast.fsdp.strategy import SCHEDULES, OuterReduction, Strategy
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 
@@ -101,14 +102,10 @@ def _shard(
 ) -> ShardedModel:
     """Check everything, compare ranks, and only then change the model."""
     _torch.check_version()
-    check_choice("strategy", strategy, get_args(Strategy))
-    check_choice("outer_reduction", outer_reduction, get_args(OuterReduction))
-    if (
-        isinstance(num_prefetched, bool)
-        or not isinstance(num_prefetched, int)
-        or num_prefetched < 0
-    ):
-        raise ConfigError(f"fully_shard_model: num_prefetched={num_prefetched!r} is no count")
+    who = "fully_shard_model"
+    check_choice(strategy, name=f"{who}: strategy", choices=get_args(Strategy))
+    check_choice(outer_reduction, name=f"{who}: outer_reduction", choices=get_args(OuterReduction))
+    num_prefetched = check_int(num_prefetched, name=f"{who}: num_prefetched", least=0)
     schedule = SCHEDULES[strategy]
     plan = plan_units(model, units=units, experts=experts)
     check_declarations(plan, groups)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from holdfast.errors import ConfigError
-
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What is sharded: nothing, and what ZeRO 1 to 3 shard (Rajbhandari et al. 2020)."""
 OuterReduction = Literal["microbatch", "step"]
@@ -40,9 +38,3 @@ SCHEDULES: Mapping[Strategy, StrategySchedule] = MappingProxyType(
 """All four run on FSDP2. `optim` and `optim_grads` gather parameters once a step and keep them
 whole to its end; between steps they are in shards, as gradients and state are.
 """
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """ConfigError for a value that is not one of the choices."""
-    if value not in choices:
-        raise ConfigError(f"fully_shard_model: {name}={value!r} is not one of {', '.join(choices)}")

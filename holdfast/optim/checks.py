@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast.arguments import check_choice, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import gradient_hook
 from holdfast.optim.scaler import LossScaler
@@ -51,19 +50,17 @@ def read_groups(
 def check_settings(
     *, name: str, divisor: int, num_averaged: int, stage: int, sizes: Mapping[str, int]
 ) -> None:
-    """ConfigError for a divisor or size that is no whole number from 1 on, or an unknown stage."""
-    if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
-        raise ConfigError(
-            f"optimizer '{name}': divisor={divisor!r} is not a whole number of at least 1; it is "
-            f"the number of ranks whose losses are averaged, {num_averaged} here"
-        )
-    if stage not in (1, 2):
-        raise ConfigError(f"optimizer '{name}': stage={stage!r} is not 1 or 2")
+    """Raise ConfigError if a divisor or size is not an integer of at least 1, or at an unknown
+    stage."""
+    check_int(
+        divisor,
+        name=f"optimizer '{name}': divisor",
+        least=1,
+        hint=f"; it is the number of ranks whose losses are averaged, {num_averaged} here",
+    )
+    check_choice(stage, name=f"optimizer '{name}': stage", choices=(1, 2))
     for setting, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(
-                f"optimizer '{name}': {setting}={size!r} is not a whole number of at least 1"
-            )
+        check_int(size, name=f"optimizer '{name}': {setting}", least=1)
 
 
 def check_inner(
@@ -108,14 +105,13 @@ def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Paramete
 
 
 def check_limit(max_norm: float) -> float:
-    """The largest norm allowed as a float; ConfigError for one that is negative or not a number."""
-    is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
-    if not is_number or math.isnan(max_norm) or max_norm < 0:
-        raise ConfigError(
-            f"max_norm={max_norm!r} is not a number of at least 0; it is the largest 2-norm of the "
-            f"whole gradient, 0 or math.inf for no limit"
-        )
-    return float(max_norm)
+    """Return the largest norm allowed; raise ConfigError if it is negative or not a number."""
+    return check_number(
+        max_norm,
+        name="max_norm",
+        least=0,
+        hint="; it is the largest 2-norm of the whole gradient, 0 or math.inf for no limit",
+    )
 
 
 def check_scaler(
@@ -187,16 +183,13 @@ def check_tokens(
             f"num_tokens={num_tokens!r}: this rank does not have module {module!r}, whose tokens "
             f"count; pass None here"
         )
-    try:
-        count = -1 if isinstance(num_tokens, bool) else operator.index(num_tokens)
-    except TypeError:
-        count = -1
-    if not 0 <= count < 2**50:  # the sum of all ranks is exact in a float64
-        raise ConfigError(
-            f"num_tokens={num_tokens!r} is not a count: it is this rank's number of tokens that "
-            f"are part of the loss"
-        )
-    return count
+    return check_int(
+        num_tokens,
+        name="num_tokens",
+        least=0,
+        below=2**50,  # the sum of all ranks is exact in a float64
+        hint="; it is this rank's number of tokens that are part of the loss",
+    )
 
 
 def check_parameter(

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.engine import Stepper
@@ -89,10 +90,7 @@ class ReducedOptimizer(PlainStepper):
                 f"ReducedOptimizer: a {type(optimizer).__name__} is not a plain torch optimizer; a "
                 f"sharded or chained one steps as it is, alone and in a MultiModuleOptimizer"
             )
-        if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
-            raise ConfigError(
-                f"ReducedOptimizer: divisor={divisor!r} is not a whole number of at least 1"
-            )
+        check_int(divisor, name="ReducedOptimizer: divisor", least=1)
         super().__init__(optimizer, groups)
         self._divisor = divisor
         self._reduce = reduce

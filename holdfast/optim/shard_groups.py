@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ConfigError, GroupError
+from holdfast.arguments import check_choice
+from holdfast.errors import GroupError
 from holdfast.parallel import ProcessGroups
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ class ShardGroups:
             GroupError: A communicator is missing, is the reducing one itself, or has other ranks or
                 another order.
         """
-        if over not in _SHARD_AXES:
-            raise ConfigError(f"over={over!r} is not one of {', '.join(_SHARD_AXES)}")
+        check_choice(over, name="over", choices=tuple(_SHARD_AXES))
         ranks = groups.ranks(over)
         several = len(ranks) > 1
         gather = gather or f"{over}_ag"

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from holdfast.arguments import check_int
 from holdfast.errors import LayoutError, PlanError
 
 
@@ -32,14 +33,8 @@ def disagreement(
 
 
 def checked_size(field: str, value: int, name: str) -> int:
-    """A size of the layout `name`; LayoutError if it is none."""
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = 0
-    if size < 1 or isinstance(value, bool):
-        raise LayoutError(f"Layout {name!r}: {field} must be a whole number >= 1, got {value!r}.")
-    return size
+    """Return a size of the layout `name`; raise LayoutError if it is not an integer above 0."""
+    return check_int(value, name=f"Layout {name!r}: {field}", least=1, error=LayoutError)
 
 
 def checked_ranks(ranks: Sequence[int] | None, world: int, name: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from holdfast.errors import ConfigError
+from holdfast.arguments import check_choice, check_int
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.values import Value
 
@@ -36,13 +36,8 @@ class ErrorInjector:
 
     def __init__(self, rate: int, kind: ErrorKind = "transient_error", *, seed: int = 0) -> None:
         """Nothing has been injected."""
-        if isinstance(rate, bool) or not isinstance(rate, int) or rate < 0:
-            raise ConfigError(f"ErrorInjector(rate={rate!r}): it is an integer of at least 0")
-        if kind not in get_args(ErrorKind):
-            raise ConfigError(
-                f"ErrorInjector(kind={kind!r}): it is one of {', '.join(get_args(ErrorKind))}"
-            )
-        self.rate = rate
+        self.rate = check_int(rate, name="ErrorInjector: rate", least=0)
+        check_choice(kind, name="ErrorInjector: kind", choices=get_args(ErrorKind))
         self.kind = kind
         self.seed = seed
         self._devices: dict[str, DeviceIdentity] = {}

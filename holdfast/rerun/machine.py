@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.format.values import Codecs
@@ -102,8 +103,7 @@ class RerunMachine(MachineSteps):
                     f"RerunMachine(mode='{known.value}') needs directory=: where the report is, "
                     f"and a fault checkpoint goes"
                 )
-            if isinstance(report_every, bool) or report_every < 1:
-                raise ConfigError(f"report_every={report_every!r}: it is at least 1")
+            check_int(report_every, name="RerunMachine: report_every", least=1)
         except HoldfastError as reason:
             error = reason
         super().__init__(

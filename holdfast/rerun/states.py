@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError
 
 
@@ -214,9 +215,7 @@ class Limits:
     def __post_init__(self) -> None:
         """Check that there is one of each."""
         for name in ("max_restarts", "max_reruns"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: it is an integer of at least 1")
+            check_int(getattr(self, name), name=f"Limits: {name}", least=1)
 
 
 def judge_rerun_in_place(

@@ -8,18 +8,37 @@ link. A checkpoint is renamed before it is removed, so that it is either whole o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Protocol
 
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
+from holdfast.format.values import Node
 from holdfast.format.versions import announce_removal, read_manifest
-from holdfast.retention.policies import Candidate, Policy
 from holdfast.retention.tags import list_tags
 from holdfast.storage import Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What a policy sees of a checkpoint: step, time, the trees of its values, its tags."""
+
+    step: int
+    created: str
+    parts: Mapping[str, Node]
+    tags: tuple[str, ...] = ()
+
+
+class ChoosesKept(Protocol):
+    """The one thing that a removal asks of a policy; `holdfast.policies.keep` has policies."""
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """Return step -> why it stays, for those that stay."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +102,7 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
 
 
 def plan_retention(
-    storage: Storage, policy: Policy, *, now: datetime | None = None
+    storage: Storage, policy: ChoosesKept, *, now: datetime | None = None
 ) -> RetentionPlan:
     """Decide what stays and what goes; touches nothing.
 

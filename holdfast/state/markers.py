@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.arguments import check_choice
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
@@ -264,10 +265,13 @@ class PerRank:
 
     def __post_init__(self) -> None:
         """Check the policies and the axes."""
-        if self.missing not in ("error", "keep"):
-            raise PlacementError(f"PerRank: missing={self.missing!r} is not one of 'error', 'keep'")
-        if self.surplus not in ("error", "drop"):
-            raise PlacementError(f"PerRank: surplus={self.surplus!r} is not one of 'error', 'drop'")
+        for name, other in (("missing", "keep"), ("surplus", "drop")):
+            check_choice(
+                getattr(self, name),
+                name=f"PerRank: {name}",
+                choices=("error", other),
+                error=PlacementError,
+            )
         if self.merge is not None and not callable(self.merge):
             raise PlacementError(f"PerRank: merge={self.merge!r} cannot be called")
         axes = axis_names(self.axes)

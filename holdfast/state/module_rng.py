@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.state.generators import State
@@ -48,8 +49,7 @@ class ModuleRNG(RNG):
     ) -> None:
         """Seed the streams; the global ones are left as they are."""
         super().__init__(axes=axes, shared=shared)
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"ModuleRNG(seed={seed!r}): a seed is an integer of at least 0")
+        seed = check_int(seed, name="ModuleRNG: seed", least=0)
         self._held: dict[str, State] = {}
         self._outer: dict[str, State] | None = None
         outer = super()._states()

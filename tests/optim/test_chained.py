@@ -153,7 +153,7 @@ def refusals(reports: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
         ShardedOptimizer(net, [net.mixers], over="dp_cp", **common)
     with pytest.raises(ConfigError, match=r"dense.*dense parameters take over='dp_cp'"):
         ShardedOptimizer(net, [net.dense], over="expt_dp", **common)
-    with pytest.raises(ConfigError, match="over='tp'"):
+    with pytest.raises(ConfigError, match=r"over must be .*, got 'tp'"):
         ShardedOptimizer(net, [net.dense], over="tp", **common)
     with pytest.raises(GroupError, match=r"communicator 'dp_cp' itself"):
         ShardedOptimizer(net, [net.dense], over="dp_cp", gather="dp_cp", **common)

@@ -223,9 +223,9 @@ def test_both_views_share_pipelines_or_construction_fails_naming_both() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tp": 0}, "tp must be a whole number >= 1, got 0"),
-    ({"dp": 2.0}, "dp must be a whole number >= 1, got 2.0"),
-    ({"pp": True}, "pp must be a whole number"),
+    ({"tp": 0}, "tp must be an integer of at least 1, got 0"),
+    ({"dp": 2.0}, "dp must be an integer of at least 1, got 2.0"),
+    ({"pp": True}, "pp must be an integer"),
     (
         {"tp": 3, "dp": 2, "ep": 4},
         r"3 \* 1 \* 2 \* 1 = 6 ranks .* 3 \* 4 \* 1 = 12 \(remainder 6\)",

@@ -63,3 +63,7 @@ def steps_of(storage: PosixStorage) -> list[int]:
 
 def is_whole(storage: PosixStorage, step: int) -> bool:
     return verify_snapshot(PosixStorage(storage.root), step_dir(step)) == []
+
+
+def trash(storage: PosixStorage) -> list[str]:
+    return [name for name in storage.list("") if name.startswith(".trash-")]

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.errors import ConfigError, StorageError
 from holdfast.format.versions import LEASES_DIR, announce_removal, read_lease, readers_of
-from holdfast.retention.policies import KeepLast
+from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import PosixStorage

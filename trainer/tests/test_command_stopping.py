@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import Moment, SavePolicy
 from holdfast.cli.main import main as holdfast
 from holdfast.format.names import list_steps
 from holdfast.format.verify import verify_snapshot
@@ -22,7 +23,7 @@ from holdfast_trainer.train.config import LogConfig
 from holdfast_trainer.train.data import read_corpus
 from holdfast_trainer.train.loop import Trainer
 from holdfast_trainer.train.metrics import Reporter
-from holdfast_trainer.train.stopping import StopRequest
+from holdfast_trainer.train.stopping import StopDir
 from tests.harness import RankContext, run_ranks
 
 TRAIN = [sys.executable, "-m", "holdfast_trainer"]
@@ -41,15 +42,19 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hold fast " * 400)
 
 
-class StopsAfter(StopRequest):
-    """A request that comes, on this rank, once it has been looked at so often."""
+class StopsAfter(SavePolicy):
+    """Asks for a stop, on this rank, once it has been looked at so often."""
+
+    decided_by = "any rank"
+    stop = True
 
     def __init__(self, num_looks: int, number: int) -> None:
-        super().__init__()
         self._left, self._number = num_looks, number
 
-    @property
-    def signal(self) -> int:
+    def __repr__(self) -> str:
+        return "StopsAfter()"
+
+    def vote(self, moment: Moment) -> int:
         self._left -= 1
         return self._number if self._left < 0 else 0
 
@@ -79,6 +84,25 @@ def test_one_rank_that_is_asked_stops_all_at_one_saved_step(
     store = PosixStorage(tmp_path / "ck")
     assert list_steps(store) == [3, 4]
     assert verify_snapshot(store, "iter_0000004") == []
+
+
+@pytest.mark.parametrize("is_sent_first", [False, True])
+def test_a_launchers_signal_reaches_a_process_once_however_early(
+    tmp_path: Path, is_sent_first: bool
+) -> None:
+    """A second one would end it at once."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        if is_sent_first:
+            StopDir(tmp_path).send(signal.SIGUSR1)
+        with StopDir(tmp_path).enlisted():
+            assert seen == [signal.SIGUSR1] * is_sent_first
+            StopDir(tmp_path).send(signal.SIGUSR1)
+            StopDir(tmp_path).send(signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_stop_saves_once_and_not_before_anything_was_trained(tmp_path: Path) -> None:

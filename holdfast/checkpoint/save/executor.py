@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.checkpoint.options import SaverOptions
+from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.checkpoint.save.handshake import AgreedSave, SaveRequest, timed
+from holdfast.checkpoint.save.handshake import AgreedSave, timed
 from holdfast.checkpoint.save.staging import (
     Copiers,
     Staging,
@@ -147,7 +147,7 @@ class SaveExecutor:
                 holdfast=__version__,
                 torch=str(torch.__version__),
                 overwrite=request.overwrite,
-                metadata=request.metadata,
+                metadata=request.encoded_metadata,
                 on_drift=self._options.on_drift,
             ),
             plan_digest="",

@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
-from holdfast.checkpoint.options import SaverOptions, WhenBusy
+from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.cache import PlanCache
 from holdfast.checkpoint.plan.rank_plan import (
     LocalState,
@@ -44,35 +43,6 @@ BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
 BUDGET = "save: budget"
 """The phase of the last collective where the structure is planned."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """The arguments of one save.
-
-    Args:
-        kind: of the call, which has to be the same on all ranks.
-        step: of the checkpoint.
-        overwrite: whether it may replace a checkpoint of that step.
-        check_replicas: whether declared replicas are compared, too.
-        metadata: the caller's, from `format.metadata.encode_metadata`.
-    """
-
-    kind: Literal["save", "save_async", "prepare"]
-    step: int
-    overwrite: bool
-    check_replicas: bool
-    metadata: bytes = b""
-
-    def check(self) -> None:
-        """ConfigError for an argument of a wrong type or out of range."""
-        if isinstance(self.step, bool) or not isinstance(self.step, int):
-            raise ConfigError(f"step must be an int, got {self.step!r}")
-        if not 0 <= self.step < 10**18:
-            raise ConfigError(f"step {self.step} cannot be stored: it must be in [0, 10**18)")
-        for name in ("overwrite", "check_replicas"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
 
 class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
@@ -258,23 +228,22 @@ class Handshake:
         seconds: dict[str, float],
         *,
         in_flight: int = 0,
-        when_busy: WhenBusy = "wait",
     ) -> AgreedSave:
         """Everything up to staging.
 
         Args:
             seconds: receives the time of each phase.
             in_flight: how many asynchronous saves may be in flight on a rank.
-            when_busy: what to do where there are more.
 
         Cost: one small collective; three more and O(rows) vector work where it is planned.
         """
-        request.check()
         if not isinstance(state, Mapping):
             raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
-        if when_busy == "wait":
+        if request.when_busy == "wait":
             with timed(seconds, "wait"):
                 wait_until(self.unreported, in_flight)
+        encoded = request.encoded_metadata
+        metadata = digest128(encoded)[:16] if encoded else ""
         running = tuple(pending.save_id for pending in self.unreported if not pending.done())
         failed = not_raised(self.unreported)
         with timed(seconds, "flatten"):
@@ -293,7 +262,7 @@ class Handshake:
                     num_saves=self._num_saves,
                     nonce=secrets.token_hex(6),
                     options=self._options.in_words(),
-                    metadata=digest128(request.metadata)[:16] if request.metadata else "",
+                    metadata=metadata,
                     busy=len(running) > in_flight,
                     failed=tuple((each.save_id, shortened(error)) for each, error in failed),
                     running=running,

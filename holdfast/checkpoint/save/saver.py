@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from functools import partial
 
-from holdfast.checkpoint.options import SaverOptions, WhenBusy
+from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.checkpoint.reports import SaveReport
 from holdfast.checkpoint.save.executor import SaveExecutor
@@ -15,7 +15,6 @@ from holdfast.checkpoint.save.handshake import (
     BEGIN,
     Handshake,
     Proposals,
-    SaveRequest,
     is_staging,
     timed,
 )
@@ -26,7 +25,7 @@ from holdfast.checkpoint.save.pending import (
     raise_failures,
 )
 from holdfast.checkpoint.save.staging import StagingBuffer
-from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
+from holdfast.errors import ErrorRecord, HoldfastError, StorageError
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
@@ -138,23 +137,18 @@ class Saver:
             if buffer.is_free():
                 buffer.reset()
 
-    def save_async(
-        self, request: SaveRequest, state: Mapping[str, object], *, when_busy: WhenBusy
-    ) -> PendingSave:
+    def save_async(self, request: SaveRequest, state: Mapping[str, object]) -> PendingSave:
         """One asynchronous save; see `Checkpointer.save_async`.
 
         Under `async_guard`: what goes wrong after its last collective reaches the other ranks
         through storage, see `_rescue`. The job is submitted last of all.
         """
-        if when_busy not in ("wait", "skip"):
-            raise ConfigError(f"when_busy={when_busy!r} is not one of 'wait', 'skip'")
         seconds: dict[str, float] = {}
         self._submitted = None
         with timed(seconds, "stall"):
-            request.check()
             writer = self._live_writer()
             agreed = self._handshake.agree(
-                request, state, seconds, in_flight=len(self._buffers) - 1, when_busy=when_busy
+                request, state, seconds, in_flight=len(self._buffers) - 1
             )
             report = agreed.report(request.step, self._storage, seconds)
             pending = InFlightSave(step=request.step, save_id=agreed.save_id, report=report)
@@ -210,9 +204,7 @@ class Saver:
         self._handshake.plans.clear()
         self._undo_prepare()
         if not proposals.is_skipped:
-            request = SaveRequest(
-                kind="save_async", step=step, overwrite=overwrite, check_replicas=False
-            )
+            request = SaveRequest(kind="save_async", step=step, overwrite=overwrite)
             job = self._executor.empty_job(proposals.directory, proposals.save_id, request)
             commits = self._groups.control.is_coordinator
             pending.ticket = Ticket(job, commits=commits, nbytes=0)
@@ -230,7 +222,7 @@ class Saver:
         """
         self._live_writer()
         seconds: dict[str, float] = {}
-        request = SaveRequest(kind="prepare", step=0, overwrite=True, check_replicas=False)
+        request = SaveRequest(kind="prepare", overwrite=True)
         agreed = self._handshake.agree(request, state, seconds)
         self._counts["planned"] += agreed.planned
         plan = agreed.plan_or_raise()

@@ -13,14 +13,14 @@ from holdfast.cli.support.messages import EXIT_DAMAGED, clean, counted, in_bytes
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError
-from holdfast.retention.policies import (
+from holdfast.policies.keep import (
     AnyOf,
     KeepBest,
     KeepEvery,
     KeepLast,
+    KeepPolicy,
     KeepTagged,
     KeepWithin,
-    Policy,
 )
 from holdfast.retention.removal import (
     RetentionPlan,
@@ -86,9 +86,9 @@ def run(args: Args) -> int:
     return EXIT_DAMAGED if result.failed or result.pointer_problem else 0
 
 
-def _policy(args: Args) -> Policy:
+def _policy(args: Args) -> KeepPolicy:
     """What the `--keep…` options keep; ConfigError without any."""
-    policies: list[Policy] = []
+    policies: list[KeepPolicy] = []
     for flag, number in (("--keep-last", args.keep_last), ("--keep-every", args.keep_every)):
         if number is not None and number < 1:
             raise ConfigError(f"{flag} is {number}; set it to a whole number of 1 or more")

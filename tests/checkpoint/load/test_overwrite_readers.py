@@ -20,7 +20,7 @@ from holdfast.format.names import parse_replaced_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verify import verify_snapshot
 from holdfast.format.versions import read_lease
-from holdfast.retention.policies import KeepLast
+from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.writer.repair import repair
 from tests.harness import RankContext, run_ranks

@@ -98,8 +98,8 @@ def refused(
     has_language = groups.has("language")
     cases: list[tuple[Any, str]] = [
         (0 if has_language else None, "no data rank has any token"),
-        (-1 if groups.rank == last else None, f"rank {last}: num_tokens=-1"),
-        (2.5 if groups.rank == last else None, f"rank {last}: num_tokens=2.5"),
+        (-1 if groups.rank == last else None, f"rank {last}: num_tokens must be .*, got -1"),
+        (2.5 if groups.rank == last else None, f"rank {last}: num_tokens must be .*, got 2.5"),
         (4 if groups.rank == language.ranks[0] else None, "none of the ranks .* has passed"),
     ]
     if copies:

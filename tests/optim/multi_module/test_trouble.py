@@ -274,7 +274,10 @@ def settings(context: RankContext) -> list[str]:
             odd = context.rank == 2
             for options, match in (
                 ({"max_norm": 1.0 if odd else 2.0}, r"differ in max_norm: 2 on ranks 0"),
-                ({"max_norm": -1.0 if odd else 2.0}, r"rank 2: max_norm=-1.0 is not"),
+                (
+                    {"max_norm": -1.0 if odd else 2.0},
+                    r"rank 2: max_norm must be a number of at",
+                ),
                 ({"count_zeros": odd}, "differ in count_zeros"),
                 ({"scaler": {}} if odd else {}, "rank 2: scaler has no LossScaler"),
                 (

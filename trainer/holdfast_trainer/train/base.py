@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from holdfast import AtStep, EverySteps, SaveSchedule
+from holdfast import AtStep, EverySteps, SavePolicy, SaveSchedule
 from holdfast.checkpoint import LoadReport, PendingSave, RankLog, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
@@ -33,7 +33,7 @@ from holdfast_trainer.train.rerun import (
 )
 from holdfast_trainer.train.resume import check_save, find_checkpoint
 from holdfast_trainer.train.schedule import HasParamGroups, Schedule, ScheduleSettings
-from holdfast_trainer.train.stopping import StopRequest, StopWhenAsked
+from holdfast_trainer.train.stopping import WhenReaderLeaves
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of matrix products by `--precision`."""
@@ -54,7 +54,7 @@ class BaseTrainer(ABC):
         device: torch.device,
         replayed: Replayed,
         reporter: Reporter | None,
-        stop: StopRequest | None,
+        stop: SavePolicy | None,
     ) -> None:
         """Everything but the model, at step 0.
 
@@ -68,7 +68,7 @@ class BaseTrainer(ABC):
             device: of this process.
             replayed: what a rerun of a step needs to be as it was.
             reporter: where this rank reports; absent on all ranks but one.
-            stop: asks for an end at the next step boundary; any rank's counts for all.
+            stop: stops the run, with the number of a signal as its vote, such as `OnSignal`.
         """
         self.config = config
         self.groups = groups
@@ -89,8 +89,10 @@ class BaseTrainer(ABC):
         self.progress = Progress(sampler, allow_other_data=config.data.allow_other_data)
         self._checkpointer = make_checkpointer(config.checkpoint, groups=groups)
         policy = EverySteps(config.checkpoint.save_interval) | AtStep(config.steps)
-        stopping = StopWhenAsked(stop or StopRequest(), reporter)
-        self._save_schedule = SaveSchedule(policy | stopping, control=groups.control)
+        policy |= WhenReaderLeaves(reporter)
+        self._save_schedule = SaveSchedule(
+            policy if stop is None else policy | stop, control=groups.control
+        )
         self._save_schedule.saved(0)  # a run that has not begun has nothing to keep
         self._pending: tuple[PendingSave, float, float] | None = None
         log_in = config.checkpoint.save if config.log.rank_log else None
@@ -202,7 +204,7 @@ class BaseTrainer(ABC):
             self._report_finished()
         self.synchronize()
         self._finish_save()
-        return decision.votes[-1] if self.progress.step < num_steps else 0
+        return decision.stop_vote if self.progress.step < num_steps else 0
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next global batch.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from holdfast import SavePolicy
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups, shorten_ranks
 from holdfast_trainer.train.base import BaseTrainer
@@ -31,13 +32,13 @@ from holdfast_trainer.train.metrics import Reporter
 from holdfast_trainer.train.multimodal import MultimodalTrainer
 from holdfast_trainer.train.rerun import RerunExit
 from holdfast_trainer.train.stopping import (
-    StopRequest,
-    handle_stop_signals,
+    StopDir,
+    on_stop_signals,
     print_line,
-    request_of_launcher,
     safe_on_disk,
     signal_name,
     stop_directory,
+    stop_directory_of_launcher,
     stopping_message,
 )
 
@@ -72,13 +73,14 @@ def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
     config.check(world_size=environment.world_size)
     device = _pick_device(config, environment=environment)
     _set_determinism(config, device=device)
-    request = request_of_launcher() if environment.is_ours else StopRequest()
+    stop_dir = stop_directory_of_launcher() if environment.is_ours else StopDir(None)
     is_speaker = environment.rank == 0 and not environment.is_ours
     exit_code = 0
     with (
-        handle_stop_signals(request, directories=_checkpoint_dirs(config) if is_speaker else None),
+        on_stop_signals(directories=_checkpoint_dirs(config) if is_speaker else None) as stop,
+        stop_dir.enlisted(),
         open_trainer(
-            config, world_size=environment.world_size, device=device, stop=request
+            config, world_size=environment.world_size, device=device, stop=stop
         ) as trainer,
     ):
         if trainer.reporter is not None:
@@ -92,10 +94,10 @@ def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
                 stop_signal = trainer.run()
         except RerunExit as end:
             exit_code, stop_signal = end.exit_code, 0
-            _end_for_rerun(end, trainer, request=request, environment=environment)
+            _end_for_rerun(end, trainer, stop_dir=stop_dir, environment=environment)
         if stop_signal and environment.rank == 0:
             print_line(_stop_message(trainer, stop_signal))
-            request.record_stop(stop_signal)
+            stop_dir.record_stop(stop_signal)
     if environment.is_ours:
         return 0
     if exit_code and environment.is_launched:
@@ -106,7 +108,7 @@ def run_worker(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
 
 @contextmanager
 def open_trainer(
-    config: TrainConfig, *, world_size: int, device: torch.device, stop: StopRequest | None = None
+    config: TrainConfig, *, world_size: int, device: torch.device, stop: SavePolicy | None = None
 ) -> Iterator[BaseTrainer]:
     """The trainer of a run, with its communicators, data and reports; collective.
 
@@ -114,7 +116,7 @@ def open_trainer(
         config: the run.
         world_size: processes of it.
         device: of this one.
-        stop: asks for an end at the next step boundary.
+        stop: stops the run, with the number of a signal as its vote.
     """
     with ExitStack() as stack:
         if config.vision.multimodal:
@@ -153,12 +155,12 @@ def _checkpoint_dirs(config: TrainConfig) -> tuple[Path | None, ...]:
 
 
 def _end_for_rerun(
-    end: RerunExit, trainer: BaseTrainer, *, request: StopRequest, environment: LaunchEnvironment
+    end: RerunExit, trainer: BaseTrainer, *, stop_dir: StopDir, environment: LaunchEnvironment
 ) -> None:
     """Say once why the run ends, and with which exit code. Collective."""
     if environment.rank == 0:
         print_line(end.advice(trainer.config.checkpoint.save))
-        request.record_exit(end.exit_code)
+        stop_dir.record_exit(end.exit_code)
     # No rank leaves, and has a launcher end the others, before the first one has reported.
     trainer.groups.control.all_gather(b"", phase="end for a rerun")
 
@@ -326,9 +328,9 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | 
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     command = ["-m", "holdfast_trainer", *arguments]
-    with stop_directory() as request:
+    with stop_directory() as stop_dir:
         try:
-            with _forwarding_signals(request):
+            with _forwarding_signals(stop_dir):
                 elastic_launch(settings, entrypoint=sys.executable)(*command)
         except ChildFailedError as error:
             return _root_cause(error.failures)
@@ -340,27 +342,30 @@ def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | 
             return WorkerFailure(message="", exit_code=128 + number)
         finally:
             logging.disable(logging.NOTSET)
-        stop_signal, exit_code = request.recorded_stop(), request.recorded_exit()
+        stop_signal, exit_code = stop_dir.recorded_stop(), stop_dir.recorded_exit()
     if exit_code:
         return WorkerFailure(message="", exit_code=exit_code)
     return WorkerFailure(message="", exit_code=128 + stop_signal) if stop_signal else None
 
 
 @contextmanager
-def _forwarding_signals(request: StopRequest) -> Iterator[None]:
-    """Leave a first SIGTERM or SIGINT for the processes to find; a second one ends the launcher.
+def _forwarding_signals(stop_dir: StopDir) -> Iterator[None]:
+    """Send a first SIGTERM or SIGINT to the processes; a second one ends the launcher.
 
     Raises:
         SignalException: at the second one; the launcher then ends its processes.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    is_sent = False
+
     def take(number: int, frame: FrameType | None) -> None:
+        nonlocal is_sent
         del frame
-        if request.signal:
+        if is_sent:
             raise SignalException("second signal", sigval=signal.Signals(number))
-        request.ask(number)
-        request.forward()
+        is_sent = True
+        stop_dir.send(number)
         print_line(stopping_message(number))
 
     before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from holdfast import SavePolicy
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import Replayed
@@ -23,7 +24,6 @@ from holdfast_trainer.train.config import TrainConfig
 from holdfast_trainer.train.data import BatchSampler, Corpus
 from holdfast_trainer.train.metrics import Reporter
 from holdfast_trainer.train.seeding import derive_seed, seed_generators
-from holdfast_trainer.train.stopping import StopRequest
 from holdfast_trainer.train.update import make_update, share_norm
 
 
@@ -42,7 +42,7 @@ class Trainer(BaseTrainer):
         corpus: Corpus,
         reporter: Reporter | None = None,
         device: torch.device | None = None,
-        stop: StopRequest | None = None,
+        stop: SavePolicy | None = None,
     ) -> None:
         """Build everything at step 0, and seed the process's random generators.
 
@@ -52,7 +52,7 @@ class Trainer(BaseTrainer):
             corpus: the same text on every rank.
             reporter: where this rank reports; absent on all ranks but one.
             device: where to compute; default the CPU.
-            stop: asks for an end at the next step boundary; any rank's counts for all.
+            stop: stops the run, with the number of a signal as its vote, such as `OnSignal`.
         """
         device = device or torch.device("cpu")
         self.model = _make_model(config, groups=groups, device=device)

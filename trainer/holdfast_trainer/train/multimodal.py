@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from holdfast import SavePolicy
 from holdfast.checkpoint import LoadReport
 from holdfast.optim import (
     ChainedOptimizer,
@@ -31,7 +32,6 @@ from holdfast_trainer.train.digits import IMAGE_SIDE, DigitBatch, Digits, DigitS
 from holdfast_trainer.train.loop import mean_over_rows
 from holdfast_trainer.train.metrics import Reporter
 from holdfast_trainer.train.seeding import derive_seed, seed_generators
-from holdfast_trainer.train.stopping import StopRequest
 from holdfast_trainer.train.update import chain_sharded, make_sharded, share_norm
 
 
@@ -67,7 +67,7 @@ class MultimodalTrainer(BaseTrainer):
         digits: Digits,
         reporter: Reporter | None = None,
         device: torch.device | None = None,
-        stop: StopRequest | None = None,
+        stop: SavePolicy | None = None,
     ) -> None:
         """Build everything at step 0, and seed the process's random generators.
 
@@ -77,7 +77,7 @@ class MultimodalTrainer(BaseTrainer):
             digits: the same rows on every rank.
             reporter: where this rank reports; absent on all ranks but one.
             device: where to compute; default the CPU.
-            stop: asks for an end at the next step boundary; any rank's counts for all.
+            stop: stops the run, with the number of a signal as its vote, such as `OnSignal`.
         """
         device = device or torch.device("cpu")
         self.modules = groups

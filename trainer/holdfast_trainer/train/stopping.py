@@ -1,23 +1,21 @@
 """Stopping a run on request: a signal asks once, and the run ends at a step with everything saved.
 
-Torch-free. A thread reads signals from a file descriptor, because Python runs handlers only between
-two instructions of the main thread: while that waits in a collective, no handler runs.
+Torch-free. `OnSignal` takes the signals in each process. Our own launcher, which gets those of a
+terminal, sends them on to its processes; what they answer, it finds in a directory.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-from holdfast import Moment, SavePolicy
+from holdfast import Moment, OnSignal, SavePolicy
 from holdfast.errors import HoldfastError
 from holdfast.format.names import list_steps, parse_saving_dir
 from holdfast.storage import PosixStorage
@@ -26,45 +24,49 @@ if TYPE_CHECKING:
     from holdfast_trainer.train.metrics import Reporter
 
 STOP_DIR = "HOLDFAST_STOP_DIR"
-"""Variable in the environment of our launcher's processes: where requests and answers lie."""
+"""Variable in the environment of our launcher's processes: the directory of `StopDir`."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REQUEST = "stop"
 _STOPPED = "stopped"
 _EXIT_CODE = "exit_code"
+_PID_SUFFIX = ".pid"
 
 
-class StopRequest:
-    """Whether this process has been asked to stop, and by which signal.
-
-    Threads may look at it; it changes once.
+class StopDir:
+    """What a launcher and its processes tell each other, as small files; nothing without one.
 
     Args:
-        directory: where our own launcher, which gets the signals of a terminal, forwards them to
-            its processes as files; None without it.
+        directory: of our own launcher; None in a process that another one has started.
     """
 
-    def __init__(self, *, directory: Path | None = None) -> None:
-        self._signal = 0
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
 
-    @property
-    def signal(self) -> int:
-        """Number of the signal that asked for it; 0 if none has. Cost: one look at a file."""
-        if not self._signal:
-            self._signal = self._read(_REQUEST)
-        return self._signal
+    def send(self, number: int) -> None:
+        """Send a signal to all processes of this launcher, also to those still starting."""
+        assert self._directory is not None
+        # Before the look for processes: one that enlists later finds it.
+        self._write(_REQUEST, number)
+        for path in self._directory.glob(f"*{_PID_SUFFIX}"):
+            self._deliver(path, number)
 
-    def ask(self, number: int) -> None:
-        """Ask for a stop; a later one changes nothing."""
-        self._signal = self._signal or number
-
-    def forward(self) -> None:
-        """Write the request where the processes of this launcher read it."""
-        self._write(_REQUEST, self._signal)
+    @contextmanager
+    def enlisted(self) -> Iterator[None]:
+        """Have this process get what the launcher sends, or has sent before."""
+        if self._directory is None:
+            yield
+            return
+        name = f"{os.getpid()}{_PID_SUFFIX}"
+        self._write(name, os.getpid())
+        if number := self._read(_REQUEST):
+            self._deliver(self._directory / name, number)
+        try:
+            yield
+        finally:
+            (self._directory / name).unlink(missing_ok=True)
 
     def record_stop(self, number: int) -> None:
-        """Record for our launcher, if there is one, which signal has stopped the run."""
+        """Record for the launcher which signal has stopped the run."""
         self._write(_STOPPED, number)
 
     def recorded_stop(self) -> int:
@@ -72,12 +74,23 @@ class StopRequest:
         return self._read(_STOPPED)
 
     def record_exit(self, code: int) -> None:
-        """Record for our launcher, if there is one, with which exit code the run is to end."""
+        """Record for the launcher with which exit code the run is to end."""
         self._write(_EXIT_CODE, code)
 
     def recorded_exit(self) -> int:
         """The exit code that a launcher's processes ask for; 0 if they ask for none."""
         return self._read(_EXIT_CODE)
+
+    @staticmethod
+    def _deliver(path: Path, number: int) -> None:
+        """Send a signal to the process that a file names, once.
+
+        Launcher and process may both come here; only the one that removes the file sends, since a
+        second signal would end the process at once.
+        """
+        with suppress(OSError):
+            path.unlink()
+            os.kill(int(path.name.removesuffix(_PID_SUFFIX)), number)
 
     def _read(self, name: str) -> int:
         """A number published in the directory; 0 without one."""
@@ -97,102 +110,58 @@ class StopRequest:
             temporary.replace(self._directory / name)
 
 
-class StopWhenAsked(SavePolicy):
-    """Save and stop where any rank is asked to, or the reader of the reports has left.
-
-    Its vote is the signal's number; SIGPIPE for a reader that has left.
-    """
+class WhenReaderLeaves(SavePolicy):
+    """Save and stop when the reader of the reports has left; the vote is SIGPIPE."""
 
     decided_by = "any rank"
     stop = True
 
-    def __init__(self, request: StopRequest, reporter: Reporter | None) -> None:
-        self._request = request
+    def __init__(self, reporter: Reporter | None) -> None:
         self._reporter = reporter
 
     def __repr__(self) -> str:
         """The same on all ranks, of which one reports."""
-        return "StopWhenAsked()"
+        return "WhenReaderLeaves()"
 
     def vote(self, moment: Moment) -> int:
-        """One look at a file, under our own launcher."""
+        """By the last write."""
         del moment
-        if self._reporter is not None and not self._reporter.has_reader:
-            return self._request.signal or signal.SIGPIPE
-        return self._request.signal
-
-    def reason(self, vote: int) -> str:
-        """The signal's name."""
-        return signal_name(vote)
+        has_left = self._reporter is not None and not self._reporter.has_reader
+        return signal.SIGPIPE if has_left else 0
 
 
 @contextmanager
-def stop_directory() -> Iterator[StopRequest]:
-    """A launcher's request, in a directory that its processes know by their environment."""
+def stop_directory() -> Iterator[StopDir]:
+    """A launcher's directory, which its processes know by their environment."""
     with tempfile.TemporaryDirectory(prefix="holdfast-stop-") as directory:
         os.environ[STOP_DIR] = directory
         try:
-            yield StopRequest(directory=Path(directory))
+            yield StopDir(Path(directory))
         finally:
             os.environ.pop(STOP_DIR)
 
 
-def request_of_launcher() -> StopRequest:
-    """The request of a process that our launcher has started."""
+def stop_directory_of_launcher() -> StopDir:
+    """The directory of the launcher that has started this process, if it is ours."""
     directory = os.environ.get(STOP_DIR)
-    return StopRequest(directory=Path(directory) if directory else None)
+    return StopDir(Path(directory) if directory else None)
 
 
-@contextmanager
-def handle_stop_signals(
-    request: StopRequest, *, directories: Sequence[Path | None] | None
-) -> Iterator[None]:
-    """Take SIGTERM and SIGINT as requests to stop; a second one ends the process at once.
+def on_stop_signals(*, directories: Sequence[Path | None] | None) -> OnSignal:
+    """A policy that stops for SIGTERM or SIGINT; a second one ends the process at once.
 
     Args:
-        request: gets the first one.
         directories: where `safe_on_disk` looks, to tell a person; None for a process that prints
             nothing, because another one does.
-
-    Main thread only.
     """
-    with ExitStack() as stack:
-        ours, theirs = socket.socketpair()
-        stack.enter_context(ours)
-        stack.enter_context(theirs)
-        theirs.setblocking(False)
-        for number in _SIGNALS:
-            stack.callback(signal.signal, number, signal.signal(number, _only_wake))
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        stack.callback(signal.set_wakeup_fd, before)
-        threading.Thread(target=_listen, args=(ours, request, directories), daemon=True).start()
-        yield
 
+    def answer(number: int, num_signals: int) -> None:
+        if num_signals > 1:
+            _exit_now(number, directories)
+        if directories is not None:
+            print_line(stopping_message(number))
 
-def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The thread at the other end of the descriptor has got it."""
-    del number, frame
-
-
-def _listen(
-    ours: socket.socket, request: StopRequest, directories: Sequence[Path | None] | None
-) -> None:
-    """Read signals from the socket until it is closed; runs in a thread."""
-    while True:
-        try:
-            numbers = ours.recv(64)
-        except OSError:
-            return
-        if not numbers:
-            return
-        for number in numbers:
-            if number not in _SIGNALS:
-                continue
-            if request.signal:
-                _exit_now(number, directories)
-            request.ask(number)
-            if directories is not None:
-                print_line(stopping_message(number))
+    return OnSignal(signal.SIGTERM, signal.SIGINT, notice=answer)
 
 
 def _exit_now(number: int, directories: Sequence[Path | None] | None) -> None:

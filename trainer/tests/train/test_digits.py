@@ -100,5 +100,5 @@ def test_rows_that_are_too_long_are_refused(digits: Digits) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'holdfast\[multimodal\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'holdfast-trainer\[multimodal\]'"):
         read_digits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -26,8 +27,8 @@ from holdfast import (
 )
 from holdfast.errors import ConfigError
 from holdfast.parallel import Control
-from holdfast.save_when.policies import Moment
-from holdfast.save_when.schedule import SaveSchedule
+from holdfast.policies.save import Moment
+from holdfast.policies.schedule import SaveSchedule
 
 
 def alone(policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> SaveSchedule:
@@ -141,7 +142,7 @@ def test_signals_are_caught_once_and_the_handlers_come_back() -> None:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGUSR1)
         decision = schedule.decide(2)
-        assert (decision.save, decision.stop, decision.votes) == (True, True, (signal.SIGUSR1,))
+        assert (decision.save, decision.stop, decision.stop_vote) == (True, True, signal.SIGUSR1)
         assert decision.reason == "SIGUSR1"
         assert not schedule.decide(3).save
         schedule.close()
@@ -184,6 +185,47 @@ def test_one_that_cannot_start_leaves_no_other_watching() -> None:
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
+def test_handlers_may_be_in_force_before_the_checkpointer_and_after_it() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with OnSignal(signal.SIGUSR1) as policy:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        schedule = alone(policy)
+        with pytest.raises(ConfigError, match="in use by another checkpointer"):
+            alone(policy)
+        assert schedule.decide(1).stop_vote == signal.SIGUSR1
+        schedule.close()
+        assert signal.getsignal(signal.SIGUSR1) is not before
+        assert alone(policy).decide(1).stop
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_notice_is_given_while_the_main_thread_is_busy() -> None:
+    """A rank that waits in a collective answers the first signal, and leaves at the second."""
+    noticed: list[tuple[int, int, float]] = []
+
+    def notice(number: int, num_signals: int) -> None:
+        noticed.append((number, num_signals, time.monotonic()))
+
+    def send() -> None:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    wakeup_before = signal.set_wakeup_fd(-1)
+    schedule = alone(OnSignal(signal.SIGUSR1, signal.SIGUSR2, notice=notice))
+    sender = threading.Thread(target=send)
+    sender.start()
+    # One call into C, without the lock of the interpreter and without a look at signals.
+    hashlib.pbkdf2_hmac("sha256", b"hold", b"fast", 4_000_000)
+    ended = time.monotonic()
+    sender.join()
+    assert [each[:2] for each in noticed] == [(signal.SIGUSR1, 1), (signal.SIGUSR2, 2)]
+    assert all(when < ended for _, _, when in noticed)
+    assert schedule.decide(1).stop_vote in (signal.SIGUSR1, signal.SIGUSR2)
+    schedule.close()
+    assert signal.set_wakeup_fd(wakeup_before) == -1
+
+
 def test_signals_need_the_main_thread() -> None:
     found: list[BaseException] = []
 
@@ -202,16 +244,22 @@ def test_signals_need_the_main_thread() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: EverySteps(0), "n=0 is not a whole number"),
-        (lambda: EverySteps(True), "n=True is not a whole number"),
-        (lambda: AtStep(-1), "step=-1"),
-        (lambda: EveryMinutes(0), "must be positive"),
-        (lambda: EveryMinutes(float("nan")), "must be positive"),
-        (lambda: EveryMinutes(1, check_every=0), "check_every=0"),
-        (lambda: AtDeadline(1.0, margin_s=-1), "margin"),
-        (lambda: OnFile("x", check_every=1.5), "check_every=1.5"),  # type: ignore[arg-type]
-        (lambda: OnSignal(signal.SIGKILL), "no signal that a process can handle"),
-        (lambda: OnSignal(9999), "no signal that a process can handle"),
+        (lambda: EverySteps(0), "n must be an integer of at least 1, got 0"),
+        (lambda: EverySteps(True), "n must be an integer of at least 1, got True"),
+        (lambda: AtStep(-1), "step must be an integer of at least 1, got -1"),
+        (lambda: EveryMinutes(0), "minutes must be a number above 0"),
+        (lambda: EveryMinutes(float("nan")), "minutes must be a number above 0"),
+        (
+            lambda: EveryMinutes(1, check_every=0),
+            "check_every must be an integer",
+        ),
+        (lambda: AtDeadline(1.0, margin_s=-1), "margin_s must be a number of at least 0"),
+        (
+            lambda: OnFile("x", check_every=1.5),
+            "check_every must be an integer",
+        ),  # type: ignore[arg-type]
+        (lambda: OnSignal(signal.SIGKILL), "a process cannot handle signal"),
+        (lambda: OnSignal(9999), "a process cannot handle signal"),
         (lambda: alone("x"), "is not a save policy"),  # type: ignore[arg-type]
     ],
 )

@@ -24,8 +24,8 @@ from holdfast import (
     ProcessGroups,
     SavePolicy,
 )
-from holdfast.save_when.policies import Moment
-from holdfast.save_when.schedule import SaveDecision, SaveSchedule
+from holdfast.policies.save import Moment
+from holdfast.policies.schedule import SaveDecision, SaveSchedule
 from tests.harness import RankContext, run_ranks
 
 NUM_RANKS = 3

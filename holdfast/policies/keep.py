@@ -11,23 +11,15 @@ from typing import Literal
 
 import numpy as np
 
-from holdfast.errors import ConfigError, CorruptionError, HoldfastError
+from holdfast.arguments import check_choice, check_int, check_number
+from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.values import SETS, Node, decode_tree, is_per_rank, members, tag_of
+from holdfast.retention.removal import Candidate
 
 _SCALARS = ("int", "float", "numpy")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What a policy sees of a checkpoint: step, time, the trees of its values, its tags."""
-
-    step: int
-    created: str
-    parts: Mapping[str, Node]
-    tags: tuple[str, ...] = ()
-
-
-class Policy:
+class KeepPolicy:
     """Chooses which of several checkpoints to keep; `a | b` keeps what either keeps."""
 
     __slots__ = ()
@@ -36,16 +28,16 @@ class Policy:
         """Step -> why it stays, for those that stay; `candidates` come by step, ascending."""
         raise NotImplementedError
 
-    def __or__(self, other: Policy) -> AnyOf:
+    def __or__(self, other: KeepPolicy) -> AnyOf:
         """Keep what either keeps."""
         return AnyOf((self, other))
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Policy):
+class AnyOf(KeepPolicy):
     """Keep what any of these keeps."""
 
-    policies: tuple[Policy, ...]
+    policies: tuple[KeepPolicy, ...]
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """Every reason of every policy."""
@@ -57,14 +49,14 @@ class AnyOf(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLast(Policy):
+class KeepLast(KeepPolicy):
     """Keep the newest `n` steps."""
 
     n: int
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _at_least_one(self, self.n)
+        check_int(self.n, name="KeepLast: n", least=1)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """By step number."""
@@ -73,14 +65,14 @@ class KeepLast(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepEvery(Policy):
+class KeepEvery(KeepPolicy):
     """Keep the steps that `m` divides."""
 
     m: int
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _at_least_one(self, self.m)
+        check_int(self.m, name="KeepEvery: m", least=1)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """By step number."""
@@ -88,15 +80,14 @@ class KeepEvery(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepWithin(Policy):
+class KeepWithin(KeepPolicy):
     """Keep what was saved in the last `seconds`, by the time its manifest states."""
 
     seconds: float
 
     def __post_init__(self) -> None:
         """Refuse a time that is not positive."""
-        if not self.seconds > 0:
-            raise ConfigError(f"KeepWithin({self.seconds}): the time must be positive")
+        check_number(self.seconds, name="KeepWithin: seconds", above=0)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """A time that cannot be read counts as now."""
@@ -111,7 +102,7 @@ class KeepWithin(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest(Policy):
+class KeepBest(KeepPolicy):
     """Keep the `n` steps whose number at a path, such as "progress.loss", is best.
 
     A checkpoint without a number there (or nan) is not among the best; when not one has it, all
@@ -125,9 +116,8 @@ class KeepBest(Policy):
 
     def __post_init__(self) -> None:
         """Refuse less than one, and an unknown mode."""
-        _at_least_one(self, self.n)
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"KeepBest mode {self.mode!r} is neither 'min' nor 'max'")
+        check_int(self.n, name="KeepBest: n", least=1)
+        check_choice(self.mode, name="KeepBest: mode", choices=("min", "max"))
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         """By the number in the manifest; tensors are not read."""
@@ -147,7 +137,7 @@ class KeepBest(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepTagged(Policy):
+class KeepTagged(KeepPolicy):
     """Keep steps that have a tag; with `names`, only those whose tag matches one (`*`, `?`)."""
 
     names: tuple[str, ...] = ()
@@ -227,8 +217,3 @@ def _in_time(seconds: float) -> str:
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:g} {unit}"
     return f"{seconds:g} s"
-
-
-def _at_least_one(policy: Policy, number: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"{type(policy).__name__}: {number!r} is not a whole number above 0")

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
+from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError, StorageError
 
 
@@ -91,7 +95,7 @@ class EverySteps(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _check_count(self, "n", self.n)
+        check_int(self.n, name="EverySteps: n", least=1)
 
     def vote(self, moment: Moment) -> int:
         """By step number."""
@@ -106,7 +110,7 @@ class AtStep(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _check_count(self, "step", self.step)
+        check_int(self.step, name="AtStep: step", least=1)
 
     def vote(self, moment: Moment) -> int:
         """By step number."""
@@ -130,9 +134,8 @@ class EveryMinutes(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse a time that is not positive."""
-        if not self.minutes > 0:
-            raise ConfigError(f"{self!r}: the time must be positive")
-        _check_count(self, "check_every", self.check_every)
+        check_number(self.minutes, name="EveryMinutes: minutes", above=0)
+        check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 
     def vote(self, moment: Moment) -> int:
         """By the monotonic clock."""
@@ -160,9 +163,8 @@ class AtDeadline(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse a margin that is negative."""
-        if not self.margin_s >= 0:
-            raise ConfigError(f"{self!r}: the margin is a number of seconds, 0 or more")
-        _check_count(self, "check_every", self.check_every)
+        check_number(self.margin_s, name="AtDeadline: margin_s", least=0)
+        check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 
     def shared(self) -> str:
         """Ranks may have computed other times from their own clocks."""
@@ -196,7 +198,7 @@ class OnFile(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse less than one."""
-        _check_count(self, "check_every", self.check_every)
+        check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 
     def shared(self) -> str:
         """Only the coordinator's path is looked at."""
@@ -225,13 +227,17 @@ class OnSignal(SavePolicy):
     """Save when any rank gets a signal, and stop the run unless `stop=False`.
 
     The handlers are in force from the making of the checkpointer until its `close`, which brings
-    back the earlier ones. A signal that comes again changes nothing: launchers and schedulers often
-    send SIGTERM twice.
+    back the earlier ones. `with OnSignal() as policy` has them in force earlier, for example while
+    the model is built, and until the block ends. A signal that comes again changes nothing:
+    launchers and schedulers often send SIGTERM twice.
 
     Args:
         signals: which; SIGTERM by default, which schedulers send before they kill.
         stop: stop the run after the save (preemption). Without it, each signal asks for a save.
         check_every: steps between looks.
+        notice: called in a thread, as soon as a signal arrives, with its number and how many
+            signals have arrived: to answer a person, or to leave at the second. A handler cannot do
+            that: Python runs none while the main thread waits in a collective.
 
     Raises:
         ConfigError: there is no such signal, none can be caught, or this is not the main thread.
@@ -241,42 +247,54 @@ class OnSignal(SavePolicy):
 
     decided_by = "any rank"
 
-    def __init__(self, *signals: int, stop: bool = True, check_every: int = 1) -> None:
+    def __init__(
+        self,
+        *signals: int,
+        stop: bool = True,
+        check_every: int = 1,
+        notice: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.signals = tuple(signals) or (signal.SIGTERM,)
         self.stop = stop
         self.check_every = check_every
         for number in self.signals:
             if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
-                raise ConfigError(f"OnSignal: {number!r} is no signal that a process can handle")
-        _check_count(self, "check_every", check_every)
+                raise ConfigError(f"OnSignal: a process cannot handle signal {number!r}")
+        check_int(check_every, name="OnSignal: check_every", least=1)
+        self._notice = notice
         self._received = 0
-        self._earlier: dict[int, Any] = {}
+        self._handlers = ExitStack()
+        self._is_entered = self._is_in_use = False
 
     def __repr__(self) -> str:
         """As it is written."""
         names = ", ".join(signal.Signals(number).name for number in self.signals)
         return f"OnSignal({names}, stop={self.stop}, check_every={self.check_every})"
 
+    def __enter__(self) -> Self:
+        """Install the handlers before a checkpointer does."""
+        self._install()
+        self._is_entered = True
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Bring back the earlier handlers."""
+        self._is_entered = False
+        self._handlers.close()
+
     def start(self) -> None:
-        """Install the handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            raise ConfigError(
-                f"{self!r}: Python lets only the main thread handle signals; make the checkpointer "
-                f"there"
-            )
-        if self._earlier:
+        """Install the handlers, unless they are in force."""
+        if self._is_in_use:
             raise ConfigError(f"{self!r} is in use by another checkpointer; make one for each")
-        self._received = 0
-        for number in self.signals:
-            self._earlier[number] = signal.signal(number, self._receive)
+        if not self._is_entered:
+            self._install()
+        self._is_in_use = True
 
     def close(self) -> None:
         """Bring back the earlier handlers, unless another one was set since."""
-        for number, earlier in self._earlier.items():
-            if signal.getsignal(number) == self._receive:
-                # None: a handler that was not set from Python, which Python cannot set again.
-                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
-        self._earlier.clear()
+        self._is_in_use = False
+        if not self._is_entered:
+            self._handlers.close()
 
     def vote(self, moment: Moment) -> int:
         """The signal's number; each asks once, unless the run is to stop for it."""
@@ -291,12 +309,53 @@ class OnSignal(SavePolicy):
         """The signal's name."""
         return signal.Signals(vote).name
 
+    def _install(self) -> None:
+        """Set the handlers, and start the thread that gives notice."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                f"{self!r}: Python lets only the main thread handle signals; make the checkpointer "
+                f"there"
+            )
+        self._received = 0
+        # Callbacks run in reverse: the handlers go first, so that no signal is written to a socket
+        # that is closed already.
+        if self._notice is not None:
+            reader, writer = socket.socketpair()
+            writer.setblocking(False)
+            self._handlers.callback(reader.close)
+            self._handlers.callback(writer.close)
+            before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            self._handlers.callback(signal.set_wakeup_fd, before)
+            threading.Thread(target=self._give_notice, args=(reader,), daemon=True).start()
+        for number in self.signals:
+            self._handlers.callback(self._reset, number, signal.signal(number, self._receive))
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._received = number
 
+    def _reset(self, number: int, earlier: Any) -> None:
+        """Bring back the earlier handler, unless another one was set since."""
+        if signal.getsignal(number) == self._receive:
+            # None: a handler that was not set from Python, which Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
-def _check_count(policy: SavePolicy, name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        kind = type(policy).__name__
-        raise ConfigError(f"{kind}: {name}={number!r} is not a whole number above 0")
+    def _give_notice(self, reader: socket.socket) -> None:
+        """Call `notice` for each signal; runs in a thread until the socket is closed.
+
+        The interpreter writes the number of every signal to the socket from its C handler, without
+        waiting for the main thread.
+        """
+        assert self._notice is not None
+        num_signals = 0
+        while True:
+            try:
+                numbers = reader.recv(64)
+            except OSError:
+                return
+            if not numbers:
+                return
+            for number in numbers:
+                if number in self.signals:
+                    num_signals += 1
+                    self._notice(number, num_signals)

@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel import Control
 from holdfast.parallel.control.guard import Guard
 from holdfast.parallel.ranks import disagreement
-from holdfast.save_when.policies import Moment, SavePolicy
+from holdfast.policies.save import Moment, SavePolicy
 
 PHASE = "save when: decide"
 """The phase of the collective, by which `Control` names ranks that wait in it."""
@@ -30,8 +30,8 @@ class SaveDecision:
     """Whether a policy asks the run to stop; save first if `save` says so."""
     reason: str
     """Which policies asked, in words; empty if none did."""
-    votes: tuple[int, ...]
-    """By policy, what it was decided with: the signal's number for signals, else 1; 0 for no."""
+    stop_vote: int
+    """The largest vote of the policies that stop the run, a signal's number for signals; else 0."""
 
 
 class _Ballot(msgspec.Struct, frozen=True, array_like=True):
@@ -172,5 +172,5 @@ class SaveSchedule:
             save=save,
             stop=bool(stopping),
             reason="; ".join(self._policies[number].reason(votes[number]) for number in asking),
-            votes=tuple(votes),
+            stop_vote=max((votes[number] for number in stopping), default=0),
         )

@@ -1,1 +1,0 @@
-"""When to save: policies (torch-free), and the decision that all ranks take together."""
