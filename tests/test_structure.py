@@ -177,15 +177,12 @@ def spellings_of_tags(tree: ast.Module) -> list[int]:
 
 
 def test_only_the_format_knows_how_tags_are_written() -> None:
-    """Other rooms ask `format.values` what a node is, and walk trees with it.
-
-    Batches that a rerun machine keeps have tags of their own.
-    """
+    """Other rooms ask `format.values` what a node is, and walk trees with it."""
     assert spellings_of_tags(tree_of(ROOT / "format/values/nodes.py")) != []
     found = [
         f"{name}:{line}"
         for name, path in MODULES.items()
-        if not name.startswith(("holdfast.format.", "holdfast.rerun."))
+        if not name.startswith("holdfast.format.")
         for line in spellings_of_tags(tree_of(path))
     ]
     assert found == []

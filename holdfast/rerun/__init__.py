@@ -1,6 +1,22 @@
-"""The rerun state machine: a transient error, a broken device, or a correct result?"""
+"""The rerun machine: was a bad value a transient error, a broken device, or the correct result?
 
-from holdfast.rerun.comparison import describe, relative_difference
+What comes in: from a training loop the number of a step, its batches and the values that a rank has
+computed; from a checkpoint what an earlier process has left. What goes out: a decision, the same on
+all ranks (continue, or end with an exit code); a line in the report for everything that happened;
+and, if a value was bad twice, a state to run the step again from, on another device.
+
+Three files to read first:
+
+    machine.py      what a loop sees: `attempts`, `validate`, `decision`, and the part of a state
+    course.py       a step in five phases, from its first run to the decision
+    states.py       the table of states, and verdicts as pure functions
+
+Around them: `team.py` (what ranks tell each other; `journal.py`, the report), `attempt.py` (the
+calls of one run; `evidence.py`, those of all ranks), `replay.py` and `replayed.py` (what a run
+starts with), `kept_trees.py` (the one form in which anything is kept), `entry.py` (what is in a
+checkpoint), `rules.py` and `values.py` (what is judged, and how).
+"""
+
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.injection import ErrorInjector
 from holdfast.rerun.journal import read_report
@@ -19,7 +35,7 @@ from holdfast.rerun.states import (
     Verdict,
 )
 from holdfast.rerun.statistics import DeterminismStatistics
-from holdfast.rerun.tracker import Tracker
+from holdfast.rerun.values import describe, relative_difference
 
 __all__ = [
     "TRANSITIONS",
@@ -42,7 +58,6 @@ __all__ = [
     "Rule",
     "Spike",
     "State",
-    "Tracker",
     "Verdict",
     "describe",
     "read_report",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from holdfast.rerun.comparison import describe, relative_difference
+from holdfast.errors import ConfigError
+from holdfast.format.values import is_unicode
 from holdfast.rerun.states import Outcome
-from holdfast.rerun.values import Value
+from holdfast.rerun.values import Value, describe, relative_difference
 
 Compare = Callable[[Any, Any], float]
 """The relative difference of two values: 0.0 for equal ones."""
@@ -169,3 +171,31 @@ class Attempt:
 def _kept(value: Value) -> Value:
     """A value that stays what it is, whatever the caller does with a tensor."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def check_call(name: object, rule: object, tolerance: float) -> None:
+    """ConfigError, at once, for what could not be recorded or used once a value is rejected."""
+    if not isinstance(name, str) or not is_unicode(name):
+        raise ConfigError(f"validate({name!r}): a name is a text, the same in each step")
+    is_rule = callable(getattr(rule, "rejects", None)) and hasattr(rule, "window")
+    if not is_rule or isinstance(rule, type):
+        fix = "; wrap a function: Rejects(function, message)" if callable(rule) else ""
+        raise ConfigError(f"validate({name!r}): a {type(rule).__name__} is not a rule{fix}")
+    if not tolerance >= 0:
+        raise ConfigError(
+            f"validate({name!r}): tolerance={tolerance!r} is not a number of at least 0"
+        )
+
+
+def checked_step(step: object) -> int:
+    """The number of a step as Python's own; ConfigError if it is not an integer."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool) or abs(number) >= 2**63:
+        raise ConfigError(
+            f"a step is a whole number of at most 63 bits, not {step!r} of type "
+            f"{type(step).__name__}"
+        )
+    return number

@@ -1,198 +1,168 @@
-"""A machine as a part of the state: an entry that every checkpoint may lack."""
+"""What a machine has in a checkpoint: an entry for each rank, of plain values and tensors.
+
+    version     of this form
+    learned     call -> what rules have learned of it, a tensor of constant length
+    injector    what was injected where; None without an injector
+    statistics  differences between two runs, by call
+    fault       the pending fault with all that a rerun needs, see `PendingFault`; None without one
+
+Saves without a pending fault have the same leaves from step to step, so that one plan serves them
+all. A pending fault adds leaves of its own below `fault`: batches have any number and shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.values import Codecs
-from holdfast.parallel import ProcessGroups
-from holdfast.parallel.layout import DENSE_AXES
-from holdfast.rerun.context import FaultRecord, Head, RecordSlot, pick_records, read_record
-from holdfast.rerun.injection import ErrorInjector
+from holdfast.parallel.layout import Layout
+from holdfast.rerun.attempt import Call, Suspect
+from holdfast.rerun.kept_trees import keep_tree, revive_tree
 from holdfast.rerun.replay import ReplayableBatches
-from holdfast.rerun.rules import Learned
-from holdfast.rerun.states import Event, Mode, State, next_state
-from holdfast.rerun.statistics import DeterminismStatistics
-from holdfast.state import OptionalPart, Stored, StoredPart
-from holdfast.state.coordinates import PerRankRequest, PerRankSource, PickedPerRank
-from holdfast.state.markers import PerRank
+from holdfast.state.coordinates import PerRankRequest, PerRankSource, parse_label
+from holdfast.state.markers import coordinate_label
 
-_RECORD = "record"
+_VERSION = 1
 
 
-class MachineEntry(OptionalPart):
-    """What of a machine is in a checkpoint: one tensor of bytes for each rank.
+class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A suspect value; the value as `keep_tree` makes it."""
 
-    Its key and shape are the same whether or not a fault is pending. A disabled machine stores
-    nothing. A load neither refuses a checkpoint without the entry nor one of another layout: what
-    rules have learned is then taken from a rank of the same pipeline stage, and a pending fault is
-    dropped with one message.
+    call: str
+    occurrence: int
+    why: str
+    fatal: bool
+    tolerance: float
+    value: Any
+
+    @classmethod
+    def of(cls, call: Call, suspect: Suspect, *, codecs: Codecs) -> SuspectRecord:
+        """Return the record of a suspect; `PendingFault.suspects_by_call` is the way back."""
+        return cls(
+            call=call.name,
+            occurrence=call.occurrence,
+            why=suspect.why,
+            fatal=suspect.fatal,
+            tolerance=suspect.tolerance,
+            value=keep_tree(suspect.value, path=f"value '{call.name}'", codecs=codecs),
+        )
+
+
+class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault without a verdict as one rank knows it, and what its rerun needs.
+
+    Args:
+        fault: its id, the same on all ranks.
+        step: that was bad.
+        rank, coordinate, host, device: of the rank that has written this.
+        suspects: the values of this rank that were bad twice.
+        batches: of the step, see `ReplayableBatches.kept`; None if the loop takes none from the
+            machine.
+        replayed: what `Replayed.kept` returns, of the start of the step.
     """
 
-    _codecs: Codecs
+    fault: str
+    step: int
+    rank: int
+    coordinate: str
+    host: str
+    device: str
+    suspects: list[SuspectRecord]
+    batches: list[Any] | None
+    replayed: Any
 
-    def __init__(
-        self,
-        groups: ProcessGroups,
-        *,
-        mode: Mode,
-        injector: ErrorInjector | None,
-        note: Callable[[str], None],
-    ) -> None:
-        self.groups = groups
-        self.mode = mode
-        self.state = State.NOT_RUNNING_YET
-        """Where the machine is."""
-        self.fault: FaultRecord | None = None
-        """The pending fault, as this rank knows it."""
-        self.learned = Learned()
-        self.statistics = DeterminismStatistics()
-        self._injector = injector
-        self._note = note
-        self._kept = b""
-        """Of a pending fault, see `KeptData`."""
-        self._judged: set[str] = set()
-        """Faults whose verdict is known, by id."""
-        self._is_left = False
-        """Whether the step of the fault is skipped, and its kept batches are to be taken."""
-        self._slot = RecordSlot()
-        self._batches: object = None
-        self._is_own_layout = True
-
-    @property
-    def has_entry(self) -> bool:
-        """Whether it is saved and loaded: not while it is disabled."""
-        return self.mode is not Mode.DISABLED
-
-    def tree(self) -> object:
-        """This rank's record."""
-        head = Head(
-            learned=self.learned.state_dict(),
-            injector=None if self._injector is None else self._injector.state_dict(),
-            statistics=self.statistics.state_dict(),
-            fault=self.fault,
-        )
-        batches = self._batches
-
-        def reserve() -> int:
-            return 2 * batches.kept_nbytes if isinstance(batches, ReplayableBatches) else 0
-
-        record = self._slot.fill(head, self._kept, reserve=reserve)
-        return PerRank({_RECORD: record}, axes=DENSE_AXES, missing="keep", surplus="drop")
-
-    def template(self, stored: StoredPart) -> object:
-        """The record of this rank, or those that another layout can learn from."""
-        del stored
-        return PickedPerRank(
-            Stored(), axes=DENSE_AXES, missing="keep", surplus="drop", pick=self._pick
-        )
-
-    def restore(self, tree: object) -> None:
-        """Take what was loaded; see the class."""
-        if not isinstance(tree, Mapping):
-            return
-        try:
-            records = {label: read_record(each[_RECORD]) for label, each in tree.items()}
-            self._forget_fault()
-            if not self._is_own_layout:
-                self._take_learned(records)
-                return
-            ((head, kept),) = records.values()
-            self.learned.load_state_dict(head.learned)
-            self.statistics.load_state_dict(head.statistics)
-            if self._injector is not None and head.injector is not None:
-                self._injector.load_state_dict(head.injector)
-        except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as error:
-            self._say(
-                f"the machine's entry in the checkpoint cannot be read, and is left: "
-                f"{type(error).__name__}: {error}"
+    def suspects_by_call(self, *, codecs: Codecs) -> dict[Call, Suspect]:
+        """Return the suspects with their values."""
+        return {
+            Call(each.call, each.occurrence): Suspect(
+                value=revive_tree(each.value, path=f"value '{each.call}'", codecs=codecs),
+                why=each.why,
+                fatal=each.fatal,
+                tolerance=each.tolerance,
             )
-            return
-        if head.fault is None:
-            return
-        if self.mode is not Mode.VALIDATE_RESULTS:
-            self._say(
-                f"the checkpoint holds a pending fault of step {head.fault.step}; in mode "
-                f"{self.mode.value} it is dropped"
-            )
-            return
-        self.fault, self._kept = head.fault, kept
-        self._enter(Event.LOADED)
+            for each in self.suspects
+        }
 
-    def _pick(self, request: PerRankRequest) -> PerRankSource:
-        """Which records this rank reads, and whether they are of its own layout."""
-        source, self._is_own_layout = pick_records(request)
-        return source
-
-    def _take_learned(self, records: Mapping[str, tuple[Head, bytes]]) -> None:
-        """Take what other coordinates have learned, and drop the fault."""
-        learned: dict[str, Any] = {}
-        for head, _ in records.values():
-            learned = head.learned | learned
-        self.learned.load_state_dict(learned)
-        faults = [head.fault for head, _ in records.values() if head.fault is not None]
-        if faults:
-            text = (
-                f"the checkpoint holds a pending fault of step {faults[0].step} under another "
-                f"layout, where its ranks do not exist: it is dropped, and the run goes on"
-            )
-            if faults[0].has_batches:
-                text += (
-                    " (a source of batches that was saved behind those of the step goes on there; "
-                    "one that counts finished steps begins with them)"
-                )
-            self._say(text)
-
-    def _replay_kept(self, fault: FaultRecord, data: bytes, batches: object) -> KeptData:
-        """What is kept of a fault; `batches` begins with those of its step from now on.
+    def replay_batches(self, batches: object) -> None:
+        """Let `batches` start with the kept ones.
 
         Raises:
-            ConfigError: they are none that can be replayed.
+            ConfigError: they cannot be replayed.
         """
-        if fault.has_batches and not isinstance(batches, ReplayableBatches):
+        if self.batches is None:
+            return
+        if not isinstance(batches, ReplayableBatches):
             raise ConfigError(
-                f"step {fault.step}: the checkpoint holds a pending fault and the batches of its "
+                f"step {self.step}: the checkpoint holds a pending fault and the batches of its "
                 f"step, which have to be used again, but `attempts` was given "
                 f"{kind_of(batches)}: give it machine.replayable(iterator)"
             )
-        kept = msgspec.msgpack.decode(data, type=KeptData)
-        if isinstance(batches, ReplayableBatches) and fault.has_batches:
-            batches.decode_kept(kept.batches)
-        return kept
-
-    def _forget_fault(self) -> None:
-        """Go back to between steps, whatever was pending."""
-        self.state, self.fault, self._kept = State.NOT_RUNNING_YET, None, b""
-        self._is_left = False
-
-    def _enter(self, event: Event) -> None:
-        """Go to the state that follows."""
-        self.state = next_state(self.state, event)
-
-    def _say(self, text: str) -> None:
-        """One line for the person, on one rank."""
-        if self.groups.control.is_coordinator:
-            self._note(text)
+        batches.replay_kept(self.batches)
 
 
-class KeptData(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What is kept with a pending fault, in the forms of `holdfast.rerun.replay`.
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank's machine has in a checkpoint; see the top of this file."""
 
-    Args:
-        values: the suspect values, in the order of `FaultRecord.suspects`.
-        batches: those of the step; empty where the loop takes none from the machine.
-        replayed: what `Replayed.encode` returns, of the start of the step.
+    version: int = _VERSION
+    learned: dict[str, Any] = {}
+    injector: dict[str, Any] | None = None
+    statistics: dict[str, Any] = {}
+    fault: PendingFault | None = None
+
+    def tree(self) -> dict[str, Any]:
+        """Return the entry as a tree that a state can hold."""
+        tree = msgspec.structs.asdict(self)
+        if self.fault is not None:
+            suspects = [msgspec.structs.asdict(each) for each in self.fault.suspects]
+            tree["fault"] = msgspec.structs.asdict(self.fault) | {"suspects": suspects}
+        return tree
+
+    @classmethod
+    def of(cls, tree: object) -> Entry:
+        """Return the entry of a tree.
+
+        Raises:
+            CorruptionError: it is not of this form, or of a newer one.
+        """
+        if not isinstance(tree, dict) or tree.get("version") != _VERSION:
+            raise CorruptionError("the entry is of a form that this version does not know")
+        try:
+            return msgspec.convert(tree, cls)
+        except msgspec.ValidationError as error:
+            raise CorruptionError(f"the entry is damaged: {error}") from error
+
+
+def pick_entries(request: PerRankRequest) -> tuple[PerRankSource, bool]:
+    """Which entries a rank reads, and whether it is its own.
+
+    Under another layout it is one of each pipeline stage: a pending fault is of no use there, but
+    what rules have learned is.
     """
+    here = request.here
+    if _is_of_layout(request.stored, layout=request.layout, axes=request.axes, path=request.path):
+        return PerRankSource(labels=(here,), here=here, is_picked=True), True
+    first: dict[int, tuple[list[int], str]] = {}
+    for label in request.stored:
+        at = parse_label(label)
+        stage = at.get("pp", 0)
+        order = [at[axis] for axis in sorted(at) if axis != "pp"], label
+        first[stage] = min(first.get(stage, order), order)
+    labels = tuple(label for _, (_, label) in sorted(first.items()))
+    return PerRankSource(labels=labels, here=here, is_picked=True), False
 
-    values: bytes
-    batches: bytes
-    replayed: bytes = b""
+
+def _is_of_layout(
+    labels: Mapping[str, Any], *, layout: Layout, axes: Sequence[str], path: str
+) -> bool:
+    """Return whether these are the labels of all ranks of a layout."""
+    mine = {coordinate_label(layout, rank, axes, path=path) for rank in layout.ranks}
+    return set(labels) == mine
 
 
 def kind_of(batches: object) -> str:
-    """What a caller has given for batches."""
+    """What a caller has given for batches, in words."""
     return "no batches" if batches is None else f"a {type(batches).__name__}"

@@ -1,7 +1,7 @@
 """The report of a machine: one JSON object a line, in a file that only the coordinator writes.
 
-It outlives the processes: the verdict on a fault, and how often the run was restarted for it, are
-read from it by the next one.
+It outlives the processes, and it is the one log of rejected values: the verdict on a fault, how
+often the run was restarted for it, and which steps are bad wherever they run are queries over it.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import StorageError
-from holdfast.rerun.lines import append_line
+from holdfast.errors import CorruptionError, StorageError
+from holdfast.rerun.injection import point_of
+from holdfast.rerun.states import Outcome
 
 REPORT_NAME = "report.jsonl"
+_START = b'{"event": '
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultHistory:
-    """What the report says about one fault.
+    """What the report has on one fault.
 
     Args:
         verdict: the final one; empty while there is none.
-        num_restarts: how often it was begun to rerun from its checkpoint.
+        num_restarts: starts that have run its step again.
     """
 
     verdict: str = ""
@@ -42,7 +43,7 @@ class Journal:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Nothing is read or written yet."""
+        """Read and write nothing yet."""
         self.path = directory / REPORT_NAME
 
     def append(self, event: str, fields: Mapping[str, Any]) -> None:
@@ -52,8 +53,18 @@ class Journal:
             StorageError: the file cannot be written.
         """
         record = {"event": event, "time": round(time.time(), 3), **fields}
+        line = json.dumps(record, allow_nan=False, ensure_ascii=False)
         try:
-            append_line(self.path, json.dumps(record, allow_nan=False, ensure_ascii=False))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                # The half line of a process that died stays a line; this one starts a new one.
+                if file.seek(0, os.SEEK_END) > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        file.write(b"\n")
+                file.write(line.encode(errors="backslashreplace") + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise StorageError(
                 f"the rerun report {self.path} cannot be written ({error.strerror}); give the "
@@ -61,13 +72,14 @@ class Journal:
             ) from error
 
     def events(self) -> list[dict[str, Any]]:
-        """Every event so far, in order; lines that are no event, of a torn write, are left out.
+        """Every event so far, in order, without lines that a dying process has left half written.
 
         Raises:
             StorageError: the file is there and cannot be read.
+            CorruptionError: a line is neither an event nor the start of one; the message names it.
         """
         try:
-            lines = self.path.read_bytes().splitlines()
+            lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -75,31 +87,89 @@ class Journal:
                 f"the rerun report {self.path} cannot be read ({error.strerror})"
             ) from error
         events = []
-        for line in lines:
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("event"), str):
-                    events.append(record)
+        for number, line in enumerate(lines, start=1):
+            event = _parse(line)
+            if event is not None:
+                events.append(event)
+            elif not _is_torn(line):
+                raise CorruptionError(
+                    f"line {number} of the rerun report {self.path} is not an event: "
+                    f"{line[:80].decode(errors='replace')!r}; remove the line, or name another "
+                    f"directory"
+                )
         return events
 
     def history_of(self, fault: str) -> FaultHistory:
-        """What is recorded of a fault, by its id."""
+        """Return what is recorded of a fault, by its id."""
         mine = [each for each in self.events() if each.get("fault") == fault]
         verdicts = [str(each["verdict"]) for each in mine if each["event"] == "verdict"]
         restarts = sum(each["event"] == "restart" for each in mine)
         return FaultHistory(verdict=verdicts[-1] if verdicts else "", num_restarts=restarts)
 
+    def verdicts(self) -> tuple[list[str], list[str]]:
+        """Return the points whose values were judged (see `point_of`), and the ids of the faults.
+
+        An injector leaves such points alone; a step of such a fault may be skipped.
+        """
+        verdicts = [event for event in self.events() if event["event"] == "verdict"]
+        points = [
+            point_of(event["step"], each["coordinate"], each["call"], each["occurrence"])
+            for event in verdicts
+            for each in event["values"]
+        ]
+        return points, [str(event["fault"]) for event in verdicts]
+
+    def steps_to_skip(self) -> frozenset[int]:
+        """Return the steps that one rank has rejected in two or more jobs: the data is bad.
+
+        Several ranks that reject a step in one job count once each: they share one cause, which may
+        have been a fault. A value that is bad again on the device of before says nothing new.
+        """
+        jobs: dict[tuple[int, int], set[str]] = {}
+        for event in self.events():
+            for each in _rejected_in(event):
+                jobs.setdefault((each["rank"], event["step"]), set()).add(event["job"])
+        return frozenset(step for (_, step), seen in jobs.items() if len(seen) > 1)
+
 
 def read_report(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a machine's report, in order: for scripts that act on verdicts.
+    """Return the events of a machine's report, in order: for scripts that act on verdicts.
 
     Args:
         directory: of the machine.
 
     Raises:
         StorageError: there is none, or it cannot be read.
+        CorruptionError: as of `Journal.events`.
     """
     journal = Journal(Path(directory))
     if not journal.path.exists():
         raise StorageError(f"{directory} has no {REPORT_NAME}: name the directory of a machine")
     return journal.events()
+
+
+def _rejected_in(event: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The values of an event that speak against the data of its step."""
+    if event["event"] == "rejected":
+        yield from event["values"]
+    elif event["event"] in ("rerun_in_place", "rerun_from_checkpoint"):
+        for each in event["values"]:
+            if Outcome(each["outcome"]).is_bad and not each["is_same_device"]:
+                yield each
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The event of a line; None if it is not one."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_event = isinstance(record, dict) and isinstance(record.get("event"), str)
+    return record if is_event else None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line is what a dying process, or power loss, leaves of an event."""
+    line = line.rstrip(b"\0").strip()
+    is_start = line.startswith(_START) or _START.startswith(line)
+    return (is_start and not line.endswith(b"}")) or not line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,9 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
-from holdfast.rerun.batch_copies import copy_batch
-from holdfast.rerun.kept_batches import Drawn, check_encodable, decode_batches, encode_batches
-from holdfast.rerun.sparse_tensors import is_sparse, is_strided
+from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
 from holdfast.state import RNG
 
 Hook = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -74,7 +73,7 @@ class Replayed:
         self._taken = _Snapshot(
             streams=[stream.capture() for stream in self._streams],
             buffers=[_Buffers(each) for each in self._submodules()],
-            hooks=[copy_batch(save()) for save, _ in self._hooks],
+            hooks=[_copy_of(save()) for save, _ in self._hooks],
         )
 
     def restore(self) -> None:
@@ -89,56 +88,55 @@ class Replayed:
         for buffers in taken.buffers:
             buffers.restore()
         for (_, restore), state in zip(self._hooks, taken.hooks, strict=True):
-            restore(copy_batch(state))
+            restore(_copy_of(state))
         # Last: anything above may draw.
         for stream, states in zip(self._streams, taken.streams, strict=True):
             stream.reset(states)
 
-    def check_encodable(self, *, codecs: Codecs) -> None:
-        """Refuse buffers that `encode` could not keep, before a fault needs them.
+    def kept(self, *, codecs: Codecs) -> object:
+        """What was taken of streams, and of buffers that no state dict has, as `keep_tree` does.
+
+        For another process: the state has everything else.
 
         Raises:
-            ConfigError: naming module, buffer and type, and the fix.
+            ConfigError: naming module, buffer and type of what cannot be kept, and the fix.
 
-        Cost: one pass over the buffers that no state dict has; none is copied.
-        """
-        taken = self._taken
-        for each in () if taken is None else taken.buffers:
-            for name, value in each.unsaved().items():
-                where = f"buffer '{name}' of a {each.module_name}"
-                check_encodable([Drawn(value)], codecs=codecs, what=where)
-
-    def encode(self, *, codecs: Codecs) -> bytes:
-        """What was taken of streams and of buffers that no state dict has, for another process.
-
-        Raises:
-            ConfigError: as `check_encodable`.
+        Cost: copies of these buffers.
         """
         taken = self._taken
         if taken is None:
-            raise ConfigError("Replayed.encode before take: there is nothing to keep")
-        buffers: dict[str, torch.Tensor] = {}
-        for index, each in enumerate(taken.buffers):
-            buffers |= {f"{index}.{name}": value for name, value in each.unsaved().items()}
-        tree = {"streams": [dict(states) for states in taken.streams], "buffers": buffers}
-        return encode_batches([Drawn(tree)], codecs=codecs)
+            raise ConfigError("Replayed.kept before take: there is nothing to keep")
+        buffers = {
+            str(index): {
+                name: keep_tree(
+                    value, path=f"buffer '{name}' of a {each.module_name}", codecs=codecs
+                )
+                for name, value in each.unsaved().items()
+            }
+            for index, each in enumerate(taken.buffers)
+        }
+        streams = [dict(states) for states in taken.streams]
+        return {
+            "streams": keep_tree(streams, path="random streams", codecs=codecs),
+            "buffers": {index: each for index, each in buffers.items() if each},
+        }
 
-    def decode(self, data: bytes, *, codecs: Codecs) -> None:
-        """Set streams and unsaved buffers to what another process has taken.
+    def replay_kept(self, kept: Any, *, codecs: Codecs) -> None:
+        """Set streams and unsaved buffers to what `kept` gave in another process.
 
-        Streams of other generators than here, and buffers of other names or shapes, are left.
+        Streams of other generators than here, and buffers of other names or shapes, stay.
         """
-        if not data:
-            return
-        (drawn,) = decode_batches(data, codecs=codecs)
-        tree: Any = drawn.batch
         for index, each in enumerate(self._submodules()):
+            stored = kept["buffers"].get(str(index), {})
             for name, buffer in each.named_buffers(recurse=False):
-                stored = tree["buffers"].get(f"{index}.{name}")
-                if stored is not None and stored.shape == _local(buffer).shape:
-                    _assign(_local(buffer), stored)
-        if len(tree["streams"]) == len(self._streams):
-            for stream, states in zip(self._streams, tree["streams"], strict=True):
+                if name not in stored:
+                    continue
+                value = revive_tree(stored[name], path=f"buffer '{name}'", codecs=codecs)
+                if value.shape == _local(buffer).shape:
+                    _assign(_local(buffer), value)
+        streams = revive_tree(kept["streams"], path="random streams", codecs=codecs)
+        if len(streams) == len(self._streams):
+            for stream, states in zip(self._streams, streams, strict=True):
                 known = stream.capture()
                 stream.reset({name: state for name, state in states.items() if name in known})
 
@@ -223,6 +221,17 @@ class _Buffers:
     def unsaved(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that are not persistent."""
         return {name: _local(each) for name, each in self._copies.items() if name in self._unsaved}
+
+
+def _copy_of(state: Any) -> Any:
+    """A copy of what a hook has returned; it never leaves the process, so it may be anything."""
+    try:
+        return copy.deepcopy(state)
+    except Exception as error:
+        raise ConfigError(
+            f"what a hook of Replayed has returned, a {type(state).__qualname__}, cannot be "
+            f"copied: {type(error).__name__}: {error}; return plain values and detached tensors"
+        ) from error
 
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:

@@ -11,9 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.rerun.comparison import describe
-from holdfast.rerun.sparse_tensors import is_sparse
-from holdfast.rerun.values import Value, plain_tensor
+from holdfast.rerun.kept_trees import is_sparse
+from holdfast.rerun.values import Value, describe, plain_tensor
 
 
 @runtime_checkable
@@ -201,6 +200,8 @@ class Learned:
     def __init__(self) -> None:
         """Nothing is learned yet."""
         self._accepted: dict[str, list[float]] = {}
+        self._windows: dict[str, int] = {}
+        """How many are kept of each call."""
         self._staged: list[tuple[str, float, int]] = []
 
     def of(self, name: str) -> Sequence[float]:
@@ -225,6 +226,7 @@ class Learned:
         """Learn what is staged: the step is accepted."""
         for name, size, window in self._staged:
             accepted = self._accepted.setdefault(name, [])
+            self._windows[name] = window
             accepted.append(size)
             del accepted[:-window]
         self._staged.clear()
@@ -233,9 +235,18 @@ class Learned:
         """Forget what is staged: the step is run again, or given up."""
         self._staged.clear()
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """Plain lists of floats by the name of the call; what is only staged is not in it."""
-        return {name: list(sizes) for name, sizes in self._accepted.items()}
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Magnitudes by the name of the call, without what is only staged.
+
+        Each tensor is as long as the window of its rule, filled up with NaN, which is never
+        learned: so its shape is the same in every save.
+        """
+        return {
+            name: torch.tensor(
+                [*sizes, *[math.nan] * (self._windows[name] - len(sizes))], dtype=torch.float64
+            )
+            for name, sizes in self._accepted.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what another process learned, in the place of everything here.
@@ -243,15 +254,15 @@ class Learned:
         Raises:
             CorruptionError: It is not what `state_dict` makes. Nothing has changed then.
         """
-        accepted = {}
         for name, sizes in state.items():
-            if not isinstance(sizes, list) or not all(type(size) is float for size in sizes):
+            is_known = isinstance(sizes, torch.Tensor) and sizes.dtype == torch.float64
+            if not is_known or sizes.dim() != 1:
                 raise CorruptionError(
-                    f"what the call {name!r} has learned is no list of floats in this checkpoint; "
-                    f"load an older one, or go on without it"
+                    f"what the call {name!r} has learned is not a list of numbers in this "
+                    f"checkpoint; load an older one, or continue without it"
                 )
-            accepted[name] = list(sizes)
-        self._accepted = accepted
+        self._accepted = {name: sizes[~sizes.isnan()].tolist() for name, sizes in state.items()}
+        self._windows = {name: len(sizes) for name, sizes in state.items()}
         self._staged.clear()
 
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.rerun.attempt import Call
+from holdfast.rerun.values import Value, relative_difference
+
 _SMALLEST_DECADE = -17
 _LARGEST_DECADE = 0
 _BEYOND = "inf"
@@ -83,6 +86,14 @@ class DeterminismStatistics:
     def add(self, name: str, difference: float) -> None:
         """Count one comparison of a call; infinite where it was made in one of the runs only."""
         self._calls.setdefault(name, _Differences()).add(difference)
+
+    def compare(self, first: Mapping[Call, Value], second: Mapping[Call, Value]) -> None:
+        """Count the values of two runs of a step, by validation call."""
+        for call in {**first, **second}:
+            difference = math.inf
+            if call in first and call in second:
+                difference = relative_difference(first[call], second[call])
+            self.add(call.name, difference)
 
     @property
     def is_identical(self) -> bool:

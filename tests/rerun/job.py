@@ -7,6 +7,7 @@ one another as a scheduler would start them, until the last step or an end of an
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -221,12 +222,11 @@ class Job:
         return (None, None), saves, None, params, consumed
 
 
-def save_entry(machine: RerunMachine) -> torch.Tensor:
-    """The tensor that a checkpoint would hold of a machine."""
-    (record,) = machine.tree().tree.values()  # type: ignore[attr-defined]
-    return record.clone()
+def save_entry(machine: RerunMachine) -> dict[str, Any]:
+    """What a checkpoint would hold of a machine."""
+    return copy.deepcopy(machine.tree().tree)  # type: ignore[attr-defined, no-any-return]
 
 
-def load_entry(machine: RerunMachine, record: torch.Tensor) -> None:
+def load_entry(machine: RerunMachine, entry: dict[str, Any]) -> None:
     """What a load under the same layout does."""
-    machine.restore({"here": {"record": record}})
+    machine.restore({"here": copy.deepcopy(entry)})

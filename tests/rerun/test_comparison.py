@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.rerun.comparison import describe, relative_difference
-from holdfast.rerun.values import Value
+from holdfast.rerun.values import Value, describe, relative_difference
 
 INF, NAN = math.inf, math.nan
 FLOAT_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -226,7 +225,8 @@ def test_forms_of_one_value_are_equal() -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
     assert relative_difference(quantized, torch.ones(3)) == 0.0
     meta = torch.empty(3, device="meta")
-    assert relative_difference(meta, meta) == INF
+    with pytest.raises(ConfigError, match="without data"):
+        relative_difference(meta, meta)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert relative_difference(nested, nested.clone()) == 0.0
     assert relative_difference(nested, nested * 2) == pytest.approx(0.5)
@@ -262,11 +262,11 @@ def test_a_difference_in_a_later_chunk_counts() -> None:
     assert relative_difference(first, second) == 0.5
 
 
-@pytest.mark.parametrize("value", ["1.0", None, [1.0], np.ones(2)])
+@pytest.mark.parametrize("value", ["1.0", None, [1.0], np.array(["x"])])
 def test_what_is_no_value_is_refused_by_type(value: object) -> None:
     with pytest.raises(ConfigError, match=type(value).__name__):
         relative_difference(value, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="number or a tensor"):
+    with pytest.raises(ConfigError, match=r"a number or a tensor|of numbers"):
         describe(value)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Devices, the tracker's file, injected errors, statistics, and what is brought back."""
+"""Devices, the report, injected errors, statistics, and what is brought back."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from holdfast.rerun import (
     ErrorInjector,
     NotFinite,
     Replayed,
-    Tracker,
+    read_report,
 )
+from holdfast.rerun.journal import Journal
 
 A, B = DeviceIdentity(host="h", uuid="A"), DeviceIdentity(host="h", uuid="B")
 
@@ -44,28 +45,45 @@ def test_devices_are_the_same_by_their_own_name(monkeypatch: pytest.MonkeyPatch)
     assert DeviceIdentity.of(torch.device("cpu")).uuid == "GPU-7"
 
 
+def rejected(journal: Journal, *values: tuple[int, int, str]) -> None:
+    """Record values (rank, step, job) as a machine does."""
+    for rank, step, job in values:
+        journal.append("rejected", {"job": job, "step": step, "values": [{"rank": rank}]})
+
+
 def test_a_step_is_skipped_after_two_jobs_on_one_rank(tmp_path: Path) -> None:
     """D18: not after several ranks in one job, nor one rank twice in one job."""
-    tracker = Tracker(tmp_path / "deep" / "tracker.jsonl")
-    assert tracker.steps_to_skip() == frozenset()
-    for rank, step, job in ((0, 5, "a"), (1, 5, "a"), (0, 5, "a"), (2, 6, "a"), (3, 6, "b")):
-        tracker.record(rank, step, job)
-    assert tracker.steps_to_skip() == frozenset()
-    tracker.record(1, 5, "b")
-    assert tracker.steps_to_skip() == {5}
+    journal = Journal(tmp_path / "deep")
+    assert journal.steps_to_skip() == frozenset()
+    rejected(journal, (0, 5, "a"), (1, 5, "a"), (0, 5, "a"), (2, 6, "a"), (3, 6, "b"))
+    assert journal.steps_to_skip() == frozenset()
+    rejected(journal, (1, 5, "b"))
+    assert journal.steps_to_skip() == {5}
 
 
-def test_a_torn_line_of_the_tracker_is_left_and_another_one_named(tmp_path: Path) -> None:
-    """What a dying process leaves does no harm; a file that is none is refused."""
-    tracker = Tracker(tmp_path / "t")
-    tracker.record(0, 5, "a")
-    with tracker.path.open("a") as file:
-        file.write('{"rank": 0, "st\n{"ra')
-    tracker.record(0, 5, "b")
-    assert tracker.steps_to_skip() == {5}
-    tracker.path.write_text('{"rank": 0, "step": 5, "job": "a"}\nskip 17\n')
-    with pytest.raises(CorruptionError, match=r"line 2 .*skip 17"):
-        tracker.steps_to_skip()
+def test_a_rerun_counts_as_a_rejection_only_on_another_device(tmp_path: Path) -> None:
+    """D18: bad again on the same device says nothing of the data; a good value says none."""
+    journal = Journal(tmp_path)
+    rejected(journal, (0, 5, "a"), (0, 6, "a"), (0, 7, "a"))
+    for step, outcome, is_same in ((5, "changed", False), (6, "good", False), (7, "changed", True)):
+        value = {"rank": 0, "outcome": outcome, "is_same_device": is_same}
+        journal.append("rerun_from_checkpoint", {"job": "b", "step": step, "values": [value]})
+    assert journal.steps_to_skip() == {5}
+
+
+def test_a_torn_line_of_the_report_is_left_and_another_one_named(tmp_path: Path) -> None:
+    """What a dying process leaves does no harm; a line that is not an event is refused."""
+    journal = Journal(tmp_path)
+    rejected(journal, (0, 5, "a"))
+    with journal.path.open("a") as file:
+        file.write('{"event": "rejec\n{"ev\n\0\0\0')
+    rejected(journal, (0, 5, "b"))
+    assert journal.steps_to_skip() == {5}
+    assert len(read_report(tmp_path)) == 2
+    with journal.path.open("a") as file:
+        file.write("skip 17\n")
+    with pytest.raises(CorruptionError, match=r"line 6 .*skip 17"):
+        journal.steps_to_skip()
 
 
 @pytest.mark.parametrize("kind", ["transient_error", "persistent_error", "correct_result"])
@@ -183,9 +201,9 @@ def test_streams_and_unsaved_buffers_reach_another_process() -> None:
     model.queue.fill_(7)
     replayed, elsewhere = Replayed(modules=[model]), Replayed(modules=[other])
     replayed.take()
-    data = replayed.encode(codecs=Codecs())
+    kept = replayed.kept(codecs=Codecs())
     draw = torch.rand(3)
-    elsewhere.decode(data, codecs=Codecs())
+    elsewhere.replay_kept(kept, codecs=Codecs())
     assert torch.equal(torch.rand(3), draw)
     assert torch.equal(other.queue, model.queue)
 
@@ -260,12 +278,11 @@ def test_buffers_of_other_layouts_are_brought_back(layout: str) -> None:
         assert torch.equal(elements(), expected)
     if layout in ("mkldnn", "nested"):
         with pytest.raises(ConfigError, match=r"buffer 'form' of a Module: a tensor .*Codec"):
-            replayed.check_encodable(codecs=Codecs())
+            replayed.kept(codecs=Codecs())
         return
-    replayed.check_encodable(codecs=Codecs())
-    data = replayed.encode(codecs=Codecs())
+    kept = replayed.kept(codecs=Codecs())
     model.form = make(torch.zeros(4, 4))
-    Replayed(modules=[model]).decode(data, codecs=Codecs())
+    Replayed(modules=[model]).replay_kept(kept, codecs=Codecs())
     assert torch.equal(elements(), expected)
 
 

@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 from holdfast import Checkpointer, Layout, PerRank, ProcessGroups
-from holdfast.errors import ConfigError, DriftError, FaultError
+from holdfast.arrays.boxes import Box
+from holdfast.errors import ConfigError, CorruptionError, DriftError, FaultError
 from holdfast.format.names import step_dir
+from holdfast.format.reader import Snapshot
+from holdfast.format.verify import verify_snapshot
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.rerun import (
     DeviceIdentity,
@@ -31,6 +33,7 @@ from holdfast.rerun import (
     State,
     read_report,
 )
+from holdfast.storage import PosixStorage
 from tests.harness import RankContext, run_ranks
 from tests.rerun.threads import ThreadGroups, run_threads
 
@@ -100,6 +103,7 @@ class Loop:
                 inputs.fill_(math.nan)  # a program may do with its batch as it likes
                 value = next(runs, loss.item())
                 self.machine.validate("loss", value, NotFinite(), fatal=fatal)
+                self.machine.validate("spike", 1.0, Spike(num_samples=2, window=7))
             if self.machine.decision.exit_code is not None:
                 return
             self.optimizer.step()
@@ -123,8 +127,14 @@ def equal(first: Loop, second: Loop) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.params(), second.params(), strict=True))
 
 
+def entry_leaves(root: Path, step: int) -> dict[str, list[Any]]:
+    """Key -> dtype and shape of a machine's leaves in a checkpoint."""
+    manifest = json.loads((root / step_dir(step) / "manifest.json").read_bytes())
+    return {each[0]: each[1:3] for each in manifest["tensors"] if each[0].startswith("rerun")}
+
+
 def test_a_steady_and_a_fault_save_of_one_step(groups: ProcessGroups, tmp_path: Path) -> None:
-    """D1, D2: both are there; the entry has the same key and shape; plans are reused."""
+    """D1, D2: both are there; the entry has the same leaves but the fault's; one plan for all."""
     loop = Loop(groups, tmp_path)
     for step in (1, 2, 3):
         loop.run(step)
@@ -134,21 +144,53 @@ def test_a_steady_and_a_fault_save_of_one_step(groups: ProcessGroups, tmp_path: 
     assert loop.machine.state is State.WILL_RERUN_FROM_CHECKPOINT
     assert (loop.machine.decision.exit_code, loop.machine.decision.save) == (16, True)
     loop.save_fault()
-    # The same checkpointer could have taken it as well: its plan is used again.
+    # The same checkpointer takes it as well: its plan is made again once, for the leaves of the
+    # fault, and once more when the fault has gone.
     loop.checkpointer.save(3, loop.state(), overwrite=True)
-    assert loop.checkpointer.stats.num_plan_reuses == 3
-    tables = []
-    for root, step in ((tmp_path / "good", 2), (loop.machine.checkpoints, 3)):
-        manifest = json.loads((root / step_dir(step) / "manifest.json").read_bytes())
-        tables.append([each for each in manifest["tensors"] if each[0].startswith("rerun")])
-    assert tables[0] == tables[1]
-    assert len(tables[0]) == 1
+    assert loop.checkpointer.stats.num_plan_reuses == 2
+    after = Loop(groups, tmp_path, device="B")
+    after.load(tmp_path / "good")
+    assert after.machine.fault is not None
+    after.run(4, {3: [math.nan]})
+    assert after.machine.decision.exit_code == 19
+    after.checkpointer.save(5, after.state())
+    good = [entry_leaves(tmp_path / "good", step) for step in (2, 3, 5)]
+    assert good[0] == good[2]
+    assert set(good[0]) == {"rerun[cp=0,dp=0,pp=0,tp=0].learned.spike"}
+    for leaves in (good[1], entry_leaves(loop.machine.checkpoints, 3)):
+        assert {key: leaves[key] for key in good[0]} == good[0]
+        (batch,) = [key for key in leaves if ".fault.batches." in key]
+        assert batch == "rerun[cp=0,dp=0,pp=0,tp=0].fault.batches.0.batch.v"
+        assert leaves[batch] == ["F32", [8, 4]]
     resumed = Loop(groups, tmp_path, device="B")
     resumed.load(loop.machine.checkpoints)
     assert resumed.machine.state is State.WILL_RERUN_FROM_CHECKPOINT
     assert resumed.machine.fault is not None
     assert (resumed.machine.fault.step, resumed.machine.fault.device) == (3, "A")
     loop.checkpointer.close()
+
+
+def test_kept_batches_are_leaves_with_digests(groups: ProcessGroups, tmp_path: Path) -> None:
+    """D2: `verify` and a load find a damaged byte of a batch, by the batch's key."""
+    loop = Loop(groups, tmp_path)
+    loop.run(4, {3: [math.nan, math.nan]})
+    loop.save_fault()
+    storage = PosixStorage(loop.machine.checkpoints)
+    key = "rerun[cp=0,dp=0,pp=0,tp=0].fault.batches.0.batch.v"
+    with Snapshot.open(storage, step_dir(3)) as snapshot:
+        kept = bytearray(8 * 4 * 4)
+        snapshot.read_box(key, Box((0, 0), (8, 4)), memoryview(kept))
+    assert kept == torch.full((8, 4), 4.0).numpy().tobytes()
+    assert not verify_snapshot(storage, step_dir(3))
+    (data,) = (loop.machine.checkpoints / step_dir(3) / "data").iterdir()
+    content = bytearray(data.read_bytes())
+    at = content.index(kept)
+    content[at] ^= 1
+    data.write_bytes(content)
+    (damage,) = verify_snapshot(storage, step_dir(3))
+    assert damage.key == key
+    with pytest.raises(CorruptionError):
+        Loop(groups, tmp_path, device="B").load(loop.machine.checkpoints)
 
 
 def test_a_persistent_error_names_its_device(groups: ProcessGroups, tmp_path: Path) -> None:
@@ -368,9 +410,8 @@ def test_an_entry_that_cannot_be_read_is_left_with_one_line(
     """As a later version may write it: the run resumes, and is told."""
     first = Loop(groups, tmp_path)
     first.run(2)
-    data = b"HFRERUN9" if odd is None else _record_of(odd)
-    record = torch.frombuffer(bytearray(data.ljust(1 << 16, b"\0")), dtype=torch.uint8)
-    entry = PerRank({"record": record}, axes=DENSE_AXES)
+    tree = {"version": 1, "fault": None} | odd if odd is not None else {"version": 9}
+    entry = PerRank(tree, axes=DENSE_AXES)
     with Checkpointer(tmp_path / "good", groups=groups) as checkpointer:
         checkpointer.save(2, first.state() | {"rerun": entry})
     injector = ErrorInjector(10**9)
@@ -382,11 +423,6 @@ def test_an_entry_that_cannot_be_read_is_left_with_one_line(
     assert not resumed.machine.learned.state_dict()
     resumed.run(4)
     assert resumed.machine.decision.exit_code is None
-
-
-def _record_of(head: dict[str, Any]) -> bytes:
-    body = msgspec.msgpack.encode(head)
-    return b"HFRERUN1" + len(body).to_bytes(8, "little") + bytes(8) + body
 
 
 def test_both_runs_of_a_compared_step_need_the_same_batches(
@@ -536,20 +572,19 @@ def test_injected_errors_drive_it_all(groups: ProcessGroups, tmp_path: Path, kin
 
 def test_a_step_that_is_bad_everywhere_is_skipped(groups: ProcessGroups, tmp_path: Path) -> None:
     """D18: rejected in two jobs on one rank; several ranks in one job are not enough."""
-    tracker = tmp_path / "tracker.jsonl"
-    loop = Loop(groups, tmp_path, tracker=tracker)
+    loop = Loop(groups, tmp_path, skip_rejected=True)
     loop.run(4, {3: [math.nan, math.nan]})
     loop.save_fault()
-    again = Loop(groups, tmp_path, tracker=tracker, device="B")
+    again = Loop(groups, tmp_path, skip_rejected=True, device="B")
     again.load(loop.machine.checkpoints)
     assert not again.machine.skips(3)
     again.run(4, {3: [math.nan]})
     assert again.machine.decision.exit_code == 19
-    third = Loop(groups, tmp_path, tracker=tracker, device="B")
+    third = Loop(groups, tmp_path, skip_rejected=True, device="B")
     assert [step for step in range(6) if third.machine.skips(step)] == [3]
     for is_rewound in (False, True):
         # The scheduler starts the job again: it goes on from the fault checkpoint, behind the step.
-        fourth = Loop(groups, tmp_path, tracker=tracker, device="B")
+        fourth = Loop(groups, tmp_path, skip_rejected=True, device="B")
         fourth.load(loop.machine.checkpoints)
         assert fourth.step == 3
         source = iter([torch.full((8, 4), float(i)) for i in range(4 if is_rewound else 5, 9)])
@@ -566,7 +601,7 @@ def test_a_step_that_is_bad_everywhere_is_skipped(groups: ProcessGroups, tmp_pat
         machine = RerunMachine(
             own,  # type: ignore[arg-type]
             directory=tmp_path / "several",
-            tracker=tmp_path / "several.jsonl",
+            skip_rejected=True,
             replayed=Replayed(rng=False),
             note=print,
         )
@@ -575,15 +610,16 @@ def test_a_step_that_is_bad_everywhere_is_skipped(groups: ProcessGroups, tmp_pat
         return machine.skips(0)
 
     run_threads(2, several)
-    assert (tmp_path / "several.jsonl").read_text().count("\n") == 2
+    rejected = [e for e in read_report(tmp_path / "several") if e["event"] == "rejected"]
+    assert [len(each["values"]) for each in rejected] == [2]
     assert run_threads(2, lambda own: _skips(own, tmp_path)) == [False, False]
 
 
 def _skips(own: ThreadGroups, tmp_path: Path) -> bool:
     machine = RerunMachine(
         own,  # type: ignore[arg-type]
-        directory=tmp_path / "next",
-        tracker=tmp_path / "several.jsonl",
+        directory=tmp_path / "several",
+        skip_rejected=True,
         note=print,
     )
     return machine.skips(0)
@@ -596,7 +632,7 @@ def _skips(own: ThreadGroups, tmp_path: Path) -> bool:
         ({"name": "other"}, "disagree on name"),
         ({"limits": Limits(max_restarts=1)}, "disagree on limits"),
         ({"report_every": 7}, "disagree on report_every: 100 on ranks 0, 1; 7 on rank 2"),
-        ({"tracker": "t"}, "disagree on tracker"),
+        ({"skip_rejected": True}, "disagree on skip_rejected"),
         ({"mode": "report_determinism_stats", "directory": None}, "disagree on mode"),
     ],
 )
@@ -637,11 +673,9 @@ def test_loops_that_cannot_be_right_are_refused(groups: ProcessGroups, tmp_path:
         RerunMachine(groups)
     batches = RerunMachine(groups, directory=tmp_path / "b", note=print)
     wrapped = batches.replayable(iter([lambda: None]))
-    runs = batches.attempts(0, wrapped)
-    next(runs)
-    next(wrapped)
+    next(batches.attempts(0, wrapped))
     with pytest.raises(ConfigError, match="function"):
-        next(runs)
+        next(wrapped)
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,9 @@ class Untidy:
         (True, {}, "whole number"),
         (2**63, {}, "63 bits"),
         (0, {"name": 3}, r"validate\(3\): a name is a text"),
-        (0, {"rule": lambda value: False}, r"a function is no rule; wrap.*Rejects\(function"),
-        (0, {"rule": NotFinite}, r"a type is no rule"),
+        (0, {"name": "\ud800"}, "a name is a text"),
+        (0, {"rule": lambda value: False}, r"a function is not a rule; wrap.*Rejects\(function"),
+        (0, {"rule": NotFinite}, r"a type is not a rule"),
         (0, {"rule": Untidy()}, r"Untidy.rejects returned False; it returns None, or"),
         (0, {"tolerance": NAN}, "tolerance=nan"),
         (0, {"tolerance": -1}, "tolerance=-1"),
@@ -168,7 +169,7 @@ def test_numbers_of_other_libraries_are_taken_as_numbers(step: Any, tmp_path: Pa
     for load, device, number in ((False, "A", 2), (True, "B", 1)):
         with ProcessGroups.single() as groups:
             machine = RerunMachine(
-                groups, directory=tmp_path, tracker=tmp_path / "tracker",
+                groups, directory=tmp_path, skip_rejected=True,
                 device=DeviceIdentity(host="h", uuid=device),
             )  # fmt: skip
             with Checkpointer(machine.checkpoints, groups=groups) as checkpointer:

@@ -66,6 +66,11 @@ def tensor_node(key: str, *, tag: str = "tensor") -> dict[str, Node]:
     return {TAG: tag, "k": key}
 
 
+def leaf_node(tag: str, **attributes: Any) -> dict[str, Any]:
+    """Return the node of a leaf that a caller's `on_leaf` writes and reads in its own way."""
+    return {TAG: tag, **attributes}
+
+
 def per_rank_node(axes: Iterable[str], values: Mapping[str, Node]) -> dict[str, Node]:
     """A value per coordinate along axes, by the coordinates' labels."""
     return {TAG: "per_rank", "axes": [*axes], "v": dict(values)}

@@ -261,8 +261,7 @@ class BaseTrainer(ABC):
     def _leave_out(self, step: int, *, started: float) -> StepMetrics:
         """Pass over the rows of a step, and update nothing."""
         self._note(
-            f"step {step} is left out: {self.config.rerun.rerun_tracker} has it as rejected in two "
-            f"starts on one rank"
+            f"step {step} is left out: the report has it as rejected in two starts on one rank"
         )
         next(self._batches)
         self.progress.advance()

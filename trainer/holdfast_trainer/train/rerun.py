@@ -109,7 +109,7 @@ def make_machine(
         replayed=replayed,
         device=device,
         limits=Limits(max_restarts=rerun.rerun_max_restarts),
-        tracker=rerun.rerun_tracker,
+        skip_rejected=rerun.rerun_skip_rejected,
         injector=injector,
         report_every=rerun.rerun_report_interval,
         codecs=Codecs(dataclasses=[DigitBatch]),

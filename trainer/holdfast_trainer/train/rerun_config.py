@@ -20,8 +20,8 @@ class RerunConfig:
     """validate_results: run a step with a bad value again, in place and then on another device, and
     end with an exit code that names the cause. report_determinism_stats: run every step twice and
     compare. disabled: a bad value ends the run."""
-    rerun_tracker: Path | None = None
-    """File of rejected steps: one that is rejected in two starts on one rank is left out."""
+    rerun_skip_rejected: bool = False
+    """Leave out a step that was rejected in two starts on one rank, by the machine's report."""
     rerun_max_restarts: int = 3
     """Starts from one fault checkpoint after which its fault stays undecided."""
     rerun_report_interval: int = 100
@@ -63,7 +63,7 @@ def check_rerun(rerun: RerunConfig, *, save: Path | None) -> None:
             "errors: leave it out, or set --rerun-mode validate_results"
         )
     needs = {
-        "--rerun-tracker": rerun.rerun_tracker is not None,
+        "--rerun-skip-rejected": rerun.rerun_skip_rejected,
         "--rerun-spike-factor": rerun.rerun_spike_factor > 0,
         "--rerun-tolerance": rerun.rerun_tolerance > 0,
         "--error-injection-rate": rerun.error_injection_rate > 0,

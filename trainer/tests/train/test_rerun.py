@@ -20,7 +20,8 @@ from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.optim import LossScaler
 from holdfast.parallel import ProcessGroups
-from holdfast.rerun import ErrorInjector, Tracker, read_report
+from holdfast.rerun import ErrorInjector, read_report
+from holdfast.rerun.journal import Journal
 from holdfast.storage import PosixStorage
 from holdfast_trainer.command import main, parse
 from holdfast_trainer.train.config import CheckpointConfig, LogConfig
@@ -341,13 +342,13 @@ def test_a_step_that_begins_differently_is_no_rerun_of_it(
     assert not [each for each in read_report(alone / "ck/rerun") if each["event"] == "verdict"]
 
 
-def test_a_step_in_the_tracker_file_is_passed_over(
+def test_a_step_that_the_report_has_twice_is_passed_over(
     alone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = Tracker(alone / "tracker")
+    journal = Journal(alone / "ck/rerun")
     for job in ("first", "second"):
-        tracker.record(0, AT, job)
-    words = f"--save ck --jsonl log --rerun-tracker tracker {VALIDATE}"
+        journal.append("rejected", {"job": job, "step": AT, "values": [{"rank": 0}]})
+    words = f"--save ck --jsonl log --rerun-skip-rejected {VALIDATE}"
     assert train(words) == 0
     assert f"step {AT} is left out" in capsys.readouterr().out
     # Its rows are consumed, and nothing is updated: the next step has the rows of its number.
@@ -386,7 +387,7 @@ def test_a_step_whose_fault_was_the_correct_result_is_passed_over_at_the_next_st
 ) -> None:
     """The newest state is that of the fault, whose verdict is known: going on is not rerunning."""
     bad = one_bad_loss("correct_result")
-    words = f"--save ck --load ck --rerun-tracker tracker {bad}"
+    words = f"--save ck --load ck --rerun-skip-rejected {bad}"
     assert train(words, save_interval=100) == 16
     monkeypatch.setenv("HOLDFAST_DEVICE", "another")
     assert train(words, save_interval=100) == 19
@@ -397,7 +398,10 @@ def test_a_step_whose_fault_was_the_correct_result_is_passed_over_at_the_next_st
     seen = [(each["step"], each.get("skipped", False)) for each in steps if each["event"] == "step"]
     assert seen == [(step, step == AT) for step in range(AT, STEPS + 1)]
     seed = bad.partition(VALIDATE)[0]
-    assert train(f"--save good --rerun-tracker tracker {seed} {VALIDATE}") == 0
+    journal = Journal(alone / "good/rerun")
+    for job in ("first", "second"):
+        journal.append("rejected", {"job": job, "step": AT, "values": [{"rank": 0}]})
+    assert train(f"--save good --rerun-skip-rejected {seed} {VALIDATE}") == 0
     assert position(alone / "ck") == position(alone / "good")
     assert stored(alone / "ck", STEPS) == stored(alone / "good", STEPS)
 
@@ -458,7 +462,7 @@ def test_the_newest_of_good_and_fault_checkpoints_is_loaded(alone: Path) -> None
     ("words", "expected"),
     [
         (VALIDATE, "add --save DIR"),
-        ("--save a --rerun-tracker t", "add --rerun-mode validate_results"),
+        ("--save a --rerun-skip-rejected", "add --rerun-mode validate_results"),
         ("--save a --error-injection-rate 5", "add --rerun-mode validate_results"),
         ("--save a --rerun-tolerance 0.1", "add --rerun-mode validate_results"),
         ("--rerun-mode report_determinism_stats --error-injection-rate 5", "leave it out"),

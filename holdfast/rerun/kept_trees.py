@@ -1,0 +1,339 @@
+"""The one form in which the machine keeps a tree: plain values, and tensors that a save finds.
+
+    keep_tree(batch)  ->  a tree of what JSON can hold, and of tensors with memory of their own
+    revive_tree(kept) ->  the batch again, each time in new memory
+
+A batch, a suspect value, a buffer: each is kept in this form from the moment it is taken, in the
+process and in a checkpoint. A state flattens it as it flattens any other tree, so its tensors are
+leaves with keys and digests. The walk over containers, and types that a user has registered, are
+those of `holdfast.format.values`; this file adds what a tensor is besides its elements:
+
+    {"$": "tensor", "v": memory, "dtype", "device", "kind", "offset", "shape", "strides"}
+    {"$": "array", "v": memory, …, "code": the dtype of NumPy if the tensor does not imply it}
+    {"$": "text", "v": memory, …, "type": str, bytes or bytearray}: long ones, not for a manifest
+    {"$": "sparse", "layout", "shape", "is_coalesced", "kind", "members": [memory and view of each]}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError, CorruptionError, PlacementError
+from holdfast.format.values import Codecs, Node, decode_tree, encode_tree, leaf_node, tag_of
+from holdfast.state.numpy_arrays import array_tensor, tensor_array
+from holdfast.state.tensors import instances_in
+from holdfast.state.torch_dtypes import NAME_TO_TORCH, dtype_name
+
+_ALIGNMENT = 16
+"""Bytes; a multiple of the size of every element, so that offsets stay whole elements."""
+_LONG_TEXT = 1024
+"""Texts and bytes from this length on become tensors: a manifest is no place for a JPEG."""
+_TEXTS = (str, bytes, bytearray)
+_SPARSE_LAYOUTS = {
+    str(layout).removeprefix("torch."): layout
+    for layout in (
+        torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc,
+    )
+}  # fmt: skip
+_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def keep_tree(tree: object, *, path: str, codecs: Codecs) -> Node:
+    """Return a tree in the form that is kept; it shares no memory with the original.
+
+    Tensors keep dtype, strides, device type and `requires_grad`. Those that overlap in memory
+    overlap again when they are revived. A view of a larger tensor costs what it shows. Objects
+    other than tensors that occur twice are kept twice.
+
+    Args:
+        tree: a batch, or anything else.
+        path: its name, for messages.
+        codecs: the types beyond the built-in ones.
+
+    Raises:
+        ConfigError: naming the place and the type of what cannot be kept, and the fix.
+
+    Cost: time and memory of the tree; a CUDA device is not waited for.
+    """
+    keeper = _Keeper(codecs)
+    try:
+        node = encode_tree(tree, path=path, codecs=codecs, on_leaf=keeper.leaf)
+    except PlacementError as error:
+        # Nothing in a batch can be marked.
+        reason = error.details.get("without_markers", error)
+        raise ConfigError(
+            f"this cannot be kept for a rerun: {reason}. Codecs are passed to RerunMachine and "
+            f"ReplayableBatches (codecs=…)"
+        ) from error
+    with torch.no_grad():
+        keeper.copy_memory()
+    # The keys that a save will give them: it would refuse two alike, when the fault has happened.
+    names = Counter(name for name, _ in instances_in(node, torch.Tensor, path))
+    name, number = names.most_common(1)[0] if names else ("", 0)
+    if number > 1:
+        raise ConfigError(
+            f"this cannot be kept for a rerun: two of its tensors would have the key {name!r} (a "
+            f"name with a dot in it, or a number and the same number as text?); rename one"
+        )
+    return node
+
+
+def revive_tree(node: Any, *, path: str, codecs: Codecs) -> Any:
+    """Return a kept tree as it was, in new memory; it can be revived any number of times.
+
+    Tensors of a CUDA device come to the current one, or to the host if there is none.
+
+    Raises:
+        CorruptionError: the node is not one that `keep_tree` makes.
+        MismatchError: a dataclass, enum or codec is not registered here, or has changed.
+    """
+    with torch.no_grad():
+        return decode_tree(node, path=path, codecs=codecs, on_leaf=_Reviver().leaf)
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in one run of memory, by offset and strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor has a layout of indices and values."""
+    return tensor.layout in _SPARSE_LAYOUTS.values()
+
+
+def members_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The indices and, last, the values of a sparse tensor, detached; they share its memory."""
+    detached = tensor.detach()
+    if detached.layout is torch.sparse_coo:
+        # The public methods refuse a tensor that is not coalesced.
+        return [detached._indices(), detached._values()]
+    if detached.layout in _COLUMNS:
+        return [detached.ccol_indices(), detached.row_indices(), detached.values()]
+    return [detached.crow_indices(), detached.col_indices(), detached.values()]
+
+
+class _Keeper:
+    """One walk: the nodes of tensors, whose memory is copied when all of them are known."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs = codecs
+        self._views: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        """Each tensor, kept alive so that no other gets its address, and its node."""
+
+    def leaf(self, path: str, value: object) -> Node:
+        """The node of a tensor, an array or a long text; None for anything else."""
+        if isinstance(value, _TEXTS):
+            if type(value) not in _TEXTS or len(value) < _LONG_TEXT:
+                return None
+            data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+            raw = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+            return self._view(path, raw, leaf_node("text", type=type(value).__name__))
+        if not isinstance(value, torch.Tensor | np.ndarray):
+            return None
+        if self._codecs.codec_for(type(value)) is not None:
+            return None
+        if isinstance(value, np.ndarray):
+            tensor, code = array_tensor(path, value)
+            return self._view(path, tensor, leaf_node("array", code=code))
+        _check_plain(path, value)
+        if not is_sparse(value):
+            return self._view(path, value, leaf_node("tensor", kind=_kind_of(value)))
+        members = members_of(value)
+        return leaf_node(
+            "sparse",
+            kind=_kind_of(value),
+            layout=str(value.layout).removeprefix("torch."),
+            shape=list(value.shape),
+            is_coalesced=value.layout is torch.sparse_coo and value.is_coalesced(),
+            members=[self._view(path, each, {}) for each in members],
+        )
+
+    def _view(self, path: str, tensor: torch.Tensor, node: dict[str, Any]) -> dict[str, Any]:
+        """A node that `copy_memory` completes; PlacementError for a dtype without a name."""
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        node["dtype"] = dtype_name(plain.dtype, key=path)
+        node["device"] = plain.device.type
+        self._views.append((plain, node))
+        return node
+
+    def copy_memory(self) -> None:
+        """Copy what the tensors show, and complete their nodes."""
+        for cluster in _clusters(self._views):
+            if len(cluster) == 1:
+                ((tensor, node),) = cluster
+                # A clone is dense, in the order of the strides (channels last stays so).
+                clone = tensor.clone()
+                is_flat = clone.is_contiguous()
+                memory = clone if is_flat else clone.as_strided((clone.numel(),), (1,))
+                _complete(node, memory, offset=0, like=clone)
+                continue
+            low = min(_span(tensor)[0] for tensor, _ in cluster) // _ALIGNMENT * _ALIGNMENT
+            high = max(_span(tensor)[1] for tensor, _ in cluster)
+            first = cluster[0][0]
+            raw = torch.empty(0, dtype=torch.uint8, device=first.device)
+            raw.set_(first.untyped_storage(), low, (high - low,), (1,))
+            memory = raw.clone()
+            if all(tensor.dtype == first.dtype for tensor, _ in cluster):
+                memory = memory.view(first.dtype)
+            for tensor, node in cluster:
+                offset = (_span(tensor)[0] - low) // tensor.element_size()
+                _complete(node, memory, offset=offset, like=tensor)
+
+
+class _Reviver:
+    """One revival: memory is copied once, however many tensors are views of it."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def leaf(self, path: str, node: dict[str, Any]) -> object:
+        """What a node of `_Keeper` stands for."""
+        try:
+            return self._leaf(path, node)
+        except (RuntimeError, AttributeError, IndexError) as error:  # from torch, of odd numbers
+            raise ValueError(str(error)) from error
+
+    def _leaf(self, path: str, node: dict[str, Any]) -> object:
+        tag = tag_of(node)
+        if tag == "array":
+            return tensor_array(self._view(node), node["code"], path=path)
+        if tag == "text":
+            data = self._view(node).numpy().tobytes()
+            if node["type"] == "str":
+                return data.decode("utf-8", "surrogatepass")
+            return {"bytes": bytes, "bytearray": bytearray}[node["type"]](data)
+        if tag == "tensor":
+            tensor = self._view(node)
+        elif tag == "sparse":
+            tensor = _sparse_tensor(node, [self._view(each) for each in node["members"]])
+        else:
+            raise CorruptionError(f"{path}: {tag!r} is not a tag of kept trees")
+        if node["kind"] == "parameter":
+            return nn.Parameter(tensor, requires_grad=True)
+        if node["kind"] == "frozen parameter":
+            return nn.Parameter(tensor, requires_grad=False)
+        return tensor.requires_grad_(node["kind"] == "requires grad")
+
+    def _view(self, node: dict[str, Any]) -> torch.Tensor:
+        """A tensor in a copy of its memory."""
+        memory = node["v"]
+        if id(memory) not in self._copies:
+            copy = memory.clone()
+            # What a load brings is on the host.
+            is_elsewhere = node["device"] == "cuda" and copy.device.type == "cpu"
+            self._copies[id(memory)] = (
+                copy.cuda() if is_elsewhere and torch.cuda.is_available() else copy
+            )
+        copy = self._copies[id(memory)]
+        dtype, shape, strides = NAME_TO_TORCH[node["dtype"]], node["shape"], node["strides"]
+        offset = node["offset"]
+        if len(shape) != len(strides) or min([*shape, *strides, offset]) < 0:
+            raise ValueError(f"shape {shape}, strides {strides} and offset {offset}")
+        if 0 in shape:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=copy.device)
+        end = offset + 1 + _last_element(shape, strides)
+        # `set_` would enlarge the memory, with elements that nobody has written.
+        if end * dtype.itemsize > copy.untyped_storage().nbytes():
+            raise ValueError(f"element {end} is behind the end of the memory")
+        tensor = torch.empty(0, dtype=dtype, device=copy.device)
+        return tensor.set_(copy.untyped_storage(), offset, shape, strides)
+
+
+def _complete(
+    node: dict[str, Any], memory: torch.Tensor, *, offset: int, like: torch.Tensor
+) -> None:
+    """Note in a node which view of the memory its tensor is; `offset` counts its own elements."""
+    node |= {
+        "v": memory,
+        "offset": offset,
+        "shape": list(like.shape),
+        "strides": list(like.stride()),
+    }
+
+
+def _sparse_tensor(node: dict[str, Any], members: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sparse tensor of its members; RuntimeError if indices are out of range."""
+    layout, shape = _SPARSE_LAYOUTS[node["layout"]], tuple(node["shape"])
+    if layout is torch.sparse_coo:
+        indices, values = members
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=node["is_coalesced"], check_invariants=True
+        )
+    compressed, plain, values = members
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=True
+    )
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """What a tensor is besides its elements."""
+    if type(tensor) is nn.Parameter:
+        return "parameter" if tensor.requires_grad else "frozen parameter"
+    return "requires grad" if tensor.requires_grad else "plain"
+
+
+def _check_plain(path: str, tensor: torch.Tensor) -> None:
+    """PlacementError for a tensor that is more than views of memory."""
+    if tensor.grad_fn is not None:
+        raise PlacementError(
+            f"{path}: a tensor of shape {list(tensor.shape)} with a backward "
+            f"({type(tensor.grad_fn).__name__}), which cannot run twice; yield tensor.detach(), "
+            f"and compute what needs gradients in the model"
+        )
+    problem = ""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        problem = f"of type {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif not (is_strided(tensor) or is_sparse(tensor)):
+        problem = f"of layout {tensor.layout}"
+    elif tensor.is_meta or tensor.is_quantized:
+        problem = "without data" if tensor.is_meta else f"of dtype {tensor.dtype}"
+    elif tensor.__dict__ or tensor.grad is not None:
+        what = "a gradient" if tensor.grad is not None else f"attributes {sorted(tensor.__dict__)}"
+        problem = f"with {what}"
+    if problem:
+        raise PlacementError(
+            f"{path}: a tensor {problem} cannot be kept as its elements alone; have plain "
+            f"tensors there, and convert them where they are used, or register a Codec for its type"
+        )
+
+
+def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Of a tensor with elements, the distance from its first to its last one in memory."""
+    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one behind its last."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if not tensor.numel():
+        return start, start
+    return start, start + (_last_element(tensor.shape, tensor.stride()) + 1) * size
+
+
+def _clusters(
+    views: Sequence[tuple[torch.Tensor, dict[str, Any]]],
+) -> Iterator[list[tuple[torch.Tensor, dict[str, Any]]]]:
+    """Tensors whose bytes overlap, directly or through others, with their nodes."""
+    by_storage: dict[tuple[torch.device, int], list[tuple[torch.Tensor, dict[str, Any]]]] = {}
+    for tensor, node in views:
+        key = tensor.device, tensor.untyped_storage().data_ptr()
+        by_storage.setdefault(key, []).append((tensor, node))
+    for sharing in by_storage.values():
+        # By their first bytes: one that begins behind the end of all before it opens a cluster.
+        cluster: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        end = 0
+        for view in sorted(sharing, key=lambda each: _span(each[0])):
+            start, stop = _span(view[0])
+            if cluster and start >= end:
+                yield cluster
+                cluster, end = [], 0
+            cluster.append(view)
+            end = max(end, stop)
+        yield cluster
