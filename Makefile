@@ -51,8 +51,8 @@ lint: setup
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports | tail -n 3
-	@$(if $(TRAINER),$(BIN)/lint-imports --config $(TRAINER) | tail -n 3)
+	@for config in pyproject.toml $(TRAINER); do \
+	  report=$$($(BIN)/lint-imports --config $$config) || { echo "$$report"; exit 1; }; done
 
 format: setup
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

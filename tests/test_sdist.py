@@ -73,3 +73,6 @@ def test_the_version_is_stated_once_and_has_a_section_in_the_changelog() -> None
     version = re.search(r'^__version__ = "([^"]+)"', version_file, re.MULTILINE)
     assert version is not None
     assert version[1] in (ROOT / "CHANGELOG.md").read_text()
+    trainer = ROOT / "trainer/pyproject.toml"
+    if trainer.exists():
+        assert tomllib.loads(trainer.read_text())["project"]["version"] == version[1]

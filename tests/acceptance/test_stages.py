@@ -3,62 +3,68 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
-from holdfast_trainer.models.config import GPTConfig
-from holdfast_trainer.models.gpt import GPT
-from holdfast_trainer.models.stages import Pipeline
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 
-Way = tuple[int, Pipeline]
-"""Pipeline ranks, and how the layers are cut over them."""
+Way = tuple[tuple[int, ...], ...]
+"""The layers of each pipeline rank."""
 
 
-def config(num_layers: int) -> GPTConfig:
-    return GPTConfig(
-        num_layers=num_layers, model_dim=8, num_heads=2, vocab_size=16, mixers="sa", feeds="de",
-        num_experts=2, expert_dim=4, state_dim=2, tied_head=False,
-    )  # fmt: skip
+class Layer(nn.Module):
+    """One layer; odd ones have experts, so that names and shapes differ from layer to layer."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.mixer = nn.Linear(8, 8 + index)
+        if index % 2:
+            self.experts = nn.Parameter(torch.empty(2, 4, 8))
+
+
+class Stages(nn.Module):
+    """The layers of one rank under their global names; its ends are on first and last layer."""
+
+    def __init__(self, layers: tuple[int, ...], *, num_layers: int) -> None:
+        super().__init__()
+        if 0 in layers:
+            self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleDict({str(index): Layer(index) for index in layers})
+        if num_layers - 1 in layers:
+            self.head = nn.Linear(8, 16, bias=False)
 
 
 def ways(num_layers: int) -> list[Way]:
-    """Even, random and interleaved splits over one to four ranks."""
+    """Even, random, interleaved and V-shaped splits over one to four ranks."""
     generator = random.Random(num_layers)
-    found: list[Way] = [(1, Pipeline())]
+    layers = tuple(range(num_layers))
+    found: list[Way] = [(layers,)]
     for pp in (2, 3, 4):
         if pp > num_layers:
             continue
-        found.append((pp, Pipeline()))
-        ends = sorted(generator.sample(range(1, num_layers), pp - 1))
-        sizes = [b - a for a, b in zip([0, *ends], [*ends, num_layers], strict=True)]
-        found.append((pp, Pipeline(stage_layers=tuple(sizes))))
+        even = [num_layers * rank // pp for rank in range(pp + 1)]
+        ends = [0, *sorted(generator.sample(range(1, num_layers), pp - 1)), num_layers]
+        found += [tuple(layers[a:b] for a, b in pairwise(cut)) for cut in (even, ends)]
     if num_layers >= 5:
-        interleaved = (2, 1, 1, num_layers - 4)
-        found.append(
-            (2, Pipeline(schedule="interleaved", stages_per_rank=2, stage_layers=interleaved))
-        )
-        found.append((2, Pipeline(schedule="zbv", stages_per_rank=2)))
+        found.append(((0, 1, 3), (2, *range(4, num_layers))))
+        third = (num_layers - 1, num_layers - 2)
+        found.append(((0, *third), layers[1:-2]))
     return found
 
 
 def layout_of(pp: int) -> Layout:
     ranks = range(3) if pp == 3 else range(4)
     return Layout(pp=pp, dp={1: 4, 2: 2, 3: 1, 4: 1}[pp], ranks=ranks, name=f"pp{pp}")
-
-
-def model_of(way: Way, num_layers: int, index: int) -> GPT:
-    pp, pipeline = way
-    stages = pipeline.stages(num_layers=num_layers, pp=pp)
-    own = [stage for stage in stages if pipeline.owner(stage.index, pp=pp) == index]
-    return GPT(config(num_layers), stages=own)
 
 
 def every_split(context: RankContext, root: str, counts: tuple[int, ...]) -> int:
@@ -68,11 +74,11 @@ def every_split(context: RankContext, root: str, counts: tuple[int, ...]) -> int
         cases = ways(num_layers)
         for saving in (True, False):
             for number, way in enumerate(cases):
-                layout = layout_of(way[0])
+                layout = layout_of(len(way))
                 if context.rank not in layout.ranks:
                     continue
                 with ProcessGroups.create(layout) as groups:
-                    model = model_of(way, num_layers, groups.index("pp"))
+                    model = Stages(way[groups.index("pp")], num_layers=num_layers)
                     checkpointer = Checkpointer(f"{root}/{num_layers}", groups=groups)
                     if saving:
                         fill(model, true=True)
@@ -89,7 +95,7 @@ def every_split(context: RankContext, root: str, counts: tuple[int, ...]) -> int
     return compared
 
 
-def fill(model: GPT, *, true: bool) -> None:
+def fill(model: nn.Module, *, true: bool) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(float("nan"))
@@ -103,7 +109,8 @@ def test_every_layer_is_in_its_place_under_every_split(
 ) -> None:
     assert all(run_ranks(4, every_split, str(tmp_path), counts, timeout_s=200).results)
     for num_layers in counts:
-        names = {f"model.{name}" for name, _ in GPT(config(num_layers)).named_parameters()}
+        whole = Stages(tuple(range(num_layers)), num_layers=num_layers)
+        names = {f"model.{name}" for name, _ in whole.named_parameters()}
         storage = PosixStorage(tmp_path / f"{num_layers}")
         for number in range(len(ways(num_layers))):
             with Snapshot.open(storage, step_dir(number)) as snapshot:
