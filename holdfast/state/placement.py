@@ -12,6 +12,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.arrays.intervals import (
+    Intervals,
+    boxes_of,
+    cut_intervals,
+    num_positions,
+    shard_intervals,
+)
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 from holdfast.state.leaves import ReplicaSet, TensorLeaf
@@ -25,9 +32,6 @@ from holdfast.state.markers import (
     check_real_shape,
 )
 from holdfast.state.torch_dtypes import dtype_name
-
-Intervals = tuple[tuple[int, int], ...]
-"""Ordered half-open intervals of one dim: the global indices that a local dim holds, in order."""
 
 ReplicaSets = dict[tuple[int, tuple[object, ...]], ReplicaSet]
 """Replica sets found so far, by mesh and placements; good as long as the meshes live."""
@@ -121,82 +125,6 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
     return site.leaf(tensor.dtype, tensor.shape, [(whole, tensor.detach())], replica_set)
 
 
-def shard_intervals(
-    intervals: Intervals, *, num_chunks: int, index: int, split_factor: int = 1
-) -> Intervals:
-    """The `index`-th of `num_chunks` pieces of an index set, cut as `torch.chunk` cuts.
-
-    With a `split_factor` the piece that torch's `_StridedShard` gives: the set is cut into so many
-    pieces, and each of them again.
-
-    Source: torch.distributed.tensor `_StridedShard._split_tensor` (first split, second split,
-    concatenation of the `index`-th pieces). Eight rows over two ranks:
-
-        split_factor  rank 0       rank 1
-        1             0 1 2 3      4 5 6 7
-        2             0 1 | 4 5    2 3 | 6 7
-        4             0|2|4|6      1|3|5|7
-    """
-    pieces: list[tuple[int, int]] = []
-    for part in range(split_factor):
-        outer = _chunk(intervals, split_factor, part)
-        for start, stop in _chunk(outer, num_chunks, index):
-            if pieces and pieces[-1][1] == start:
-                start = pieces.pop()[0]
-            pieces.append((start, stop))
-    return tuple(pieces)
-
-
-def boxes_of(intervals: tuple[Intervals, ...]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes that a product of per-dim index sets makes, each with its place in the local."""
-    per_dim: list[list[tuple[int, int, slice]]] = []
-    for pieces in intervals:
-        stops = itertools.accumulate(stop - start for start, stop in pieces)
-        per_dim.append(
-            [
-                (start, stop - start, slice(end - (stop - start), end))
-                for (start, stop), end in zip(pieces, stops, strict=True)
-            ]
-        )
-    return [
-        (Box(tuple(c[0] for c in chosen), tuple(c[1] for c in chosen)), tuple(c[2] for c in chosen))
-        for chosen in itertools.product(*per_dim)
-    ]
-
-
-def _chunk(intervals: Intervals, num_chunks: int, index: int) -> Intervals:
-    """The positions of an ordered index set that `torch.chunk` puts into one of its pieces."""
-    size = -(-_length(intervals) // num_chunks)
-    return _cut(intervals, size * index, size * (index + 1))
-
-
-def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """The positions [start, stop) of an ordered index set.
-
-    Of ((0, 4), (8, 12)), whose positions 0…7 are the indices 0 1 2 3 8 9 10 11:
-
-        start  stop   cut
-        0      4      (0, 4)
-        2      6      (2, 4), (8, 10)
-        4      8      (8, 12)
-        7      8      (11, 12)
-        3      3      nothing
-    """
-    cut: list[tuple[int, int]] = []
-    position = 0
-    for first, last in intervals:
-        low, high = max(start - position, 0), min(stop - position, last - first)
-        if low < high:
-            cut.append((first + low, first + high))
-        position += last - first
-    return tuple(cut)
-
-
-def _length(intervals: Intervals) -> int:
-    """How many positions an index set has."""
-    return sum(stop - start for start, stop in intervals)
-
-
 def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
     """PlacementError naming the key, where a local tensor cannot be stored."""
     reason = unreadable(tensor)
@@ -255,7 +183,7 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
             held.append(intervals)
     except (LayoutError, PlacementError) as error:
         raise PlacementError(f"{site.key}: {error}") from error
-    expected = tuple(map(_length, held))
+    expected = tuple(map(num_positions, held))
     if expected != tuple(local.shape):
         split = ", ".join(f"dim {dim}: {'+'.join(axes)}" for dim, axes in dims.items())
         raise PlacementError(
@@ -292,7 +220,7 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
         block = flat[position : position + box.numel].view(box.shape)
         position += box.numel
         ends = zip(dims, box.offset, box.stop, strict=True)
-        placed = boxes_of(tuple(_cut(dim, first, last) for dim, first, last in ends))
+        placed = boxes_of(tuple(cut_intervals(dim, first, last) for dim, first, last in ends))
         pieces.extend((whole, block[where]) for whole, where in placed)
     return site.leaf(flat.dtype, like.shape, pieces, replica_set)
 
@@ -334,7 +262,7 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
     dims = _dtensor_dims(tensor, key=site.key)
     if local.numel() == 0:
         # FSDP2 gives an empty local the shape [0, …]; boxes need the one of the placements.
-        local = local.new_empty([*map(_length, dims)])
+        local = local.new_empty([*map(num_positions, dims)])
     pieces = [(box, local[where]) for box, where in boxes_of(dims)]
     return site.leaf(tensor.dtype, tensor.shape, pieces, site.replica_set(tensor))
 
@@ -360,7 +288,7 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
         if split_factor is None and not isinstance(placement, Shard):
             raise PlacementError(f"{key}: placement {placement} is not known to this version")
         dims[dim] = shard_intervals(dims[dim], split_factor=int(split_factor or 1), **where)
-    expected = tuple(map(_length, dims))
+    expected = tuple(map(num_positions, dims))
     # FSDP2 gives a rank without elements a local of shape [0, …], whichever dim has none.
     if expected != tuple(local.shape) and (local.numel() or 0 not in expected):
         raise PlacementError(
