@@ -23,6 +23,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.names import INDEX, MANIFEST, data_file, step_dir
+from holdfast.format.placements import WHOLE
 from holdfast.format.values import Node
 from holdfast.storage import Storage
 
@@ -125,6 +126,10 @@ def make(
     counts = np.array([len(d) for d in digests], dtype=np.int64)
     index = ChunkIndex(
         **arrays,
+        # One set for all: every writer is taken to hold everything.
+        holders=np.zeros(len(rows), dtype=np.int64),
+        holder_ptr=np.array([0, num_files] if rows else [0], dtype=np.int64),
+        holder=np.arange(num_files, dtype=np.int64),
         digest_ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         digest=np.concatenate([np.zeros(0, dtype=np.uint64), *digests]),
     )
@@ -144,6 +149,7 @@ def make(
             )
         ],
         signature="00" * 16,
+        placements=[WHOLE],
         block_nbytes=block_nbytes,
         tensors=infos_t,
         parts=dict(parts or {}),
