@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast import Checkpointer, Layout, PerRank, ProcessGroups, Replicated, Sharded
+from holdfast import Checkpointer, Layout, Padded, PerRank, ProcessGroups, Replicated, Sharded
+from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box
+from holdfast.arrays.intervals import shard_intervals
 from holdfast.checkpoint.load.forecast import forecast_reads
-from holdfast.cli.support.holders import SavedPlacement
+from holdfast.cli.support.holders import SavedPlacement, placement_in_words
 from holdfast.cli.support.relayout import parse_layout, relaid_requests, saved_requests
 from holdfast.errors import ConfigError
 from holdfast.format.placements import IRREGULAR, WHOLE, CutInfo, PlacementInfo
@@ -165,6 +170,80 @@ def test_the_saved_layout_is_exact_for_every_kind_of_holding(
         "whole", "irregular", "per coordinate", "dp cuts dim 0", "ep cuts dim 0", "pp cuts dim 0",
         "runs over dp_cp",
     }  # fmt: skip
+
+
+def save_on_meshes(context: RankContext, root: str) -> None:
+    """Shards that meshes declare, on TP2 and DP2: of the layout's groups, and of others."""
+    layout = Layout(tp=2, dp=2)
+    with (
+        ProcessGroups.create(layout, backend="gloo") as groups,
+        Checkpointer(root, groups=groups) as checkpointer,
+    ):
+        mesh = groups.mesh("dp_cp", "tp")
+        # Its dims have names of groups, and the ranks of the other ones.
+        swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        unnamed = init_device_mesh("cpu", (4,))
+        at = layout.coordinate(context.rank)
+        stride = _StridedShard(0, split_factor=2)
+        rows = shard_intervals(((0, 10),), num_chunks=2, index=at["dp"], split_factor=2)
+        ours = torch.cat([torch.arange(a, b) for a, b in rows]).chunk(2)[at["tp"]]
+        whole = Replicated(torch.zeros(7))
+        both = [Shard(0), Replicate()]
+        state = {
+            "strided": DTensor.from_local(
+                ours.float(), mesh, [stride, Shard(0)], run_check=False, shape=(10,), stride=(1,)
+            ),
+            "odd": DTensor.from_local(
+                torch.zeros(4), mesh, [_StridedShard(0, split_factor=4), Replicate()],
+                run_check=False, shape=(8,), stride=(1,),
+            ),
+            "inner": DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(0), Shard(0)]),
+            "columns": DTensor.from_local(torch.zeros(6, 2), mesh, [Shard(1), Replicate()]),
+            "swapped": DTensor.from_local(torch.zeros(4), swapped, both),
+            "unnamed": DTensor.from_local(torch.zeros(2), unnamed, [Shard(0)]),
+            "padded": Padded(Sharded(torch.zeros(4), (8,), {0: "tp"}), (7,)),
+            # Of ranks that declare differently: the same, in other words, and another placement.
+            "differs": whole if context.rank else whole.local,
+            "declared": Sharded(torch.zeros(4), (8,), {0: "tp" if at["dp"] else ("tp",)}),
+            "mixed": Sharded(torch.zeros(4), (8,), {0: "tp"})
+            if at["dp"]
+            else Sharded(torch.zeros(4), (8,), offset=(4 * at["tp"],), over=("tp",)),
+        }  # fmt: skip
+        checkpointer.save(1, {"t": state})
+
+
+def test_placements_are_what_meshes_and_markers_declare(tmp_path: Path) -> None:
+    """Cut again under the saved layout, a tensor gives every rank what it truly held."""
+    run_ranks(4, save_on_meshes, str(tmp_path))
+    with open_saved(tmp_path) as snapshot:
+        saved = SavedPlacement(snapshot.manifest, snapshot.index)
+    words = {
+        info.key.removeprefix("t."): placement_in_words(saved.placement(number))[0]
+        for number, info in enumerate(saved.manifest.tensors)
+    }
+    assert words == {
+        "strided": "dp_cp cuts pieces of dim 0, tp cuts dim 0",
+        "inner": "dp_cp cuts dim 0, tp cuts dim 0",
+        "columns": "dp_cp cuts dim 1",
+        "declared": "tp cuts dim 0",
+        "differs": "whole",
+        **dict.fromkeys(("odd", "swapped", "unnamed", "padded", "mixed"), "irregular"),
+    }
+    again = relaid_requests(saved, Layout(tp=2, dp=2)).tables
+    held = saved_requests(saved).tables
+    known = [number for number, kind in enumerate(words.values()) if kind != "irregular"]
+    for one, other in zip(again, held, strict=True):
+        assert elements(one) == {each for each in elements(other) if each[0] in known}
+
+
+def elements(table: BoxTable) -> set[tuple[int, ...]]:
+    """(tensor, index of each element) of all boxes."""
+    found: set[tuple[int, ...]] = set()
+    for row, tensor in enumerate(table.tensor.tolist()):
+        box = table.box(row)
+        ranges = [range(a, b) for a, b in zip(box.offset, box.stop, strict=True)]
+        found.update((tensor, *index) for index in itertools.product(*ranges))
+    return found
 
 
 LOADS = [SAVED, {"tp": 4}, {"dp": 4}]
