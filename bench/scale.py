@@ -259,6 +259,7 @@ def index_of(plan: CommitPlan) -> ChunkIndex:
     return ChunkIndex(
         tensor=plan.row_tensor, file=plan.row_file, offset=plan.row_offset,
         extent=plan.row_extent, start=starts, nbytes=nbytes, copy=plan.row_copy,
+        holders=plan.row_holders, holder_ptr=plan.holder_ptr, holder=plan.holder,
         digest_ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), digest=words,
     )  # fmt: skip
 
@@ -290,9 +291,12 @@ def _manifest_of(plan: CommitPlan, index: ChunkIndex, data: bytes) -> Manifest:
     return Manifest(
         step=1, save_id="0" * 12, created="2000-01-01T00:00:00+00:00", holdfast="0", torch="0",
         layouts=list(plan.layouts), signature=plan.signature, block_nbytes=plan.block_nbytes,
+        placements=list(plan.placements),
         tensors=[
-            TensorInfo(key=key, dtype=dtype, shape=list(shape), layout=0)
-            for key, dtype, shape in zip(plan.keys, plan.dtypes, plan.shapes, strict=True)
+            TensorInfo(key=key, dtype=dtype, shape=list(shape), layout=0, placement=placement)
+            for key, dtype, shape, placement in zip(
+                plan.keys, plan.dtypes, plan.shapes, plan.tensor_placements, strict=True
+            )
         ],
         parts={},
         files=[

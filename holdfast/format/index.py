@@ -28,8 +28,8 @@ PAYLOAD_ALIGN = 4096
 
 _METADATA = "__metadata__"
 
-_ROW_COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy")
-_COLUMNS = (*_ROW_COLUMNS, "digest_ptr", "digest")
+_ROW_COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy", "holders")
+_COLUMNS = (*_ROW_COLUMNS, "holder_ptr", "holder", "digest_ptr", "digest")
 _MATRICES = ("offset", "extent")
 _UNSIGNED = ("U8", "U16", "U32", "U64")
 
@@ -211,6 +211,10 @@ class ChunkIndex(BoxTable):
     The rows are boxes: `tensor` (n,) is the position in the manifest's `tensors`, `offset` and
     `extent` are (n, d). The primaries of a tensor cover it exactly, other copies repeat the box of
     a primary. The digests of row i are `digest[digest_ptr[i]:digest_ptr[i + 1]]`, one per block.
+
+    Which ranks held a box when it was saved is stored, since a file's writer is only one of them.
+    Many rows have the same holders, so each distinct set is stored once: set s has the ranks
+    `holder[holder_ptr[s]:holder_ptr[s + 1]]`.
     """
 
     file: IntArray
@@ -221,6 +225,12 @@ class ChunkIndex(BoxTable):
     """(n,) bytes of payload."""
     copy: IntArray
     """(n,) 0 for the primary, 1, 2, … for further copies of the same box."""
+    holders: IntArray
+    """(n,) number of the set of ranks that held the box, for its copies too."""
+    holder_ptr: IntArray
+    """(sets + 1,) where each set's ranks begin."""
+    holder: IntArray
+    """The ranks of each set, ascending."""
     digest_ptr: IntArray
     """(n + 1,) where each row's digests begin."""
     digest: WordArray
@@ -234,6 +244,13 @@ class ChunkIndex(BoxTable):
     def digests(self, row: int) -> WordArray:
         """The block digests of one row."""
         return self.digest[self.digest_ptr[row] : self.digest_ptr[row + 1]]
+
+    def is_held_by(self, rank: int) -> BoolArray:
+        """(n,) whether a rank held the box of each row. Cost: vector work over rows and sets."""
+        is_member = np.zeros(len(self.holder_ptr) - 1, dtype=np.bool_)
+        members = np.flatnonzero(self.holder == rank)
+        is_member[np.searchsorted(self.holder_ptr, members, side="right") - 1] = True
+        return is_member[self.holders]
 
 
 def encode_index(index: ChunkIndex) -> bytes:
@@ -309,16 +326,17 @@ def _check_shapes(
                 f"{place}: column {name!r} has shape {shapes[name]}, not {shape}: "
                 "the columns do not belong to one table"
             )
-    if len(shapes["digest"]) != 1:
-        raise error(f"{place}: column 'digest' has shape {shapes['digest']}, not one dim")
+    for name, least in (("holder_ptr", 1), ("holder", 0), ("digest", 0)):
+        if len(shapes[name]) != 1 or shapes[name][0] < least:
+            raise error(f"{place}: column {name!r} has shape {shapes[name]}, not one dim")
 
 
 def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
     """Prove that the index and the manifest describe one whole checkpoint.
 
-    Every id exists; every row lies in its tensor and its file; bytes and digests are as many as
-    its box needs; primaries cover each tensor exactly and copies repeat a primary; the rows of a
-    file fill it behind its header without gap or overlap.
+    Every id exists; sets of holders fill their column; every row lies in its tensor and its file;
+    bytes and digests are as many as its box needs; primaries cover each tensor exactly and copies
+    repeat a primary; the rows of a file fill it behind its header without gap or overlap.
 
     Raises:
         CorruptionError: Naming tensor, box and file.
@@ -339,11 +357,17 @@ def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
     for name, column, limit in (
         ("tensor", index.tensor, len(manifest.tensors)),
         ("file", index.file, len(manifest.files)),
+        ("holders", index.holders, len(index.holder_ptr) - 1),
     ):
         wrong = np.flatnonzero((column < 0) | (column >= limit))
         if len(wrong):
             row = int(wrong[0])
             raise CorruptionError(f"index row {row}: {name} {column[row]}, there are {limit}")
+    ends = index.holder_ptr
+    if int(ends[0]) != 0 or int(ends[-1]) != len(index.holder) or (np.diff(ends) < 1).any():
+        raise CorruptionError(
+            f"the index has {len(index.holder)} holders, its sets of holders are of others"
+        )
     _check_boxes(index, manifest)
     _check_bytes(index, manifest)
     _check_copies(index, manifest)

@@ -4,11 +4,10 @@ The file is compact JSON whose last member is `digest`. The digest covers every 
 `,"digest":"<32 hexadecimal digits>"}` and a newline, so that every byte of the file is covered and
 nobody needs a canonical form of JSON to check it.
 
-Version 2 differs from version 1 in two ways: an entry of `tensors` is an array, and a key that the
-place in the tree implies is left out: a `tensor` or `array` node has no `k` where its key is its
-path, that is, the part's name, the names of dict members and the positions in lists on the way to
-it, joined with dots. Only plain dicts and lists count; below any other node every `k` is written.
-Both versions are read and, by `Manifest.version`, written.
+An entry of `tensors` is an array, and a key that the tree implies is left out: a `tensor` or
+`array` node has no `k` if its key is its path, that is, the part's name, the names of dict members
+and the positions in lists on the way to it, joined with dots. Only plain dicts and lists count;
+below any other node every `k` is written.
 
 A user's own JSON object is kept in `parts` under a name that no part can have, so that a reader
 that does not know it sees one more tree of plain values, and the digest covers it.
@@ -27,10 +26,11 @@ import msgspec
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.placements import PlacementInfo
 from holdfast.format.values import TAG, Node, decode_tree, encode_tree
 
 FORMAT = "holdfast"
-VERSION = 2
+VERSION = 1
 """What is written; every version from 1 on is read."""
 MAX_MANIFEST_NBYTES = 1 << 28
 MAX_INDEX_NBYTES = 1 << 32
@@ -68,12 +68,14 @@ class LayoutInfo(_StrictStruct, frozen=True, kw_only=True):
 
 
 class TensorInfo(_StrictStruct, frozen=True, kw_only=True):
-    """One logical tensor: global shape, element type (`DTYPES`), position of its layout."""
+    """One logical tensor: global shape, element type (`DTYPES`), positions of its layout and of its
+    placement there."""
 
     key: str
     dtype: str
     shape: list[int]
     layout: int
+    placement: int = 0
     fingerprint: str | None = None
 
     @property
@@ -114,8 +116,19 @@ class Totals(_StrictStruct, frozen=True, kw_only=True):
     stored_nbytes: int
 
 
-class _ManifestV1(_StrictStruct, frozen=True, kw_only=True):
-    """The members of a manifest as version 1 writes them."""
+class _TensorRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `TensorInfo` as it is written: what is 0 or null at the end is left out."""
+
+    key: str
+    dtype: str
+    shape: list[int]
+    layout: int = 0
+    placement: int = 0
+    fingerprint: str | None = None
+
+
+class _Members(_StrictStruct, frozen=True, kw_only=True):
+    """The members of a manifest that are the same on disk and in memory, in their order."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -127,37 +140,29 @@ class _ManifestV1(_StrictStruct, frozen=True, kw_only=True):
     layouts: list[LayoutInfo]
     signature: str
     block_nbytes: int
-    tensors: list[TensorInfo]
+    placements: list[PlacementInfo]
+    tensors: list[Any]
     parts: dict[str, Any]
     files: list[FileInfo]
     index: IndexInfo
     totals: Totals
 
 
-class Manifest(_ManifestV1, frozen=True, kw_only=True):
+class Manifest(_Members, frozen=True, kw_only=True):
     """Everything a checkpoint says about itself, but for the chunk table.
 
     Args:
         metadata: the user's own JSON object, which is stored among the `parts`; empty for none.
     """
 
+    tensors: list[TensorInfo]
     metadata: dict[str, Any] = {}
 
 
-class _TensorRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `TensorInfo` as version 2 writes it: what is 0 or null at the end is left out."""
+class _Written(_Members, frozen=True, kw_only=True):
+    """A manifest as it is written."""
 
-    key: str
-    dtype: str
-    shape: list[int]
-    layout: int = 0
-    fingerprint: str | None = None
-
-
-class _ManifestV2(_ManifestV1, frozen=True, kw_only=True):
-    """A manifest as version 2 writes it."""
-
-    tensors: list[_TensorRow]  # type: ignore[assignment]
+    tensors: list[_TensorRow]
 
 
 class _Peek(msgspec.Struct):
@@ -208,7 +213,7 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
     if peek is None:
         raise CorruptionError(f"{place}: it states no format and version")
     try:
-        manifest = _decode(text, peek.version)
+        manifest = _decode(text)
     except (CorruptionError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptionError(
             f"{place}: not a manifest of version {peek.version}: {error}"
@@ -221,43 +226,43 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
 
 def _members(manifest: Manifest) -> dict[str, Any]:
     """The members as they are written, in their order."""
-    table = {name: getattr(manifest, name) for name in _ManifestV1.__struct_fields__}
-    if manifest.version > 1:
-        table["tensors"] = [_tensor_row(tensor) for tensor in manifest.tensors]
-        table["parts"] = without_implied_keys(manifest.parts)
+    table = {name: getattr(manifest, name) for name in _Members.__struct_fields__}
+    table["tensors"] = [_tensor_row(tensor) for tensor in manifest.tensors]
+    table["parts"] = without_implied_keys(manifest.parts)
     if manifest.metadata:
         table["parts"] = table["parts"] | {METADATA_PART: encode_tree(manifest.metadata)}
     return table
 
 
 def _tensor_row(tensor: TensorInfo) -> list[Any]:
-    """A tensor as version 2 writes it."""
+    """A tensor as it is written."""
     row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
     if tensor.fingerprint is not None:
-        return [*row, tensor.layout, tensor.fingerprint]
+        return [*row, tensor.layout, tensor.placement, tensor.fingerprint]
+    if tensor.placement:
+        return [*row, tensor.layout, tensor.placement]
     return [*row, tensor.layout] if tensor.layout else row
 
 
-def _decode(text: bytes, version: int) -> Manifest:
+def _decode(text: bytes) -> Manifest:
     """The manifest of a checked text."""
-    kind = _ManifestV1 if version == 1 else _ManifestV2
-    decoded = msgspec.json.decode(text, type=kind)
-    table = {name: getattr(decoded, name) for name in _ManifestV1.__struct_fields__}
+    decoded = msgspec.json.decode(text, type=_Written)
+    table = {name: getattr(decoded, name) for name in _Members.__struct_fields__}
     node = decoded.parts.pop(METADATA_PART, None)
     if node is not None:
         table["metadata"] = decode_metadata(node)
-    if isinstance(decoded, _ManifestV2):
-        fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
-        table["tensors"] = [
-            TensorInfo(
-                key=row.key,
-                dtype=row.dtype,
-                shape=row.shape,
-                layout=row.layout,
-                fingerprint=row.fingerprint,
-            )
-            for row in decoded.tensors
-        ]
+    fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
+    table["tensors"] = [
+        TensorInfo(
+            key=row.key,
+            dtype=row.dtype,
+            shape=row.shape,
+            layout=row.layout,
+            placement=row.placement,
+            fingerprint=row.fingerprint,
+        )
+        for row in decoded.tensors
+    ]
     return Manifest(**table)
 
 
@@ -357,8 +362,8 @@ def _peek(text: bytes) -> _Peek | None:
 
 def _problem(m: Manifest) -> str | None:
     """The first rule of the format that a manifest breaks, in words."""
-    if m.format != FORMAT or not 1 <= m.version <= VERSION:
-        return f"format {m.format!r} version {m.version} is not {FORMAT!r} version 1 to {VERSION}"
+    if m.format != FORMAT or m.version != VERSION:
+        return f"format {m.format!r} version {m.version} is not {FORMAT!r} version {VERSION}"
     if not 0 <= m.step < 10**18:
         return f"step {m.step} is not in [0, 10**18)"
     power = m.block_nbytes.bit_count() == 1
@@ -379,7 +384,9 @@ def _tensor_problem(m: Manifest) -> str | None:
         and "" not in keys
         and {tensor.dtype for tensor in m.tensors} <= DTYPES.keys()
         and all(0 <= layout < len(m.layouts) for layout in {t.layout for t in m.tensors})
+        and all(0 <= number < len(m.placements) for number in {t.placement for t in m.tensors})
         and all(map(_is_possible, {tuple(tensor.shape) for tensor in m.tensors}))
+        and not _cuts_problem(m)
     ):
         return None
     seen = set()
@@ -397,6 +404,20 @@ def _tensor_problem(m: Manifest) -> str | None:
             return f"tensor {tensor.key!r} of shape {tensor.shape} is larger than any memory"
         if not 0 <= tensor.layout < len(m.layouts):
             return f"tensor {tensor.key!r} is on layout {tensor.layout} of {len(m.layouts)}"
+        if not 0 <= tensor.placement < len(m.placements):
+            return f"tensor {tensor.key!r} has placement {tensor.placement} of {len(m.placements)}"
+    return _cuts_problem(m)
+
+
+def _cuts_problem(m: Manifest) -> str | None:
+    """A placement that cuts a dim which one of its tensors does not have, in words."""
+    fewest: dict[int, int] = {}
+    for number, ndim in {(tensor.placement, len(tensor.shape)) for tensor in m.tensors}:
+        fewest[number] = min(ndim, fewest.get(number, ndim))
+    for number, ndim in fewest.items():
+        for cut in m.placements[number].cuts:
+            if not 0 <= cut.dim < ndim:
+                return f"placement {number} cuts dim {cut.dim} of a tensor of {ndim} dims"
     return None
 
 

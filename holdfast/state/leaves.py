@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.arrays.boxes import Box
+from holdfast.format.placements import PlacementInfo
 from holdfast.parallel.layout import Layout
 
 
@@ -40,6 +41,8 @@ class TensorLeaf(NamedTuple):
     """None where nothing declares the placement."""
     layout: Layout
     """The one that the part lives on."""
+    placement: PlacementInfo | None
+    """How the boxes follow from coordinates on the layout; None on a rank off the tensor's mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.arrays.intervals import (
+    Intervals,
+    boxes_of,
+    cut_intervals,
+    num_positions,
+    shard_intervals,
+)
 from holdfast.errors import LayoutError, PlacementError
+from holdfast.format.placements import IRREGULAR, WHOLE, CutInfo, PlacementInfo
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 from holdfast.state.leaves import ReplicaSet, TensorLeaf
 from holdfast.state.markers import (
@@ -26,11 +34,8 @@ from holdfast.state.markers import (
 )
 from holdfast.state.torch_dtypes import dtype_name
 
-Intervals = tuple[tuple[int, int], ...]
-"""Ordered half-open intervals of one dim: the global indices that a local dim holds, in order."""
-
-ReplicaSets = dict[tuple[int, tuple[object, ...]], ReplicaSet]
-"""Replica sets found so far, by mesh and placements; good as long as the meshes live."""
+ReplicaSets = dict[tuple[int, tuple[object, ...]], tuple[ReplicaSet, PlacementInfo]]
+"""What DTensors declare, as found so far, by mesh and placements; good while the meshes live."""
 
 
 class _Site(NamedTuple):
@@ -41,15 +46,18 @@ class _Site(NamedTuple):
     rank: int
     replica_sets: ReplicaSets
 
-    def replica_set(self, tensor: DTensor, over: str | None = None) -> ReplicaSet:
-        """Replicas of a DTensor, or of a run of it that differs along `over`."""
-        name = (id(tensor.device_mesh), (*tensor.placements, over))
+    def declared(
+        self, tensor: DTensor, over: str | None = None
+    ) -> tuple[ReplicaSet, PlacementInfo]:
+        """Replicas and placement of a DTensor, or of a run of it that differs along `over`."""
+        name = (id(tensor.device_mesh), (*tensor.placements, tensor.ndim, over))
         result = self.replica_sets.get(name)
         if result is None:
-            result = _mesh_replica_set(tensor)
+            replicas, placement = _mesh_replica_set(tensor), _mesh_placement(tensor, self)
             if over is not None:
-                result = _flat_replica_set(result, over, self)
-            self.replica_sets[name] = result
+                replicas = _flat_replica_set(replicas, over, self)
+                placement = placement.runs_over(over)
+            result = self.replica_sets[name] = replicas, placement
         return result
 
     def leaf(
@@ -58,6 +66,7 @@ class _Site(NamedTuple):
         shape: Sequence[int],
         pieces: Iterable[tuple[Box, torch.Tensor]],
         replica_set: ReplicaSet | None,
+        placement: PlacementInfo | None,
     ) -> TensorLeaf:
         """The leaf of this site from pairs of box and local tensor."""
         boxes, locals_ = zip(*pieces, strict=True) if pieces else ((), ())
@@ -69,6 +78,7 @@ class _Site(NamedTuple):
             locals=locals_,
             replica_set=replica_set,
             layout=self.layout,
+            placement=placement,
         )
 
 
@@ -118,83 +128,7 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
         stage = tuple(sorted(site.layout.group("tp-cp-dp", site.rank)))
         replica_set = ReplicaSet(replicas=stage, span=stage)
     whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
-    return site.leaf(tensor.dtype, tensor.shape, [(whole, tensor.detach())], replica_set)
-
-
-def shard_intervals(
-    intervals: Intervals, *, num_chunks: int, index: int, split_factor: int = 1
-) -> Intervals:
-    """The `index`-th of `num_chunks` pieces of an index set, cut as `torch.chunk` cuts.
-
-    With a `split_factor` the piece that torch's `_StridedShard` gives: the set is cut into so many
-    pieces, and each of them again.
-
-    Source: torch.distributed.tensor `_StridedShard._split_tensor` (first split, second split,
-    concatenation of the `index`-th pieces). Eight rows over two ranks:
-
-        split_factor  rank 0       rank 1
-        1             0 1 2 3      4 5 6 7
-        2             0 1 | 4 5    2 3 | 6 7
-        4             0|2|4|6      1|3|5|7
-    """
-    pieces: list[tuple[int, int]] = []
-    for part in range(split_factor):
-        outer = _chunk(intervals, split_factor, part)
-        for start, stop in _chunk(outer, num_chunks, index):
-            if pieces and pieces[-1][1] == start:
-                start = pieces.pop()[0]
-            pieces.append((start, stop))
-    return tuple(pieces)
-
-
-def boxes_of(intervals: tuple[Intervals, ...]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes that a product of per-dim index sets makes, each with its place in the local."""
-    per_dim: list[list[tuple[int, int, slice]]] = []
-    for pieces in intervals:
-        stops = itertools.accumulate(stop - start for start, stop in pieces)
-        per_dim.append(
-            [
-                (start, stop - start, slice(end - (stop - start), end))
-                for (start, stop), end in zip(pieces, stops, strict=True)
-            ]
-        )
-    return [
-        (Box(tuple(c[0] for c in chosen), tuple(c[1] for c in chosen)), tuple(c[2] for c in chosen))
-        for chosen in itertools.product(*per_dim)
-    ]
-
-
-def _chunk(intervals: Intervals, num_chunks: int, index: int) -> Intervals:
-    """The positions of an ordered index set that `torch.chunk` puts into one of its pieces."""
-    size = -(-_length(intervals) // num_chunks)
-    return _cut(intervals, size * index, size * (index + 1))
-
-
-def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """The positions [start, stop) of an ordered index set.
-
-    Of ((0, 4), (8, 12)), whose positions 0…7 are the indices 0 1 2 3 8 9 10 11:
-
-        start  stop   cut
-        0      4      (0, 4)
-        2      6      (2, 4), (8, 10)
-        4      8      (8, 12)
-        7      8      (11, 12)
-        3      3      nothing
-    """
-    cut: list[tuple[int, int]] = []
-    position = 0
-    for first, last in intervals:
-        low, high = max(start - position, 0), min(stop - position, last - first)
-        if low < high:
-            cut.append((first + low, first + high))
-        position += last - first
-    return tuple(cut)
-
-
-def _length(intervals: Intervals) -> int:
-    """How many positions an index set has."""
-    return sum(stop - start for start, stop in intervals)
+    return site.leaf(tensor.dtype, tensor.shape, [(whole, tensor.detach())], replica_set, WHOLE)
 
 
 def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
@@ -243,7 +177,7 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
         replica_set = _replica_set(axes, layout=site.layout, rank=site.rank)
         if obj.offset is not None:
             box = Box(obj.offset, tuple(local.shape))
-            return site.leaf(local.dtype, obj.shape, [(box, local)], replica_set)
+            return site.leaf(local.dtype, obj.shape, [(box, local)], replica_set, IRREGULAR)
         # Axes of one dim split it in turn: of ("pp", "tp") tp splits what pp has left.
         held = []
         for dim, size in enumerate(obj.shape):
@@ -255,7 +189,7 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
             held.append(intervals)
     except (LayoutError, PlacementError) as error:
         raise PlacementError(f"{site.key}: {error}") from error
-    expected = tuple(map(_length, held))
+    expected = tuple(map(num_positions, held))
     if expected != tuple(local.shape):
         split = ", ".join(f"dim {dim}: {'+'.join(axes)}" for dim, axes in dims.items())
         raise PlacementError(
@@ -264,37 +198,41 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
             f"for another split say offset=(...), over=(...)"
         )
     pieces = [(box, local[where]) for box, where in boxes_of(tuple(held))]
-    return site.leaf(local.dtype, obj.shape, pieces, replica_set)
+    cuts = [CutInfo(dim, axis) for dim in sorted(dims) for axis in dims[dim]]
+    return site.leaf(local.dtype, obj.shape, pieces, replica_set, PlacementInfo.of(cuts))
 
 
 def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
     """The boxes of a run of a local tensor: local boxes first, then each where it lies globally."""
     like = obj.like
     dims: tuple[Intervals, ...] = tuple(((0, size),) for size in like.shape)
+    pieces: list[tuple[Box, torch.Tensor]]
     replica_set: ReplicaSet | None = None
+    placement = WHOLE.runs_over(obj.over)
     if isinstance(like, DTensor):
         if like.device_mesh.get_coordinate() is None:
             raise PlacementError(
                 f"{site.key}: rank {site.rank} is not on the mesh of the parameter"
             )
         dims = _dtensor_dims(like, key=site.key)
-        replica_set = site.replica_set(like, obj.over)
+        replica_set, placement = site.declared(like, obj.over)
     flat = obj.local.detach()
     if 0 in like.shape:
         empty = Box((0,) * like.ndim, tuple(like.shape))
-        return site.leaf(flat.dtype, like.shape, [(empty, flat.view(like.shape))], replica_set)
+        pieces = [(empty, flat.view(like.shape))]
+        return site.leaf(flat.dtype, like.shape, pieces, replica_set, placement)
     # A run is boxes of the local tensor, in row-major order. Each is cut again where the local
     # tensor is no single block of the global one (strided shards).
     local_shape = tuple((like.to_local() if isinstance(like, DTensor) else like).shape)
-    pieces: list[tuple[Box, torch.Tensor]] = []
+    pieces = []
     position = 0
     for box in flat_range_boxes(local_shape, obj.start, obj.start + flat.numel()):
         block = flat[position : position + box.numel].view(box.shape)
         position += box.numel
         ends = zip(dims, box.offset, box.stop, strict=True)
-        placed = boxes_of(tuple(_cut(dim, first, last) for dim, first, last in ends))
+        placed = boxes_of(tuple(cut_intervals(dim, first, last) for dim, first, last in ends))
         pieces.extend((whole, block[where]) for whole, where in placed)
-    return site.leaf(flat.dtype, like.shape, pieces, replica_set)
+    return site.leaf(flat.dtype, like.shape, pieces, replica_set, placement)
 
 
 def _flat_replica_set(whole: ReplicaSet, over: str, site: _Site) -> ReplicaSet:
@@ -329,14 +267,14 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
-        return site.leaf(tensor.dtype, tensor.shape, [], elsewhere)
+        return site.leaf(tensor.dtype, tensor.shape, [], elsewhere, None)
     local = tensor.to_local().detach()
     dims = _dtensor_dims(tensor, key=site.key)
     if local.numel() == 0:
         # FSDP2 gives an empty local the shape [0, …]; boxes need the one of the placements.
-        local = local.new_empty([*map(_length, dims)])
+        local = local.new_empty([*map(num_positions, dims)])
     pieces = [(box, local[where]) for box, where in boxes_of(dims)]
-    return site.leaf(tensor.dtype, tensor.shape, pieces, site.replica_set(tensor))
+    return site.leaf(tensor.dtype, tensor.shape, pieces, *site.declared(tensor))
 
 
 def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
@@ -360,7 +298,7 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
         if split_factor is None and not isinstance(placement, Shard):
             raise PlacementError(f"{key}: placement {placement} is not known to this version")
         dims[dim] = shard_intervals(dims[dim], split_factor=int(split_factor or 1), **where)
-    expected = tuple(map(_length, dims))
+    expected = tuple(map(num_positions, dims))
     # FSDP2 gives a rank without elements a local of shape [0, …], whichever dim has none.
     if expected != tuple(local.shape) and (local.numel() or 0 not in expected):
         raise PlacementError(
@@ -405,6 +343,37 @@ def _mesh_replica_set(tensor: DTensor) -> ReplicaSet:
     )
 
 
+def _mesh_placement(tensor: DTensor, site: _Site) -> PlacementInfo:
+    """How the boxes of a DTensor follow from coordinates on the layout.
+
+    IRREGULAR where a sharding dim of its mesh is not a group of the layout by its name and ranks,
+    or a strided shard is not cut inside of the pieces of the mesh dims after it.
+    """
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    cuts: list[CutInfo] = []
+    num_inner: dict[int, int] = {}
+    # From the last mesh dim, since the split factor of a strided shard counts those after it.
+    for mesh_dim in range(mesh.ndim - 1, -1, -1):
+        placement = tensor.placements[mesh_dim]
+        if isinstance(placement, Replicate):
+            continue
+        line: list[int | slice] = list(mesh.get_coordinate() or ())
+        line[mesh_dim] = slice(None)
+        try:
+            group = site.layout.group(names[mesh_dim], site.rank)
+        except LayoutError:
+            return IRREGULAR
+        dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
+        split_factor = getattr(placement, "split_factor", None)
+        is_other = split_factor is not None and split_factor != num_inner.get(dim, 1)
+        if is_other or list(group) != mesh.mesh[tuple(line)].tolist():
+            return IRREGULAR
+        num_inner[dim] = num_inner.get(dim, 1) * len(group)
+        cuts.append(CutInfo(dim, names[mesh_dim], split_factor is not None))
+    return PlacementInfo.of(reversed(cuts))
+
+
 def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
     """The leaf of the real part of a tensor: boxes and views cut at `shape`, which it then has.
 
@@ -419,6 +388,8 @@ def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
     check_real_shape(shape, leaf.shape, where=leaf.key)
     if shape == leaf.shape:
         return leaf
+    # What is cut is the padded tensor, whose shape is not stored.
+    leaf = leaf._replace(placement=IRREGULAR)
     if 0 in shape:
         first = [
             local.new_empty(shape)

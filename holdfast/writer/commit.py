@@ -315,6 +315,9 @@ def build_index(
         start=np.frombuffer(b"".join(record.starts for record in written), dtype=np.int64),
         nbytes=planned,
         copy=plan.row_copy,
+        holders=plan.row_holders,
+        holder_ptr=plan.holder_ptr,
+        holder=plan.holder,
         digest_ptr=digest_ptr,
         digest=np.frombuffer(b"".join(record.digests for record in written), dtype=np.uint64),
     )
@@ -440,19 +443,10 @@ def _build_manifest(
         holdfast=header.holdfast,
         torch=header.torch,
         layouts=list(plan.layouts),
+        placements=list(plan.placements),
         signature=plan.signature,
         block_nbytes=plan.block_nbytes,
-        tensors=[
-            TensorInfo(key=key, dtype=dtype, shape=list(shape), layout=layout, fingerprint=print_)
-            for key, dtype, shape, layout, print_ in zip(
-                plan.keys,
-                plan.dtypes,
-                plan.shapes,
-                plan.tensor_layouts,
-                _fingerprints(plan, records),
-                strict=True,
-            )
-        ],
+        tensors=_tensors(plan, records),
         parts=parts,
         metadata=decode_metadata(msgspec.json.decode(header.metadata)) if header.metadata else {},
         files=[
@@ -475,6 +469,18 @@ def _build_manifest(
             stored_nbytes=int(nbytes.sum()),
         ),
     )
+
+
+def _tensors(plan: CommitPlan, records: list[DoneRecord]) -> list[TensorInfo]:
+    """The tensors of the plan, with fingerprints if the writers gave them."""
+    columns = (plan.keys, plan.dtypes, plan.shapes, plan.tensor_layouts, plan.tensor_placements)
+    return [
+        TensorInfo(key=key, dtype=dtype, shape=[*shape], layout=layout, placement=placement,
+                   fingerprint=fingerprint)
+        for key, dtype, shape, layout, placement, fingerprint in zip(
+            *columns, _fingerprints(plan, records), strict=True
+        )
+    ]  # fmt: skip
 
 
 def _fingerprints(plan: CommitPlan, records: list[DoneRecord]) -> list[str | None]:

@@ -23,6 +23,7 @@ from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import LayoutInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
+from holdfast.format.placements import PlacementInfo
 from holdfast.format.versions import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.storage import Storage
 
@@ -54,6 +55,7 @@ class _PlanTables(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         ranks: every rank that takes part, in control order.
         coordinates: of each rank on its layout.
         keys, dtypes, shapes, tensor_layouts: of each tensor.
+        placements: the distinct ones; `tensor_placements` has the position of each tensor's.
         writers: of each file, the position of its writer in `ranks`.
     """
 
@@ -66,6 +68,8 @@ class _PlanTables(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     tensor_layouts: tuple[int, ...]
+    placements: tuple[PlacementInfo, ...]
+    tensor_placements: tuple[int, ...]
     writers: tuple[int, ...]
 
 
@@ -75,8 +79,9 @@ class CommitPlan(_PlanTables, frozen=True, kw_only=True, eq=False):
     Rows are ordered by file, then by place in the file; a row is one stored copy of one box.
 
     Args:
-        row_*: (n,) or (n, dims) per row: position in `keys`, of the file, offset, extent, and which
-            copy of the box it is.
+        row_*: (n,) or (n, dims) per row: position in `keys`, of the file, offset, extent, which
+            copy of the box it is, and the number of the set of ranks that hold the box.
+        holder_ptr, holder: of the sets, see `ChunkIndex`.
         check_*: (m,) boxes that several ranks hold without a declaration, once for each holder.
             All holders of one `check_group` must report equal digests.
     """
@@ -86,6 +91,9 @@ class CommitPlan(_PlanTables, frozen=True, kw_only=True, eq=False):
     row_offset: IntArray
     row_extent: IntArray
     row_copy: IntArray
+    row_holders: IntArray
+    holder_ptr: IntArray
+    holder: IntArray
     check_group: IntArray
     check_position: IntArray
     check_tensor: IntArray

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, HoldfastError, Layout, PlanError, ProcessGroups
-from holdfast.checkpoint.plan.claims import RankClaims, TensorNames, decode_names
+from holdfast.checkpoint.plan.claims import RankClaims, decode_names
 from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.state.leaves import ReplicaSet
 from holdfast.writer import commit
@@ -103,7 +103,7 @@ def named(tables: list[RankClaims], *, dtype: str | None = None, grow: int = 0) 
     if dtype is not None:
         dtypes[NUMBER] = dtype
     shapes[NUMBER] = (shapes[NUMBER][0] + grow, shapes[NUMBER][1])
-    names = TensorNames(found.keys, tuple(dtypes), tuple(shapes), found.layouts, found.homes)
+    names = msgspec.structs.replace(found, dtypes=tuple(dtypes), shapes=tuple(shapes))
     tables[VICTIM] = dataclasses.replace(tables[VICTIM], names=msgspec.msgpack.encode(names))
 
 

@@ -52,15 +52,14 @@ def test_any_json_comes_back_and_nothing_else_changes(
     manifest: bytes, metadata: dict[str, Any]
 ) -> None:
     plain = decode_manifest(manifest)
-    for version in (1, 2):
-        given_ = msgspec.structs.replace(plain, metadata=metadata, version=version)
-        data = encode_manifest(given_)
-        found = decode_manifest(data)
-        assert found == given_
-        assert repr(found.metadata) == repr(metadata)
-        stored = json.loads(data)["parts"]
-        assert (METADATA_PART in stored) == bool(metadata)
-        assert "metadata" not in json.loads(data)
+    given_ = msgspec.structs.replace(plain, metadata=metadata)
+    data = encode_manifest(given_)
+    found = decode_manifest(data)
+    assert found == given_
+    assert repr(found.metadata) == repr(metadata)
+    stored = json.loads(data)["parts"]
+    assert (METADATA_PART in stored) == bool(metadata)
+    assert "metadata" not in json.loads(data)
 
 
 def test_without_metadata_no_byte_is_other_than_before(manifest: bytes) -> None:

@@ -23,6 +23,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.names import INDEX, MANIFEST, data_file, step_dir
+from holdfast.format.placements import WHOLE, PlacementInfo
 from holdfast.format.values import Node
 from holdfast.storage import Storage
 
@@ -31,12 +32,16 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One stored copy: file, box, number of the copy; `content` overrides the tensor's bytes."""
+    """One stored copy: file, box, number of the copy; `content` overrides the tensor's bytes.
+
+    Without `holders` every rank that writes a file held it.
+    """
 
     file: int
     box: Box
     copy: int = 0
     content: bytes | None = None
+    holders: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,7 @@ class Tensor:
     shape: tuple[int, ...]
     data: bytes
     chunks: Sequence[Chunk]
+    placement: PlacementInfo = WHOLE
 
     def box_bytes(self, box: Box) -> bytes:
         """The row-major bytes of a box of this tensor."""
@@ -91,6 +97,8 @@ def make(
         n: [] for n in ("tensor", "file", "offset", "extent", "start", "nbytes", "copy")
     }
     digests: list[npt.NDArray[np.uint64]] = []
+    sets: dict[tuple[int, ...], int] = {}
+    holders: list[int] = []
     files: dict[str, bytes] = {}
     infos = []
     for number in range(num_files):
@@ -107,6 +115,8 @@ def make(
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
             digests.append(block_digests(payload, block_nbytes))
+            held_by = chunk.holders or tuple(range(num_files))
+            holders.append(sets.setdefault(held_by, len(sets)))
         name = data_file(number)
         files[name] = bytes(data)
         infos.append(
@@ -125,11 +135,21 @@ def make(
     counts = np.array([len(d) for d in digests], dtype=np.int64)
     index = ChunkIndex(
         **arrays,
+        holders=np.array(holders, dtype=np.int64),
+        holder_ptr=np.cumsum([0, *map(len, sets)]),
+        holder=np.array([rank for ranks in sets for rank in ranks], dtype=np.int64),
         digest_ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         digest=np.concatenate([np.zeros(0, dtype=np.uint64), *digests]),
     )
+    placements: dict[PlacementInfo, int] = {WHOLE: 0}
     infos_t = [
-        TensorInfo(key=key, dtype=t.dtype, shape=list(t.shape), layout=0)
+        TensorInfo(
+            key=key,
+            dtype=t.dtype,
+            shape=list(t.shape),
+            layout=0,
+            placement=placements.setdefault(t.placement, len(placements)),
+        )
         for key, t in tensors.items()
     ]
     manifest = Manifest(
@@ -144,6 +164,7 @@ def make(
             )
         ],
         signature="00" * 16,
+        placements=list(placements),
         block_nbytes=block_nbytes,
         tensors=infos_t,
         parts=dict(parts or {}),

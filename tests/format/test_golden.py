@@ -1,13 +1,14 @@
-"""A checkpoint of each format version as it was written once: readable for ever, byte for byte.
+"""A checkpoint of each format version as it was written once: readable permanently, byte for byte.
 
-`python -m tests.format.test_golden VERSION DIRECTORY` writes one anew; that is only right before a
-release of a new format version, into a directory of its own.
+`python -m tests.format.test_golden DIRECTORY` writes one again; that is only right before a release
+of a new format version, into its own directory.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,13 +18,14 @@ import pytest
 from holdfast.arrays.boxes import Box
 from holdfast.format.manifest import LayoutInfo
 from holdfast.format.names import list_steps
+from holdfast.format.placements import IRREGULAR, PER_COORDINATE, WHOLE, CutInfo, PlacementInfo
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, decode_tree, encode_tree
 from holdfast.format.verify import verify_snapshot
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, Made, Tensor, make, write
 
-VERSIONS = (1, 2)
+VERSIONS = (1,)
 STEP = 42
 
 
@@ -55,10 +57,8 @@ def weight() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 
 
 def golden(version: int) -> Made:
-    """What the golden files hold; two files, a split tensor, a replicated one, odd types.
-
-    Those of version 2 have a second layout, a fingerprint, and keys that their places do not imply.
-    """
+    """What the golden files hold: two files, a split tensor, a replicated one, odd types, a second
+    layout, placements, sets of holders, a fingerprint, and keys that their places do not imply."""
     quarters = [
         Chunk(file=0, box=Box((0, 0), (6, 3))),
         Chunk(file=1, box=Box((0, 3), (2, 7))),
@@ -90,15 +90,26 @@ def golden(version: int) -> Made:
         "progress": encode_tree(TREE),
     }
     made = make(tensors, step=STEP, block_nbytes=64, parts=parts)
-    if version == 1:
-        made.manifest = msgspec.structs.replace(made.manifest, version=1)
-        return made
+    made.index = replace(
+        made.index,
+        holders=np.array([1, 0, 1, 2, 3, 0, 3], dtype=np.int64),
+        holder_ptr=np.array([0, 2, 3, 4, 6], dtype=np.int64),
+        holder=np.array([0, 1, 0, 1, 1, 2], dtype=np.int64),
+    )
     weight_info, bias, step, *others = made.manifest.tensors
     made.manifest = msgspec.structs.replace(
         made.manifest,
+        version=version,
+        placements=[
+            WHOLE,
+            PlacementInfo(kind="cut", cuts=(CutInfo(1, "dp", True), CutInfo(1, "tp"))),
+            PlacementInfo(kind="runs", cuts=(CutInfo(0, "ep"),), over="expt_dp"),
+            PER_COORDINATE,
+            IRREGULAR,
+        ],
         layouts=[*made.manifest.layouts, LayoutInfo(name="vision", axes={}, order="", ranks=[0])],
         tensors=[
-            msgspec.structs.replace(weight_info, fingerprint="0123456789abcdef" * 2),
+            msgspec.structs.replace(weight_info, placement=1, fingerprint="0123456789abcdef" * 2),
             bias,
             msgspec.structs.replace(step, layout=1),
             *others,
@@ -146,6 +157,8 @@ def test_its_manifest_is_read(snapshot: Snapshot, version: int) -> None:
     assert snapshot.manifest.tensors == expected.tensors
     assert snapshot.manifest.parts == expected.parts
     assert snapshot.manifest.layouts == expected.layouts
+    assert snapshot.manifest.placements == expected.placements
+    assert snapshot.index.is_held_by(2).tolist() == [False, False, False, False, True, False, True]
     snapshot.close()
 
 
@@ -181,4 +194,4 @@ def test_the_same_state_is_written_with_the_same_bytes(tmp_path: Path, version: 
 
 
 if __name__ == "__main__":
-    write(PosixStorage(sys.argv[2]), golden(int(sys.argv[1])))
+    write(PosixStorage(sys.argv[1]), golden(VERSIONS[-1]))

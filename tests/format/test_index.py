@@ -28,9 +28,11 @@ from holdfast.format.index import (
     validate_index,
 )
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
+from holdfast.format.placements import WHOLE
 from tests.format.making import Chunk, Made, make, random_tensor, sample_tensors
 
-COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy", "digest_ptr", "digest")
+ROW_COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy", "holders")
+COLUMNS = (*ROW_COLUMNS, "holder_ptr", "holder", "digest_ptr", "digest")
 
 
 def tables(max_rows: int = 6) -> st.SearchStrategy[ChunkIndex]:
@@ -45,6 +47,7 @@ def tables(max_rows: int = 6) -> st.SearchStrategy[ChunkIndex]:
         return ChunkIndex(
             tensor=column(rows), file=column(rows), offset=column(rows, dims),
             extent=column(rows, dims), start=column(rows), nbytes=column(rows), copy=column(rows),
+            holders=column(rows), holder_ptr=column(rows + 1), holder=column(dims),
             digest_ptr=pointers,
             digest=rng.integers(0, 2**64, int(pointers[-1]), dtype=np.uint64),
         )  # fmt: skip
@@ -92,6 +95,9 @@ def test_rows_cost_less_than_eighty_bytes() -> None:
         start=rng.integers(0, 20 << 30, num),
         nbytes=rng.integers(0, 1 << 30, num),
         copy=rng.integers(0, 3, num),
+        holders=rng.integers(0, 3000, num),
+        holder_ptr=np.arange(3001) * 2,
+        holder=rng.integers(0, 1024, 6000),
         digest_ptr=np.arange(num + 1) * 2,
         digest=rng.integers(0, 2**64, 2 * num, dtype=np.uint64),
     )
@@ -131,6 +137,7 @@ def good_columns() -> dict[str, npt.NDArray[np.generic]]:
     return {
         "tensor": one, "file": one, "offset": one.reshape(1, 1), "extent": one.reshape(1, 1),
         "start": one, "nbytes": one, "copy": one, "digest_ptr": np.zeros(2, dtype=np.uint8),
+        "holders": one, "holder_ptr": one, "holder": np.zeros(0, dtype=np.uint8),
         "digest": np.zeros(0, dtype=np.uint64),
     }  # fmt: skip
 
@@ -147,6 +154,10 @@ def good_columns() -> dict[str, npt.NDArray[np.generic]]:
         {"offset": np.zeros((1, 2), dtype=np.uint8)},
         {"digest": np.zeros((1, 1), dtype=np.uint64)},
         {"digest_ptr": np.zeros(1, dtype=np.uint8)},
+        {"holders": np.zeros(2, dtype=np.uint8)},
+        {"holder_ptr": np.zeros(0, dtype=np.uint8)},
+        {"holder_ptr": np.zeros((1, 1), dtype=np.uint8)},
+        {"holder": np.zeros((1, 1), dtype=np.uint8)},
         {"more": np.zeros(1, dtype=np.uint8)},
     ],
 )
@@ -225,7 +236,9 @@ def drop(made: Made, key: str, which: int) -> None:
     made.index = ChunkIndex(
         digest_ptr=np.concatenate([[0], np.cumsum(counts)]),
         digest=np.concatenate([made.index.digests(kept) for kept in keep]),
-        **{name: getattr(made.index, name)[keep] for name in COLUMNS[:-2]},
+        holder_ptr=made.index.holder_ptr,
+        holder=made.index.holder,
+        **{name: getattr(made.index, name)[keep] for name in ROW_COLUMNS},
     )
 
 
@@ -262,6 +275,10 @@ FLAWS: list[tuple[str, Callable[[Made], None], str]] = [
     ("a file below none", add("file", WEIGHT, 0, -1), "file -1"),
     ("another file", add("file", WEIGHT, 0, 1), "overlap|gap|leave"),
     ("a tensor that is not there", add("tensor", WEIGHT, 0, 99), "tensor 99"),
+    ("holders that are not there", add("holders", WEIGHT, 0, 1), "holders 1, there are 1"),
+    ("holders below none", add("holders", WEIGHT, 0, -1), "holders -1"),
+    ("fewer holders", lambda m: set_value(m, "holder_ptr", -1, 1), "2 holders"),
+    ("holders of nobody", lambda m: set_value(m, "holder_ptr", slice(None), 2), "2 holders"),
     ("fewer digests", lambda m: set_value(m, "digest_ptr", -1, 3), "digest"),
     ("digests of others", lambda m: set_value(m, "digest_ptr", 1, 0), "digest"),
     ("digests not from zero", lambda m: set_value(m, "digest_ptr", slice(None),
@@ -360,6 +377,7 @@ def test_a_million_rows_are_proven_quickly() -> None:
     index = ChunkIndex(
         tensor=tensor, file=file, offset=offset, extent=np.tile(np.array([4, 8]), (num, 1)),
         start=start, nbytes=np.full(num, 128), copy=np.zeros(num, dtype=np.int64),
+        holders=file, holder_ptr=np.arange(num_files + 1), holder=np.arange(num_files),
         digest_ptr=np.arange(num + 1), digest=np.zeros(num, dtype=np.uint64),
     )  # fmt: skip
     tensors = [TensorInfo(key=f"t{i}", dtype="F32", shape=[32, 8], layout=0)
@@ -371,7 +389,7 @@ def test_a_million_rows_are_proven_quickly() -> None:
     ]  # fmt: skip
     manifest = Manifest(
         step=1, save_id="a", created="", holdfast="", torch="", layouts=[], signature="",
-        block_nbytes=1 << 20, tensors=tensors, parts={}, files=files,
+        block_nbytes=1 << 20, placements=[WHOLE], tensors=tensors, parts={}, files=files,
         index=IndexInfo(nbytes=8, digest="", num_rows=num),
         totals=Totals(num_tensors=num_tensors, nbytes=num * 128, stored_nbytes=num * 128),
     )  # fmt: skip

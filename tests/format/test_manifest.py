@@ -24,6 +24,7 @@ from holdfast.format.names import (
     saving_dir,
     step_dir,
 )
+from holdfast.format.placements import CutInfo, PlacementInfo
 from holdfast.format.values import Node
 from holdfast.storage import PosixStorage
 from tests.format.making import make, sample_tensors, write
@@ -43,11 +44,10 @@ PARTS: dict[str, Node] = {
 }
 
 
-def sample(version: int = 2) -> Manifest:
+def sample() -> Manifest:
     manifest = make(sample_tensors(), parts=PARTS).manifest
     return msgspec.structs.replace(
         manifest,
-        version=version,
         index=msgspec.structs.replace(manifest.index, nbytes=5000),
         tensors=[
             msgspec.structs.replace(manifest.tensors[0], fingerprint="00ff"),
@@ -68,32 +68,43 @@ def as_table(manifest: Manifest) -> dict[str, object]:
     return table
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_manifests_come_back_and_are_plain_json(version: int) -> None:
-    manifest = sample(version)
+def test_manifests_come_back_and_are_plain_json() -> None:
+    manifest = sample()
     data = encode_manifest(manifest)
     assert decode_manifest(data) == manifest
     table = json.loads(data)
     assert table["format"] == "holdfast"
-    assert table["version"] == version
+    assert table["version"] == 1
     assert list(table)[-1] == "digest"
     assert encode_manifest(decode_manifest(data)) == data
 
 
 def test_what_is_0_null_or_implied_is_left_out() -> None:
-    """Version 2: of a tiny tensor, its name, type and shape are all that is written."""
+    """Of a tiny tensor, its name, type and shape are all that is written."""
     manifest = sample()
     layouts = [*manifest.layouts, *manifest.layouts]
+    cut = PlacementInfo(kind="cut", cuts=(CutInfo(0, "tp"),))
     second = msgspec.structs.replace(manifest.tensors[1], layout=1)
+    fourth = msgspec.structs.replace(manifest.tensors[3], placement=1)
     manifest = msgspec.structs.replace(
-        manifest, layouts=layouts, tensors=[manifest.tensors[0], second, *manifest.tensors[2:]]
-    )
+        manifest,
+        layouts=layouts,
+        placements=[*manifest.placements, cut],
+        tensors=[
+            manifest.tensors[0], second, manifest.tensors[2], fourth, *manifest.tensors[4:]
+        ],
+    )  # fmt: skip
     data = encode_manifest(manifest)
     table = json.loads(data)
-    assert table["tensors"][:3] == [
-        ["model.weight", "F32", [5, 7], 0, "00ff"],
+    assert table["tensors"][:4] == [
+        ["model.weight", "F32", [5, 7], 0, 0, "00ff"],
         ["model.norm", "BF16", [9], 1],
         ["model.scale", "F64", []],
+        ["model.none", "I64", [0, 3], 0, 1],
+    ]
+    assert table["placements"] == [
+        {"kind": "whole", "cuts": [], "over": ""},
+        {"kind": "cut", "cuts": [[0, "tp", False]], "over": ""},
     ]
     assert table["parts"]["model"] == {
         "weight": {"$": "tensor"},
@@ -107,7 +118,7 @@ def test_what_is_0_null_or_implied_is_left_out() -> None:
     assert decode_manifest(data) == manifest
     assert manifest.parts == PARTS
     body = data[: -len(b',"digest":""}\n') - 32]
-    more = body.replace(b'["model.norm","BF16",[9],1]', b'["model.norm","BF16",[9],1,null]')
+    more = body.replace(b'["model.norm","BF16",[9],1]', b'["model.norm","BF16",[9],1,0,null]')
     assert decode_manifest(more + b',"digest":"' + digest128(more).encode() + b'"}\n') == manifest
 
 
@@ -147,12 +158,12 @@ def test_any_changed_byte_is_found() -> None:
 
 
 def test_a_newer_version_is_refused_by_name() -> None:
-    table = as_table(sample()) | {"version": 3, "novelty": {"a": 1}, "tensors": "elsewhere"}
-    match = r"written by a newer Holdfast: format version 3, this is 2; update"
+    table = as_table(sample()) | {"version": 2, "novelty": {"a": 1}, "tensors": "elsewhere"}
+    match = r"written by a newer Holdfast: format version 2, this is 1; update"
     with pytest.raises(CorruptionError, match=match):
         decode_manifest(reseal(table))
     # Its way of sealing may be new as well: the version is looked at all the same.
-    with pytest.raises(CorruptionError, match=r"format version 3, this is 2 \(or damaged"):
+    with pytest.raises(CorruptionError, match=r"format version 2, this is 1 \(or damaged"):
         decode_manifest(json.dumps(table).encode())
 
 
@@ -175,7 +186,10 @@ HOSTILE = [
     ("tensors.0.dtype", "F12"), ("tensors.0.shape", [1] * 65), ("tensors.0.shape", [-1, 4]),
     ("tensors.0.shape", [2**62, 2**62]), ("tensors.3.shape", [0, 2**62, 2**62]),
     ("tensors.0.shape", [1.5]), ("tensors.0.layout", 1), ("tensors.0.layout", -1),
-    ("tensors.0.shape", [5, 8]), ("tensors.0.extra", 1),
+    ("tensors.0.shape", [5, 8]), ("tensors.0.extra", 1), ("tensors.0.placement", 1),
+    ("tensors.0.placement", -1), ("placements", []), ("placements.0.kind", "elsewhere"),
+    ("placements.0.cuts", [[5, "tp", False]]), ("placements.0.cuts", [[-1, "tp", False]]),
+    ("placements.0.cuts", [["tp", 0]]), ("placements.0.over", 1),
     ("files.0.name", "../../etc/passwd"), ("files.0.name", "/etc/passwd"),
     ("files.0.name", "data/../manifest.json"), ("files.0.name", "data/00001.safetensors"),
     ("files.0.name", "data/00000.safetensors\n"),
@@ -188,32 +202,27 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-NAMES = {"key": "0", "dtype": "1", "shape": "2", "layout": "3", "extra": "5"}
+NAMES = {"key": "0", "dtype": "1", "shape": "2", "layout": "3", "placement": "4", "extra": "6"}
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("path", "value"), HOSTILE, ids=lambda v: str(v)[:40])
-def test_hostile_content_is_refused_even_with_a_right_digest(
-    path: str, value: object, version: int
-) -> None:
-    table = as_table(sample(version))
-    if version == 2:
-        rows = table["tensors"]
-        assert isinstance(rows, list)
-        table["tensors"] = [[*row, *[0, None, None][len(row) - 3 : 2]] for row in rows]
-        if path.endswith("extra"):
-            rows = table["tensors"]
-            assert isinstance(rows, list)
-            rows[0].append(None)
-        if path.startswith("tensors."):
-            head, _, last = path.rpartition(".")
-            path = f"{head}.{NAMES[last]}"
+def test_hostile_content_is_refused_even_with_a_right_digest(path: str, value: object) -> None:
+    table = as_table(sample())
+    rows = table["tensors"]
+    assert isinstance(rows, list)
+    rows = [[*row, *[0, 0, None][len(row) - 3 :]] for row in rows]
+    if path.endswith("extra"):
+        rows[0].append(None)
+    table["tensors"] = rows
+    if path.startswith("tensors."):
+        head, _, last = path.rpartition(".")
+        path = f"{head}.{NAMES[last]}"
     change(path, value)(table)
     with pytest.raises(CorruptionError, match="here: "):
         decode_manifest(reseal(table), place="here")
 
 
-@pytest.mark.parametrize("name", ["format", "version", "step", "parts", "totals"])
+@pytest.mark.parametrize("name", ["format", "version", "step", "parts", "totals", "placements"])
 def test_every_member_must_be_there(name: str) -> None:
     table = as_table(sample())
     del table[name]

@@ -26,17 +26,26 @@ def read_manifest(place: Path) -> dict[str, Any]:
     assert tail == xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
     manifest: dict[str, Any] = json.loads(data)
     assert manifest["format"] == "holdfast"
-    if manifest["version"] == 2:
-        members = ("key", "dtype", "shape", "layout", "fingerprint")
-        manifest["tensors"] = [
-            dict(zip(members, [*row, *[0, None][len(row) - 3 :]], strict=True))
-            for row in manifest["tensors"]
-        ]
-        for name, node in manifest["parts"].items():
-            fill_in(node, name)
-    else:
-        assert manifest["version"] == 1
+    assert manifest["version"] == 1
+    members = ("key", "dtype", "shape", "layout", "placement", "fingerprint")
+    manifest["tensors"] = [
+        dict(zip(members, [*row, *[0, 0, None][len(row) - 3 :]], strict=True))
+        for row in manifest["tensors"]
+    ]
+    for name, node in manifest["parts"].items():
+        fill_in(node, name)
     return manifest
+
+
+def read_holders(place: Path) -> dict[str, list[list[int]]]:
+    """The ranks that held each chunk of each tensor, in the order of rows."""
+    tensors = read_manifest(place)["tensors"]
+    index = load_file(place / "index.safetensors")
+    holders: dict[str, list[list[int]]] = {}
+    for tensor, number in zip(index["tensor"], index["holders"], strict=True):
+        first, last = index["holder_ptr"][number : number + 2]
+        holders.setdefault(tensors[tensor]["key"], []).append(index["holder"][first:last].tolist())
+    return holders
 
 
 def fill_in(node: Any, path: str) -> None:
@@ -100,10 +109,18 @@ def test_a_reader_written_from_the_page_reads_the_golden_checkpoint(version: int
     assert set(found) == {tensor.key for tensor in golden(version).manifest.tensors}
     parts = read_manifest(place(version))["parts"]
     assert parts["model"]["weight"]["k"] == "model.weight"
-    if version == 2:
-        assert parts["model"]["head"]["k"] == "model.weight"
-        assert parts["model"]["bias"]["k"] == "model.bias"
-        assert parts["optimizer"]["step"]["k"] == "optimizer.step"
+    assert parts["model"]["head"]["k"] == "model.weight"
+    assert parts["model"]["bias"]["k"] == "model.bias"
+    assert parts["optimizer"]["step"]["k"] == "optimizer.step"
+    assert read_holders(place(version)) == {
+        "model.weight": [[0], [1], [1, 2]],
+        "model.bias": [[0, 1], [0, 1]],
+        "model.phase": [[0]],
+        "optimizer.step": [[1, 2]],
+    }
+    manifest = read_manifest(place(version))
+    of_weight = manifest["placements"][manifest["tensors"][0]["placement"]]
+    assert of_weight == {"kind": "cut", "cuts": [[1, "dp", True], [1, "tp", False]], "over": ""}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

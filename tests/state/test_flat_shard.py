@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast import Layout, PlacementError, ProcessGroups
+from holdfast.arrays.intervals import shard_intervals
 from holdfast.state import FlatShard
 from holdfast.state.leaves import TensorLeaf
-from holdfast.state.placement import shard_intervals, tensor_leaf
+from holdfast.state.placement import tensor_leaf
 from tests.harness import RankContext, run_ranks
 
 LONE = Layout()

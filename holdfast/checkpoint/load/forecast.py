@@ -8,9 +8,9 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import IntArray
-from holdfast.checkpoint.load.choose_copies import choose_copies
 from holdfast.checkpoint.load.read_plan import plan_reads
 from holdfast.format.checkpoint_files import CheckpointFiles
+from holdfast.format.choose_copies import choose_copies
 from holdfast.format.dtypes import DTYPES
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
-from holdfast.checkpoint.load.choose_copies import choose_copies
 from holdfast.checkpoint.load.choose_exchange import Choose
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
 from holdfast.checkpoint.load.target_memory import Target, make_targets, memory_at
@@ -25,6 +24,7 @@ from holdfast.checkpoint.reports import JobReading
 from holdfast.errors import CorruptionError
 from holdfast.format.byte_ranges import elements, join_neighbours
 from holdfast.format.checkpoint_files import CheckpointFiles
+from holdfast.format.choose_copies import choose_copies
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
 from holdfast.parallel import Control

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.box_table import mix_columns
+from holdfast.arrays.box_table import enumerate_ranges, mix_columns
 from holdfast.arrays.boxes import Box, flat_range_boxes
-from holdfast.arrays.types import BoolArray, FloatArray, IntArray
+from holdfast.arrays.types import BoolArray, FloatArray, IntArray, WordArray
 from holdfast.arrays.water_filling import fill_groups
 
 MIN_PIECE_NBYTES = 1 << 16
@@ -61,14 +61,33 @@ class HeldBoxes:
         np.add.at(loads, self.holders[self.holder_ptr[:-1][alone]], self.nbytes[alone])
         return loads
 
+    def set_words(self) -> WordArray:
+        """(n,) a word for each box, equal for boxes with the same holders."""
+        # The wrapping sum of a hash of the members: no Python per box.
+        if not len(self.nbytes):
+            return np.zeros(0, dtype=np.uint64)
+        words: WordArray = np.add.reduceat(mix_columns(self.holders[:, None]), self.holder_ptr[:-1])
+        return words
+
+    def holder_sets(self) -> tuple[IntArray, IntArray, IntArray]:
+        """The distinct sets of holders.
+
+        Returns:
+            (n,) number of the set of each box, (members,) the set of each member, ascending, and
+            its position.
+        """
+        _, examples, number = np.unique(self.set_words(), return_index=True, return_inverse=True)
+        counts = self.num_holders[examples]
+        entry, place = enumerate_ranges(counts)
+        members = self.holders[self.holder_ptr[:-1][examples][entry] + place]
+        return number, entry, members
+
     def shared_boxes(self) -> Iterator[IntArray]:
         """Boxes with several holders, by set of holders (small sets first), largest boxes first."""
         shared = np.flatnonzero(self.num_holders > 1)
         if len(shared) == 0:
             return
-        # A set is identified by the wrapping sum of a hash of its members: no Python per box.
-        words = np.add.reduceat(mix_columns(self.holders[:, None]), self.holder_ptr[:-1])
-        _, sets = np.unique(words[shared], return_inverse=True)
+        _, sets = np.unique(self.set_words()[shared], return_inverse=True)
         # Small sets first: they have the least choice. Large boxes first: small ones then even out
         # what the large ones have left. The box number last, so that the order of equal boxes never
         # depends on how NumPy sorts.

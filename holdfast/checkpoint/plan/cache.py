@@ -31,7 +31,7 @@ from holdfast.storage import Storage
 from holdfast.writer.records import seal, unseal
 
 PLANS_DIR = ".plans"
-_VERSION = 3
+_VERSION = 4
 _MAX_FILES = 16
 _STALE_S = 60.0
 _LOG = logging.getLogger("holdfast")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -23,13 +23,15 @@ from holdfast.arrays.types import IntArray
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import LayoutInfo
+from holdfast.format.placements import PER_COORDINATE, PlacementInfo
 from holdfast.parallel.layout import Layout
 from holdfast.parallel.rank_ranges import RankRanges
 from holdfast.parallel.stored_layout import layout_info
 from holdfast.state.leaves import FlatState, ReplicaSet
 
 UNDECLARED = -1
-"""Number of the replica set of a box whose placement nothing declares."""
+"""In place of a number: of the replica set of a box, or the placement of a tensor, that this rank
+does not declare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,11 +50,13 @@ class RankClaims(BoxTable):
 
 
 class TensorNames(msgspec.Struct, frozen=True):
-    """Keys, dtypes, global shapes of tensors, and the layouts they live on.
+    """Keys, dtypes, global shapes of tensors, the layouts they live on, and their placements there.
 
-    `homes[i]` is the position in `layouts` of tensor i's layout. Keys of values per coordinate are
-    without the coordinates, so that ranks which differ in these alone have equal names: `places[i]`
-    is where in key i which of the rank's labels is inserted, in order.
+    `homes[i]` is the position in `layouts` of tensor i's layout, `placed[i]` that in `placements`
+    of how its boxes follow from coordinates, or UNDECLARED on a rank that holds none of it. Keys of
+    values per coordinate are without the coordinates, so that ranks which differ in these alone
+    have equal names: `places[i]` is where in key i which of the rank's labels is inserted, in
+    order.
     """
 
     keys: tuple[str, ...]
@@ -60,6 +64,8 @@ class TensorNames(msgspec.Struct, frozen=True):
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[LayoutInfo, ...]
     homes: tuple[int, ...]
+    placements: tuple[PlacementInfo, ...]
+    placed: tuple[int, ...]
     places: dict[int, tuple[tuple[int, int], ...]] = msgspec.field(default_factory=dict)
 
     def key(self, number: int, labels: Sequence[str]) -> str:
@@ -91,13 +97,16 @@ def claims_of(flat: FlatState) -> tuple[RankClaims, ClaimedRows]:
     for number, key in enumerate(keys if flat.labels else ()):
         if key in flat.labels:
             keys[number], places[number] = _without_labels(key, flat.labels[key], labels)
-    # `homes` goes before `layouts`: working it out is what fills the dict.
+    placements: dict[PlacementInfo, int] = {}
+    # `homes` before `layouts`, `placed` before `placements`: working them out fills the dicts.
     names = TensorNames(
         keys=tuple(keys),
         dtypes=tuple(leaf.dtype for leaf in leaves),
         shapes=tuple(leaf.shape for leaf in leaves),
         homes=tuple(layouts.setdefault(leaf.layout, len(layouts)) for leaf in leaves),
         layouts=tuple(layout_info(layout) for layout in layouts),
+        placed=_number_placements([leaf.placement for leaf in leaves], places, placements),
+        placements=tuple(placements),
         places=places,
     )
     replica_sets: dict[ReplicaSet, int] = {}
@@ -133,6 +142,20 @@ def claims_of(flat: FlatState) -> tuple[RankClaims, ClaimedRows]:
         replica_sets=tuple(replica_sets),
     )
     return claims, rows
+
+
+def _number_placements(
+    declared: Sequence[PlacementInfo | None],
+    labelled: Collection[int],
+    placements: dict[PlacementInfo, int],
+) -> tuple[int, ...]:
+    """The number of each tensor's placement; UNDECLARED on a rank that is not on its mesh."""
+    return tuple(
+        UNDECLARED
+        if each is None
+        else placements.setdefault(PER_COORDINATE if i in labelled else each, len(placements))
+        for i, each in enumerate(declared)
+    )
 
 
 def _without_labels(

@@ -11,7 +11,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import HeldBoxes, assign_writers
 from holdfast.checkpoint.plan.claims import RankClaims
-from holdfast.checkpoint.plan.copies import StoredBoxes, stored_boxes
+from holdfast.checkpoint.plan.copies import stored_boxes
 from holdfast.checkpoint.plan.proof import (
     AllClaims,
     distinct_boxes,
@@ -48,9 +48,8 @@ def make_plan(
 ) -> tuple[CommitPlan, list[RankShare]]:
     """Prove ownership and assign the writers of every box, balanced by true bytes.
 
-    Proven: one dtype and shape per key; the boxes of a key cover its shape exactly; no two holders
-    of a box contradict. Boxes held by several ranks without a declaration are marked for comparison
-    by content, whole, even where their pieces have different writers.
+    Proven: one dtype and shape per key, an exact cover by its boxes, no contradicting holders.
+    Replicas that nothing declares are compared by content, as whole boxes.
 
     Args:
         claims: Of all ranks, in control order.
@@ -58,22 +57,20 @@ def make_plan(
         coordinates: Of each rank on its layout, by axis.
         signature: Of the structure on all ranks.
         block_nbytes: Bytes per digest.
-        compare_all: Compare all boxes that several ranks hold, declared or not.
-        copies: What is stored more than once; None for nothing.
+        compare_all: Compare declared replicas, too, to find a rank with wrong memory.
+        copies: What is stored more than once.
 
     Raises:
         PlanError: Naming key, box and ranks.
 
-    Cost: O(rows) vector work, and the assignment of writers. No communication.
+    Cost: O(rows) vector work, and the assignment of writers.
     """
     joined = join_claims(claims, ranks)
     held = distinct_boxes(joined, num_ranks=len(ranks))
     prove_exact_cover(joined, held, ranks)
     compare = prove_replicas(joined, held, ranks)
-    # Even declared replicas, to find a rank whose memory has gone wrong.
     check_group, check_row = _checked(held, held.num_holders > 1 if compare_all else compare)
-    stored = stored_boxes(joined, held, ranks, copies or CopyPolicy())
-    row, offset, extent, copy = _written(joined, stored)
+    row, offset, extent, copy = _written(joined, held, ranks, copies or CopyPolicy())
     writers, file = np.unique(joined.position[row], return_inverse=True)
     plan = CommitPlan(
         signature=signature,
@@ -85,12 +82,15 @@ def make_plan(
         dtypes=joined.names.dtypes,
         shapes=joined.names.shapes,
         tensor_layouts=joined.names.homes,
+        placements=joined.names.placements,
+        tensor_placements=joined.names.placed,
         writers=tuple(writers.tolist()),
         row_tensor=joined.tensor[row],
         row_file=file,
         row_offset=offset,
         row_extent=extent,
         row_copy=copy,
+        **_holders(held, ranks, row),
         check_group=check_group,
         check_position=joined.position[check_row],
         check_tensor=joined.tensor[check_row],
@@ -99,16 +99,41 @@ def make_plan(
 
 
 def _written(
-    claims: AllClaims, stored: StoredBoxes
+    claims: AllClaims, boxes: HeldBoxes, ranks: Sequence[int], copies: CopyPolicy
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """What is written, by writer, tensor and offset: row of the claims, offset, extent, copy."""
-    held, within, copy, has_copies = stored
+    held, within, copy, has_copies = stored_boxes(claims, boxes, ranks, copies)
     pieces = assign_writers(held, is_whole=has_copies)
     row = held.row[held.holder_ptr[pieces.box] + pieces.holder]
     offset = claims.offset[row] + within[pieces.box] + pieces.offset
     # Rows of a file lie in the order of tensors and offsets, whatever order the claims came in.
     order = np.lexsort((*offset.T[::-1], claims.tensor[row], claims.position[row]))
     return row[order], offset[order], pieces.extent[order], copy[pieces.box][order]
+
+
+def _holders(held: HeldBoxes, ranks: Sequence[int], row: IntArray) -> dict[str, IntArray]:
+    """Who holds the box that each written row is, or is a piece or a copy of.
+
+    Args:
+        held: The distinct boxes of the claims.
+        ranks: Whose claims they are, by position.
+        row: (n,) the row of the claims that each is written from.
+
+    Returns:
+        The columns of the plan: (n,) number of its set of holders, (sets + 1,) where the ranks of
+        each set begin, and the ranks.
+    """
+    number, of_set, position = held.holder_sets()
+    box = np.zeros(len(held.row), dtype=np.int64)
+    box[held.row] = np.repeat(np.arange(len(held.nbytes)), held.num_holders)
+    rank = np.array(ranks, dtype=np.int64)[position]
+    num_sets = int(of_set[-1]) + 1 if len(of_set) else 0
+    # Positions ascend within a set; ranks need not.
+    return {
+        "row_holders": number[box[row]],
+        "holder_ptr": np.searchsorted(of_set, np.arange(num_sets + 1)),
+        "holder": rank[np.lexsort((rank, of_set))],
+    }
 
 
 def _checked(held: HeldBoxes, compare: BoolArray) -> tuple[IntArray, IntArray]:

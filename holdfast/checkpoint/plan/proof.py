@@ -25,6 +25,7 @@ from holdfast.checkpoint.plan.claims import UNDECLARED, RankClaims, TensorNames,
 from holdfast.errors import PlanError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import LayoutInfo
+from holdfast.format.placements import IRREGULAR, WHOLE, PlacementInfo
 from holdfast.state.leaves import ReplicaSet
 
 _MAX_PROBLEMS = 5
@@ -94,7 +95,10 @@ def _number_tensors(
     numbers: dict[str, int] = {}
     known: list[tuple[str, tuple[int, ...], int, int]] = []
     layouts: list[LayoutInfo] = []
-    read: dict[bytes, tuple[TensorNames, list[int], IntArray]] = {}
+    # Irregular are tensors whose placement ranks declare differently, or no rank declares.
+    placements: dict[PlacementInfo, int] = {WHOLE: 0, IRREGULAR: 1}
+    placed: list[int] = []
+    read: dict[bytes, tuple[TensorNames, list[int], list[int], IntArray]] = {}
     numbers_of: list[IntArray] = []
     problems: list[str] = []
     for rank, own in zip(ranks, claims, strict=True):
@@ -105,8 +109,11 @@ def _number_tensors(
             names = decode_names(own.names)
             layouts.extend(info for info in names.layouts if info not in layouts)
             homes = [layouts.index(info) for info in names.layouts]
-            read[own.names] = names, homes, np.zeros(len(names.keys), dtype=np.int64)
-        names, homes, own_numbers = read[own.names]
+            # UNDECLARED is -1: it picks the last entry, which is itself.
+            forms = [placements.setdefault(each, len(placements)) for each in names.placements]
+            forms.append(UNDECLARED)
+            read[own.names] = names, homes, forms, np.zeros(len(names.keys), dtype=np.int64)
+        names, homes, forms, own_numbers = read[own.names]
         if names.places:
             own_numbers = own_numbers.copy()
         for i in range(len(names.keys)) if is_new else names.places:
@@ -115,11 +122,17 @@ def _number_tensors(
             tensor = (names.dtypes[i], names.shapes[i], homes[names.homes[i]], rank)
             # `setdefault` has just given out a new number: this rank is the first that has the key,
             # and others are compared with it.
+            form = forms[names.placed[i]]
             if number == len(known):
                 known.append(tensor)
-            elif known[number][:3] != tensor[:3]:
+                placed.append(form)
+                continue
+            if known[number][:3] != tensor[:3]:
                 problems.append(_disagreement(key, known[number], tensor, layouts))
-        read[own.names] = names, homes, own_numbers
+            if form not in (placed[number], UNDECLARED):
+                is_first = placed[number] == UNDECLARED
+                placed[number] = form if is_first else placements[IRREGULAR]
+        read[own.names] = names, homes, forms, own_numbers
         numbers_of.append(own_numbers)
     if problems:
         raise PlanError(
@@ -131,6 +144,8 @@ def _number_tensors(
         shapes=tuple(shape for _, shape, *_ in known),
         layouts=tuple(layouts),
         homes=tuple(home for *_, home, _ in known),
+        placements=tuple(placements),
+        placed=tuple(placements[IRREGULAR] if form == UNDECLARED else form for form in placed),
     )
     return joint, numbers_of
 

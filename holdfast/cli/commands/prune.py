@@ -112,9 +112,12 @@ def _policy(args: Args) -> KeepPolicy:
 def _seconds(text: str) -> float:
     """The length of a time like 7d."""
     match = _TIME.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"--keep-within {text!r} is no time; write 90s, 30m, 12h, 7d or 2w")
-    return float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not seconds > 0:
+        raise ConfigError(
+            f"--keep-within {text!r} is not a positive time; write 90s, 30m, 12h, 7d or 2w"
+        )
+    return seconds
 
 
 def _best(text: str) -> KeepBest:

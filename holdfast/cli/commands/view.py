@@ -102,7 +102,7 @@ def _page(opened: OpenCheckpoint, args: Args) -> str:
     log = read_run_log(root)
     requests = [saved_requests(saved)]
     if args.as_ is not None:
-        layout = saved.layouts[0].layout if saved.layouts else None
+        layout = saved.layouts[0] if saved.layouts else None
         requests.append(relaid_requests(saved, parse_layout(args.as_, saved=layout)))
     heat_maps = [*_real_loads(log, saved.manifest.files), *_planned(opened, requests)]
     return build_page(
@@ -125,7 +125,7 @@ def _planned(opened: OpenCheckpoint, requests: list[Requests]) -> Iterator[HeatM
         how = "the saved layout" if number == 0 else "another layout"
         notes = [
             "Planned by the functions of a load, for ranks of one host or without an exchange: "
-            "each rank reads for itself what it requests, from the boxes inferred above.",
+            "each rank reads for itself what it requests.",
             *each.notes,
         ]
         yield HeatMap(

@@ -24,9 +24,10 @@ from holdfast.cli.page.run_events import RunLog
 from holdfast.cli.page.tensors import tensor_data
 from holdfast.cli.page.timeline import timeline_section
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.locality import basis_counts, rank_localities, stored_kinds
-from holdfast.cli.support.locality_tables import CAVEAT, copies_in_words
+from holdfast.cli.support.locality import placement_counts, rank_localities, stored_kinds
+from holdfast.cli.support.locality_tables import SCOPE, copies_in_words
 from holdfast.cli.support.messages import (
+    clean,
     counted,
     in_bytes,
     in_ranges,
@@ -173,16 +174,15 @@ def _tensors(manifest: Manifest) -> Html:
 
 def _locality(saved: SavedPlacement) -> Html:
     """The tables of `show --locality`."""
-    number = [True] * 6
-    heads = ["Rank", "In its own file", "In files of others", "Of that unsure", "Perhaps more",
-             "Own share", "Files to open"]  # fmt: skip
+    number = [True] * 4
+    heads = ["Rank", "In its own file", "In files of others", "Own share", "Files to open"]
     columns = [Column(heading=h, is_number=n) for h, n in zip(heads, [False, *number], strict=True)]
     ranks = list(rank_localities(saved))
     rows = []
     for each in ranks[:_MAX_RANKS]:
         needed = each.own_nbytes + each.other_nbytes
         share = f"{100 * each.own_nbytes / needed:.0f} %" if needed else "-"
-        sizes = (each.own_nbytes, each.other_nbytes, each.unsure_nbytes, each.perhaps_nbytes)
+        sizes = (each.own_nbytes, each.other_nbytes)
         cells = [*map(_size, sizes), share, f"{each.num_files}"]
         rows.append([esc(f"{each.rank}"), *map(esc, cells)])
     parts = [
@@ -191,7 +191,7 @@ def _locality(saved: SavedPlacement) -> Html:
     ]
     if len(ranks) > len(rows):
         parts.append(paragraph(f"The first {len(rows)} of {len(ranks):,} ranks are shown."))
-    parts += [_copies(saved), _inferred(saved)]
+    parts += [_copies(saved), _placements(saved)]
     return Html("".join(parts))
 
 
@@ -221,16 +221,19 @@ def _copies(saved: SavedPlacement) -> Html:
     return table(caption, columns, rows, id_="copies", foot=list(map(esc, foot)))
 
 
-def _inferred(saved: SavedPlacement) -> Html:
-    """How the ranks that hold a tensor are known."""
-    columns = [Column(heading="Known by"), Column(heading="Tensors", is_number=True),
+def _placements(saved: SavedPlacement) -> Html:
+    """How many tensors are placed in which way."""
+    columns = [Column(heading="Placement"), Column(heading="Tensors", is_number=True),
                Column(heading="Size", is_number=True), Column(heading="Which means")]  # fmt: skip
     rows = [
-        [esc(c.basis), esc(f"{c.num_tensors:,}"), esc(in_bytes(c.nbytes)), esc(c.meaning)]
-        for c in basis_counts(saved)
-    ]
-    caption = "How the ranks that need a tensor are known"
-    return Html(table(caption, columns, rows, id_="inferred") + paragraph(CAVEAT, class_="note"))
+        [
+            esc(clean(c.placement)), esc(f"{c.num_tensors:,}"), esc(in_bytes(c.nbytes)),
+            esc(clean(c.meaning)),
+        ]
+        for c in placement_counts(saved)
+    ]  # fmt: skip
+    caption = "How tensors are placed"
+    return Html(table(caption, columns, rows, id_="placements") + paragraph(SCOPE, class_="note"))
 
 
 def _heat_maps(heat_maps: Sequence[HeatMap]) -> Html:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from holdfast.cli.support.holders import BASES, Holders, SavedPlacement, parts_of
+from holdfast.cli.support.holders import SavedPlacement, parts_of, placement_in_words
 from holdfast.cli.support.locality import num_copies
 from holdfast.cli.support.messages import clean
 
@@ -49,7 +47,8 @@ def tensor_data(saved: SavedPlacement) -> dict[str, object]:
             ]
             writers = np.unique(writer).tolist()
             boxes.append([info.dtype, list(info.shape), listed, len(writer), writers])
-        basis = (holders_in_words(saved.holders[number]), BASES[saved.holders[number].basis])
+        words, meaning = placement_in_words(saved.placement(number))
+        basis = (clean(words), clean(meaning))
         rows.append(
             [
                 clean(info.key), part_at[parts.get(info.key, "")], placements[key],
@@ -62,19 +61,3 @@ def tensor_data(saved: SavedPlacement) -> dict[str, object]:
         "holders": [list(each) for each in holders],
         "tensors": rows,
     }
-
-
-def holders_in_words(holders: Holders) -> str:
-    """How a tensor is cut, in short: "tp cuts dim 0", "whole", and what is open."""
-    words = [f"{axis} cuts dim {dim}" for dim, axis in holders.cuts]
-    stage: Sequence[str] = ["one stage"] if "pp" in holders.axes and not holders.is_all else []
-    if holders.basis == "label":
-        words = ["per coordinate"]
-    elif holders.basis == "written":
-        words.append("shares")
-    elif holders.basis == "no layout":
-        words = ["no layout"]
-    elif not words:
-        words = ["whole"]
-    doubt = [] if holders.is_sure else ["unsure"]
-    return ", ".join([*words, *stage, *doubt])

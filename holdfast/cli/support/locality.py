@@ -1,7 +1,6 @@
 """Where the bytes lie that each rank needs under the saved layout, and which are stored twice.
 
-From manifest and index alone, no data file is opened; who needs what is inferred
-(`cli/support/holders.py`). Imports no torch.
+From manifest and index alone: no data file is opened. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.box_table import unique_boxes
-from holdfast.arrays.types import BoolArray, IntArray
-from holdfast.cli.support.holders import BASES, SavedPlacement, kind_of, parts_of
+from holdfast.arrays.types import IntArray
+from holdfast.cli.support.holders import SavedPlacement, kind_of, parts_of, placement_in_words
 
 _MAX_KINDS = 12
 """Kinds of tensors of one part that are listed each; names of plain dicts may all differ."""
@@ -29,10 +28,6 @@ class RankLocality:
     """In the file that the rank wrote itself."""
     other_nbytes: int
     """In files of other ranks alone."""
-    unsure_nbytes: int
-    """Of `other_nbytes`: of tensors whose holders are not sure."""
-    perhaps_nbytes: int
-    """Not counted above: of tensors whose holders are not sure; the rank may need them, too."""
     num_files: int
     """Data files to open for all of it, its own included."""
 
@@ -59,10 +54,10 @@ class StoredKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BasisCount:
-    """How many tensors have holders that are known in one way, and their bytes."""
+class PlacementCount:
+    """How many tensors are placed in one way, and their bytes."""
 
-    basis: str
+    placement: str
     meaning: str
     num_tensors: int
     nbytes: int
@@ -71,52 +66,19 @@ class BasisCount:
 def rank_localities(saved: SavedPlacement) -> Iterator[RankLocality]:
     """One for each rank of the saved layouts, ascending.
 
-    A chunk that is stored several times is counted once, where a load prefers to read it: in the
-    rank's own file, else in one that it opens anyway, else in that of the primary.
+    A chunk that is stored several times is counted once, in the file that a load reads it from.
     """
-    nbytes = saved.index.nbytes[saved.rows]
-    is_unsure = np.array([not holders.is_sure for holders in saved.holders], dtype=np.bool_)
-    is_unsure = is_unsure[saved.boxes.tensor] if len(is_unsure) else np.zeros(0, dtype=np.bool_)
+    index = saved.index
     writers = np.array([file.writer for file in saved.manifest.files], dtype=np.int64)
-    copies = _copies(saved)
     for rank in saved.ranks:
-        needed = saved.is_held(rank)
-        file = saved.index.file[saved.rows]
-        mine = writers[copies[:, 1]] == rank if len(copies) else np.zeros(0, dtype=np.bool_)
-        # A rank stores copies of what it holds, whatever else is inferred.
-        needed[copies[mine, 0]] = True
-        file[copies[mine, 0]] = copies[mine, 1]
-        _prefer_open(file, copies, needed, is_own=writers == rank)
-        is_own = writers[file] == rank if len(file) else needed
-        other = needed & ~is_own
+        rows = saved.rows_read(rank)
+        is_own = writers[index.file[rows]] == rank
         yield RankLocality(
             rank=rank,
-            own_nbytes=int(nbytes[needed & is_own].sum()),
-            other_nbytes=int(nbytes[other].sum()),
-            unsure_nbytes=int(nbytes[other & is_unsure].sum()),
-            perhaps_nbytes=int(nbytes[~needed & is_unsure].sum()),
-            num_files=len(np.unique(file[needed])),
+            own_nbytes=int(index.nbytes[rows[is_own]].sum()),
+            other_nbytes=int(index.nbytes[rows[~is_own]].sum()),
+            num_files=len(np.unique(index.file[rows])),
         )
-
-
-def _prefer_open(file: IntArray, copies: IntArray, needed: BoolArray, *, is_own: BoolArray) -> None:
-    """Move chunks that are not in the rank's own file to files that it opens for others anyway."""
-    if not len(copies):
-        return
-    once = needed.copy()
-    once[copies[:, 0]] = False
-    is_open = is_own.copy()
-    is_open[file[once]] = True
-    for primary, other in copies[needed[copies[:, 0]]].tolist():
-        if not is_open[file[primary]] and is_open[other]:
-            file[primary] = other
-
-
-def _copies(saved: SavedPlacement) -> IntArray:
-    """(m, 2) of each further copy: the number of its primary, and the copy's file."""
-    rows = np.flatnonzero((saved.index.copy != 0) & (saved.index.nbytes > 0))
-    table = saved.index.take(rows).padded(1)
-    return np.column_stack([saved.boxes.find(table), saved.index.file[rows]])
 
 
 def stored_kinds(saved: SavedPlacement) -> list[StoredKind]:
@@ -159,19 +121,18 @@ def num_copies(saved: SavedPlacement) -> tuple[IntArray, IntArray]:
     return np.minimum(least, most), most
 
 
-def basis_counts(saved: SavedPlacement) -> list[BasisCount]:
-    """How the holders of the tensors are known: the ways that occur, in the order of `BASES`."""
-    groups: dict[str, list[int]] = {}
-    for number, holders in enumerate(saved.holders):
-        groups.setdefault(holders.basis, []).append(number)
-    tensors = saved.manifest.tensors
-    return [
-        BasisCount(
-            basis=basis,
-            meaning=meaning,
-            num_tensors=len(groups[basis]),
-            nbytes=sum(tensors[number].nbytes for number in groups[basis]),
-        )
-        for basis, meaning in BASES.items()
-        if basis in groups
-    ]
+def placement_counts(saved: SavedPlacement) -> list[PlacementCount]:
+    """How the tensors are placed, in the order of the manifest's placements."""
+    nbytes: dict[int, list[int]] = {number: [] for number in range(len(saved.manifest.placements))}
+    for info in saved.manifest.tensors:
+        nbytes[info.placement].append(info.nbytes)
+    counts = []
+    for placement, sizes in zip(saved.manifest.placements, nbytes.values(), strict=True):
+        words, meaning = placement_in_words(placement)
+        if sizes:
+            counts.append(
+                PlacementCount(
+                    placement=words, meaning=meaning, num_tensors=len(sizes), nbytes=sum(sizes)
+                )
+            )
+    return counts

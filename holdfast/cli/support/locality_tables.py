@@ -7,13 +7,13 @@ from dataclasses import asdict
 from rich.console import Console
 
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.locality import basis_counts, rank_localities, stored_kinds
+from holdfast.cli.support.locality import placement_counts, rank_localities, stored_kinds
 from holdfast.cli.support.messages import clean, counted, in_bytes
 from holdfast.cli.support.tables import MAX_ROWS, make_table
 
-CAVEAT = (
-    "Who needs what is inferred from how the boxes vary with their writers' coordinates: the index "
-    "states who wrote a box, not who held it."
+SCOPE = (
+    "Who held a box is stored in the index. Between copies of a chunk ranks are taken to choose as "
+    "those of one host do."
 )
 
 
@@ -31,18 +31,16 @@ def locality_json(saved: SavedPlacement) -> dict[str, object]:
             asdict(kind) | {"extra_nbytes": kind.extra_nbytes} for kind in stored_kinds(saved)
         ],
         "extra_nbytes": totals.stored_nbytes - totals.nbytes,
-        "inferred": [asdict(count) for count in basis_counts(saved)],
-        "caveat": CAVEAT,
+        "placements": [asdict(count) for count in placement_counts(saved)],
     }
 
 
 def print_locality(console: Console, saved: SavedPlacement) -> None:
-    """Three tables: by rank, by part and kind of tensor, and how sure that is."""
+    """Three tables: by rank, by part and kind of tensor, and by placement."""
     table = make_table(
         [
             ("rank", "right"), ("in its own file", "right"), ("in files of others", "right"),
-            ("of that unsure", "right"), ("perhaps more", "right"), ("own share", "right"),
-            ("files to open", "right"),
+            ("own share", "right"), ("files to open", "right"),
         ],
         title="bytes that each rank needs under the saved layout",
     )  # fmt: skip
@@ -51,9 +49,7 @@ def print_locality(console: Console, saved: SavedPlacement) -> None:
         needed = each.own_nbytes + each.other_nbytes
         share = f"{100 * each.own_nbytes / needed:.0f} %" if needed else "-"
         table.add_row(
-            f"{each.rank}", in_bytes(each.own_nbytes), in_bytes(each.other_nbytes),
-            in_bytes(each.unsure_nbytes) if each.unsure_nbytes else "-",
-            in_bytes(each.perhaps_nbytes) if each.perhaps_nbytes else "-", share,
+            f"{each.rank}", in_bytes(each.own_nbytes), in_bytes(each.other_nbytes), share,
             f"{each.num_files}",
         )  # fmt: skip
     console.print(table)
@@ -62,13 +58,14 @@ def print_locality(console: Console, saved: SavedPlacement) -> None:
         console.print(f"… and {more}; --json lists all", style="dim")
     _print_kinds(console, saved)
     table = make_table(
-        [("tensors", "right"), ("size", "right"), ("known by", "bold"), ("which means", "")],
-        title="how the ranks that need a tensor are known",
+        [("tensors", "right"), ("size", "right"), ("placement", "bold"), ("which means", "")],
+        title="how tensors are placed",
     )
-    for count in basis_counts(saved):
-        table.add_row(f"{count.num_tensors:,}", in_bytes(count.nbytes), count.basis, count.meaning)
+    for count in placement_counts(saved):
+        words = clean(count.placement)
+        table.add_row(f"{count.num_tensors:,}", in_bytes(count.nbytes), words, clean(count.meaning))
     console.print(table)
-    console.print(CAVEAT, style="dim", soft_wrap=True)
+    console.print(SCOPE, style="dim", soft_wrap=True)
 
 
 def _print_kinds(console: Console, saved: SavedPlacement) -> None:

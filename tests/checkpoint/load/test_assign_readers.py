@@ -70,6 +70,9 @@ def index_of(chunks: list[tuple[int, int, Box, int]], ndim: int) -> ChunkIndex:
         start=ints(start),
         nbytes=ints(nbytes),
         copy=ints([0] * len(chunks)),
+        holders=ints([0] * len(chunks)),
+        holder_ptr=ints([0, 1]),
+        holder=ints([0]),
         digest_ptr=ints([0] * (len(chunks) + 1)),
         digest=np.empty(0, dtype=np.uint64),
     )

@@ -226,6 +226,9 @@ def with_copy(root: Path, step: int) -> None:
         start=np.tile(index.start, 2),
         nbytes=np.tile(index.nbytes, 2),
         copy=np.concatenate([index.copy, index.copy + 1]),
+        holders=np.tile(index.holders, 2),
+        holder_ptr=index.holder_ptr,
+        holder=index.holder,
         digest_ptr=np.concatenate([index.digest_ptr, index.digest_ptr[1:] + len(index.digest)]),
         digest=np.tile(index.digest, 2),
     )

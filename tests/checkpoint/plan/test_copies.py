@@ -64,14 +64,34 @@ def written(plan: CommitPlan) -> dict[tuple[str, int], list[tuple[int, tuple[int
     return rows
 
 
+def holders_of(plan: CommitPlan, row: int) -> list[int]:
+    """The ranks that the plan states to hold the box of a row."""
+    first, last = plan.holder_ptr[plan.row_holders[row] :][:2].tolist()
+    ranks: list[int] = plan.holder[first:last].tolist()
+    return ranks
+
+
+def check_holders(plan: CommitPlan, layout: Layout, states: list[State]) -> None:
+    """Every row has the ranks, ascending, whose states have its box."""
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for rank, state in sorted(zip(layout.ranks, states, strict=True), key=lambda pair: pair[0]):
+        for leaf in flatten_state(state, layout=layout, rank=rank, codecs=Codecs()).leaves.values():
+            for box in leaf.boxes:
+                holders[leaf.key, (*box.offset, *box.shape)].append(rank)
+    for i in range(len(plan.row_tensor)):
+        box = (*plan.row_offset[i].tolist(), *plan.row_extent[i].tolist())
+        assert holders_of(plan, i) == holders[plan.keys[plan.row_tensor[i]], box]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_coordinate_has_one_whole_copy(data: st.DataObject) -> None:
-    """B1, by brute force over layouts, tensors and axes."""
+    """B1 and B10, by brute force over layouts, tensors and axes."""
     sizes = {axis: data.draw(st.sampled_from([1, 2, 3])) for axis in ("tp", "cp", "dp", "pp")}
     if np.prod(list(sizes.values())) > 16:
         sizes["cp"] = sizes["pp"] = 1
-    layout = Layout(**sizes)
+    ranks = [*range(int(np.prod(list(sizes.values()))))]
+    layout = Layout(**sizes, ranks=ranks[:: data.draw(st.sampled_from([1, -1]))])
     tensors = data.draw(
         st.dictionaries(
             st.sampled_from("abcdef"),
@@ -87,6 +107,8 @@ def test_each_coordinate_has_one_whole_copy(data: st.DataObject) -> None:
     states = [state_of(layout, rank, tensors) for rank in layout.ranks]
     plan, shares = plan_of(layout, states, CopyPolicy(axes=axes, max_fraction=100))
     plain, _ = plan_of(layout, states, None)
+    check_holders(plan, layout, states)
+    check_holders(plain, layout, states)
     rows = written(plan)
     for name, (_, cut) in tensors.items():
         primary = {box for _, box, _ in rows[f"t.{name}", 0]}
@@ -113,6 +135,7 @@ def test_large_copies_are_cut_alike_and_shared(monkeypatch: pytest.MonkeyPatch) 
     layout = Layout(tp=2, dp=3)
     states: list[State] = [{"t": {"big": Replicated(torch.zeros(300_000, 3))}}] * 6
     plan, shares = plan_of(layout, states, CopyPolicy(axes=("tp",)))
+    assert all(holders_of(plan, i) == [*range(6)] for i in range(len(plan.row_tensor)))
     loads = np.zeros(6)
     np.add.at(loads, np.array(plan.writers)[plan.row_file], plan.row_nbytes)
     assert loads.max() / loads.mean() < 1.02

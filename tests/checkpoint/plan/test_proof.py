@@ -25,6 +25,7 @@ from holdfast.checkpoint.plan.claims import (
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.placements import WHOLE
 from holdfast.parallel.stored_layout import layout_info
 from holdfast.state import flatten_state
 from holdfast.state.leaves import ReplicaSet
@@ -185,9 +186,7 @@ def _reshaped(names: bytes, key: str) -> bytes:
     number = found.keys.index(key)
     shapes = list(found.shapes)
     shapes[number] = tuple(n + 1 for n in shapes[number])
-    return msgspec.msgpack.encode(
-        TensorNames(found.keys, found.dtypes, tuple(shapes), found.layouts, found.homes)
-    )
+    return msgspec.msgpack.encode(msgspec.structs.replace(found, shapes=tuple(shapes)))
 
 
 def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[RankClaims]:
@@ -197,7 +196,13 @@ def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[RankClaim
     shapes = tuple((shards * (1 + i % 7), 64) for i in range(num_tensors))
     names = msgspec.msgpack.encode(
         TensorNames(
-            keys, ("F32",) * num_tensors, shapes, (layout_info(Layout()),), (0,) * num_tensors
+            keys=keys,
+            dtypes=("F32",) * num_tensors,
+            shapes=shapes,
+            layouts=(layout_info(Layout()),),
+            homes=(0,) * num_tensors,
+            placements=(WHOLE,),
+            placed=(0,) * num_tensors,
         )
     )
     rows = np.array([1 + i % 7 for i in range(num_tensors)], dtype=np.int64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast import Checkpointer, Layout, ProcessGroups, Sharded
+from holdfast import Checkpointer, Layout, Padded, PerRank, ProcessGroups, Replicated, Sharded
+from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box
+from holdfast.arrays.intervals import shard_intervals
 from holdfast.checkpoint.load.forecast import forecast_reads
-from holdfast.cli.support.holders import SavedPlacement
+from holdfast.cli.support.holders import SavedPlacement, placement_in_words
 from holdfast.cli.support.relayout import parse_layout, relaid_requests, saved_requests
 from holdfast.errors import ConfigError
+from holdfast.format.placements import IRREGULAR, WHOLE, CutInfo, PlacementInfo
 from holdfast.format.reader import Snapshot
+from holdfast.state import FlatShard
 from holdfast.storage import PosixStorage
 from tests.checkpoint.common import make_state
 from tests.cli.conftest import Holdfast
@@ -83,6 +91,161 @@ def load_near(context: RankContext, root: str) -> dict[str, int]:
         return dict(checkpointer.load(state).nbytes_by_file)
 
 
+def rich_state(groups: ProcessGroups, *, blank: bool = False) -> dict[str, object]:
+    """One tensor of every kind of holding, on two stages of two ranks with an expert each."""
+    layout, rank = groups.layout, groups.rank
+    at = layout.coordinates(rank)
+
+    def filled(*shape: int) -> torch.Tensor:
+        numbers = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+        return torch.zeros(shape) if blank else numbers
+
+    mesh = groups.mesh("dp")
+    half = at["dp"]
+    run = filled(30)[11 * half : 11 + 19 * half]
+    return {
+        "model": {
+            "large": filled(600, 100),
+            "norm": Replicated(filled(9)),
+            "rows": DTensor.from_local(filled(6, 4)[3 * half : 3 * half + 3], mesh, [Shard(0)]),
+            "copies": DTensor.from_local(filled(5), mesh, [Replicate()]),
+            "experts": Sharded(filled(4, 3)[2 * at["ep"] : 2 * at["ep"] + 2], (4, 3), {0: "ep"}),
+            "stages": Sharded(filled(8)[4 * at["pp"] : 4 * at["pp"] + 4], (8,), {0: "pp"}),
+            "uneven": Sharded(filled(7)[5 * half : 5 + 2 * half], (7,), offset=(5 * half,),
+                              over=("dp",)),
+        },
+        # Of an own expert and an own layer a module receives no more than it has.
+        "module": torch.nn.ParameterDict(
+            {f"expert{at['ep']}": filled(12), f"layer{at['pp']}": filled(3, 3)}
+        ),
+        "optimizer": {"moment": FlatShard(run, 11 * half, filled(5, 6), "dp_cp")},
+        "rank": PerRank({"t": filled(2)}),
+    }  # fmt: skip
+
+
+def save_and_load_rich(context: RankContext, root: str) -> list[dict[str, int]]:
+    """Bytes by file of a load under the saved layout, by what was stored more than once."""
+    layout, loads = Layout(dp=2, ep=2, pp=2), []
+    for axes in COPIES:
+        with (
+            ProcessGroups.create(layout, backend="gloo") as groups,
+            Checkpointer(
+                f"{root}-{len(axes)}", groups=groups, replicate_over=axes, max_copy_fraction=9.0
+            ) as checkpointer,
+        ):
+            checkpointer.save(1, rich_state(groups))
+            report = checkpointer.load(rich_state(groups, blank=True))
+            loads.append(dict(report.nbytes_by_file))
+    return loads
+
+
+COPIES: list[tuple[str, ...]] = [(), ("dp",), ("pp", "ep")]
+
+
+def test_the_saved_layout_is_exact_for_every_kind_of_holding(
+    holdfast: Holdfast, tmp_path: Path
+) -> None:
+    """B10: runs of a buffer, experts, stages, DTensors, undeclared replicas; with copies, too."""
+    results = run_ranks(4, save_and_load_rich, str(tmp_path / "run")).results
+    kinds = set()
+    for number, axes in enumerate(COPIES):
+        root = Path(f"{tmp_path / 'run'}-{len(axes)}")
+        shown = holdfast("show", root, "--locality", "--json").json["locality"]
+        assert (shown["extra_nbytes"] > 0) == bool(axes)
+        with open_saved(root) as snapshot:
+            names = [file.name for file in snapshot.manifest.files]
+            requests = saved_requests(SavedPlacement(snapshot.manifest, snapshot.index))
+            nbytes = forecast_reads(snapshot, requests.tables, ranks=requests.ranks)
+            writer = {file.name: file.writer for file in snapshot.manifest.files}
+        for rank in range(4):
+            read = results[rank][number]
+            assert {n: int(b) for n, b in zip(names, nbytes[rank], strict=True) if b} == read
+            own = sum(b for name, b in read.items() if writer[name] == rank)
+            locality = shown["ranks"][rank]
+            assert locality["own_nbytes"] == own, (axes, rank)
+            assert locality["other_nbytes"] == sum(read.values()) - own
+            assert locality["num_files"] == len(read)
+        kinds |= {each["placement"] for each in shown["placements"]}
+    assert kinds == {
+        "whole", "irregular", "per coordinate", "dp cuts dim 0", "ep cuts dim 0", "pp cuts dim 0",
+        "runs over dp_cp",
+    }  # fmt: skip
+
+
+def save_on_meshes(context: RankContext, root: str) -> None:
+    """Shards that meshes declare, on TP2 and DP2: of the layout's groups, and of others."""
+    layout = Layout(tp=2, dp=2)
+    with (
+        ProcessGroups.create(layout, backend="gloo") as groups,
+        Checkpointer(root, groups=groups) as checkpointer,
+    ):
+        mesh = groups.mesh("dp_cp", "tp")
+        # Its dims have names of groups, and the ranks of the other ones.
+        swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        unnamed = init_device_mesh("cpu", (4,))
+        at = layout.coordinate(context.rank)
+        stride = _StridedShard(0, split_factor=2)
+        rows = shard_intervals(((0, 10),), num_chunks=2, index=at["dp"], split_factor=2)
+        ours = torch.cat([torch.arange(a, b) for a, b in rows]).chunk(2)[at["tp"]]
+        whole = Replicated(torch.zeros(7))
+        both = [Shard(0), Replicate()]
+        state = {
+            "strided": DTensor.from_local(
+                ours.float(), mesh, [stride, Shard(0)], run_check=False, shape=(10,), stride=(1,)
+            ),
+            "odd": DTensor.from_local(
+                torch.zeros(4), mesh, [_StridedShard(0, split_factor=4), Replicate()],
+                run_check=False, shape=(8,), stride=(1,),
+            ),
+            "inner": DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(0), Shard(0)]),
+            "columns": DTensor.from_local(torch.zeros(6, 2), mesh, [Shard(1), Replicate()]),
+            "swapped": DTensor.from_local(torch.zeros(4), swapped, both),
+            "unnamed": DTensor.from_local(torch.zeros(2), unnamed, [Shard(0)]),
+            "padded": Padded(Sharded(torch.zeros(4), (8,), {0: "tp"}), (7,)),
+            # Of ranks that declare differently: the same, in other words, and another placement.
+            "differs": whole if context.rank else whole.local,
+            "declared": Sharded(torch.zeros(4), (8,), {0: "tp" if at["dp"] else ("tp",)}),
+            "mixed": Sharded(torch.zeros(4), (8,), {0: "tp"})
+            if at["dp"]
+            else Sharded(torch.zeros(4), (8,), offset=(4 * at["tp"],), over=("tp",)),
+        }  # fmt: skip
+        checkpointer.save(1, {"t": state})
+
+
+def test_placements_are_what_meshes_and_markers_declare(tmp_path: Path) -> None:
+    """Cut again under the saved layout, a tensor gives every rank what it truly held."""
+    run_ranks(4, save_on_meshes, str(tmp_path))
+    with open_saved(tmp_path) as snapshot:
+        saved = SavedPlacement(snapshot.manifest, snapshot.index)
+    words = {
+        info.key.removeprefix("t."): placement_in_words(saved.placement(number))[0]
+        for number, info in enumerate(saved.manifest.tensors)
+    }
+    assert words == {
+        "strided": "dp_cp cuts pieces of dim 0, tp cuts dim 0",
+        "inner": "dp_cp cuts dim 0, tp cuts dim 0",
+        "columns": "dp_cp cuts dim 1",
+        "declared": "tp cuts dim 0",
+        "differs": "whole",
+        **dict.fromkeys(("odd", "swapped", "unnamed", "padded", "mixed"), "irregular"),
+    }
+    again = relaid_requests(saved, Layout(tp=2, dp=2)).tables
+    held = saved_requests(saved).tables
+    known = [number for number, kind in enumerate(words.values()) if kind != "irregular"]
+    for one, other in zip(again, held, strict=True):
+        assert elements(one) == {each for each in elements(other) if each[0] in known}
+
+
+def elements(table: BoxTable) -> set[tuple[int, ...]]:
+    """(tensor, index of each element) of all boxes."""
+    found: set[tuple[int, ...]] = set()
+    for row, tensor in enumerate(table.tensor.tolist()):
+        box = table.box(row)
+        ranges = [range(a, b) for a, b in zip(box.offset, box.stop, strict=True)]
+        found.update((tensor, *index) for index in itertools.product(*ranges))
+    return found
+
+
 LOADS = [SAVED, {"tp": 4}, {"dp": 4}]
 
 
@@ -131,7 +294,6 @@ def test_locality_is_what_each_rank_holds(holdfast: Holdfast, real: tuple[Path, 
             assert shown[rank]["own_nbytes"] == own
             assert shown[rank]["other_nbytes"] == other
             assert shown[rank]["num_files"] == len(opened)
-            assert shown[rank]["unsure_nbytes"] == shown[rank]["perhaps_nbytes"] == 0
 
 
 def test_a_planned_load_reads_what_a_real_one_read(real: tuple[Path, list[Any]]) -> None:
@@ -175,26 +337,33 @@ def test_stored_copies_are_read_and_counted_as_near(
         assert locality["num_files"] == len(read)
 
 
-def test_what_was_left_out_and_assumed_is_stated(real: tuple[Path, list[Any]]) -> None:
-    root, _ = real
+def notes_under(root: Path, layout: Layout) -> str:
     with open_saved(root) as snapshot:
         saved = SavedPlacement(snapshot.manifest, snapshot.index)
-        notes = " ".join(relaid_requests(saved, Layout(tp=2, pp=2)).notes)
-    for text in ("tp cuts dim 1 of 8 tensors", "4 tensors are stored per coordinate: left out",
-                 "5 tensors were one box", "stages of equal length"):  # fmt: skip
+        return " ".join(relaid_requests(saved, layout).notes)
+
+
+def test_what_was_left_out_is_stated(real: tuple[Path, list[Any]]) -> None:
+    root, _ = real
+    notes = notes_under(root, Layout(tp=4))
+    for text in ("Cut again by the stored placements", "4 tensors are stored per coordinate"):
         assert text in notes
+    assert "stages" not in notes.partition("Left out")[2]
+    notes = notes_under(root, Layout(tp=2, pp=2))
+    assert "17 tensors are of pipeline stages" in notes
 
 
-def test_the_tables_say_how_holders_are_known(
+def test_the_tables_say_how_tensors_are_placed(
     holdfast: Holdfast, real: tuple[Path, list[Any]]
 ) -> None:
     root, _ = real
     result = holdfast("show", root, "--locality")
     assert result.code == 0
-    for text in ("in its own file", "stored per coordinate", "not who held it", "times stored"):
+    for text in ("in its own file", "per coordinate", "tp cuts dim 1", "times stored"):
         assert text in result.out
-    counts = holdfast("show", root, "--locality", "--json").json["locality"]["inferred"]
-    assert {c["basis"]: c["num_tensors"] for c in counts} == {"label": 4, "cut": 12, "whole": 5}
+    counts = holdfast("show", root, "--locality", "--json").json["locality"]["placements"]
+    assert sum(count["num_tensors"] for count in counts) == 21
+    assert {c["placement"]: c["num_tensors"] for c in counts}["per coordinate"] == 4
 
 
 def on_layout(root: Path, tensors: Any, axes: dict[str, int]) -> SavedPlacement:
@@ -238,40 +407,6 @@ def test_copies_count_as_near_and_as_extra_bytes(holdfast: Holdfast, tmp_path: P
     assert shown["extra_nbytes"] == 36
 
 
-def test_runs_of_a_sharded_optimizer_are_not_taken_for_replicas(tmp_path: Path) -> None:
-    """Irregular small boxes, and moments that have one writer each, belong to that writer."""
-    runs = rows_chunks([(0, 0, 3), (1, 3, 7)], 4)
-    tensors = {"optimizer.w.exp_avg": random_tensor(0, dtype="F32", shape=(10, 4), chunks=runs)}
-    tensors["optimizer.v.exp_avg"] = random_tensor(1, dtype="F32", shape=(10, 4))
-    saved = on_layout(tmp_path / "cut", tensors, {"dp": 2})
-    assert [h.basis for h in saved.holders] == ["written", "written"]
-    assert saved.is_held(0).tolist() == [True, False, True]
-    whole = partial(random_tensor, dtype="F32", shape=(4, 4))
-    pairs = {
-        f"optimizer.{i}.{kind}": whole(i, chunks=rows_chunks([(i // 2, 0, 4)], 4))
-        for i in range(4)
-        for kind in ("exp_avg", "exp_avg_sq")
-    }
-    saved = on_layout(tmp_path / "shares", pairs, {"dp": 2})
-    assert {h.basis for h in saved.holders} == {"written"}
-    assert not any(h.is_sure for h in saved.holders), "four parameters may agree by chance"
-    turns = {
-        f"optimizer.{i}.{kind}": whole(i, chunks=rows_chunks([((i + n) % 2, 0, 4)], 4))
-        for i in range(4)
-        for n, kind in enumerate(("exp_avg", "exp_avg_sq"))
-    }
-    saved = on_layout(tmp_path / "turns", turns, {"dp": 2})
-    assert {h.basis for h in saved.holders} == {"whole"}
-
-
-def test_what_cannot_be_inferred_is_called_unsure(tmp_path: Path) -> None:
-    """Large equal pieces: a cut along dp, or a replicated tensor that the planner divided."""
-    half = rows_chunks([(0, 0, 1000), (1, 1000, 1000)], 20)
-    tensors = {"model.table": random_tensor(0, dtype="F32", shape=(2000, 20), chunks=half)}
-    saved = on_layout(tmp_path, tensors, {"dp": 2})
-    assert [(h.basis, h.is_sure) for h in saved.holders] == [("unsure", False)]
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [("tp=x", "tp=4,dp=2"), ("xp=2", "xp=2"), ("tp=2,tp=4", "each axis once"), ("tp=0", "tp"),
@@ -283,22 +418,57 @@ def test_layouts_that_cannot_be_are_refused(text: str, problem: str) -> None:
     assert str(caught.value).startswith(f"--as {text}")
 
 
+STRIDED = PlacementInfo(kind="cut", cuts=(CutInfo(0, "dp", True), CutInfo(0, "tp")))
+PLAIN = PlacementInfo(kind="cut", cuts=(CutInfo(1, "tp"), CutInfo(0, "dp")))
+RUNS = PlacementInfo(kind="runs", cuts=(CutInfo(1, "tp"),), over="dp_cp")
+
+
+def placed(root: Path, placements: list[PlacementInfo]) -> SavedPlacement:
+    """One tensor of each placement, on TP2 and DP2; all ranks held all of them."""
+    tensors = {
+        f"model.{i}": random_tensor(
+            i, dtype="F32", shape=(13, 10), chunks=rows_chunks([(i % 4, 0, 13)], 10)
+        )
+        for i in range(4)
+    }
+    saved = on_layout(root, tensors, {"tp": 2, "dp": 2})
+    infos = [
+        msgspec.structs.replace(info, placement=number % len(placements))
+        for number, info in enumerate(saved.manifest.tensors)
+    ]
+    manifest = msgspec.structs.replace(saved.manifest, placements=placements, tensors=infos)
+    return SavedPlacement(manifest, saved.index)
+
+
 def test_relaid_requests_tile_what_is_cut(tmp_path: Path) -> None:
     """Whatever the layout: the ranks' boxes of a tensor cover it, equally often everywhere."""
-    grid = [Chunk(file=f, box=Box((7 * (f // 2), 5 * (f % 2)), (7 if f < 2 else 6, 5)))
-            for f in range(4)]  # fmt: skip
-    runs = [Chunk(file=f, box=Box((a, 0), (n, 10))) for f, a, n in ((0, 0, 1), (2, 1, 12))]
-    tensors = {
-        "moments.m": random_tensor(0, dtype="F32", shape=(13, 10), chunks=grid),
-        "flat.f": random_tensor(1, dtype="F32", shape=(13, 10), chunks=runs),
-    }
-    saved = on_layout(tmp_path, tensors, {"tp": 2, "dp": 2})
+    saved = placed(tmp_path, [WHOLE, PLAIN, STRIDED])
     for sizes in ({"tp": 4}, {"dp": 3}, {"tp": 3, "dp": 5}, {"dp": 16}, {"tp": 2, "cp": 2}):
-        requests = relaid_requests(saved, Layout(**sizes))
-        count = torch.zeros(2, 13, 10, dtype=torch.int64)
+        layout = Layout(**sizes)
+        requests = relaid_requests(saved, layout)
+        count = torch.zeros(4, 13, 10, dtype=torch.int64)
         for table in requests.tables:
             for row in range(len(table)):
                 (a, b), (m, n) = table.offset[row].tolist(), table.extent[row].tolist()
                 count[int(table.tensor[row]), a : a + m, b : b + n] += 1
-        for tensor in range(2):
-            assert count[tensor].min() == count[tensor].max() > 0, (sizes, tensor)
+        times = [layout.world_size, layout.cp, layout.cp]
+        for tensor in range(3):
+            assert count[tensor].min() == count[tensor].max() == times[tensor], (sizes, tensor)
+        assert "Left out" not in " ".join(requests.notes)
+
+
+def test_strided_cuts_are_made_inside_of_the_later_ones(tmp_path: Path) -> None:
+    """As FSDP2 on tensor parallelism has them: dp cuts each of the slices that tp gives."""
+    requests = relaid_requests(placed(tmp_path, [STRIDED]), Layout(tp=2, dp=2))
+    rows = [[table.offset[0, 0], table.extent[0, 0]] for table in requests.tables]
+    assert rows == [[0, 4], [7, 3], [4, 3], [10, 3]]
+
+
+def test_runs_are_known_on_one_data_rank_alone(tmp_path: Path) -> None:
+    saved = placed(tmp_path, [RUNS, IRREGULAR])
+    requests = relaid_requests(saved, Layout(tp=5))
+    assert [table.extent.tolist() for table in requests.tables] == [[[13, 2]] * 2] * 5
+    assert "2 tensors have boxes that follow from no axes" in " ".join(requests.notes)
+    requests = relaid_requests(saved, Layout(tp=2, dp=4))
+    assert [len(table) for table in requests.tables] == [0] * 8
+    assert "2 tensors are runs of flat buffers" in " ".join(requests.notes)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from holdfast.arrays.boxes import Box
 from holdfast.cli.support.messages import in_bytes
+from holdfast.format.placements import CutInfo, PlacementInfo
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast, at_step
@@ -88,11 +90,15 @@ class Page(HTMLParser):
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     """Steps 2 and 4 of two ranks (tp=2): a cut tensor, a replicated one, one with two copies."""
-    cut = [Chunk(file=f, box=Box((4 * f, 0), (4, 6))) for f in range(2)]
+    cut = [Chunk(file=f, box=Box((4 * f, 0), (4, 6)), holders=(f,)) for f in range(2)]
+    by_tp = PlacementInfo.of([CutInfo(0, "tp")])
     both = [Chunk(file=0, box=Box((0,), (9,))), Chunk(file=1, box=Box((0,), (9,)), copy=1)]
     tensors = {
-        "model.0.w": random_tensor(0, dtype="F32", shape=(8, 6), chunks=cut),
-        "model.1.w": random_tensor(1, dtype="F32", shape=(8, 6), chunks=cut),
+        f"model.{i}.w": replace(
+            random_tensor(i, dtype="F32", shape=(8, 6), chunks=cut), placement=by_tp
+        )
+        for i in range(2)
+    } | {
         "model.norm": random_tensor(2, dtype="F32", shape=(7,)),
         "model.twice": random_tensor(3, dtype="F32", shape=(9,), chunks=both),
     }
@@ -229,7 +235,7 @@ def test_planned_reads_and_copies_are_those_of_the_index(
     assert page.column("ranks", "In files of others") == ["-", "28 B"]
     assert page.column("copies", "Extra")[:3] == ["-", "-", "36 B"]
     assert "Planned load under another layout: tp=4, 4 ranks" in page.captions
-    assert "tp cuts dim 0 of 2 tensors" in page.text
+    assert ["tp cuts dim 0", "2", "384 B"] in [row[:3] for row in page.tables["placements"]]
 
 
 def test_real_loads_and_saves_come_from_the_log(holdfast: Holdfast, run_directory: Path) -> None:
