@@ -146,9 +146,10 @@ _GONE = object()
 
 
 def _may_change(owner: str, key: str, old: Any, new: Any) -> bool:
-    # Names with double underscores are the import system's; the first optimizer of a class makes
-    # torch wrap the class's step once, for its profiler.
-    profiled = getattr(new, "hooked", False) and getattr(new, "__wrapped__", None) is old
+    # Names with double underscores are the import system's. The first optimizer of a class makes
+    # torch wrap the class's step once, for its profiler, also a step that the class inherits.
+    wrapped = getattr(new, "__wrapped__", None) if getattr(new, "hooked", False) else None
+    profiled = key == "step" and wrapped is not None and old in (_GONE, wrapped)
     dunder = key.startswith("__") and key.endswith("__")
     return profiled or dunder or f"{owner}.{key}" in _ASSIGNED
 
