@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-_PATCHED = ("holdfast", "tests")
+_PATCHED = ("holdfast", "holdfast_trainer", "tests")
 """Rooms whose modules, and the classes defined there, are compared attribute by attribute."""
 _MODULES = (
     "builtins",
@@ -89,8 +89,8 @@ class ProcessState:
 
     def changes(self) -> list[str]:
         """Return what is no longer as it was; drop the modules that the job's test imported."""
-        for name in [name for name in sys.modules if name.startswith("tests.")]:
-            if name not in self.modules:
+        for name in set(sys.modules) - self.modules:
+            if name.startswith(("tests.", "trainer.tests")):
                 del sys.modules[name]
         now = _settings()
         found = [name for name in self.settings if now[name] != self.settings[name]]
