@@ -11,16 +11,21 @@ import importlib
 import importlib.util
 
 for _name in (
+    "encodings.idna",  # of an address's lookup
     "hypothesis",
+    "numpy.ma",  # of torch's checks of a device mesh
     "pytest",
+    "torch.distributed._tools",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "holdfast.checkpoint.checkpointer",
     "holdfast.fsdp",
     "holdfast.optim",
+    "holdfast.parallel.groups.meshes",
 ):
     importlib.import_module(_name)
 if importlib.util.find_spec("holdfast_trainer") is not None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+import holdfast
 from holdfast.errors import LayoutError
 from tests.harness import RankContext, run_ranks
 
@@ -36,6 +44,67 @@ def _all_ways_to_fail(rank: RankContext) -> int:
         print(child.pid, flush=True)
         time.sleep(600)
     return rank.rank
+
+
+_TRACES: list[int] = []
+
+
+def _trace(rank: RankContext, kind: str) -> tuple[int, int, float]:
+    """Leave a trace in the process, and return what shows the process and earlier traces."""
+    drawn = float(torch.rand(()))
+    _TRACES.append(rank.rank)
+    leave: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "random": lambda: torch.manual_seed(rank.rank),
+        "environment": lambda: os.environ.update(TRACE="1"),
+        "directory": lambda: os.chdir("/tmp"),
+        "signal": lambda: signal.signal(signal.SIGUSR2, lambda *_: None),
+        "limit": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+        "warnings": lambda: warnings.simplefilter("error"),
+        "dtype": lambda: torch.set_default_dtype(torch.float64),
+        "deterministic": lambda: torch.use_deterministic_algorithms(True),
+        "threads of torch": lambda: torch.set_num_threads(2),
+        "thread": lambda: threading.Thread(target=time.sleep, args=(60,), daemon=True).start(),
+        "descriptor": lambda: os.dup(1),
+        "child": lambda: subprocess.Popen(["sleep", "60"]),
+        "module": lambda: setattr(holdfast.errors, "LayoutError", ValueError),
+        "method": lambda: setattr(holdfast.Layout, "coordinate", None),
+        "attribute": lambda: setattr(holdfast.Layout, "added_by_a_test", None),
+        "function": lambda: setattr(os, "rename", os.replace),
+        "hook": lambda: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+        # Where no collection of garbage finds it.
+        "groups": lambda: setattr(
+            json, "kept", holdfast.ProcessGroups.create(holdfast.Layout(dp=rank.num_ranks))
+        ),
+    }
+    leave[kind]()
+    return os.getpid(), len(_TRACES), drawn
+
+
+@pytest.mark.parametrize("kind", ["nothing", "random"])
+def test_a_rank_that_is_as_it_was_serves_again(kind: str) -> None:
+    first, second = (run_ranks(2, _trace, kind).results for _ in range(2))
+    assert first == second  # the process, the globals of this file, the random stream
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("environment", "directory", "signal", "limit", "warnings", "thread", "descriptor"),
+        *("child", "module", "method", "attribute", "function", "groups"),
+        *("dtype", "deterministic", "threads of torch", "hook"),
+    ],
+)
+def test_a_rank_that_a_job_has_changed_serves_no_other(kind: str) -> None:
+    changed = {pid for pid, _, _ in run_ranks(2, _trace, kind).results}
+    assert changed.isdisjoint(pid for pid, _, _ in run_ranks(2, _trace, "nothing").results)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in changed)
+
+
+def test_fresh_ranks_serve_once() -> None:
+    pids = {pid for _ in range(2) for pid, _, _ in run_ranks(2, _trace, "nothing").results}
+    new = [run_ranks(2, _trace, "nothing", fresh=True).results for _ in range(2)]
+    assert len(pids | {pid for results in new for pid, _, _ in results}) == 6
 
 
 def test_results_come_back_in_rank_order() -> None:

@@ -184,7 +184,7 @@ def test_a_model_on_the_meta_device_is_loaded_without_a_whole_parameter(tmp_path
     expected = sum(float(p.detach().double().sum()) for p in model.parameters())
     whole = 2048 * 4097
     shard_nbytes = 2 * 4 * 2048 * 1025
-    for numel, grown, was_nan, total in run_ranks(4, from_meta, str(tmp_path)).results:
+    for numel, grown, was_nan, total in run_ranks(4, from_meta, str(tmp_path), fresh=True).results:
         assert was_nan
         assert numel < whole / 3  # a quarter, and its padding
         # Shards, some twice for a moment where padding is added, and buffers of reads: less than
@@ -280,4 +280,4 @@ def allocation(context: RankContext, root: str) -> None:
 
 def test_a_load_of_optimizer_state_changes_nothing_else(tmp_path: Path) -> None:
     """F12: parameters, step counts and settings are those of the checkpoint or untouched."""
-    run_ranks(4, allocation, str(tmp_path))
+    run_ranks(4, allocation, str(tmp_path), fresh=True)
