@@ -194,6 +194,78 @@ def test_the_version_is_the_packages() -> None:
     assert holdfast.__version__ == __version__
 
 
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+TABLES_OF_TORCH = frozenset({
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_metadata", "_spec",
+    "_local_tensor", "_version", "_cdata", "_storage_Use_Count", "_indices", "_values", "_schema",
+    "_opt_called", "_is_view", "_torchdynamo_disable",
+})  # fmt: skip
+"""Private attributes of torch's objects that this library has a use for."""
+
+
+def private_names_of_torch(tree: ast.AST) -> list[str]:
+    """The private names of torch that a file imports, or reads or writes on one of its objects."""
+    roots, found = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                parts = each.name.split(".")
+                if parts[0] == "torch":
+                    roots.add((each.asname or each.name).split(".")[0])
+                    found += [each.name] if any(map(_is_private, parts)) else []
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for each in node.names:
+                whole = f"{node.module}.{each.name}"
+                roots.add(each.asname or each.name)
+                found += [whole] if any(map(_is_private, whole.split("."))) else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            owner: ast.AST = node.value
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            name = owner.id if isinstance(owner, ast.Name) else ""
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if name in roots or (node.attr in TABLES_OF_TORCH and not is_own):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_a_private_name_of_torch_is_found() -> None:
+    code = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn as modules
+
+def one(self, module: modules.Module) -> None:
+    torch._foreach_copy_([], [])
+    module.inner._parameters.clear()
+    self._parameters = torch.nn.Linear(1, 1)
+    modules.Module._call_impl(module)
+"""
+    assert private_names_of_torch(ast.parse(code)) == [
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch._foreach_copy_",
+        "modules.Module._call_impl",
+        "module.inner._parameters",
+    ]
+
+
+def test_only_one_file_of_a_room_knows_private_names_of_torch() -> None:
+    """A new version of torch is tried against the files called `_torch.py`."""
+    paths = [*FILES, *sorted((TRAINER / "holdfast_trainer").rglob("*.py"))]
+    assert any(private_names_of_torch(tree_of(p)) for p in paths if p.name == "_torch.py")
+    found = [
+        f"{path.relative_to(ROOT.parent)}: {name}"
+        for path in paths
+        if path.name != "_torch.py"
+        for name in private_names_of_torch(tree_of(path))
+    ]
+    assert found == []
+
+
 STEP = {
     "StepSum": {"holdfast.optim.engine"},
     "StepOutcome": {"holdfast.optim.engine"},

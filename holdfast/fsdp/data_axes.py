@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import local_tensor, parameter_table
 from holdfast.errors import ConfigError, GroupError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.plan import Kind, PlannedParameter
@@ -197,7 +198,7 @@ def put_on_mesh(each: PlannedParameter, axis: DataAxis) -> PlannedParameter:
         return each
     names = parameter.device_mesh.mesh_dim_names or ()
     dims = _model_dims(each, axis.kind)
-    value: torch.Tensor = parameter._local_tensor
+    value: torch.Tensor = local_tensor(parameter)
     if dims:
         value = DTensor.from_local(
             value,
@@ -209,5 +210,5 @@ def put_on_mesh(each: PlannedParameter, axis: DataAxis) -> PlannedParameter:
         )
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     for module, attribute in each.places:
-        module._parameters[attribute] = new
+        parameter_table(module)[attribute] = new
     return replace(each, parameter=new)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import local_tensor, module_table, parameter_table
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.state.module.tree import parameter_names
@@ -152,10 +153,10 @@ def _places(
     """Every place of every parameter, with the units around it; shared modules come again."""
     if module in units:
         chain = (*chain, module)
-    for attribute, parameter in module._parameters.items():
+    for attribute, parameter in parameter_table(module).items():
         if parameter is not None:
             yield module, attribute, parameter, chain
-    for child in module._modules.values():
+    for child in module_table(module).values():
         if child is not None:
             yield from _places(child, units, chain)
 
@@ -183,7 +184,7 @@ def _check_parameter(each: PlannedParameter) -> None:
             f"{where} is a scalar, which has no dim to shard; make it a tensor of shape (1,), or "
             f"register it as a buffer"
         )
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
     if not local.numel():
         raise ConfigError(
             f"{where} is split so that this rank has no element of it, which FSDP2 cannot reduce; "

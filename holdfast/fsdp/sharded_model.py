@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import buffer_table, unsaved_buffers
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
@@ -166,12 +167,8 @@ class ShardedModel:
         Cost: memory of this rank's shards.
         """
         for name, module in self.model.named_modules():
-            for key, buffer in module._buffers.items():
-                if (
-                    buffer is not None
-                    and buffer.is_meta
-                    and (key in module._non_persistent_buffers_set)
-                ):
+            for key, buffer in buffer_table(module).items():
+                if buffer is not None and buffer.is_meta and key in unsaved_buffers(module):
                     raise ConfigError(
                         f"materialize: buffer '{f'{name}.' if name else ''}{key}' is on the meta "
                         f"device and not stored in checkpoints (persistent=False), so its values "

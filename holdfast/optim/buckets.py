@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import local_tensor, num_storage_uses
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.bucket_layout import BucketLayout, OwnedSpan, lay_out
 from holdfast.optim.collectives import Pending
 from holdfast.optim.in_flight import (
     Hiding,
-    num_uses,
     set_storage,
     storage_of,
 )
@@ -82,7 +82,7 @@ class Bucket:
         self._failure: Exception | None = None
         self._num_own_uses = self._num_uses = 0
         # The same memory as another storage: a backend's thread may keep a reference to what it
-        # gathered for a while after the wait, which `num_uses` would count as a view.
+        # gathered for a while after the wait, which `num_storage_uses` would count as a view.
         as_bytes = self.values.view(torch.uint8)
         self._for_gather = torch.utils.dlpack.from_dlpack(as_bytes).view(self.values.dtype)
         self._share_for_gather = self._for_gather[begin:end]
@@ -106,7 +106,7 @@ class Bucket:
     def check_views(self, names: Mapping[nn.Parameter, str]) -> None:
         """ConfigError naming a parameter whose memory is not the bucket any more."""
         for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
-            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
             if local.data_ptr() != pointer or local.dtype != self.values.dtype:
                 raise ConfigError(
                     f"{names[parameter]}: its memory was replaced after the sharded optimizer was "
@@ -187,7 +187,7 @@ class Bucket:
         all-gather.
         """
         self.finish_gather()
-        self._num_uses = num_uses(self.values)
+        self._num_uses = num_storage_uses(self.values)
         if self.has_main:
             self.share.copy_(self.main)
         if self._shard_groups.gather is not None and self.layout.share > 0:
@@ -252,7 +252,7 @@ class Bucket:
 
     def bump_versions(self) -> None:
         """Let autograd know that parameters change: a graph that saved them is stale."""
-        local = [p._local_tensor for p in self.parameters if isinstance(p, DTensor)]
+        local = [local_tensor(p) for p in self.parameters if isinstance(p, DTensor)]
         torch.autograd.graph.increment_version([*self.parameters, *local])
 
     def take_written_values(self) -> None:
@@ -283,7 +283,7 @@ class Bucket:
 
     def set_own_uses(self) -> None:
         """Count the present references to the memory as the bucket's and its optimizer's own."""
-        self._num_own_uses = num_uses(self.values)
+        self._num_own_uses = num_storage_uses(self.values)
 
     def _make_view(self, number: int) -> Tensor:
         parameter, span = self.parameters[number], self.layout.spans[number]

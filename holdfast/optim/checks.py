@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import local_tensor
 from holdfast.arguments import check_choice, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import gradient_hook
@@ -214,7 +215,7 @@ def check_parameter(
                 f"different experts; make it a DTensor on groups.mesh('expt_dp', 'ep', 'expt_tp')"
             )
         return
-    local = parameter._local_tensor
+    local = local_tensor(parameter)
     if not local.is_contiguous():
         raise ConfigError(
             f"{name}: the local tensor of a DTensor has to be contiguous, its strides are "

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
+from holdfast._torch import untraced
 from holdfast.errors import DeadlineError, GroupError, HoldfastError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Pending(Protocol):
 
 def _untraced(function: Callable[P, T]) -> Callable[P, T]:
     """A function that torch.compile calls: it traces what hooks of a compiled model call."""
-    disabled = _disable_dynamo(function)
+    disabled = untraced(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -14,12 +14,13 @@ import msgspec
 import torch
 from torch import nn
 
+from holdfast._torch import mark_stepped
 from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
 from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
 from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, share_square
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.step_sum import Contribution, StepSum, StepSums
-from holdfast.optim.torch_interface import count_as_stepped, hyperparameters, refuse_closure
+from holdfast.optim.torch_interface import hyperparameters, refuse_closure
 from holdfast.parallel import Layout, ProcessGroups
 
 ALONE = ""
@@ -281,7 +282,7 @@ class StepEngine:
             raise
         self.drop_gradients()
         for stepper in self._steppers.values():
-            count_as_stepped(stepper.optimizer)
+            mark_stepped(stepper.optimizer)
         return outcome
 
     def drop_gradients(self) -> None:

@@ -17,6 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import (
+    local_tensor,
+    local_tensor_slot,
+    mark_eager,
+    set_local_tensor,
+    without_torch_function,
+)
+
 _tensor: Any = torch.Tensor
 _HARMLESS = frozenset(
     {
@@ -46,13 +54,13 @@ _HARMLESS = frozenset(
 
 def storage_of(parameter: nn.Parameter) -> Tensor:
     """The local tensor itself, not a view of it."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.data
 
 
 def set_storage(parameter: nn.Parameter, local: Tensor) -> None:
     """Make a parameter be `local`, a tensor of its local shape."""
     if isinstance(parameter, DTensor):
-        parameter._local_tensor = local
+        set_local_tensor(parameter, local)
     else:
         parameter.data = local
 
@@ -82,7 +90,7 @@ def in_flight_class(base: type[Tensor], finish: Callable[[], None]) -> type[Tens
     ) -> object:
         del cls
         if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         for kind in types:
             finish_gather = getattr(kind, "_holdfast_finish", None)
@@ -102,19 +110,19 @@ def in_flight_class(base: type[Tensor], finish: Callable[[], None]) -> type[Tens
     members: dict[str, Any] = {
         "__slots__": (),
         "__module__": base.__module__,
-        "__torch_function__": classmethod(_eager(torch_function)),
+        "__torch_function__": classmethod(mark_eager(torch_function)),
         "__deepcopy__": deepcopy,
         "__reduce_ex__": reduce_ex,
-        "_holdfast_finish": staticmethod(_eager(wait)),
+        "_holdfast_finish": staticmethod(mark_eager(wait)),
     }
     if issubclass(base, DTensor):
-        span: Any = DTensor._local_tensor
+        span: Any = local_tensor_slot()
 
         def local(self: DTensor) -> Tensor:
             finish()
             return cast("Tensor", span.__get__(self))
 
-        members["_local_tensor"] = property(_eager(local))
+        members["_local_tensor"] = property(mark_eager(local))
     return type(f"InFlight{base.__name__}", (base,), members)
 
 
@@ -252,12 +260,7 @@ def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
     parameter.__class__ = kind
 
 
-def num_uses(values: Tensor) -> int:
-    """How many tensors and other objects keep a reference to the memory of a tensor."""
-    untyped: Any = torch._C
-    return int(untyped._storage_Use_Count(values.untyped_storage()._cdata))
-
-
+@mark_eager  # what is called in a graph must not count as called
 class ModuleHook:
     """A hook on a module that belongs to one optimizer: copies of the module get none.
 
@@ -267,9 +270,6 @@ class ModuleHook:
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
-
-    # torch.compile does not look inside: what is called in a graph must not count as called
-    _torchdynamo_disable = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Torch calls the hook."""
@@ -291,9 +291,3 @@ def no_hook(*args: Any, **kwargs: Any) -> None:
 
 def _give_no_hook() -> object:
     return no_hook
-
-
-def _eager(function: Any) -> Any:
-    """Marked so that torch.compile calls it instead of tracing into it."""
-    function._torchdynamo_disable = True
-    return function

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from holdfast._torch import parameter_table
 from holdfast.errors import ConfigError
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import ModuleHook
@@ -48,7 +49,7 @@ class ParameterWatch:
         self._places = [
             (inner, name, parameter)
             for inner in module.modules()
-            for name, parameter in inner._parameters.items()
+            for name, parameter in parameter_table(inner).items()
             if parameter is not None and parameter in home
         ]
         self._owners: list[set[nn.Module]] = [set() for _ in buckets]
@@ -70,7 +71,7 @@ class ParameterWatch:
     def check(self) -> None:
         """ConfigError naming a parameter that is not its module's any more."""
         for inner, name, parameter in self._places:
-            if inner._parameters.get(name) is not parameter:
+            if parameter_table(inner).get(name) is not parameter:
                 raise ConfigError(
                     f"{self._names[parameter]}: the module has another parameter there since the "
                     f"sharded optimizer was built (an assignment, load_state_dict(assign=True), "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast._torch import parameter_table
 from holdfast.errors import ConfigError
 from holdfast.optim.buckets import Bucket, BucketPlan, plan_buckets
 from holdfast.optim.checks import (
@@ -464,7 +465,7 @@ class ShardedOptimizer(SteppingOptimizer):
         Where main parameters were loaded, too, those that round to the weights are kept.
         """
         exactly = not (self._main_requested or self._main_loaded)
-        own = set(owner._parameters.values())
+        own = set(parameter_table(owner).values())
         for bucket in buckets:
             for number, parameter in enumerate(bucket.parameters):
                 if parameter in own:

@@ -109,14 +109,6 @@ class TorchInterface(torch.optim.Optimizer):
     __getstate__ = __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
 
-def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Let the schedulers of an optimizer know of a step that was not made by its own `step`.
-
-    They count calls of it, and warn where there was none before their own.
-    """
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     """Settings of each parameter group that decide an update, by name.
 

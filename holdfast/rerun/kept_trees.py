@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from holdfast._torch import sparse_members
 from holdfast.errors import ConfigError, CorruptionError, PlacementError
 from holdfast.format.values import Codecs, Node, decode_tree, encode_tree, leaf_node, tag_of
 from holdfast.state.numpy_arrays import array_tensor, tensor_array
@@ -112,7 +113,7 @@ def members_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     detached = tensor.detach()
     if detached.layout is torch.sparse_coo:
         # The public methods refuse a tensor that is not coalesced.
-        return [detached._indices(), detached._values()]
+        return [*sparse_members(detached)]
     if detached.layout in _COLUMNS:
         return [detached.ccol_indices(), detached.row_indices(), detached.values()]
     return [detached.crow_indices(), detached.col_indices(), detached.values()]

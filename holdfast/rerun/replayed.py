@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from holdfast._torch import buffer_table, unsaved_buffers
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
@@ -165,8 +166,8 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._unsaved = set(module._non_persistent_buffers_set)
-        self._tensors = dict(module._buffers.items())
+        self._unsaved = set(unsaved_buffers(module))
+        self._tensors = dict(buffer_table(module).items())
         for name, each in self._tensors.items():
             if each is not None and is_lazy(each):
                 raise ConfigError(
@@ -193,12 +194,12 @@ class _Buffers:
     def restore(self) -> None:
         """The same tensors with the same values under the same names, and no others."""
         module = self._module
-        buffers: Any = module._buffers
+        buffers: Any = buffer_table(module)
         if isinstance(buffers, dict):
             buffers.clear()
             buffers.update(self._tensors)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(self._unsaved)
+            unsaved_buffers(module).clear()
+            unsaved_buffers(module).update(self._unsaved)
         else:  # of a ScriptModule, which can neither gain nor lose one
             for name, tensor in self._tensors.items():
                 if buffers[name] is not tensor:

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from holdfast._torch import AsyncCollectiveTensor, is_mkldnn
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.numpy_arrays import array_tensor
 from holdfast.state.tensors import local_of
@@ -104,7 +104,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.layout is torch.strided:
         return tensor
-    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    if is_mkldnn(tensor):
         return tensor.to_dense()
     is_coo = tensor.layout is torch.sparse_coo
     return (tensor if is_coo else tensor.to_sparse()).coalesce()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from holdfast._torch import local_tensor, spec_of, storage_id
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import (
     Codecs,
@@ -405,7 +406,7 @@ def _traits(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
     tensor that has no shape; its leaf is refused.
     """
     if isinstance(obj, DTensor):
-        local, spec = obj._local_tensor, obj._spec
+        local, spec = local_tensor(obj), spec_of(obj)
         placements, mesh = spec.placements, spec.mesh
         meshes[id(mesh)] = mesh
         return (
@@ -465,7 +466,7 @@ def _known_memory(tensor: torch.Tensor) -> object:
     if len(memory) == 1:  # not strided; refused where its leaf is made
         return None
     if tensor.numel() == 0:
-        return ("empty", tensor.untyped_storage()._cdata, tensor.storage_offset(), *memory[1:])
+        return ("empty", storage_id(tensor), tensor.storage_offset(), *memory[1:])
     return memory if memory[0] else None
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import local_tensor
 from holdfast.arrays.boxes import Box
 from holdfast.format.placements import PlacementInfo
 from holdfast.parallel.layout import Layout
@@ -69,5 +70,5 @@ class FlatState:
 def held_tensor(obj: Any) -> torch.Tensor:
     """What a tensor or marker holds on this rank; nothing waits, and nothing is recorded."""
     if isinstance(obj, DTensor):
-        return obj._local_tensor
+        return local_tensor(obj)
     return obj if isinstance(obj, torch.Tensor) else held_tensor(obj.local)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
+from holdfast._torch import copy_each
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.errors import PlanError
@@ -64,7 +65,7 @@ class CudaCopier:
             A `torch.cuda.Event` behind the copies.
         """
         with self._cuda.stream(self._stream):
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+            copy_each(targets, sources, non_blocking=True)
             return self._stream.record_event()
 
     def finish(self) -> None:
@@ -87,7 +88,7 @@ def copier_of(device: torch.device, copiers: Copiers) -> CudaCopier | None:
 @torch.no_grad()
 def copy_now(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy in the calling thread: everything is in place when it returns."""
-    torch._foreach_copy_(list(targets), list(sources))
+    copy_each(targets, sources)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor, first: int, stop: int) -> None:

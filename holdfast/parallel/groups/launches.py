@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from holdfast._torch import TorchDispatchMode, argument_names
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.groups.process_groups import ProcessGroups
 
@@ -76,7 +76,7 @@ class LaunchRecorder(TorchDispatchMode):
             return NotImplemented
         call: Callable[..., Any] = func
         if func.namespace in _NAMESPACES:
-            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+            named = dict(zip(argument_names(func), args, strict=False))
             self._note(func.__name__.partition(".")[0], named | dict(kwargs or {}))
         return call(*args, **dict(kwargs or {}))
 

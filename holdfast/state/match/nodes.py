@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import local_tensor, spec_of
 from holdfast.arrays.boxes import Box
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import (
@@ -301,7 +302,7 @@ class LocalTargets:
         like: tuple[object, ...] | None = None
         if type(template) is DTensor:
             # The attributes themselves: the properties of a DTensor cost several times as much.
-            local, spec = template._local_tensor, template._spec
+            local, spec = local_tensor(template), spec_of(template)
             shape = template.shape if spec.tensor_meta is None else spec.tensor_meta.shape
             like = (id(spec.mesh), spec.placements, shape, local.shape)
             boxes = self._boxes.get(like)

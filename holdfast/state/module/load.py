@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from holdfast._torch import buffer_table, give_metadata, parameter_table, write_counter
 from holdfast.errors import HoldfastError, MismatchError
 from holdfast.state.module.state_dict import (
     ModuleStateDict,
@@ -92,7 +93,7 @@ class ModuleLoad:
         for name, entry in self._before.entries.items():
             given[entry.key] = loaded.get(name, entry.value)
         if self._before.metadata is not None:
-            given._metadata = self._before.metadata  # type: ignore[attr-defined]
+            give_metadata(given, self._before.metadata)
         # Both before any code of the module runs.
         digests = self._digests(loaded)
         snapshots = [
@@ -181,7 +182,7 @@ class ModuleLoad:
         An optimizer holds the objects: with others in the module it would train unused tensors.
         """
         for held in self._before.registered:
-            parameters, old = held.owner._parameters, held.tensor
+            parameters, old = parameter_table(held.owner), held.tensor
             now = parameters[held.attribute] if held.attribute in parameters else old  # noqa: SIM401
             if now is old or now is None or is_lazy(old) or is_lazy(now):
                 continue
@@ -325,7 +326,9 @@ def _inverted(tensor: torch.Tensor) -> torch.Tensor:
 def _is_untouched(snapshot: _Snapshot) -> bool:
     """Whether a tensor is the same object with the same bytes, which nothing has written."""
     held = snapshot.held
-    now = held.owner._parameters.get(held.attribute, held.owner._buffers.get(held.attribute))
+    now = parameter_table(held.owner).get(
+        held.attribute, buffer_table(held.owner).get(held.attribute)
+    )
     if now is not held.tensor or _version(held.tensor) != snapshot.version:
         return False
     return local_of(held.tensor).numel() > 0 and tensor_digest(held.tensor) == snapshot.digest
@@ -335,7 +338,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """torch's counters of writes, of a tensor and of what it holds on this rank."""
     if tensor.is_inference():
         return (0, 0)
-    return (tensor._version, local_of(tensor)._version)
+    return (write_counter(tensor), write_counter(local_of(tensor)))
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

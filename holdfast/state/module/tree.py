@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from holdfast._torch import buffer_table, module_table, parameter_table, unsaved_buffers
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.markers import check_real_shape
 
@@ -63,18 +64,18 @@ def declare_wrapper(wrapper: type[nn.Module], attribute: str) -> None:
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules registered in a module, by attribute; script modules have no plain dicts."""
-    return {name: child for name, child in module._modules.items() if child is not None}
+    return {name: child for name, child in module_table(module).items() if child is not None}
 
 
 def registered_in(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers registered in a module itself, by attribute."""
-    result = dict(module._parameters.items()) | dict(module._buffers.items())
+    result = dict(parameter_table(module).items()) | dict(buffer_table(module).items())
     return {name: value for name, value in result.items() if value is not None}
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether torch puts a parameter or buffer of a module into state dicts."""
-    return name not in getattr(module, "_non_persistent_buffers_set", ())
+    return name not in unsaved_buffers(module)
 
 
 def overrides(obj: object, base: type, methods: Iterable[str]) -> bool:
@@ -101,7 +102,7 @@ def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
                 f"declare_wrapper takes the attribute's name"
             )
         return declared, inner
-    children = module._modules
+    children = module_table(module)
     for name in _WRAPPER_ATTRIBUTES:
         child = children[name] if name in children else None  # noqa: SIM401 - script modules
         if child is not None:
@@ -211,7 +212,7 @@ def parameter_names(module: nn.Module) -> dict[torch.nn.Parameter, str]:
     """Parameter -> its first logical name; a tied parameter has one name here."""
     result: dict[torch.nn.Parameter, str] = {}
     for logical, _, inner in walk(module):
-        for name, value in inner._parameters.items():
+        for name, value in parameter_table(inner).items():
             if value is not None:
                 result.setdefault(value, f"{logical}{name}")
     return result
@@ -307,7 +308,7 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
             where = f"{logical}{name}"
             tensor = registered_in(inner).get(name)
             if tensor is None:
-                if name in inner._parameters or name in inner._buffers:
+                if name in parameter_table(inner) or name in buffer_table(inner):
                     continue  # registered as None: there is nothing to store
                 raise PlacementError(
                     f"{where}: its padding is declared, but {type(inner).__name__} has no such "

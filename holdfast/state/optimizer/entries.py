@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast._torch import module_table
 from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.markers import FlatShard, Padded
 from holdfast.state.module.tree import (
@@ -156,7 +157,7 @@ def refuse_flat_shards(module: nn.Module) -> None:
     Each rank then has another part of the elements under one name and without a placement.
     """
     for _, actual, inner, is_wrapper in walk_all(module):
-        if not is_wrapper or "_fsdp_wrapped_module" not in inner._modules:
+        if not is_wrapper or "_fsdp_wrapped_module" not in module_table(inner):
             continue
         strategy = getattr(getattr(inner, "sharding_strategy", None), "name", "")
         if getattr(inner, "world_size", 1) > 1 and strategy != "NO_SHARD":

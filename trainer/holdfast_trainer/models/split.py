@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.func import functional_call
 
 from holdfast.parallel import ProcessGroups
+from holdfast_trainer._torch import is_view, parameter_table
 from holdfast_trainer.models.config import GPTConfig
 from holdfast_trainer.models.gpt import initial_parameter
 
@@ -114,7 +115,7 @@ class SplitModule(Generic[ModuleT]):
                 (module, name, f"{names[module]}.{name}" in splits_itself)
                 for module in unit.modules()
                 if module not in others
-                for name in module._parameters
+                for name in parameter_table(module)
             ]
             _run_on_views(unit, places, view=self._view)
         self._has_units = True
@@ -203,16 +204,16 @@ def _run_on_views(
     forward = unit.forward
 
     def on_views(*args: Any, **kwargs: Any) -> Any:
-        declared = [module._parameters[name] for module, name, _ in places]
+        declared = [parameter_table(module)[name] for module, name, _ in places]
         try:
             for (module, name, splits_itself), parameter in zip(places, declared, strict=True):
                 value: Any = view(parameter, splits_itself=splits_itself)
-                module._parameters[name] = value
+                parameter_table(module)[name] = value
             # FSDP2 warns of views, on which its hooks do not hold: what is passed through, losses.
-            return tuple(t.clone() if t._is_view() else t for t in forward(*args, **kwargs))
+            return tuple(t.clone() if is_view(t) else t for t in forward(*args, **kwargs))
         finally:
             for (module, name, _), parameter in zip(places, declared, strict=True):
-                module._parameters[name] = parameter
+                parameter_table(module)[name] = parameter
 
     unit.forward = on_views
 

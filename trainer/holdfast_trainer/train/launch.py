@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from holdfast import SavePolicy
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups, shorten_ranks
+from holdfast_trainer._torch import HashStore
 from holdfast_trainer.train.base import BaseTrainer
 from holdfast_trainer.train.config import TrainConfig
 from holdfast_trainer.train.data import Corpus, read_corpus

@@ -1,0 +1,151 @@
+"""Every private name of torch that several rooms need, in one place.
+
+A new version of torch is tried against this file, `parallel/groups/_torch.py` (communicators) and
+`fsdp/_torch.py` (FSDP2); `tests/test_structure.py` finds a private name anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "AsyncCollectiveTensor", "TorchDispatchMode", "argument_names", "buffer_table", "copy_each",
+    "give_metadata", "is_mkldnn", "local_tensor", "local_tensor_slot", "mark_eager",
+    "mark_stepped", "module_table", "num_storage_uses", "parameter_table", "set_local_tensor",
+    "sparse_members", "spec_of", "storage_id", "unsaved_buffers", "untraced",
+    "without_torch_function", "write_counter",
+]  # fmt: skip
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# ---- DTensors ----
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return the tensor that a DTensor holds on this rank.
+
+    `to_local` is an operation of autograd, and waits for what is still gathered.
+    """
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Have a DTensor hold another tensor of its local shape."""
+    tensor._local_tensor = local
+
+
+def local_tensor_slot() -> Any:
+    """Return the descriptor of the slot that holds the local tensor, for a class in its place."""
+    return DTensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Return mesh, placements and global shape; the public properties cost far more."""
+    return tensor._spec
+
+
+# ---- Modules: tables that named_parameters() and its kin read, None included ----
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the module's own table of parameters; script modules have a mapping of their own."""
+    return module._parameters
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the module's own table of buffers."""
+    return module._buffers
+
+
+def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the module's own table of modules inside."""
+    return module._modules
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Return the module's set of buffers that no state dict has (persistent=False)."""
+    found: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+    return found
+
+
+def give_metadata(state_dict: Mapping[str, object], metadata: object) -> None:
+    """Give a state dict the versions of modules that `state_dict()` has put at it."""
+    state_dict._metadata = metadata  # type: ignore[attr-defined]
+
+
+# ---- Memory ----
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that only tensors of one storage share; unlike an address, never 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def num_storage_uses(tensor: Tensor) -> int:
+    """Return how many tensors and other objects refer to the memory of a tensor."""
+    untyped: Any = torch._C
+    return int(untyped._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def write_counter(tensor: Tensor) -> int:
+    """Return autograd's counter of writes to a tensor in place."""
+    return tensor._version
+
+
+def copy_each(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False
+) -> None:
+    """Copy many tensors by one call; on a device, by a few kernels."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def sparse_members(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices and values of a COO tensor; the public methods want it coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def is_mkldnn(tensor: Tensor) -> bool:
+    """Return True for a tensor in the layout of oneDNN."""
+    return tensor.layout is torch._mkldnn  # type: ignore[attr-defined]
+
+
+# ---- Calls ----
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function as torch.compile calls it, without looking inside."""
+    return _disable_dynamo(function)
+
+
+def mark_eager(function: Any) -> Any:
+    """Mark a function or a class so that torch.compile calls it; costs nothing in eager mode."""
+    function._torchdynamo_disable = True
+    return function
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Enter to call a function on subclasses of tensors as if they were plain."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's positional arguments."""
+    return [each.name for each in operator._schema.arguments]
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know of a step that was not made by the optimizer's own `step`.
+
+    They count calls of it, and warn if there was no call before theirs.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
