@@ -1,14 +1,15 @@
-"""Where bytes go: a small protocol and the stores that keep it. Torch-free.
+"""Where bytes go: a small protocol and the stores that implement it. Torch-free.
 
-Every store passes one contract test (`tests/storage/contract.py`). The rest of the library knows no
+In come names and bytes; out come files that are complete and durable, or an error. Every store
+passes one contract test (`tests/storage/contract.py`). The rest of the library does not know any
 file system: it writes to sinks, reads ranges from sources, and publishes and renames by name.
 
-Read first: `protocol.py`, `posix/store.py`.
+Read first: `storage_protocol.py`, `posix.py`.
 """
 
 from __future__ import annotations
 
-from holdfast.storage.posix.store import PosixStorage
+from holdfast.storage.posix import PosixStorage
 from holdfast.storage.storage_protocol import Observer, Sink, Source, Storage
 
 __all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage"]

@@ -1,4 +1,4 @@
-"""The storage protocol: what a place for checkpoints must be able to do, see `Storage`."""
+"""The storage protocol: the operations and promises of a place for checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 Observer = Callable[[str, str, int, int], None]
-"""Called as (operation, path, start, nbytes) before each operation; for counting and tracing."""
+"""Called as (operation, path, start, nbytes) before each operation, to count or trace."""
 
 
 class Source(Protocol):
@@ -16,7 +16,7 @@ class Source(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size of the file when it was opened."""
+        """Size of the file when it was opened, in bytes."""
 
     def readinto(self, buffer: memoryview, *, start: int) -> None:
         """Fill `buffer` (bytes, C-contiguous) from offset `start`; a short file is an error."""
@@ -30,27 +30,27 @@ class Sink(Protocol):
 
     @property
     def alignment(self) -> int:
-        """Offsets, lengths and addresses in multiples of this go the fast way; others work too."""
+        """Writes are fast if offset, length and address are multiples of this; all others work."""
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
-        """Write all of `buffer` at `offset`; leaving the stated size is an error."""
+        """Write all of `buffer` at `offset`; exceeding the stated size is an error."""
 
     def sync(self) -> None:
         """Return when everything written is durable."""
 
 
 class Storage(Protocol):
-    """A directory tree of files, seen alike by all processes of a job.
+    """A directory tree of files that all processes of a job see alike.
 
     Paths are relative strings with "/" between names; "" is the root. A path that could leave the
     root (absolute, "..", ".", empty name, NUL) is refused before anything happens, and symbolic
     links below the root are never followed. Every failure is a StorageError that says what, where,
     why and what to do.
 
-    What a store must promise, and what depends on it:
+    A store must promise the following, and what is named depends on it:
 
     1. *Atomic rename.* `rename_dir` gives a directory its new name at once or not at all, and
-       fails where the name is taken. A checkpoint is committed by this step alone.
+       fails if the name is taken. A checkpoint is committed by this step alone.
     2. *Atomic replacement.* `write_file` and `replace_file` show the old or the new content, never
        a part. The pointer file, tags, records and leases depend on it.
     3. *Durable after sync.* What `Sink.sync` was called for, and every name after `sync_dir` or
@@ -60,22 +60,22 @@ class Storage(Protocol):
        another one has closed, renamed or removed something there sees it, if it has itself written
        to that directory before (which makes a network file system's client look again). The
        committer's wait for the ranks' records and the leases of readers depend on it.
-    5. *Exclusive creation.* `create` fails where the name is taken. Two writers never share a file.
+    5. *Exclusive creation.* `create` fails if the name is taken. Two writers never share a file.
     6. *Open files live on.* A pinned or open file gives the bytes it had when it was opened, or an
        error, whatever is renamed over it. A load during an overwrite depends on it.
     7. *One clock.* `age_s` compares times of one clock, good to some seconds, for all processes.
-       Leases, heartbeats and repair depend on it; without it, what is alive could look dead.
+       Leases, heartbeats and repair depend on it. Otherwise a living process could look dead.
 
-    A storage whose files go through no page cache that processes of a host share (an object store's
-    client in each process) has an attribute `is_cached_on_host = False`: a load then counts each
-    rank's reads.
+    If the processes of a host do not share a page cache for the storage's files (an object store's
+    client in each process), it has an attribute `is_cached_on_host = False`. A load then counts the
+    reads of each rank.
 
-    `exchange_dir` may be two renames, and `sync_dir` may do nothing where directories cannot be
-    synced: promise 3 then is the file system's own.
+    `exchange_dir` may be two renames. `sync_dir` may do nothing if directories cannot be synced:
+    then promise 3 depends on the file system.
     """
 
     def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
-        """`nbytes` bytes from `start` (None: to the end); a shorter file is an error."""
+        """Return `nbytes` bytes from `start` (None: to the end); a shorter file is an error."""
 
     def readinto(self, path: str, buffer: memoryview, *, start: int = 0) -> None:
         """Fill `buffer` from offset `start`; a shorter file is an error."""
@@ -84,88 +84,88 @@ class Storage(Protocol):
         """Open a file for many reads; the caller closes it."""
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def exists(self, path: str) -> bool:
-        """Whether the name is there, whatever it is (a dangling link is there)."""
+        """Return True if the name exists, whatever it is (a dangling link exists)."""
 
     def age_s(self, path: str) -> float:
-        """Seconds since a file or directory was last changed, by the storage's own clock.
+        """Return the seconds since a file or directory was last changed, by the storage's clock.
 
-        The clock that stamps the files is the one to ask, not this machine's, which may be minutes
-        off; this machine's only where nothing can be written that would show the other.
+        This machine's clock may be minutes off the clock that stamps the files. It is used only if
+        nothing can be written that would show the storage's clock.
         """
 
     def is_dir(self, path: str) -> bool:
-        """Whether it is a directory (a link to one is not)."""
+        """Return True if it is a directory (a link to one is not)."""
 
     def list(self, path: str) -> list[str]:
-        """Names in a directory, sorted; temporary names (`.tmp-…`) included."""
+        """Return the names in a directory, sorted, including temporary ones (`.tmp-…`)."""
 
     def pin(self, path: str) -> AbstractContextManager[Storage]:
-        """The same storage, for reading, in which the directory at `path` stays what it is now.
+        """Give the same storage, for reading, in which `path` remains the directory it is now.
 
-        Under that path it gives the content of this one directory, whatever is renamed, or put in
-        its place, while it is open. It does not keep the directory from being removed: what is
-        gone is a StorageError, never another directory's content.
+        Under that path it gives the content of this one directory, whatever is renamed or put at
+        its name while it is open. The directory may still be removed: then reading raises
+        StorageError and never gives the content of another directory.
         """
 
     def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        """Write a small file whole: no reader ever sees a part of it.
+        """Write a small file as a whole: no reader ever sees a part of it.
 
-        It is durable when this returns, unless `durable` is False: then its bytes and its name may
-        be lost, or its bytes be wrong, when the machine stops.
+        It is durable when this returns, unless `durable` is False. Then a crash of the machine may
+        lose its name, or leave the name with other bytes.
         """
 
     def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Replace a small file atomically: readers see the old or the new one; see `write_file`."""
 
     def create(self, path: str, *, nbytes: int) -> AbstractContextManager[Sink]:
-        """Create a file of `nbytes` to be filled through a Sink; it must not exist yet."""
+        """Create a file of `nbytes` to fill through a Sink; it must not exist yet."""
 
     def make_dir(self, path: str, *, durable: bool = True) -> None:
-        """Make a directory and its parents, the root included; one that is there already is fine.
+        """Make a directory and its parents, including the root, if they do not exist.
 
-        All these names are durable when this returns, unless `durable` is False; those above the
-        root as far as they are new or this process may sync them.
+        All these names are durable when this returns, unless `durable` is False. Above the root,
+        this holds for names that are new and that this process may sync.
         """
 
     def sync_dir(self, path: str) -> None:
         """Make the names in a directory durable."""
 
     def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
-        """Rename atomically; a destination that exists is an error.
+        """Rename atomically; an existing destination is an error.
 
         It is durable when this returns, unless `durable` is False.
         """
 
     def exchange_dir(self, first: str, second: str) -> None:
-        """Let two directories change names, durably; atomic where the file system can.
+        """Exchange the names of two directories durably, and atomically if possible.
 
-        Elsewhere `second` is for an instant under a `.old-…` name next to its own: never lost, but
-        not at its name if the machine stops just then.
+        Otherwise `second` has a `.old-…` name for an instant: it is never lost, but does not have
+        its name if the machine stops in that instant.
         """
 
     def remove_tree(
         self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
     ) -> None:
-        """Remove a file or a directory with all in it; links are removed, never followed.
+        """Remove a file or a directory with its content; links are removed, never followed.
 
-        A directory loses its name first, in one step. Unless `durable` is False that is durable
-        before anything in it goes, so that it never comes back with a part of its content. Several
-        processes may remove the same directory at once. `only_if` is called for a directory that
-        has lost its name, with the path where it is now (`.old-…`); it gets its name back where
-        the answer is no, or an error.
+        A directory first loses its name, in one step. Unless `durable` is False, that is durable
+        before anything in it is removed, so that it never comes back with a part of its content.
+        Several processes may remove the same directory at once. `only_if` is called for a directory
+        that has lost its name, with its path now (`.old-…`). If it returns False or raises, the
+        directory gets its name back.
         """
 
     def free_nbytes(self) -> int:
-        """Bytes this process may still write."""
+        """Return the bytes that this process may still write."""
 
     def describe(self, path: str) -> str:
-        """The path as a person would write it, for messages."""
+        """Return the path as a person would write it, for messages."""
 
     def is_shareable(self) -> bool:
-        """Whether another process that opens the same `local_path` has the same storage."""
+        """Return True if another process that opens `local_path` has the same storage."""
 
     def local_path(self, path: str) -> Path | None:
-        """The path in the local file system, or None for a store that has none."""
+        """Return the path in the local file system; None if the store is not in one."""

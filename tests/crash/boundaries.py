@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.posix import files
+from holdfast.storage import posix
 
 Act = Callable[[], None]
 _CALLS = (
@@ -43,8 +43,8 @@ class Boundaries:
         for name in _CALLS:
             monkey.setattr(os, name, self._wrap(name, getattr(os, name)))
         for name in _LINUX:
-            if hasattr(files, name):
-                monkey.setattr(files, name, self._wrap(name, getattr(files, name)))
+            if hasattr(posix, name):
+                monkey.setattr(posix, name, self._wrap(name, getattr(posix, name)))
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

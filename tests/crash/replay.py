@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from holdfast.format.versions import LEASES_DIR
-from holdfast.storage.posix import files
+from holdfast.storage import posix
 
 _SECTOR = 512
 
@@ -73,7 +73,7 @@ class Recorder:
             ):  # fmt: skip
                 monkey.setattr(os, name, self._watch(name, getattr(os, name)))
             for name in ("allocate", "rename_noreplace", "rename_exchange"):
-                monkey.setattr(files, name, self._watch(name, getattr(files, name)))
+                monkey.setattr(posix, name, self._watch(name, getattr(posix, name)))
             yield
 
     def expect(self, expectation: object) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from holdfast import Checkpointer, PosixStorage, StorageError
 from holdfast.format.names import LATEST
-from holdfast.storage.posix import files
-from holdfast.storage.posix import store as posix
+from holdfast.storage import posix
 from holdfast.writer.repair import repair
 from tests.crash.common import assert_recovers, leftovers, state_of, versions
 
@@ -124,7 +123,7 @@ class Renames:
         real_sync = posix._sync_dir_fds
         monkeypatch.setattr(posix, "_sync_dir_fds", self._sync(real_sync))
         for name in ("rename_noreplace", "rename_exchange"):
-            monkeypatch.setattr(files, name, self._rename(getattr(files, name)))
+            monkeypatch.setattr(posix, name, self._rename(getattr(posix, name)))
 
     def _sync(self, real: Callable[[int, int], None]) -> Callable[[int, int], None]:
         def sync(one: int, other: int) -> None:
@@ -275,7 +274,7 @@ def test_no_rename_across_directories(tmp_path: Path, monkeypatch: pytest.Monkey
         real_rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     for name in ("allocate", "rename_noreplace", "rename_exchange"):
-        monkeypatch.setattr(files, name, lambda *args, **kwargs: False)
+        monkeypatch.setattr(posix, name, lambda *args, **kwargs: False)
     monkeypatch.setattr(os, "open", no_direct)
     monkeypatch.setattr(os, "rename", near)
     storage = Coarse(tmp_path)

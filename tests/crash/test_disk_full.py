@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Checkpointer, PosixStorage, StorageError
-from holdfast.storage.posix import files
+from holdfast.storage import posix
 from tests.crash.boundaries import BROKEN, FULL, Act, Boundaries
 from tests.crash.common import assert_recovers, state_of, versions
 from tests.crash.mounts import Mounts
@@ -61,7 +61,7 @@ def test_disk_full_at_every_page(
 ) -> None:
     """E2, P2: with room for k pages, k from none to enough; with and without reservation."""
     if not reserves:
-        monkeypatch.setattr(files, "allocate", lambda fd, nbytes: False)
+        monkeypatch.setattr(posix, "allocate", lambda fd, nbytes: False)
     failures, pages = 0, 0
     place = mounts.tmpfs(options="size=16m")
     for pages in range(60):

@@ -29,7 +29,7 @@ from holdfast.format.digest import digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import INDEX, MANIFEST
-from holdfast.storage.posix import files
+from holdfast.storage import posix
 from holdfast.writer.repair import repair
 from tests.checkpoint.common import make_state
 from tests.crash.common import assert_recovers, state_of, versions
@@ -193,7 +193,7 @@ def test_a_file_system_that_can_next_to_nothing(
         real_fsync(fd)
 
     for name in ("allocate", "rename_noreplace", "rename_exchange"):
-        monkeypatch.setattr(files, name, lambda *args, **kwargs: False)
+        monkeypatch.setattr(posix, name, lambda *args, **kwargs: False)
     monkeypatch.setattr(os, "open", no_direct)
     monkeypatch.setattr(os, "fsync", no_dir_sync)
     _use(tmp_path / "run")

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import Checkpointer, HoldfastError, PosixStorage
 from holdfast.checkpoint.plan.cache import PLANS_DIR
-from holdfast.storage.posix import files
+from holdfast.storage import posix
 from holdfast.writer.repair import repair
 from tests.crash.boundaries import Boundaries
 from tests.crash.common import assert_recovers, leftovers, state_of, versions
@@ -145,7 +145,7 @@ class _Ledger:
         for name in ("pwrite", "fsync", "fdatasync", "rename", "mkdir", "open"):
             monkey.setattr(os, name, self._watch(name, getattr(os, name)))
         for name in ("allocate", "rename_noreplace", "rename_exchange"):
-            monkey.setattr(files, name, self._watch(name, getattr(files, name)))
+            monkey.setattr(posix, name, self._watch(name, getattr(posix, name)))
 
     def _watch(self, name: str, call: object) -> object:
         assert callable(call)

@@ -22,7 +22,7 @@ from holdfast.format.verify import verify_snapshot
 from holdfast.format.versions import LEASES_DIR, read_lease
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import TAGS_DIR, list_tags, remove_tag, set_tag
-from holdfast.storage.posix import files
+from holdfast.storage import posix
 from holdfast.writer.repair import repair
 from tests.crash.common import leftovers
 from tests.crash.replay import Frozen, Op, Recorder, after_loss, losses, pending, write_tree
@@ -226,7 +226,7 @@ def _version(storage: PosixStorage, step: int) -> int:
 def record(base: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Op]:
     """The trace of a scenario."""
     if "no exchange" in name:
-        monkeypatch.setattr(files, "rename_exchange", lambda *args, **kwargs: False)
+        monkeypatch.setattr(posix, "rename_exchange", lambda *args, **kwargs: False)
     scenario = Scenario(base)
     with scenario.recorder.recording():
         SCENARIOS[name](scenario)

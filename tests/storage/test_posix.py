@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.storage import PosixStorage, Storage
-from holdfast.storage.posix import files
-from holdfast.storage.posix import files as posix_files
+from holdfast.storage import PosixStorage, Storage, posix
 from tests.storage.contract import StorageContract
 
 
@@ -33,9 +31,9 @@ class TestPosixWithoutNewSystemCalls(StorageContract):
 
     @pytest.fixture
     def storage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-        monkeypatch.setattr(files, "rename_noreplace", lambda *args, **kwargs: False)
-        monkeypatch.setattr(files, "rename_exchange", lambda *args, **kwargs: False)
-        monkeypatch.setattr(files, "allocate", lambda fd, nbytes: False)
+        monkeypatch.setattr(posix, "rename_noreplace", lambda *args, **kwargs: False)
+        monkeypatch.setattr(posix, "rename_exchange", lambda *args, **kwargs: False)
+        monkeypatch.setattr(posix, "allocate", lambda fd, nbytes: False)
         return PosixStorage(tmp_path)
 
 
@@ -142,8 +140,8 @@ def test_short_reads_and_writes_are_continued(
     store: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_write, real_read = os.pwrite, os.preadv
-    monkeypatch.setattr(posix_files.os, "pwrite", lambda fd, b, at: real_write(fd, b[:3], at))
-    monkeypatch.setattr(posix_files.os, "preadv", lambda fd, bs, at: real_read(fd, [bs[0][:2]], at))
+    monkeypatch.setattr(posix.os, "pwrite", lambda fd, b, at: real_write(fd, b[:3], at))
+    monkeypatch.setattr(posix.os, "preadv", lambda fd, bs, at: real_read(fd, [bs[0][:2]], at))
     payload = bytes(range(100))
     store.write_file("f", payload)
     with store.create("g", nbytes=100) as sink:
@@ -154,7 +152,7 @@ def test_short_reads_and_writes_are_continued(
 def test_a_write_that_makes_no_progress_is_an_error(
     store: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(posix_files.os, "pwrite", lambda fd, b, at: 0)
+    monkeypatch.setattr(posix.os, "pwrite", lambda fd, b, at: 0)
     with pytest.raises(StorageError, match="wrote nothing"):
         store.write_file("f", b"123")
     assert store.list("") == []
@@ -172,7 +170,7 @@ def test_a_failing_disk_is_named_with_what_to_do(
             sink.write_at(0, memoryview(b"123"))
             sink.sync()
 
-    monkeypatch.setattr(posix_files.os, call, fail)
+    monkeypatch.setattr(posix.os, call, fail)
     with pytest.raises(StorageError, match=r"/f: No space left.*GiB.*free.*make room"):
         write()
 

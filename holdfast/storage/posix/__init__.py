@@ -1,1 +1,0 @@
-"""Storage in a directory of a POSIX file system."""
