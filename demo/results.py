@@ -27,7 +27,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.storage import PosixStorage
 
 

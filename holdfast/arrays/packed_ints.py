@@ -26,14 +26,6 @@ class PackedBoxes(msgspec.Struct, frozen=True, array_like=True):
     extent: bytes
 
 
-def narrow_dtype(top: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest little-endian unsigned type that holds `top`; ValueError beyond 64 bits."""
-    for itemsize in _ITEMSIZES:
-        if top < 1 << (8 * itemsize):
-            return np.dtype(f"<u{itemsize}")
-    raise ValueError(f"{top} does not fit 64 bits")
-
-
 def pack_ints(values: IntArray) -> bytes:
     """The column as distances to its least entry, as narrow as they all fit.
 
@@ -48,7 +40,7 @@ def pack_ints(values: IntArray) -> bytes:
     """
     flat = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
     low = int(flat.min()) if len(flat) else 0
-    dtype = narrow_dtype(int(flat.max()) - low if len(flat) else 0)
+    dtype = np.min_scalar_type(int(flat.max()) - low if len(flat) else 0).newbyteorder("<")
     # The difference of two extremes wraps in int64, and wraps back when it is seen as unsigned.
     return _HEAD.pack(dtype.itemsize, low) + (flat - low).astype(dtype).tobytes()
 

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 from holdfast.arguments import check_choice, check_flag, check_int, check_number
 from holdfast.errors import ConfigError
-from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.manifest import encode_metadata
+from holdfast.format.stored_copies import CopyPolicy
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.policies.keep import KeepPolicy
 

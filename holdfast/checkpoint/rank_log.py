@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.reports import LoadReport, SaveReport
 from holdfast.format.names import rank_log_file
-from holdfast.format.rank_log import LoadEvent, SaveEvent, encode_event
+from holdfast.format.rank_events import LoadEvent, SaveEvent, encode_event
 from holdfast.parallel import ProcessGroups
 
 _AXES = ("tp", "cp", "ep", "dp", "pp", "expt_tp")

@@ -14,11 +14,11 @@ from typing import Self
 import numpy as np
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
-from holdfast.format.copies import Copies, find_copies
 from holdfast.format.digest import digest64, digest128
 from holdfast.format.index import decode_index, describe_row, validate_index
 from holdfast.format.manifest import Manifest, decode_manifest
 from holdfast.format.names import INDEX, MANIFEST
+from holdfast.format.stored_copies import Copies, find_copies
 from holdfast.format.versions import (
     Identity,
     Records,

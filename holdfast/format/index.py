@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, check_tilings, pad_shapes, unique_boxes
-from holdfast.arrays.packed_ints import narrow_dtype
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES, dtype_named
@@ -260,7 +259,7 @@ def encode_index(index: ChunkIndex) -> bytes:
         column = np.asarray(getattr(index, name))
         if column.size and column.dtype.kind != "u" and int(column.min()) < 0:
             raise PlanError(f"index column {name!r} holds the negative value {int(column.min())}")
-        dtype = narrow_dtype(int(column.max()) if column.size else 0)
+        dtype = np.min_scalar_type(int(column.max()) if column.size else 0).newbyteorder("<")
         # Digests are 64 bits by definition, however small they happen to be.
         array = column.astype("<u8" if name == "digest" else dtype, order="C")
         arrays.append(array)

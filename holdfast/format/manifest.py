@@ -18,16 +18,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.placements import PlacementInfo
-from holdfast.format.values import TAG, Node, decode_tree, encode_tree
+from holdfast.format.values import (
+    Node,
+    decode_tree,
+    encode_tree,
+    fill_implied_keys,
+    is_plain_dict,
+    tag_of,
+    without_implied_keys,
+)
 
 FORMAT = "holdfast"
 VERSION = 1
@@ -46,8 +53,6 @@ _DATA_FILE = re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII)
 MIN_BLOCK_NBYTES = 16
 MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
-_LEAVES = ("tensor", "array")
-_KEY = "k"
 METADATA_PART = "$metadata"
 """Where it is in `parts`; the name of a part of the state does not begin with `$`."""
 MAX_METADATA_NBYTES = 64 * 1024
@@ -65,6 +70,49 @@ class LayoutInfo(_StrictStruct, frozen=True, kw_only=True):
     axes: dict[str, int]
     order: str
     ranks: list[int]
+
+
+class CutInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A dim that is cut over a group or axis of the layout, as `torch.chunk` cuts."""
+
+    dim: int
+    axis: str
+    is_strided: bool = False
+    """Whether each of the pieces that the later cuts of this dim give is cut, and not the whole:
+    torch's `_StridedShard`."""
+
+
+class PlacementInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the boxes that a rank holds of a tensor follow from its coordinates on the layout.
+
+    Which ranks hold a tensor at all is not part of it: that is in the index, box by box.
+    """
+
+    kind: Literal["whole", "cut", "runs", "per_coordinate", "irregular"]
+    """One box; what `cuts` leave; runs of elements of that; a tensor for each coordinate, named in
+    its key; boxes that follow from no coordinates that are stored."""
+    cuts: tuple[CutInfo, ...] = ()
+    """In the order in which they are made."""
+    over: str = ""
+    """Of runs: ranks that differ along this group or axis hold other runs, of lengths that depend
+    on what else is in the same buffer."""
+
+    @classmethod
+    def of(cls, cuts: Iterable[CutInfo]) -> PlacementInfo:
+        """The placement of a tensor that is cut like this, or whole without cuts."""
+        cuts = tuple(cuts)
+        return cls(kind="cut", cuts=cuts) if cuts else WHOLE
+
+    def runs_over(self, axis: str) -> PlacementInfo:
+        """The placement of runs of what ranks hold by this one."""
+        if self.kind == "irregular":
+            return self
+        return PlacementInfo(kind="runs", cuts=self.cuts, over=axis)
+
+
+WHOLE = PlacementInfo(kind="whole")
+PER_COORDINATE = PlacementInfo(kind="per_coordinate")
+IRREGULAR = PlacementInfo(kind="irregular")
 
 
 class TensorInfo(_StrictStruct, frozen=True, kw_only=True):
@@ -266,92 +314,6 @@ def _decode(text: bytes) -> Manifest:
     return Manifest(**table)
 
 
-def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
-    """A tree as it is written.
-
-    Cost: linear; dicts and lists are copied, leaves are shared.
-    """
-    return {name: _shrink(node, name) for name, node in parts.items()}
-
-
-def _shrink(node: Any, path: str) -> Any:
-    """A node without the keys that its path implies."""
-    if isinstance(node, list):
-        return [_shrink(item, f"{path}.{i}") for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    tag = node.get(TAG)
-    if tag is None:
-        return {name: _shrink(item, f"{path}.{name}") for name, item in node.items()}
-    if tag in _LEAVES and node.get(_KEY) == path:
-        node = node.copy()
-        del node[_KEY]
-    return node
-
-
-class _TreePath:
-    """A path in the tree: its last name, and the path above; joined only when needed."""
-
-    __slots__ = ("above", "length", "name")
-
-    def __init__(self, name: str, above: _TreePath | None) -> None:
-        self.name = name
-        self.above = above
-        self.length: int = len(name) + (above.length + 1 if above is not None else 0)
-
-    def path(self) -> str:
-        """All names, joined."""
-        names: list[str] = []
-        tree_path = self
-        while tree_path.above is not None:
-            names.append(tree_path.name)
-            tree_path = tree_path.above
-        return ".".join([tree_path.name, *reversed(names)])
-
-
-def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
-    """Put every key in that was left out, in place; any depth.
-
-    Raises:
-        ValueError: these keys would have more than `limit` characters together.
-
-    Cost: linear in the tree and in these characters.
-    """
-    num_chars = 0
-    waiting: list[tuple[Any, _TreePath]] = [
-        (node, _TreePath(name, None))
-        for name, node in parts.items()
-        if isinstance(node, dict | list)
-    ]
-    while waiting:
-        node, tree_path = waiting.pop()
-        tag = node.get(TAG) if isinstance(node, dict) else None
-        if tag is None:
-            inner = node.items() if isinstance(node, dict) else enumerate(node)
-            path = ""
-            for name, item in inner:
-                if type(item) is dict and item.get(TAG) in _LEAVES:
-                    if _KEY in item:
-                        continue
-                    num_chars += tree_path.length + len(str(name)) + 1
-                    _refuse_long_keys(num_chars, limit)
-                    # Joined once for all leaves of a node: that is where most of them are.
-                    path = path or tree_path.path()
-                    item[_KEY] = f"{path}.{name}"
-                elif isinstance(item, dict | list):
-                    waiting.append((item, _TreePath(str(name), tree_path)))
-        elif tag in _LEAVES and _KEY not in node:
-            num_chars += tree_path.length
-            _refuse_long_keys(num_chars, limit)
-            node[_KEY] = tree_path.path()
-
-
-def _refuse_long_keys(num_chars: int, limit: int) -> None:
-    """ValueError where the keys that a tree implies are too long together."""
-    if num_chars > limit:
-        raise ValueError(f"the keys that its tree implies have more than {limit} letters")
-
-
 def _peek(text: bytes) -> _Peek | None:
     """Format and version; None where there are none."""
     try:
@@ -488,7 +450,7 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
 def decode_metadata(node: Node) -> dict[str, Any]:
     """The user's object of a stored node; CorruptionError where it is none."""
     try:
-        if not isinstance(node, dict) or (TAG in node and node[TAG] != "dict"):
+        if not is_plain_dict(node) and tag_of(node) != "dict":
             raise CorruptionError("not an object")
         value: Any = decode_tree(node, path=METADATA_PART)
         if json.loads(json.dumps(value, allow_nan=False)) != value:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._torch import local_tensor
 from holdfast.arrays.boxes import Box
-from holdfast.format.placements import PlacementInfo
+from holdfast.format.manifest import PlacementInfo
 from holdfast.parallel.layout import Layout
 
 

@@ -20,7 +20,7 @@ from holdfast.arrays.intervals import (
     shard_intervals,
 )
 from holdfast.errors import LayoutError, PlacementError
-from holdfast.format.placements import IRREGULAR, WHOLE, CutInfo, PlacementInfo
+from holdfast.format.manifest import IRREGULAR, WHOLE, CutInfo, PlacementInfo
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 from holdfast.state.leaves import ReplicaSet, TensorLeaf
 from holdfast.state.markers import (

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from holdfast.errors import ErrorRecord, StorageError
 from holdfast.storage import Storage
-from holdfast.writer.failure import publish_failure
 from holdfast.writer.job import run_job
 from holdfast.writer.memory import SharedMemory
+from holdfast.writer.outcomes import publish_failure
 from holdfast.writer.process import (
     PLANS_KEPT,
     Connection,

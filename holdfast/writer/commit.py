@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +23,6 @@ from holdfast.errors import (
     PlanError,
     StorageError,
 )
-from holdfast.format.copies import find_copies
 from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
@@ -36,10 +36,10 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.names import INDEX, LATEST, MANIFEST, data_file, latest_step, step_dir
+from holdfast.format.stored_copies import find_copies
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.drift import describe_drift, odd_ranks
 from holdfast.writer.records import (
     CommitPlan,
     DoneRecord,
@@ -503,3 +503,39 @@ def _fingerprints(plan: CommitPlan, records: list[DoneRecord]) -> list[str | Non
         combine(partials, dtype=dtype, shape=shape)
         for partials, dtype, shape in zip(shares, plan.dtypes, plan.shapes, strict=True)
     ]
+
+
+def odd_ranks(holders: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that do not hold what most ranks hold; empty if there is no majority.
+
+    Args:
+        holders: the ranks with equal bytes, for each content.
+    """
+    most, *others = sorted(holders, key=len, reverse=True)
+    if not others or len(most) == len(others[0]):
+        return []
+    return sorted(rank for ranks in others for rank in ranks)
+
+
+def describe_drift(holders: Sequence[Sequence[int]]) -> str:
+    """Which ranks hold which content of one box, in words; `holders` as for `odd_ranks`.
+
+    A message is cut off when it is long, so the odd ranks come first.
+    """
+    named = odd_ranks(holders)
+    odd = f" (odd ones by majority: [{_ranges(named)}])" if named else ""
+    ordered = sorted(holders, key=len, reverse=True)
+    return f"different bytes{odd} on {' | '.join(f'ranks {_ranges(ranks)}' for ranks in ordered)}"
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    """Ranks in order, runs of three and more as `first-last`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )

@@ -26,7 +26,13 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.versions import LEASES_DIR
 from holdfast.storage import PosixStorage, Storage
 from holdfast.writer.commit import commit_save
-from holdfast.writer.failure import committers_failure, publish_failure, read_failure
+from holdfast.writer.outcomes import (
+    committers_failure,
+    pause_s,
+    publish_failure,
+    read_failure,
+    wait_for_commit,
+)
 from holdfast.writer.records import (
     ALIVE_FILE,
     DONE_DIR,
@@ -41,7 +47,6 @@ from holdfast.writer.records import (
     heartbeat_file,
     seal,
 )
-from holdfast.writer.waiting import pause_s, wait_for_commit
 
 HEARTBEAT_S = 2.0
 _WRITE_NBYTES = 16 << 20

@@ -29,7 +29,7 @@ from holdfast import (
 )
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from tests.harness import RankContext, run_ranks
 
 LAYOUT = Layout(dp=4)

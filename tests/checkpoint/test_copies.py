@@ -22,7 +22,7 @@ from holdfast import (
     Sharded,
 )
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 

@@ -9,9 +9,9 @@ import torch
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
 from holdfast.checkpoint.plan.cache import PLANS_DIR
 from holdfast.format.names import LATEST, list_steps, step_dir
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import LEASES_DIR
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 
 ROWS = 600
 

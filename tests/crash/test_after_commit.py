@@ -14,7 +14,7 @@ import pytest
 from holdfast import Checkpointer, PosixStorage, StorageError
 from holdfast.format.names import LATEST
 from holdfast.storage import posix
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 from tests.crash.common import assert_recovers, leftovers, state_of, versions
 
 MODES = pytest.mark.parametrize("mode", ["sync", "async"])

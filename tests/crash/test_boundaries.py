@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Checkpointer, PosixStorage
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 from tests.crash.boundaries import Boundaries
 from tests.crash.common import assert_recovers, leftovers, state_of, versions
 from tests.harness import RankContext, run_ranks

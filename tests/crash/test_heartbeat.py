@@ -12,13 +12,13 @@ import pytest
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups
 from holdfast.checkpoint.save import executor as send
 from holdfast.format.names import parse_saving_dir
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import LEASES_DIR, read_lease, readers_of
 from holdfast.writer import job
-from holdfast.writer import repair as repairing
+from holdfast.writer import leftovers as repairing
 from holdfast.writer.job import heartbeat
+from holdfast.writer.leftovers import repair, wait_for_writers
 from holdfast.writer.records import silent_s
-from holdfast.writer.repair import repair, wait_for_writers
 from tests.crash.common import leftovers, state_of, versions
 from tests.harness import RankContext, run_ranks
 

@@ -30,7 +30,7 @@ from holdfast.format.index import ChunkIndex, decode_index, encode_index
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.storage import posix
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 from tests.checkpoint.common import make_state
 from tests.crash.common import assert_recovers, state_of, versions
 from tests.crash.mounts import Mounts

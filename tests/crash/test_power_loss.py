@@ -13,7 +13,7 @@ import pytest
 from holdfast import Checkpointer, HoldfastError, PosixStorage
 from holdfast.checkpoint.plan.cache import PLANS_DIR
 from holdfast.storage import posix
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 from tests.crash.boundaries import Boundaries
 from tests.crash.common import assert_recovers, leftovers, state_of, versions
 from tests.crash.mounts import Disk, Mounts

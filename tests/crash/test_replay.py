@@ -18,12 +18,12 @@ from holdfast import Checkpointer, KeepLast, PosixStorage
 from holdfast.errors import HoldfastError
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import LEASES_DIR, read_lease
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import TAGS_DIR, list_tags, remove_tag, set_tag
 from holdfast.storage import posix
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 from tests.crash.common import leftovers
 from tests.crash.replay import Frozen, Op, Recorder, after_loss, losses, pending, write_tree
 

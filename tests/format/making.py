@@ -14,16 +14,17 @@ from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import ChunkIndex, ImageEntry, chunk_name, encode_index, layout_image
 from holdfast.format.manifest import (
+    WHOLE,
     FileInfo,
     IndexInfo,
     LayoutInfo,
     Manifest,
+    PlacementInfo,
     TensorInfo,
     Totals,
     encode_manifest,
 )
 from holdfast.format.names import INDEX, MANIFEST, data_file, step_dir
-from holdfast.format.placements import WHOLE, PlacementInfo
 from holdfast.format.values import Node
 from holdfast.storage import Storage
 

@@ -16,12 +16,18 @@ import numpy as np
 import pytest
 
 from holdfast.arrays.boxes import Box
-from holdfast.format.manifest import LayoutInfo
+from holdfast.format.manifest import (
+    IRREGULAR,
+    PER_COORDINATE,
+    WHOLE,
+    CutInfo,
+    LayoutInfo,
+    PlacementInfo,
+)
 from holdfast.format.names import list_steps
-from holdfast.format.placements import IRREGULAR, PER_COORDINATE, WHOLE, CutInfo, PlacementInfo
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, decode_tree, encode_tree
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, Made, Tensor, make, write
 

@@ -27,8 +27,7 @@ from holdfast.format.index import (
     layout_image,
     validate_index,
 )
-from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
-from holdfast.format.placements import WHOLE
+from holdfast.format.manifest import WHOLE, FileInfo, IndexInfo, Manifest, TensorInfo, Totals
 from tests.format.making import Chunk, Made, make, random_tensor, sample_tensors
 
 ROW_COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy", "holders")

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptionError, PlanError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.manifest import Manifest, decode_manifest, encode_manifest
+from holdfast.format.manifest import (
+    CutInfo,
+    Manifest,
+    PlacementInfo,
+    decode_manifest,
+    encode_manifest,
+)
 from holdfast.format.names import (
     data_file,
     latest_step,
@@ -24,7 +30,6 @@ from holdfast.format.names import (
     saving_dir,
     step_dir,
 )
-from holdfast.format.placements import CutInfo, PlacementInfo
 from holdfast.format.values import Node
 from holdfast.storage import PosixStorage
 from tests.format.making import make, sample_tensors, write

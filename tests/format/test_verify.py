@@ -14,7 +14,7 @@ from holdfast.errors import StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.index import ImageEntry, layout_image
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import Damage, verify_snapshot
+from holdfast.format.verifier import Damage, verify_snapshot
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, make, random_tensor, sample_tensors, write
 

@@ -18,7 +18,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, CorruptionError, DriftError, FaultError
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.rerun import (
     DeviceIdentity,

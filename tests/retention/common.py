@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.arrays.boxes import Box
 from holdfast.format.names import list_steps, step_dir
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, make, random_tensor, write
 

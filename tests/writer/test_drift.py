@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.errors import DriftError, ErrorRecord, PlanError, joined_error
-from holdfast.writer.drift import describe_drift, odd_ranks
+from holdfast.writer.commit import describe_drift, odd_ranks
 
 
 def _by_content(contents: list[int]) -> list[list[int]]:

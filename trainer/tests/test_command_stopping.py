@@ -15,7 +15,7 @@ import pytest
 from holdfast import Moment, SavePolicy
 from holdfast.cli.main import main as holdfast
 from holdfast.format.names import list_steps
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import PosixStorage
 from holdfast_trainer.command import main, parse

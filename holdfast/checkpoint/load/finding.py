@@ -17,7 +17,7 @@ from holdfast.format.versions import Records, read_lease, save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage
-from holdfast.writer.repair import wait_for_writers
+from holdfast.writer.leftovers import wait_for_writers
 
 HOST_ID = "HOLDFAST_HOST_ID"
 """Environment variable: names the host of a process, where the kernel's boot id would be wrong."""

@@ -10,8 +10,8 @@ from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.read_plan import plan_reads
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.choose_copies import choose_copies
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.stored_copies import choose_copies
 
 
 def forecast_reads(

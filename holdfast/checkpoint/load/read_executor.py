@@ -24,9 +24,9 @@ from holdfast.checkpoint.reports import JobReading
 from holdfast.errors import CorruptionError
 from holdfast.format.byte_ranges import elements, join_neighbours
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.choose_copies import choose_copies
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
+from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
 from holdfast.state.match.result import LocalMemory, TensorRequest
 from holdfast.state.torch_dtypes import TORCH_TO_NAME

@@ -33,8 +33,8 @@ from holdfast.format.byte_ranges import (
     split_ranges,
     sums_before,
 )
-from holdfast.format.copies import Copies
 from holdfast.format.index import ChunkIndex
+from holdfast.format.stored_copies import Copies
 
 _ROUND_NBYTES = 64 << 20
 """Bytes of a round for one rank: bounds what it reads for others, sends and receives at a time."""

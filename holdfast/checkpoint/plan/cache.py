@@ -24,8 +24,8 @@ from holdfast.checkpoint.plan.rank_plan import (
     rank_plan,
 )
 from holdfast.errors import HoldfastError
-from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import digest128
+from holdfast.format.stored_copies import CopyPolicy
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.writer.records import seal, unseal

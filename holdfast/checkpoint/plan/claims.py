@@ -22,8 +22,7 @@ from holdfast.arrays.packed_ints import (
 from holdfast.arrays.types import IntArray
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
-from holdfast.format.manifest import LayoutInfo
-from holdfast.format.placements import PER_COORDINATE, PlacementInfo
+from holdfast.format.manifest import PER_COORDINATE, LayoutInfo, PlacementInfo
 from holdfast.parallel.layout import Layout
 from holdfast.parallel.rank_ranges import RankRanges
 from holdfast.parallel.stored_layout import layout_info

@@ -22,7 +22,7 @@ from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, HeldBoxes, slabs
 from holdfast.checkpoint.plan.proof import AllClaims
 from holdfast.errors import PlanError
-from holdfast.format.copies import CopyPolicy
+from holdfast.format.stored_copies import CopyPolicy
 from holdfast.parallel.stored_layout import layout_of
 
 _MIN_CUT_SHARE = 1 / 64

@@ -19,7 +19,7 @@ from holdfast.checkpoint.plan.proof import (
     prove_exact_cover,
     prove_replicas,
 )
-from holdfast.format.copies import CopyPolicy
+from holdfast.format.stored_copies import CopyPolicy
 from holdfast.writer.records import CommitPlan
 
 

@@ -24,8 +24,7 @@ from holdfast.checkpoint.plan.assign_writers import HeldBoxes
 from holdfast.checkpoint.plan.claims import UNDECLARED, RankClaims, TensorNames, decode_names
 from holdfast.errors import PlanError
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import LayoutInfo
-from holdfast.format.placements import IRREGULAR, WHOLE, PlacementInfo
+from holdfast.format.manifest import IRREGULAR, WHOLE, LayoutInfo, PlacementInfo
 from holdfast.state.leaves import ReplicaSet
 
 _MAX_PROBLEMS = 5

@@ -22,10 +22,10 @@ from holdfast.checkpoint.plan.claims import (
 )
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.errors import PlanError
-from holdfast.format.copies import CopyPolicy
 from holdfast.format.digest import digest128
 from holdfast.format.index import Image, ImageEntry, chunk_name, layout_image
 from holdfast.format.names import data_file
+from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache, collector_paused, flatten_state

@@ -36,8 +36,8 @@ from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
 from holdfast.state.flatten import LeafCache
 from holdfast.storage import Storage
-from holdfast.writer.failure import discard_save
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
+from holdfast.writer.outcomes import discard_save
 
 BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""

@@ -32,7 +32,7 @@ from holdfast.parallel.control.guard import Guard
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket, Writer, start_writer
-from holdfast.writer.failure import discard_save, publish_failure
+from holdfast.writer.outcomes import discard_save, publish_failure
 from holdfast.writer.records import SaveOutcome
 
 

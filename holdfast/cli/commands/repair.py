@@ -10,7 +10,7 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, clean, counted
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
-from holdfast.writer.repair import Fate, Leftover, repair
+from holdfast.writer.leftovers import Fate, Leftover, repair
 
 _WORDS_AND_STYLES: dict[Fate, tuple[str, str]] = {
     "finished": ("finished", "green"),

@@ -11,7 +11,7 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, clean, counted, in_bytes
 from holdfast.cli.support.steps import StoredCheckpoint, lease_checkpoint
 from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
-from holdfast.format.verify import Damage, verify_snapshot
+from holdfast.format.verifier import Damage, verify_snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.manifest import FileInfo
 from holdfast.format.names import parse_step_dir
-from holdfast.format.rank_log import LoadEvent
+from holdfast.format.rank_events import LoadEvent
 from holdfast.storage import PosixStorage
 
 _MAX_LOADS = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from holdfast.format.names import RANK_LOG_DIR
-from holdfast.format.rank_log import LoadEvent, SaveEvent, decode_event
+from holdfast.format.rank_events import LoadEvent, SaveEvent, decode_event
 
 _MAX_FILES = 4096
 _MAX_NBYTES = 4 << 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from holdfast.cli.page.html import Column, Html, bullets, element, esc, paragraph, table
 from holdfast.cli.page.run_events import RunEvent, RunLog
-from holdfast.format.rank_log import SaveEvent
+from holdfast.format.rank_events import SaveEvent
 
 MAX_SAVES = 30
 _MAX_RANKS = 64

@@ -12,11 +12,9 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.errors import LayoutError
-from holdfast.format.choose_copies import choose_copies
-from holdfast.format.copies import find_copies
 from holdfast.format.index import ChunkIndex
-from holdfast.format.manifest import LayoutInfo, Manifest
-from holdfast.format.placements import CutInfo, PlacementInfo
+from holdfast.format.manifest import CutInfo, LayoutInfo, Manifest, PlacementInfo
+from holdfast.format.stored_copies import choose_copies, find_copies
 from holdfast.format.values import tensor_keys
 from holdfast.parallel.layout import Layout
 from holdfast.parallel.stored_layout import layout_of

@@ -19,7 +19,7 @@ from holdfast.arrays.intervals import Intervals, boxes_of, shard_intervals
 from holdfast.arrays.types import IntArray
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.errors import ConfigError, LayoutError
-from holdfast.format.placements import CutInfo
+from holdfast.format.manifest import CutInfo
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 
 AXES = ("tp", "cp", "ep", "dp", "pp", "expt_tp")

@@ -7,19 +7,18 @@ bool is no int, an IntEnum is an enum, a subclass of dict is refused unless it h
 
 from __future__ import annotations
 
-from holdfast.format.values.codecs import Codec, Codecs
-from holdfast.format.values.decode import dataclass_of, decode_tree, mapping_of, sequence_of
-from holdfast.format.values.encode import (
+from holdfast.format.values.codecs import (
     MAX_DEPTH,
+    Codec,
+    Codecs,
+    dataclass_of,
+    decode_tree,
     encode_tree,
-    is_unicode,
-    join_path,
-    key_name,
-    node_bytes,
-    shorten,
+    mapping_of,
+    sequence_of,
 )
 from holdfast.format.values.merge import merge_nodes
-from holdfast.format.values.nodes import (
+from holdfast.format.values.value_nodes import (
     MAPPINGS,
     SCALARS,
     SEQUENCES,
@@ -28,23 +27,30 @@ from holdfast.format.values.nodes import (
     Node,
     attributes_of,
     count_values,
+    fill_implied_keys,
     is_container,
     is_like_a_tag,
     is_per_rank,
     is_plain_dict,
     is_tensor,
+    is_unicode,
     items_of,
+    join_path,
+    key_name,
     kind_in_words,
     leaf_node,
     members,
+    node_bytes,
     pairs_of,
     per_rank_node,
+    shorten,
     tag_of,
     tensor_keys,
     tensor_node,
     transient_node,
     union_node,
     walk,
+    without_implied_keys,
     wrapped,
 )
 
@@ -63,6 +69,7 @@ __all__ = [
     "dataclass_of",
     "decode_tree",
     "encode_tree",
+    "fill_implied_keys",
     "is_container",
     "is_like_a_tag",
     "is_per_rank",
@@ -88,5 +95,6 @@ __all__ = [
     "transient_node",
     "union_node",
     "walk",
+    "without_implied_keys",
     "wrapped",
 ]

@@ -1,16 +1,65 @@
-"""The types beyond the built-in ones that a state may hold."""
+"""Between trees of Python values and nodes: the codecs of types, encoding and decoding.
+
+What a node states is data: nothing in it names code to run. The types beyond the built-in ones are
+those that the caller has registered in `Codecs`.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
+import numpy as np
+
+from holdfast.errors import (
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    MismatchError,
+    PlacementError,
+)
+from holdfast.format.values.value_nodes import (
+    MAPPINGS,
+    SEQUENCES,
+    SETS,
+    TAG,
+    Node,
+    is_like_a_tag,
+    is_unicode,
+    join_path,
+    key_name,
+    node_bytes,
+    shorten,
+    tag_of,
+)
 
 T = TypeVar("T")
+EncodeLeaf = Callable[[str, object], Node]
+DecodeLeaf = Callable[[str, dict[str, Node]], object]
+
+MAX_DEPTH = 100
+MAX_PLAIN_INT = 2**53
+
+USUAL_NAN = "7ff8000000000000"
+"""The bits of `float("nan")`; any other NaN is stored with its own."""
+FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
+"""The default factories of a defaultdict that can be stored; others would be code."""
+
+_MAX_DECIMAL_BITS = 8192  # beyond this, decimal digits cost more than linear time: hexadecimal
+_DECIMAL = re.compile(r"-?[1-9][0-9]{0,4000}", re.ASCII)
+_HEXADECIMAL = re.compile(r"-?0x[1-9a-f][0-9a-f]*", re.ASCII)
+_SCALAR = re.compile(r"[|<](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[[0-9A-Za-z]{1,12}\])?)", re.ASCII)
+_FLOATS = ("nan", "inf", "-inf")
+_NAN = re.compile(r"nan:[0-9a-f]{16}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +161,494 @@ def _by_name(kind: str, named: list[tuple[str, T]]) -> Mapping[str, T]:
 
 def _joined(first: Mapping[str, T], second: Mapping[str, T]) -> list[T]:
     return [*first.values(), *(v for v in second.values() if v not in first.values())]
+
+
+def encode_tree(
+    tree: object,
+    *,
+    path: str = "",
+    codecs: Codecs | None = None,
+    on_leaf: EncodeLeaf | None = None,
+) -> Node:
+    """The node of a tree. Time and memory are linear in its size.
+
+    `on_leaf(path, object)` sees every object first, with its path ("a.b.3"; mapping keys and set
+    members are not shown), and returns a node for what it takes (tensors, arrays, markers) or
+    None. Raises PlacementError naming path and type for a type without a form, for a cycle, and
+    for a depth beyond 100. An object that is in the tree twice is stored twice.
+    """
+    return _Encoder(codecs or Codecs(), on_leaf).encode(tree, path)
+
+
+class _Encoder:
+    """The walk: holds the objects that are open, to see cycles and depth."""
+
+    def __init__(self, codecs: Codecs, on_leaf: EncodeLeaf | None) -> None:
+        self._codecs = codecs
+        self._on_leaf = on_leaf
+        self._open: list[object] = []
+
+    def encode(self, value: object, path: str) -> Node:
+        """First look to the caller, then scalars, then what has parts."""
+        if self._on_leaf is not None:
+            node = self._on_leaf(path, value)
+            if node is not None:
+                return node
+        return self._plain(value, path)
+
+    def _plain(self, value: object, path: str) -> Node:
+        cls = type(value)
+        if value is None or cls is bool:
+            return value  # type: ignore[return-value]
+        if cls is int:
+            return _encode_int(value)  # type: ignore[arg-type]
+        if cls is float:
+            return _encode_float(value)  # type: ignore[arg-type]
+        if cls is str:
+            return _encode_str(value)  # type: ignore[arg-type]
+        if any(value is outer for outer in self._open):
+            raise PlacementError(f"{path or 'value'}: it contains itself; a cycle cannot be stored")
+        if len(self._open) >= MAX_DEPTH:
+            raise PlacementError(
+                f"{shorten(path)}: nested deeper than {MAX_DEPTH} levels; store it flatter"
+            )
+        self._open.append(value)
+        node = self._compound(value, path)
+        self._open.pop()
+        return node
+
+    def _compound(self, value: object, path: str) -> Node:
+        match value:
+            case list() if type(value) is list:
+                return self._items(value, path)
+            case dict() if type(value) is dict:
+                return self._dict(value, path)
+            case tuple() if type(value) is tuple:
+                return {TAG: "tuple", "v": self._items(value, path)}
+            case OrderedDict() if type(value) is OrderedDict:
+                return {TAG: "odict", "v": self._pairs(value, path)}
+            case Counter() if type(value) is Counter:
+                return {TAG: "counter", "v": self._pairs(value, path)}
+            case defaultdict() if type(value) is defaultdict:
+                return self._defaultdict(value, path)
+            case deque() if type(value) is deque:
+                return {TAG: "deque", "max": value.maxlen, "v": self._items(value, path)}
+            case set() | frozenset() if type(value) in (set, frozenset):
+                return {TAG: type(value).__name__, "v": self._members(value, path)}
+            case bytes() | bytearray() if type(value) in (bytes, bytearray):
+                return {TAG: type(value).__name__, "v": base64.b64encode(value).decode()}
+            case complex() if type(value) is complex:
+                return {TAG: "complex", "v": [_encode_float(value.real), _encode_float(value.imag)]}
+            case range():
+                return {TAG: "range", "v": self._items([value.start, value.stop, value.step], path)}
+            case slice():
+                return {TAG: "slice", "v": self._items([value.start, value.stop, value.step], path)}
+        return self._registered(value, path)
+
+    def _registered(self, value: object, path: str) -> Node:
+        cls = type(value)
+        codec = self._codecs.codec_for(cls)
+        if codec is not None:
+            return {
+                TAG: "codec",
+                "n": codec.name,
+                "v": self.encode(codec.encoded(value, path), path),
+            }
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value, path)
+        if isinstance(value, Enum) and self._codecs.enum_named(cls.__qualname__) is cls:
+            if value.name in cls.__members__:
+                return {TAG: "enum", "n": cls.__qualname__, "v": value.name}
+            # A combination of flags has no name of its own, only a number.
+            return {TAG: "enum", "n": cls.__qualname__, "i": self._plain(value.value, path)}
+        if is_dataclass(value) and self._codecs.dataclass_named(cls.__qualname__) is cls:
+            return self._dataclass(value, path)
+        raise self._refusal(value, path)
+
+    def _items(self, items: Iterable[object], path: str) -> list[Node]:
+        return [self.encode(item, join_path(path, i)) for i, item in enumerate(items)]
+
+    def _dict(self, value: dict[object, object], path: str) -> Node:
+        if all(type(key) is str and _is_plain_key(key) for key in value):
+            return {str(k): self.encode(v, join_path(path, k)) for k, v in value.items()}
+        return {TAG: "dict", "v": self._pairs(value, path)}
+
+    def _pairs(self, value: Mapping[Any, object], path: str) -> list[Node]:
+        pairs: list[Node] = []
+        names: set[bytes] = set()
+        for key, item in value.items():
+            below = join_path(path, key_name(key))
+            node = self._plain(key, below)
+            name = node_bytes(node)
+            if name in names:
+                raise PlacementError(
+                    f"{below}: two members of one mapping have keys that are stored alike "
+                    f"({shorten(key)}), though Python holds them to be different; use other keys"
+                )
+            names.add(name)
+            pairs.append([node, self.encode(item, below)])
+        return pairs
+
+    def _defaultdict(self, value: defaultdict[object, object], path: str) -> Node:
+        factory = value.default_factory
+        if factory is not None and factory not in FACTORIES:
+            names = " ".join(f.__name__ for f in FACTORIES)
+            raise PlacementError(
+                f"{path}: a defaultdict whose factory is {factory!r} cannot be stored without "
+                f"running code on load; factories that can be: {names}, or convert it to a dict"
+            )
+        name = None if factory is None else factory.__name__
+        return {TAG: "defaultdict", "f": name, "v": self._pairs(value, path)}
+
+    def _members(self, members: Iterable[object], path: str) -> list[Node]:
+        # By their bytes, not by hash: equal sets must give equal files in every process.
+        return sorted((self._plain(item, path) for item in members), key=node_bytes)
+
+    def _numpy_scalar(self, value: np.generic, path: str) -> Node:
+        if type(value) is np.str_:
+            return {TAG: "numpy", "d": "str", "v": _encode_str(str(value))}
+        if type(value) is np.bytes_:
+            return {TAG: "numpy", "d": "bytes", "v": base64.b64encode(bytes(value)).decode()}
+        dtype = value.dtype.newbyteorder("<")
+        if dtype.kind not in "biufcmM" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+            raise self._refusal(value, path)
+        raw = np.asarray(value).astype(dtype).tobytes()
+        return {TAG: "numpy", "d": dtype.str, "v": base64.b64encode(raw).decode()}
+
+    def _dataclass(self, value: Any, path: str) -> Node:
+        names = [field.name for field in fields(value)]
+        missing = [name for name in names if not hasattr(value, name)]
+        extra = sorted(set(getattr(value, "__dict__", {})) - set(names))
+        if missing or extra:
+            raise PlacementError(
+                f"{path}: {type(value).__qualname__} has attributes that are no fields {extra} or "
+                f"fields without a value {missing}; they would be lost: register a codec for it"
+            )
+        parts = {name: self.encode(getattr(value, name), join_path(path, name)) for name in names}
+        return {TAG: "dataclass", "n": type(value).__qualname__, "v": parts}
+
+    def _refusal(self, value: object, path: str) -> PlacementError:
+        cls = type(value)
+        marker = ""
+        if isinstance(value, Enum):
+            hint = f"register it: Codecs(enums=[{cls.__name__}])"
+        elif is_dataclass(value):
+            hint = f"register it: Codecs(dataclasses=[{cls.__name__}])"
+        else:
+            hint = "convert it to plain values, register a Codec for its type"
+            marker = ", or mark it Transient"
+        text = (
+            f"{path or 'value'}: a value of type {cls.__module__}.{cls.__qualname__} "
+            f"({shorten(value)}) cannot be stored without pickle; {hint}"
+        )
+        return PlacementError(text + marker, details={"without_markers": text})
+
+
+def _is_plain_key(key: str) -> bool:
+    return not is_like_a_tag(key) and (key.isascii() or is_unicode(key))
+
+
+def _encode_int(value: int) -> Node:
+    if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT:
+        return value
+    text = str(value) if value.bit_length() <= _MAX_DECIMAL_BITS else hex(value)
+    return {TAG: "int", "v": text}
+
+
+def _encode_float(value: float) -> Node:
+    if math.isfinite(value):
+        return value
+    bits = struct.pack(">d", value).hex()
+    is_usual = not math.isnan(value) or bits == USUAL_NAN
+    return {TAG: "float", "v": repr(value) if is_usual else f"nan:{bits}"}
+
+
+def _encode_str(value: str) -> Node:
+    if value.isascii() or is_unicode(value):
+        return value
+    raw = value.encode("utf-8", "surrogatepass")
+    return {TAG: "str", "v": base64.b64encode(raw).decode()}
+
+
+def decode_tree(
+    node: Node,
+    *,
+    path: str = "",
+    codecs: Codecs | None = None,
+    on_leaf: DecodeLeaf | None = None,
+    run_codecs: bool = True,
+) -> object:
+    """The tree of a node. Time and memory are linear in its size; no code but codecs' own runs.
+
+    `on_leaf(path, node)` is called for tags that are not built in. Raises CorruptionError naming
+    the path for a malformed node, MismatchError for a dataclass, enum or codec that is not
+    registered here or whose definition has changed. Without `run_codecs`, what a codec would be
+    given stands for what it would make (but in dict keys and sets): for a first look, while tensors
+    are not there yet.
+    """
+    return _Decoder(codecs or Codecs(), on_leaf, run_codecs=run_codecs).decode(node, path, 0)
+
+
+class _Decoder:
+    """The walk back; one method per family of tags."""
+
+    def __init__(self, codecs: Codecs, on_leaf: DecodeLeaf | None, *, run_codecs: bool) -> None:
+        self._codecs = codecs
+        self._on_leaf = on_leaf
+        self._run_codecs = run_codecs
+
+    def _hashable(self, node: Node, path: str, depth: int) -> object:
+        """A dict key or member of a set, for which codecs always run."""
+        before, self._run_codecs = self._run_codecs, True
+        value = self.decode(node, path, depth)
+        self._run_codecs = before
+        return value
+
+    def decode(self, node: Node, path: str, depth: int) -> object:
+        if depth > 2 * MAX_DEPTH:
+            raise CorruptionError(f"{shorten(path)}: nested deeper than any stored value can be")
+        if isinstance(node, list):
+            return self._items(node, path, depth)
+        if not isinstance(node, dict):
+            return node
+        if TAG in node:
+            try:
+                return self._tagged(node, path, depth)
+            except HoldfastError:
+                raise
+            except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
+                raise _malformed(node, path, error) from None
+        for key in node:
+            if is_like_a_tag(key):
+                raise _malformed(node, path, f"unknown member {key!r}")
+        return {key: self.decode(v, join_path(path, key), depth + 1) for key, v in node.items()}
+
+    def _tagged(self, node: dict[str, Node], path: str, depth: int) -> object:
+        tag = node[TAG]
+        if tag in ("int", "float", "str", "bytes", "bytearray", "complex", "numpy"):
+            return _decode_scalar(str(tag), node, path)
+        if tag in (*SEQUENCES, *SETS, "range", "slice"):
+            return self._sequence(str(tag), node, path, depth)
+        if tag in MAPPINGS:
+            return self._mapping(str(tag), node, path, depth)
+        if tag in ("dataclass", "enum", "codec"):
+            return self._registered(str(tag), node, path, depth)
+        if self._on_leaf is None or not isinstance(tag, str):
+            raise _malformed(node, path, f"unknown tag {tag!r}")
+        return self._on_leaf(path, node)
+
+    def _items(self, node: Node, path: str, depth: int) -> list[object]:
+        if not isinstance(node, list):
+            raise TypeError("a list is expected")
+        return [self.decode(item, join_path(path, i), depth + 1) for i, item in enumerate(node)]
+
+    def _sequence(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
+        if tag in SETS:
+            _expect(node, "v")
+            raw = node["v"]
+            if not isinstance(raw, list):
+                raise TypeError("a list is expected")
+            members = frozenset(self._hashable(item, path, depth + 1) for item in raw)
+            if len(members) != len(raw):
+                raise ValueError("a member is there twice")
+            return members if tag == "frozenset" else set(members)
+        _expect(node, *(("max", "v") if tag == "deque" else ("v",)))
+        items = self._items(node["v"], path, depth)
+        if tag in SEQUENCES:
+            return sequence_of(node, items)
+        start, stop, step = items
+        if tag == "slice":
+            return slice(start, stop, step)
+        if not (type(start) is type(stop) is type(step) is int):
+            raise TypeError("a range is made of three integers")
+        return range(start, stop, step)
+
+    def _mapping(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
+        _expect(node, *(("f", "v") if tag == "defaultdict" else ("v",)))
+        raw = node["v"]
+        if not isinstance(raw, list):
+            raise TypeError("a list of pairs is expected")
+        table: dict[object, object] = {}
+        for pair in raw:
+            if not isinstance(pair, list):
+                raise TypeError("a pair is expected")
+            raw_key, raw_item = pair
+            key = self._hashable(raw_key, path, depth + 1)
+            below = join_path(path, key_name(key))
+            if key in table:
+                raise ValueError(f"the key {key!r} is there twice")
+            table[key] = self.decode(raw_item, below, depth + 1)
+        return mapping_of(node, table)
+
+    def _registered(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
+        name = node["n"]
+        if not isinstance(name, str):
+            raise TypeError("the name is not a string")
+        if tag == "codec":
+            _expect(node, "n", "v")
+            codec = self._codecs.codec_named(name)
+            if codec is None:
+                raise _unregistered("codec", name, path, "codecs")
+            plain = self.decode(node["v"], path, depth + 1)
+            return codec.decoded(plain, path) if self._run_codecs else plain
+        if tag == "enum":
+            return self._enum(name, node, path)
+        _expect(node, "n", "v")
+        parts = node["v"]
+        if not isinstance(parts, dict):
+            raise TypeError("the fields are not an object")
+        cls = self._codecs.dataclass_named(name)
+        if cls is None:
+            raise _unregistered("dataclass", name, path, "dataclasses")
+        known = [field.name for field in fields(cls)]
+        if set(known) != set(parts):
+            raise MismatchError(
+                f"{path}: dataclass {name} has the fields {sorted(known)} here, "
+                f"{sorted(parts)} were stored; give it a Codec that knows both"
+            )
+        return dataclass_of(
+            cls,
+            {name: self.decode(parts[name], join_path(path, name), depth + 1) for name in known},
+        )
+
+    def _enum(self, name: str, node: dict[str, Node], path: str) -> object:
+        cls = self._codecs.enum_named(name)
+        if cls is None:
+            raise _unregistered("enum", name, path, "enums")
+        member = "i" if "i" in node else "v"
+        _expect(node, "n", member)
+        value = self.decode(node[member], path, 0)
+        try:
+            return cls(value) if member == "i" else cls[str(value)]
+        except (KeyError, ValueError):
+            raise MismatchError(
+                f"{path}: enum {name} has no member {shorten(value)} here; "
+                f"it has {list(cls.__members__)}"
+            ) from None
+
+
+def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
+    """A dict's members as the type of mapping that a node is: dict, OrderedDict, Counter, …
+
+    Raises KeyError or TypeError for a defaultdict of an unknown factory.
+    """
+    tag = tag_of(node)
+    if tag == "odict":
+        return OrderedDict(table)
+    if tag == "counter":
+        return _counter(table)
+    if tag == "defaultdict" and isinstance(node, dict):
+        factories: dict[Node, type | None] = {f.__name__: f for f in FACTORIES} | {None: None}
+        return defaultdict(factories[node["f"]], table)
+    return table
+
+
+def sequence_of(node: Node, items: list[Any]) -> Any:
+    """Items as the type of sequence that a node is: list, tuple or deque.
+
+    Raises TypeError or ValueError for a malformed deque.
+    """
+    tag = tag_of(node)
+    if tag == "tuple":
+        return tuple(items)
+    if tag != "deque" or not isinstance(node, dict):
+        return items
+    longest = node["max"]
+    if longest is not None and type(longest) is not int:
+        raise TypeError("max is not a number")
+    if longest is not None and len(items) > longest:
+        raise ValueError("more items than its maximum")
+    return deque(items, maxlen=longest)
+
+
+def dataclass_of(cls: type[Any], values: dict[str, Any]) -> Any:
+    """A dataclass with these fields, set as they were: __init__ could compute others."""
+    value = object.__new__(cls)
+    for name, item in values.items():
+        object.__setattr__(value, name, item)
+    return value
+
+
+def _expect(node: dict[str, Node], *names: str) -> None:
+    if node.keys() - {TAG} != set(names):
+        raise ValueError(f"members {sorted(names)} are expected")
+
+
+def _decode_scalar(tag: str, node: dict[str, Node], path: str) -> object:
+    _expect(node, *(("d", "v") if tag == "numpy" else ("v",)))
+    raw = node["v"]
+    if tag == "complex":
+        if not isinstance(raw, list):
+            raise TypeError("two numbers are expected")
+        real, imag = (_decode_float(part) for part in raw)
+        return complex(real, imag)
+    if tag == "numpy":
+        return _decode_numpy(node["d"], raw)
+    if not isinstance(raw, str):
+        raise TypeError("a string is expected")
+    if tag == "float":
+        return _decode_float(node)
+    if tag == "int":
+        if _DECIMAL.fullmatch(raw):
+            return int(raw)
+        if _HEXADECIMAL.fullmatch(raw):
+            return int(raw, 16)
+        raise ValueError("not an integer")
+    data = base64.b64decode(raw, validate=True)
+    if tag == "str":
+        return data.decode("utf-8", "surrogatepass")
+    return bytearray(data) if tag == "bytearray" else data
+
+
+def _decode_float(node: Node) -> float:
+    if type(node) is float:
+        return node
+    text = node.get("v") if isinstance(node, dict) and tag_of(node) == "float" else None
+    if text in _FLOATS:
+        return float(str(text))
+    if isinstance(text, str) and _NAN.fullmatch(text):
+        (value,) = struct.unpack(">d", bytes.fromhex(text[4:]))
+        if math.isnan(value):
+            return float(value)
+    raise ValueError("not a floating-point number")
+
+
+def _decode_numpy(code: Node, raw: Node) -> object:
+    if code == "str":
+        text = raw if isinstance(raw, str) else _decode_scalar("str", _as_dict(raw), "")
+        return np.str_(text)
+    if not isinstance(code, str) or not isinstance(raw, str):
+        raise TypeError("type code and bytes are expected")
+    data = base64.b64decode(raw, validate=True)
+    if code == "bytes":
+        return np.bytes_(data)
+    if not _SCALAR.fullmatch(code):
+        raise ValueError(f"numpy type {code[:20]!r} is not allowed")
+    dtype = np.dtype(code)
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are not one {code}")
+    return np.frombuffer(data, dtype=dtype)[0]
+
+
+def _counter(table: dict[Any, Any]) -> Counter[Any]:
+    counter: Counter[Any] = Counter()
+    for key, count in table.items():
+        counter[key] = count
+    return counter
+
+
+def _as_dict(node: Node) -> dict[str, Node]:
+    if not isinstance(node, dict):
+        raise TypeError("an object is expected")
+    return node
+
+
+def _malformed(node: Node, path: str, why: object) -> CorruptionError:
+    return CorruptionError(f"{path or 'value'}: {shorten(node)} is not a stored value: {why}")
+
+
+def _unregistered(kind: str, name: str, path: str, argument: str) -> MismatchError:
+    return MismatchError(
+        f"{path or 'value'}: it was stored with the {kind} {name!r}, which is not registered here; "
+        f"pass Codecs({argument}=[…])"
+    )

@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from holdfast.errors import CorruptionError, HoldfastError, PlanError
-from holdfast.format.values.decode import decode_tree
-from holdfast.format.values.encode import join_path, node_bytes, shorten
-from holdfast.format.values.nodes import (
+from holdfast.format.values.codecs import decode_tree
+from holdfast.format.values.value_nodes import (
     MAPPINGS,
     SEQUENCES,
     TAG,
     UNION,
     Node,
     is_plain_dict,
+    join_path,
+    node_bytes,
     pairs_of,
+    shorten,
 )
 
 Named = Sequence[tuple[str, Node]]

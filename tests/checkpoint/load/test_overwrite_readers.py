@@ -18,11 +18,11 @@ from holdfast.checkpoint.load import read_executor
 from holdfast.errors import CorruptionError
 from holdfast.format.names import parse_replaced_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import read_lease
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 from tests.harness import RankContext, run_ranks
 
 SHAPES = {"a": (400, 100), "b": (7,), "c": (64, 1025), "d": ()}

@@ -21,7 +21,7 @@ from holdfast.checkpoint.plan.assign_writers import (
 from holdfast.checkpoint.plan.claims import claims_of
 from holdfast.checkpoint.plan.make_plan import make_plan
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.state import flatten_state
 from holdfast.storage import PosixStorage
 from holdfast.writer.records import CommitPlan

@@ -31,7 +31,7 @@ from holdfast.checkpoint.plan.claims import (
     encode_claims,
     read_claims_messages,
 )
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.writer.records import seal, unseal
 from tests.checkpoint.common import assert_equal, make_state
 from tests.harness import RankContext, run_ranks

@@ -15,7 +15,7 @@ from holdfast.checkpoint.options import SaverOptions
 from holdfast.checkpoint.plan import assign_writers
 from holdfast.checkpoint.plan.claims import claims_of
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
-from holdfast.format.copies import CopyPolicy
+from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.state.flatten import flatten_state

@@ -25,7 +25,7 @@ from holdfast.checkpoint.plan.claims import (
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.placements import WHOLE
+from holdfast.format.manifest import WHOLE
 from holdfast.parallel.stored_layout import layout_info
 from holdfast.state import flatten_state
 from holdfast.state.leaves import ReplicaSet

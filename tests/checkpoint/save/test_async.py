@@ -28,7 +28,7 @@ from holdfast import (
 )
 from holdfast.checkpoint.save.budget import available_memory_nbytes, check_budget
 from holdfast.format.names import step_dir
-from holdfast.writer.repair import repair
+from holdfast.writer.leftovers import repair
 from tests.checkpoint.common import assert_equal, full, make_state
 from tests.harness import RankContext, run_ranks
 

@@ -23,7 +23,7 @@ from holdfast.checkpoint.load.forecast import forecast_reads
 from holdfast.cli.support.holders import SavedPlacement, placement_in_words
 from holdfast.cli.support.relayout import parse_layout, relaid_requests, saved_requests
 from holdfast.errors import ConfigError
-from holdfast.format.placements import IRREGULAR, WHOLE, CutInfo, PlacementInfo
+from holdfast.format.manifest import IRREGULAR, WHOLE, CutInfo, PlacementInfo
 from holdfast.format.reader import Snapshot
 from holdfast.state import FlatShard
 from holdfast.storage import PosixStorage

@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.arrays.boxes import Box
 from holdfast.cli.support.messages import in_bytes
-from holdfast.format.placements import CutInfo, PlacementInfo
+from holdfast.format.manifest import CutInfo, PlacementInfo
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast, at_step

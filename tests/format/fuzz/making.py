@@ -12,7 +12,7 @@ from holdfast.errors import CorruptionError, MismatchError, PlanError, StorageEr
 from holdfast.format.digest import digest128
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.verify import verify_snapshot
+from holdfast.format.verifier import verify_snapshot
 from holdfast.storage import PosixStorage
 from tests.format.making import Made, make, sample_tensors, write
 

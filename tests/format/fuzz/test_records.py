@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.format.names import list_steps, step_dir
 from holdfast.writer.commit import commit_save
+from holdfast.writer.leftovers import repair
 from holdfast.writer.records import (
     HEADER_FILE,
     PLAN_FILE,
@@ -26,7 +27,6 @@ from holdfast.writer.records import (
     seal,
     unseal,
 )
-from holdfast.writer.repair import repair
 from tests.crash.common import state_of, versions
 from tests.format.fuzz.making import HOSTILE, byte_changes
 

@@ -22,7 +22,7 @@ from holdfast.format.names import (
 from holdfast.format.versions import readers_of, retire, save_id_of
 from holdfast.storage import Storage
 from holdfast.writer.commit import commit_save, point_to_newest
-from holdfast.writer.failure import discard_save
+from holdfast.writer.outcomes import discard_save
 from holdfast.writer.records import (
     DONE_DIR,
     FAILED_FILE,

@@ -12,8 +12,8 @@ from bench.scale import HEADER
 from holdfast import PosixStorage
 from holdfast.errors import DeadlineError
 from holdfast.writer.job import run_job
+from holdfast.writer.outcomes import pause_s
 from holdfast.writer.records import DONE_DIR, SaveOutcome, WriteJob
-from holdfast.writer.waiting import pause_s
 
 FINAL = "iter_0000001"
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
-from holdfast.format.copies import find_copies
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
@@ -22,6 +21,7 @@ from holdfast.format.index import (
 )
 from holdfast.format.manifest import FileInfo, Manifest
 from holdfast.format.names import DATA_DIR, INDEX, MANIFEST
+from holdfast.format.stored_copies import find_copies
 from holdfast.format.versions import join_path, read_index, read_manifest, save_id_of
 from holdfast.storage import Source, Storage
 

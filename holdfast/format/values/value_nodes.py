@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
+import msgspec
+
 from holdfast.errors import CorruptionError
 
 Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
@@ -25,6 +27,7 @@ SEQUENCES = ("tuple", "deque")
 SETS = ("set", "frozenset")
 TENSORS = ("tensor", "array")
 SCALARS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum")
+_KEY = "k"
 _TABLES = ("per_rank", "dataclass")
 _WRAPPERS = ("codec", UNION)
 _CONTAINERS = frozenset((*MAPPINGS, *SEQUENCES, *SETS, *_TABLES))
@@ -187,3 +190,129 @@ def _payload(node: dict[str, Any], kind: type = object) -> Any:
     if "v" not in node or not isinstance(payload, kind):
         raise CorruptionError(f"the checkpoint holds a malformed {tag_of(node)}")
     return payload
+
+
+def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
+    """A tree as it is written.
+
+    Cost: linear; dicts and lists are copied, leaves are shared.
+    """
+    return {name: _shrink(node, name) for name, node in parts.items()}
+
+
+def _shrink(node: Any, path: str) -> Any:
+    """A node without the keys that its path implies."""
+    if isinstance(node, list):
+        return [_shrink(item, f"{path}.{i}") for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    tag = node.get(TAG)
+    if tag is None:
+        return {name: _shrink(item, f"{path}.{name}") for name, item in node.items()}
+    if tag in TENSORS and node.get(_KEY) == path:
+        node = node.copy()
+        del node[_KEY]
+    return node
+
+
+class _TreePath:
+    """A path in the tree: its last name, and the path above; joined only when needed."""
+
+    __slots__ = ("above", "length", "name")
+
+    def __init__(self, name: str, above: _TreePath | None) -> None:
+        self.name = name
+        self.above = above
+        self.length: int = len(name) + (above.length + 1 if above is not None else 0)
+
+    def path(self) -> str:
+        """All names, joined."""
+        names: list[str] = []
+        tree_path = self
+        while tree_path.above is not None:
+            names.append(tree_path.name)
+            tree_path = tree_path.above
+        return ".".join([tree_path.name, *reversed(names)])
+
+
+def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
+    """Put every key in that was left out, in place; any depth.
+
+    Raises:
+        ValueError: these keys would have more than `limit` characters together.
+
+    Cost: linear in the tree and in these characters.
+    """
+    num_chars = 0
+    waiting: list[tuple[Any, _TreePath]] = [
+        (node, _TreePath(name, None))
+        for name, node in parts.items()
+        if isinstance(node, dict | list)
+    ]
+    while waiting:
+        node, tree_path = waiting.pop()
+        tag = node.get(TAG) if isinstance(node, dict) else None
+        if tag is None:
+            inner = node.items() if isinstance(node, dict) else enumerate(node)
+            path = ""
+            for name, item in inner:
+                if type(item) is dict and item.get(TAG) in TENSORS:
+                    if _KEY in item:
+                        continue
+                    num_chars += tree_path.length + len(str(name)) + 1
+                    _refuse_long_keys(num_chars, limit)
+                    # Joined once for all leaves of a node: that is where most of them are.
+                    path = path or tree_path.path()
+                    item[_KEY] = f"{path}.{name}"
+                elif isinstance(item, dict | list):
+                    waiting.append((item, _TreePath(str(name), tree_path)))
+        elif tag in TENSORS and _KEY not in node:
+            num_chars += tree_path.length
+            _refuse_long_keys(num_chars, limit)
+            node[_KEY] = tree_path.path()
+
+
+def _refuse_long_keys(num_chars: int, limit: int) -> None:
+    """ValueError where the keys that a tree implies are too long together."""
+    if num_chars > limit:
+        raise ValueError(f"the keys that its tree implies have more than {limit} letters")
+
+
+def join_path(path: str, name: object) -> str:
+    """The path of a child: names are joined with dots."""
+    return f"{path}.{name}" if path else str(name)
+
+
+def node_bytes(node: Node) -> bytes:
+    """A node as compact JSON: equal bytes mean equal types, values and key order."""
+    return msgspec.json.encode(node)
+
+
+def shorten(value: object, *, limit: int = 80) -> str:
+    """A value for a message, cut in the middle when it is long."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception:  # the repr of a foreign type, or of an integer of thousands of digits
+        text = f"<{type(value).__qualname__}>"
+    half = limit // 2 - 2
+    return text if len(text) <= limit else f"{text[:half]} … {text[-half:]}"
+
+
+def key_name(key: object) -> str:
+    """A dict key as a part of a path: text as it is, anything else as Python writes it.
+
+    A type whose text is its address in memory, which differs between ranks, gives its name.
+    """
+    if type(key) is str:
+        return key
+    text = shorten(key)
+    return f"<{type(key).__qualname__}>" if " at 0x" in text else text
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold it: it has no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
