@@ -290,15 +290,12 @@ class ShardedModelStepper(PlainStepper):
         kinds, trained, used = self._sharded.kinds(), self._trained(), self._sharded.used()
         for kind in self._sharded.axes:
             own = [p for p in trained if kinds[p] == kind]
-            flags = torch.tensor([float(p in used) for p in own])
             over = WHOLE[kind]
-            if self.groups.size(over) > 1:
-                group = self.groups.group(over)
-                flags = flags.to(collectives.flag_device(group))
-                collectives.wait(
-                    collectives.all_reduce(flags, group), "the exchange of parameters in use"
-                )
-            for parameter, count in zip(own, flags.tolist(), strict=True):
+            group = self.groups.group(over) if self.groups.size(over) > 1 else None
+            counts = collectives.count_ranks(
+                [p in used for p in own], group, what="the exchange of used parameters"
+            )
+            for parameter, count in zip(own, counts, strict=True):
                 if not count:
                     parameter.grad = None
 

@@ -161,6 +161,23 @@ def wait(work: Pending, what: str) -> None:
         ) from error
 
 
+def count_ranks(flags: Sequence[bool], group: ProcessGroup | None, *, what: str) -> list[int]:
+    """Return, for each flag, on how many ranks of the group it is set; None is this rank alone.
+
+    Args:
+        flags: as many on every rank, with the same meaning.
+        group: the ranks that share what the flags are about.
+        what: names the exchange in an error.
+
+    Cost: one all-reduce of a number per flag.
+    """
+    if group is None or not flags:
+        return [int(flag) for flag in flags]
+    counts = torch.tensor(flags, dtype=torch.float32, device=flag_device(group))
+    wait(all_reduce(counts, group), what)
+    return [int(count) for count in counts.tolist()]
+
+
 def flag_device(group: ProcessGroup) -> torch.device:
     """The device on which a group takes small tensors: NCCL takes none on the host."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast.arguments import check_int
 from holdfast.errors import ConfigError
@@ -133,25 +135,56 @@ class ReducedOptimizer(PlainStepper):
         return sum(p.grad is not None for p in trained), len(trained)
 
     def exchange_used(self) -> None:
-        """ConfigError, on all ranks of a data axis, for a gradient that only some of them have.
+        """Check that each gradient is on all ranks of its parameter's data axis, or on none.
 
-        Cost: an all-reduce of one number per parameter over `dp_cp`.
+        Ranks of `dp_cp` hold different experts, and one that no token was sent to has no gradient;
+        copies of an expert are along `expt_dp`.
+
+        Raises:
+            ConfigError: On all ranks of a data axis, for a gradient that only some of them have.
+
+        Cost: an all-reduce of one number per parameter over `dp_cp`, and over `expt_dp` if there
+            are experts.
         """
-        if self.groups.size("dp_cp") == 1:
-            return
-        group = self.groups.group("dp_cp")
-        flags = torch.tensor([float(p.grad is not None) for p in self.parameters()])
-        flags = flags.to(collectives.flag_device(group))
-        collectives.wait(collectives.all_reduce(flags, group), "the exchange of used parameters")
-        for parameter, count in zip(self.parameters(), flags.tolist(), strict=True):
-            if 0 < count < self.groups.size("dp_cp"):
-                raise ConfigError(
-                    f"a parameter of shape {list(parameter.shape)} has a gradient on {int(count)} "
-                    f"of the {self.groups.size('dp_cp')} ranks of 'dp_cp', so it is not reduced; "
-                    f"reduce gradients before the step, or with reduce="
-                )
+        by_axis: dict[str, list[nn.Parameter]] = {"dp_cp": [], "expt_dp": []}
+        for parameter in self.parameters():
+            by_axis[_data_axis(parameter)].append(parameter)
+        error: ConfigError | None = None
+        for over, members in by_axis.items():
+            if not members or self.groups.size(over) == 1:
+                continue
+            counts = collectives.count_ranks(
+                [p.grad is not None for p in members],
+                self.groups.group(over),
+                what="the exchange of used parameters",
+            )
+            for parameter, count in zip(members, counts, strict=True):
+                if 0 < count < self.groups.size(over) and error is None:
+                    error = ConfigError(
+                        f"a parameter of shape {list(parameter.shape)} has a gradient on {count} "
+                        f"of the {self.groups.size(over)} ranks of {over!r}, so it is not "
+                        f"reduced; reduce gradients before the step, or with reduce="
+                    )
+        if error is not None:  # only now: ranks of the other axis wait for this one
+            raise error
 
     def drop_gradients(self) -> None:
         """Forget what is in `.grad`."""
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False
+
+
+def _data_axis(parameter: nn.Parameter) -> str:
+    """Return the group of ranks whose gradients of a parameter are added up.
+
+    A DTensor that is cut along `ep` or `expt_tp` is an expert: its copies are along `expt_dp`.
+    """
+    if not isinstance(parameter, DTensor):
+        return "dp_cp"
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cut = {
+        name
+        for name, placed in zip(names, parameter.placements, strict=False)
+        if not placed.is_replicate()
+    }
+    return "dp_cp" if cut.isdisjoint(("ep", "expt_tp")) else "expt_dp"

@@ -376,11 +376,8 @@ class GradientReducer:
             (self._shard_groups.between, self.slots),
             (self._shard_groups.tied, tied),
         ):
-            if group is not None and slots:
-                device = collectives.flag_device(group)
-                flags = torch.tensor([float(slot.is_used) for slot in slots], device=device)
-                collectives.wait(
-                    collectives.all_reduce(flags, group), "the exchange of used parameters"
-                )
-                for slot, flag in zip(slots, flags.tolist(), strict=True):
-                    slot.is_used = flag > 0
+            # In this order: what one slice has used counts for the other stage of a tied embedding.
+            flags = [slot.is_used for slot in slots]
+            counts = collectives.count_ranks(flags, group, what="the exchange of used parameters")
+            for slot, count in zip(slots, counts, strict=True):
+                slot.is_used = count > 0

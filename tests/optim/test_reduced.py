@@ -1,0 +1,84 @@
+"""A plain optimizer whose gradients something else reduces: which ranks must have a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from holdfast import Layout, ProcessGroups
+from holdfast.errors import HoldfastError
+from holdfast.optim import ReducedOptimizer
+from tests.harness import RankContext, run_ranks
+
+
+def sparse(
+    context: RankContext, sizes: dict[str, Any], used_by: tuple[int, ...]
+) -> tuple[str, bool]:
+    """The error of a step in which some ranks have a gradient of their expert; if it changed."""
+    with ProcessGroups.create(Layout(**sizes)) as groups:
+        mesh = groups.mesh("expt_dp", "ep", "expt_tp")
+        placed = [Replicate(), Shard(0), Replicate()]
+        whole = torch.arange(8.0).reshape(4, 2)
+        expert = nn.Parameter(distribute_tensor(whole, mesh, placed, src_data_rank=None))
+        dense = nn.Parameter(torch.ones(3))
+        optimizer = ReducedOptimizer(torch.optim.SGD([dense, expert], lr=0.5), groups)
+        dense.grad = torch.ones(3)
+        if context.rank in used_by:
+            expert.grad = DTensor.from_local(
+                torch.ones_like(local(expert)), mesh, placed, run_check=False
+            )
+        before = local(expert).clone()
+        message = ""
+        try:
+            outcome = optimizer.step()
+        except HoldfastError as error:
+            message = str(error)
+        else:
+            copies = groups.size("expt_dp")
+            assert outcome.norm == pytest.approx((3 + 4 * len(used_by) / copies) ** 0.5)
+        return message, not torch.equal(before, local(expert))
+
+
+def local(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().detach()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "used_by"),
+    [
+        ({"dp": 4, "ep": 2}, (1, 3)),
+        ({"tp": 2, "dp": 2, "ep": 2, "expt_tp": 1}, (0, 2)),
+    ],
+)
+def test_an_expert_that_no_token_was_sent_to_needs_no_gradient(
+    sizes: dict[str, Any], used_by: tuple[int, ...]
+) -> None:
+    """Ranks of one `dp_cp` hold different experts: before, this was refused as not reduced."""
+    results = run_ranks(4, sparse, sizes, used_by).results
+    assert results == [("", rank in used_by) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "used_by"),
+    [
+        ({"dp": 4, "ep": 2}, (1,)),
+        # All ranks of `tp`, none of which shares its dense gradients with another.
+        ({"tp": 4, "ep": 2, "expt_tp": 1}, (1,)),
+    ],
+)
+def test_a_gradient_of_an_expert_that_only_some_of_its_ranks_have_is_refused(
+    sizes: dict[str, Any], used_by: tuple[int, ...]
+) -> None:
+    """Before, with `dp_cp` of one rank nothing was compared, and copies became different."""
+    results = run_ranks(4, sparse, sizes, used_by).results
+    expected = r"a parameter of shape [4, 2] has a gradient on 1 of the 2 ranks of 'expt_dp'"
+    for message, _ in results:
+        assert message == results[0][0]
+        assert expected in message
+    assert not results[1][1]
+    assert not results[3][1]
