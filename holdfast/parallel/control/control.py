@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from holdfast.errors import ErrorRecord, GroupError, HoldfastError, joined_error
+from holdfast.errors import DeadlineError, ErrorRecord, GroupError, HoldfastError, joined_error
 from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
@@ -334,7 +334,13 @@ class Control:
             depth=self.scope.depth if self.scope is not None else 0,
         )
         with self._calling(phase):
-            self._open(FAILED, phase, msgspec.msgpack.encode(notice), error=error)
+            try:
+                self._open(FAILED, phase, msgspec.msgpack.encode(notice), error=error)
+            except DeadlineError as late:
+                if late is error:
+                    raise
+                # The others have left, and no one but this rank will ever report its error.
+                raise late from error
         raise GroupError(f"Phase {phase!r}: no rank received the failure.") from error
 
     def exchange(
