@@ -1,7 +1,7 @@
-"""Names on disk: steps, saves in progress, records, data files.
+"""Names on disk: steps, saves in progress, records, data files, and the pointer.
 
-A step is committed when its directory has its final name and holds a manifest; nothing else says
-so, least of all the pointer file, which is for people and other tools.
+A step is committed if its directory has its final name and holds a manifest. Nothing else counts,
+least of all the pointer file, which is for people and other tools.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ RANK_LOG_DIR = "events"
 SAVING_PREFIX = ".saving-"
 REPLACED_PREFIX = ".replaced-"
 
+_NUM_LOOKS = 3
 _STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
 _SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-([0-9A-Za-z_.]{1,64})", re.ASCII)
 _ASIDE = re.compile(r"\.old-(iter_[0-9]{7,18})-[0-9a-f]{8}", re.ASCII)
@@ -29,14 +30,14 @@ _REPLACED = re.compile(r"\.replaced-(iter_[0-9]{7,18})-[0-9a-f]{12}", re.ASCII)
 
 
 def step_dir(step: int) -> str:
-    """Directory name of a committed step, `iter_0000100`; StorageError for a negative step."""
+    """Return the directory name of a committed step, such as `iter_0000100`."""
     if not 0 <= step < 10**18:
-        raise StorageError(f"step {step} cannot be stored: it must be in [0, 10**18)")
+        raise StorageError(f"step {step} cannot be stored: a step must be in [0, 10**18)")
     return f"iter_{step:07d}"
 
 
 def parse_step_dir(name: str) -> int | None:
-    """The step a directory name stands for, or None when it is not the name of a step."""
+    """Return the step of a directory name, or None if it is not the name of a step."""
     match = _STEP.fullmatch(name)
     if match is None:
         return None
@@ -45,15 +46,15 @@ def parse_step_dir(name: str) -> int | None:
 
 
 def saving_dir(step: int, save_id: str) -> str:
-    """Directory name of a save in progress, `.saving-iter_0000120-<save id>`."""
+    """Return the directory name of a save in progress: `.saving-iter_0000120-<save id>`."""
     name = f"{SAVING_PREFIX}{step_dir(step)}-{save_id}"
     if _SAVING.fullmatch(name) is None:
-        raise StorageError(f"save id {save_id!r} must be 1 to 64 of the characters 0-9 A-Z a-z _ .")
+        raise StorageError(f"save id {save_id!r} must be 1 to 64 characters of 0-9 A-Z a-z _ .")
     return name
 
 
 def parse_saving_dir(name: str) -> tuple[int, str] | None:
-    """Step and save id of a save in progress, or None when the name is not of that kind."""
+    """Return step and save id of a save in progress, or None for any other name."""
     match = _SAVING.fullmatch(name)
     if match is None:
         return None
@@ -62,45 +63,45 @@ def parse_saving_dir(name: str) -> tuple[int, str] | None:
 
 
 def claimed_dir(name: str, token: str) -> str:
-    """The directory name under which a repair finishes a save; its own processes do not know it."""
+    """Return the name under which a repair finishes a save, unknown to the save's processes."""
     step, save_id = parse_saving_dir(name) or (-1, "")
     return saving_dir(step, f"{unclaimed(save_id)}.{token}")
 
 
 def unclaimed(save_id: str) -> str:
-    """The save id in the name of a save that a repair has claimed to finish it."""
+    """Return the save id of a save, also if a repair has claimed it."""
     return save_id.partition(".")[0]
 
 
 def parse_aside_dir(name: str) -> int | None:
-    """The step of a checkpoint that has a `.old-…` name for an instant, or None."""
+    """Return the step of a checkpoint that has a `.old-…` name for an instant, or None."""
     match = _ASIDE.fullmatch(name)
     return None if match is None else parse_step_dir(match[1])
 
 
 def replaced_dir(step: int, token: str) -> str:
-    """Directory name of a replaced version kept for its readers, `.replaced-iter_…-<token>`."""
+    """Return the name of a replaced version kept for its readers: `.replaced-iter_…-<token>`."""
     return f"{REPLACED_PREFIX}{step_dir(step)}-{token}"
 
 
 def parse_replaced_dir(name: str) -> int | None:
-    """The step of a version kept for its readers, or None when the name is not of that kind."""
+    """Return the step of a version kept for its readers, or None for any other name."""
     match = _REPLACED.fullmatch(name)
     return None if match is None else parse_step_dir(match[1])
 
 
 def data_file(number: int) -> str:
-    """Name of a data file inside a checkpoint directory, `data/00000.safetensors`."""
+    """Return the name of a data file in a checkpoint directory: `data/00000.safetensors`."""
     return f"{DATA_DIR}/{number:05d}.safetensors"
 
 
 def rank_log_file(rank: int) -> str:
-    """The log of a rank's saves and loads, below the root of its run's checkpoints."""
+    """Return the path of a rank's log below the root of its run's checkpoints."""
     return f"{RANK_LOG_DIR}/{rank:05d}.jsonl"
 
 
 def list_steps(storage: Storage) -> list[int]:
-    """Committed steps, ascending; links are not followed. One listing, one look per candidate."""
+    """Return the committed steps, ascending; links are not followed."""
     steps = [
         step
         for name in storage.list("")
@@ -110,5 +111,31 @@ def list_steps(storage: Storage) -> list[int]:
 
 
 def latest_step(storage: Storage) -> int | None:
-    """The newest committed step, or None; the pointer file is not consulted."""
+    """Return the newest committed step, or None; the pointer file is not consulted."""
     return max(list_steps(storage), default=None)
+
+
+def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
+    """Make the pointer file name the newest committed step, if any step is committed.
+
+    Args:
+        storage: The directory of checkpoints.
+        dry_run: Only look.
+
+    Returns:
+        The newest step if the pointer named another one, else None.
+    """
+    changed: int | None = None
+    # Several looks: a save may commit between the listing and the writing.
+    for _ in range(_NUM_LOOKS):
+        newest = latest_step(storage)
+        if newest is None:
+            return changed
+        text = f"{newest}\n".encode()
+        if storage.exists(LATEST) and storage.read(LATEST) == text:
+            return changed
+        changed = newest
+        if dry_run:
+            return changed
+        storage.replace_file(LATEST, text)
+    return changed

@@ -1,20 +1,20 @@
-"""Versions of one step: opening one, reading its records, and keeping it while it is read.
+"""Versions of one step: open one, read its records, and keep it while it is read.
 
-A version is identified by the bytes of its manifest. A reader pins the directory that it opened,
-and every rank of it proves that it has opened the same version. A save that replaces a version
-gives the final name to the new one first, looks for leases of readers then, and keeps what is
-still read under a name of its own (`.replaced-…`). A reader takes its lease before it opens
-anything. So either its lease is seen, and what it reads is kept, or it came later, and opened the
-new version.
+A step may be saved again; each save is a version, identified by the bytes of its manifest. A reader
+pins the directory that it has opened, and each of its ranks proves that it has opened the same
+version. A save that replaces a version first gives the final name to the new one. Then it looks for
+leases of readers, and keeps the old version under a `.replaced-…` name while it is read. A reader
+takes its lease before it opens anything. So either its lease is seen and the version is kept, or
+the reader came later and opened the new version.
 
-A lease says who reads a checkpoint or is about to remove it, so that no reader loses its files.
-Reader and remover each write a small file in `.reading/` first and look for the other's then, so
-that of two at the same time at least one sees the other: the reader waits until the remover is
-done or gives up, the remover gives up. Files and listings only, no locks, and each side has
-written to the directory before it lists it, which makes a client of a network file system look
-again. A lease is renewed while its owner lives and expires after it, by the storage's own clock.
-Leases need not survive the machine: neither do their owners.
-A save that replaces a checkpoint takes no lease.
+A lease states who reads a checkpoint or is about to remove it, so that no reader loses its files.
+Reader and remover each first write a small file in `.reading/` and then look for the other's. So
+if both come at once, at least one sees the other: the reader waits for the remover or gives up, and
+the remover gives up. This takes files and listings only, no locks. Each side writes to the
+directory before it lists it, which makes the client of a network file system ask its server. A
+lease is renewed while its owner lives, and expires later by the storage's own clock. Leases are not
+synced: their owners do not survive the machine either. A save that replaces a checkpoint takes no
+lease.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -47,7 +47,7 @@ from holdfast.storage import Storage
 
 LEASES_DIR = ".reading"
 DEFAULT_LEASE_S = 600.0
-"""A lease that was not renewed for so long has expired."""
+"""Seconds after which a lease that is not renewed has expired."""
 
 _LEASE_NAME = re.compile(r"(iter_[0-9]{7,18})\.(read|remove)-[0-9a-f]{16}", re.ASCII)
 _MAX_LEASE_NBYTES = 4096
@@ -62,18 +62,20 @@ _NUM_LOOKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The two records of a checkpoint as stored; enough to open it elsewhere without reading."""
+    """The two records of a checkpoint as stored: sufficient to open it without reading them."""
 
     manifest: bytes
     index: bytes
 
 
 def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
-    """The manifest of a checkpoint, as bytes and decoded; its digest is checked. One read.
+    """Read the manifest of a checkpoint: its bytes, and decoded with its digest checked.
 
     Raises:
         StorageError: It is not a committed checkpoint, or cannot be read.
         CorruptionError: The manifest is damaged.
+
+    Cost: one read.
     """
     path = join_path(directory, MANIFEST)
     if not storage.exists(path):
@@ -82,17 +84,17 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
         )
     place = storage.describe(path)
     if storage.size(path) > MAX_MANIFEST_NBYTES:
-        raise CorruptionError(f"{place}: larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
+        raise CorruptionError(f"{place} is larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
     data = storage.read(path)
     return data, decode_manifest(data, place=place)
 
 
 def read_records(storage: Storage, directory: str) -> tuple[Records, Manifest]:
-    """Read manifest and index of a checkpoint; the manifest is proven, the index is not.
+    """Read manifest and index of a checkpoint; only the manifest is proven.
 
     Args:
-        storage: One in which the directory is pinned, so that both are of one version.
-        directory: Its name there, "" for the root.
+        storage: A storage in which the directory is pinned, so that both are of one version.
+        directory: Its name there; "" for the root.
 
     Raises:
         StorageError: It is not a committed checkpoint, or cannot be read.
@@ -103,42 +105,44 @@ def read_records(storage: Storage, directory: str) -> tuple[Records, Manifest]:
 
 
 def read_index(storage: Storage, directory: str, manifest: Manifest) -> bytes:
-    """The index, as many bytes as the manifest states; their digest is not checked. One read.
+    """Read the index, as long as the manifest states; its digest is not checked.
 
     Raises:
         StorageError: It cannot be read.
         CorruptionError: It is missing or of another size.
+
+    Cost: one read.
     """
     path = join_path(directory, INDEX)
     place, nbytes = storage.describe(path), manifest.index.nbytes
     if not storage.exists(path):
-        raise CorruptionError(f"{place}: missing, though the manifest lists it")
+        raise CorruptionError(f"{place} is missing, although the manifest lists it")
     if storage.size(path) != nbytes:
         raise CorruptionError(
-            f"{place}: has {storage.size(path)} bytes, the manifest states {nbytes}"
+            f"{place} has {storage.size(path)} bytes, the manifest states {nbytes}"
         )
     return storage.read(path)
 
 
 def join_path(directory: str, name: str) -> str:
-    """The path of a file of a checkpoint, whose directory may be the storage's root."""
+    """Return the path of a checkpoint's file; the directory may be "", the root."""
     return f"{directory}/{name}" if directory else name
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identifies a version: length and end of its manifest, that is, its digest."""
+    """The identity of a version: length and last bytes of its manifest, with its digest."""
 
     nbytes: int
     tail: bytes
 
     @classmethod
     def of(cls, manifest: bytes) -> Identity:
-        """The identity of the version with this manifest."""
+        """Return the identity of the version with this manifest."""
         return cls(len(manifest), manifest[-_TAIL_NBYTES:])
 
     def is_of(self, storage: Storage, directory: str) -> bool:
-        """Whether this version is in that directory; one small read."""
+        """Return True if this version is in that directory; one small read."""
         path = join_path(directory, MANIFEST)
         try:
             if storage.size(path) != self.nbytes:
@@ -153,13 +157,14 @@ class Identity:
 def pin_version(
     storage: Storage, directory: str, identity: Identity
 ) -> Iterator[tuple[Storage, str]]:
-    """Pin one version of a checkpoint, be it replaced or not: a storage, and where in it.
+    """Pin one version of a checkpoint, replaced or not; give a storage and the directory in it.
 
-    Looked for at its final name and among versions that are kept for their readers.
+    The version is looked up at its final name and among versions that are kept for their readers.
 
     Raises:
-        StorageError: It is nowhere: it has been replaced or removed.
+        StorageError: The version is gone: it was replaced or removed.
     """
+    # Several looks: an exchange may move the version between the look here and the look there.
     for _ in range(_NUM_LOOKS):
         for place in (directory, *_asides(storage, directory)):
             with ExitStack() as stack:
@@ -171,24 +176,24 @@ def pin_version(
                     yield view, place
                     return
     raise StorageError(
-        f"{storage.describe(directory)} has been replaced or removed since its manifest was read: "
+        f"{storage.describe(directory)} was replaced or removed after its manifest was read: "
         f"read it again"
     )
 
 
 def _asides(storage: Storage, directory: str) -> Iterator[str]:
-    """Where versions of a step may be that no longer have their final name."""
+    """Yield the directories that may hold a version of a step without its final name."""
     step = parse_step_dir(directory)
     if step is None:
         return
     for name in storage.list(""):
-        parsed = parse_saving_dir(name)  # for an instant, what was replaced has this name
+        parsed = parse_saving_dir(name)  # a replaced version has this name for an instant
         if parse_replaced_dir(name) == step or (parsed is not None and parsed[0] == step):
             yield name
 
 
 def save_id_of(storage: Storage, directory: str) -> str | None:
-    """The save id at the beginning of a committed manifest, or None; reads half a kilobyte."""
+    """Return the save id at the start of a committed manifest, or None; reads 512 bytes."""
     path = join_path(directory, MANIFEST)
     try:
         if not storage.exists(path):
@@ -203,17 +208,17 @@ def save_id_of(storage: Storage, directory: str) -> str | None:
 def retire(storage: Storage, directory: str, step: int) -> str:
     """Remove a version that no longer has its final name, or keep it for its readers.
 
-    What has its name now must be durable. Safe to repeat at any time.
+    The version that has the name now must be durable. Safe to repeat at any time.
 
     Returns:
-        Who reads it, in words; empty when it was removed.
+        A description of its readers; empty if it was removed.
 
     Raises:
         StorageError: It can be neither removed nor kept.
     """
     readers = readers_of(storage, step_dir(step), save_id=save_id_of(storage, directory))
     if not readers:
-        # Not durable: what a crash brings back is removed again by the next repair.
+        # Not durable: if a crash brings it back, the next repair removes it again.
         storage.remove_tree(directory, durable=False)
         return ""
     if parse_replaced_dir(directory) is None:
@@ -222,18 +227,16 @@ def retire(storage: Storage, directory: str, step: int) -> str:
 
 
 def retire_replaced(storage: Storage) -> None:
-    """Remove the versions whose readers are done; leaves those that cannot be removed."""
+    """Remove replaced versions whose readers are done; those that refuse stay."""
     for name in storage.list(""):
         step = parse_replaced_dir(name)
         if step is not None:
-            try:
+            with suppress(StorageError):
                 retire(storage, name, step)
-            except StorageError:
-                continue
 
 
 class _LeaseFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a lease's file; `save_id`: of the version that is read, once it is known."""
+    """The content of a lease's file; `save_id` names the version read, once it is known."""
 
     host: str
     pid: int
@@ -251,18 +254,18 @@ class Lease:
     path: str = ""
     life_s: float = DEFAULT_LEASE_S
     problem: str | None = None
-    """Why there is none after all, on a read-only storage, say; None where it is held."""
+    """Why the lease could not be taken, for example on read-only storage; None if it is held."""
     save_id: str | None = None
 
     def set_version(self, save_id: str) -> None:
-        """State which version is read, so that no other one is kept for this reader."""
+        """State which version is read, so that no other version is kept for this reader."""
         self.save_id = save_id
         if self.problem is None:
             with suppress(StorageError):
                 self.renew()
 
     def renew(self) -> None:
-        """Write the lease's file, or write it again; StorageError when that cannot be."""
+        """Write the lease's file, or write it again; StorageError if that fails."""
         content = _LeaseFile(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -282,19 +285,19 @@ def read_lease(
     life_s: float = DEFAULT_LEASE_S,
     wait_s: float = 30.0,
 ) -> Iterator[Lease]:
-    """While this is open, retention leaves the checkpoint in `directory` alone, on every machine.
+    """Keep the checkpoint in `directory` from removal by retention on any machine, in the body.
 
-    Put it around opening and reading; one process of a job is enough. A place that cannot be
-    written to is read without a lease, as the result's `problem` says.
+    Put it around opening and reading; one process of a job is enough. If the lease cannot be
+    written, the checkpoint is read without one, and `problem` of the result states why.
 
     Args:
-        storage: Where the checkpoint is.
-        directory: Its name there; anything but the name of a step is read without a lease.
-        life_s: Seconds after which the lease expires when its owner no longer renews it.
-        wait_s: How long to wait for a process that is about to remove the checkpoint.
+        storage: The directory of checkpoints.
+        directory: The checkpoint's name there; only the name of a step gets a lease.
+        life_s: Seconds after which the lease expires if its owner no longer renews it.
+        wait_s: Seconds to wait for a process that is about to remove the checkpoint.
 
     Raises:
-        StorageError: The checkpoint has been removed, or still may be after `wait_s`.
+        StorageError: The checkpoint was removed, or may still be removed after `wait_s`.
 
     Cost: one small file, written again every `life_s / 8` seconds by a thread.
     """
@@ -308,44 +311,56 @@ def read_lease(
         lease.renew()
     except StorageError as error:
         lease.problem = str(error)
-    stop = threading.Event()
-    renewer = threading.Thread(
-        target=_keep_renewed, args=(lease, stop), name="holdfast-lease", daemon=True
-    )
-    try:
+    with ExitStack() as stack:
+        if lease.problem is None:
+            stack.callback(_remove_lease, storage, lease.path)
+        # After its own lease is written: a remover that comes now sees it.
         _await_removers(storage, directory, wait_s)
         if lease.problem is None:
-            renewer.start()
+            every_s = life_s / _RENEWALS_PER_LEASE
+            stack.enter_context(repeated(lease.renew, every_s=every_s, name="holdfast-lease"))
         yield lease
-    finally:
-        stop.set()
-        if lease.problem is None:
-            if renewer.ident is not None:
-                renewer.join()
+
+
+@contextmanager
+def repeated(action: Callable[[], object], *, every_s: float, name: str) -> Iterator[None]:
+    """In the body, call `action` every `every_s` seconds in a thread; a StorageError is ignored."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.wait(every_s):
             with suppress(StorageError):
-                storage.remove_tree(lease.path)
+                action()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        # Joined, so that no file is written again after the caller has removed it.
+        stop.set()
+        thread.join()
 
 
 @contextmanager
 def announce_removal(
     storage: Storage, directory: str, *, life_s: float = DEFAULT_LEASE_S
 ) -> Iterator[list[str]]:
-    """Announce that a checkpoint is about to be removed; gives its readers, in words.
+    """Announce that a checkpoint is about to be removed; give descriptions of its readers.
 
-    Only when the list is empty may it be removed, before this is closed. Raises StorageError when
-    the announcement cannot be written.
+    It may be removed in the body, only if the list is empty. Raises StorageError if the
+    announcement cannot be written.
     """
     path = _new_path(directory, "remove")
     Lease(storage=storage, directory=directory, path=path, life_s=life_s).renew()
     try:
         yield readers_of(storage, directory)
     finally:
-        with suppress(StorageError):
-            storage.remove_tree(path)
+        _remove_lease(storage, path)
 
 
 def readers_of(storage: Storage, directory: str, *, save_id: str | None = None) -> list[str]:
-    """Who reads a checkpoint now, each in words; expired leases are removed.
+    """Describe the processes that read a checkpoint now; expired leases are removed.
 
     With `save_id`, only readers of that version, and those that have not yet stated theirs.
     """
@@ -353,10 +368,10 @@ def readers_of(storage: Storage, directory: str, *, save_id: str | None = None) 
 
 
 def renewed_ago_s(storage: Storage, path: str, *, stamp: float | None) -> float:
-    """Seconds since a file that its living owner renews was last renewed.
+    """Return the seconds since a file was last renewed by its owner.
 
-    By the storage's clock, or by the owner's (`stamp`: the time in the file), whichever says less.
-    A time in the future says nothing, so that no clock makes the dead look alive for long.
+    By the storage's clock or by the owner's (`stamp`, the time in the file), whichever is less. A
+    stamp in the future is ignored, so that no clock makes a dead process look alive for long.
     """
     age_s = storage.age_s(path)
     by_owner_s = time.time() - stamp if stamp is not None else age_s
@@ -367,10 +382,9 @@ def _new_path(directory: str, kind: Kind) -> str:
     return f"{LEASES_DIR}/{directory}.{kind}-{secrets.token_hex(8)}"
 
 
-def _keep_renewed(lease: Lease, stop: threading.Event) -> None:
-    while not stop.wait(lease.life_s / _RENEWALS_PER_LEASE):
-        with suppress(StorageError):
-            lease.renew()
+def _remove_lease(storage: Storage, path: str) -> None:
+    with suppress(StorageError):
+        storage.remove_tree(path)
 
 
 def _await_removers(storage: Storage, directory: str, wait_s: float) -> None:
@@ -378,7 +392,7 @@ def _await_removers(storage: Storage, directory: str, wait_s: float) -> None:
     while removers := _owners(storage, directory, "remove"):
         place = storage.describe(directory)
         if not storage.exists(directory):
-            raise StorageError(f"{place} has just been removed by {removers[0]}: load another step")
+            raise StorageError(f"{place} was just removed by {removers[0]}: load another step")
         if time.monotonic() > deadline:
             raise StorageError(
                 f"{place} is about to be removed by {removers[0]}: load another step, or "
@@ -388,7 +402,7 @@ def _await_removers(storage: Storage, directory: str, wait_s: float) -> None:
 
 
 def _owners(storage: Storage, directory: str, kind: Kind, save_id: str | None = None) -> list[str]:
-    """Owners of the leases of one kind that have not expired."""
+    """Describe the owners of the leases of one kind that have not expired."""
     if not storage.exists(LEASES_DIR):
         return []
     owners = []
@@ -403,7 +417,7 @@ def _owners(storage: Storage, directory: str, kind: Kind, save_id: str | None = 
 
 
 def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
-    """Whose lease it is, or None when it is gone, has expired, or is of another version."""
+    """Describe the owner of a lease; None if it is gone, expired or of another version."""
     try:
         data = storage.read(path, nbytes=min(storage.size(path), _MAX_LEASE_NBYTES))
     except StorageError:
@@ -413,14 +427,13 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
     try:
         content = msgspec.json.decode(data, type=_LeaseFile)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return f"an unknown process ({storage.describe(path)} cannot be read; remove it)"
+        return f"an unknown process ({storage.describe(path)} cannot be decoded; remove the file)"
     try:
         is_expired = renewed_ago_s(storage, path, stamp=content.renewed) >= content.life_s
     except StorageError:
         is_expired = not storage.exists(path)
     if is_expired:
-        with suppress(StorageError):
-            storage.remove_tree(path)
+        _remove_lease(storage, path)
         return None
     if None not in (save_id, content.save_id) and content.save_id != save_id:
         return None

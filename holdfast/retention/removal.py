@@ -15,7 +15,13 @@ from typing import Protocol
 
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
-from holdfast.format.names import LATEST, latest_step, list_steps, parse_step_dir, step_dir
+from holdfast.format.names import (
+    LATEST,
+    list_steps,
+    parse_step_dir,
+    point_to_newest,
+    step_dir,
+)
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
 from holdfast.format.versions import announce_removal, read_manifest
@@ -258,16 +264,8 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
 
 
 def _repoint(storage: Storage, gone: set[int]) -> None:
-    """Let the pointer file not name a step that is gone; any other content is left alone."""
-    # Repeated, as the step that it is pointed to may be removed by another process meanwhile.
-    while True:
-        if not storage.exists(LATEST):
-            return
+    """Correct the pointer file if it names a step that is gone; other content is left alone."""
+    if storage.exists(LATEST):
         text = storage.read(LATEST, nbytes=min(storage.size(LATEST), 64)).strip()
-        newest = latest_step(storage)
-        if not text.isdigit() or int(text) not in gone or newest is None or newest in gone:
-            return
-        storage.replace_file(LATEST, f"{newest}\n".encode())
-        if latest_step(storage) == newest:
-            return
-        gone = gone | {newest}
+        if text.isdigit() and int(text) in gone:
+            point_to_newest(storage)

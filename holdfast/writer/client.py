@@ -1,4 +1,4 @@
-"""The trainer's side of its writer: submit jobs to a process or a thread, receive the outcomes."""
+"""The trainer's side of its writer: submit jobs to a process or a thread, receive outcomes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Ticket:
     """A submitted job: the writer's messages are recorded here, the trainer waits for them.
 
     Args:
-        job: what was submitted.
-        commits: whether it commits the save.
-        nbytes: of the image.
-        after: called with the outcome, by the thread that receives it.
+        job: The submitted job.
+        commits: True if the job commits the save.
+        nbytes: Size of the image.
+        after: Called with the outcome, by the thread that receives it.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class Ticket:
         self._lock = threading.Lock()
 
     def progress(self, nbytes: int) -> None:
-        """Record how many bytes storage has."""
+        """Record how many bytes were passed to storage."""
         self.nbytes_written = nbytes
 
     def finish(self, outcome: SaveOutcome) -> None:
-        """Record the outcome, then call what waits for it."""
+        """Record the outcome, then make the calls that wait for it."""
         self.outcome = outcome
         self.written.set()
+        # The lock closes the gap in `when_finished` between its look at the event and its append.
         with self._lock:
             self.finished.set()
             callbacks, self._callbacks = self._callbacks, []
@@ -86,7 +87,7 @@ class Ticket:
         )
 
     def when_finished(self, callback: Callable[[], object]) -> None:
-        """Call it once: by the thread that receives the outcome, or now where that is there."""
+        """Call it once: in the thread that receives the outcome, or now if it is there."""
         with self._lock:
             if not self.finished.is_set():
                 self._callbacks.append(callback)
@@ -95,11 +96,11 @@ class Ticket:
 
 
 class WriterProcess:
-    """One torch-free writer process in a session of its own, and the thread that listens to it.
+    """One torch-free writer process in its own session, and the thread that listens to it.
 
-    It outlives this process and finishes every job that it has received. If it dies first, its
-    jobs are failed here and the failure is published on storage, so that the other ranks do not
-    wait.
+    It outlives this process and finishes every job that it has received. If it dies first, this
+    process fails its jobs and publishes the failure on storage, so that the other ranks do not
+    wait for it.
 
     Cost: about 0.3 s to start (not waited for), two descriptors, one thread.
     """
@@ -108,11 +109,14 @@ class WriterProcess:
         self._storage = storage
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours)
+        # The writer imports what this process imports, wherever it was started: cwd is "/", so that
+        # it keeps no directory busy after the trainer has gone.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.writer.process", str(theirs.fileno()), str(root)],
                 pass_fds=[theirs.fileno()],
+                # Its own session: Ctrl-C and a launcher's group kill must not end a save.
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -122,10 +126,12 @@ class WriterProcess:
             self._connection.close()
             raise StorageError(f"the writer process cannot be started: {error}") from error
         finally:
+            # Only the writer holds this end now: the listener sees its death as the end of stream.
             theirs.close()
         self._tickets: OrderedDict[str, Ticket] = OrderedDict()
         self._mapped: dict[int, object] = {}
         self._plans: list[str] = []
+        # For `_tickets`: the trainer adds to them while the listener takes out of them.
         self._lock = threading.Lock()
         self.dead = ""
         self._listener = threading.Thread(
@@ -135,7 +141,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the writer."""
+        """Id of the writer process."""
         return self._process.pid
 
     def submit(
@@ -148,18 +154,19 @@ class WriterProcess:
         plan: EncodedPlan | None,
         after: Callable[[SaveOutcome], object] | None = None,
     ) -> Ticket:
-        """Submit one save's job; StorageError if the writer is gone.
+        """Submit the job of one save; StorageError if the writer is gone.
 
-        Memory and plan are sent when they are new to the writer.
+        Memory and plan are sent only if they are new to the writer.
 
         Args:
-            job: the rank's share.
-            buffer: number of the staging buffer that the image lies in.
-            memory: of that buffer.
-            image: the first bytes of that memory.
-            plan: where this rank commits the save.
-            after: called with the outcome, by the thread that receives it.
+            job: This rank's share.
+            buffer: Number of the staging buffer with the image.
+            memory: The memory of that buffer.
+            image: The first bytes of that memory.
+            plan: The plan, on the rank that commits the save; None on the others.
+            after: Called with the outcome, by the thread that receives it.
         """
+        # The token, not the descriptor: a number that was closed is soon another memory's.
         if self._mapped.get(buffer) is not memory.token:
             self._send(MapMemory(buffer, memory.nbytes), memory.fd)
             self._mapped[buffer] = memory.token
@@ -167,6 +174,7 @@ class WriterProcess:
             self._send(KeepPlan(job.plan_digest, plan.data))
             self._plans = [*self._plans, job.plan_digest][-PLANS_KEPT:]
         ticket = Ticket(job, commits=plan is not None, nbytes=image.nbytes, after=after)
+        # Before it is sent: the answer may come before `send` returns.
         with self._lock:
             self._tickets[job.header.save_id] = ticket
         try:
@@ -178,7 +186,7 @@ class WriterProcess:
         return ticket
 
     def close(self, *, timeout_s: float) -> None:
-        """Let it finish and go; a writer that does not within the time is left to itself."""
+        """Let the writer finish and end; after `timeout_s` it is left to itself."""
         self._connection.shutdown()
         self._listener.join(timeout_s)
         if not self._listener.is_alive():
@@ -187,7 +195,7 @@ class WriterProcess:
             self._connection.close()
 
     def _send(self, message: Message, *descriptors: int) -> None:
-        """Send a message; StorageError where the writer is gone."""
+        """Send a message; StorageError if the writer is gone."""
         try:
             if self.dead:
                 raise BrokenPipeError(self.dead)
@@ -198,7 +206,7 @@ class WriterProcess:
             ) from error
 
     def _listen(self) -> None:
-        """Record what the writer reports until it is gone."""
+        """Record what the writer reports, until it is gone."""
         while True:
             message, _ = self._connection.receive()
             if isinstance(message, JobProgress):
@@ -217,7 +225,8 @@ class WriterProcess:
         self._fail_the_rest()
 
     def _fail_the_rest(self) -> None:
-        """The writer is gone: fail the jobs it had, for the other ranks on storage, too."""
+        """Fail the jobs of a writer that is gone, here and on storage for the other ranks."""
+        # Its socket closes some time before the system has its exit status.
         began = time.monotonic()
         while self._process.poll() is None and time.monotonic() - began < 5:
             time.sleep(0.01)
@@ -228,7 +237,7 @@ class WriterProcess:
         for ticket in orphans:
             error = StorageError(
                 f"rank {ticket.job.rank}: the writer process {self.pid} {self.dead} during the "
-                f"save of step {ticket.job.header.step}"
+                f"save of step {ticket.job.header.step}; save again"
             )
             record = ErrorRecord.of(error)
             publish_failure(self._storage, ticket.job, record, committer=ticket.commits)
@@ -236,15 +245,15 @@ class WriterProcess:
 
 
 class WriterThread:
-    """The same service by a thread of this process, for storages that no other process can open.
+    """The same service in a thread, for a storage that no other process can open.
 
-    One job runs after the other.
+    Jobs run one after another.
     """
 
     pid: int | None = None
-    """There is no process."""
+    """Always None: the writer is not a process."""
     dead = ""
-    """It lives as long as this process."""
+    """Always empty: the thread lives as long as this process."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -263,26 +272,26 @@ class WriterThread:
         plan: EncodedPlan | None,
         after: Callable[[SaveOutcome], object] | None = None,
     ) -> Ticket:
-        """Queue one save's job; see `WriterProcess.submit`."""
+        """Queue the job of one save; see `WriterProcess.submit`."""
         del buffer, memory
         ticket = Ticket(job, commits=plan is not None, nbytes=image.nbytes, after=after)
         self._jobs.put((ticket, image, plan))
         return ticket
 
     def close(self, *, timeout_s: float) -> None:
-        """Finish what is queued and end."""
+        """Finish the queued jobs and end."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
-        """Run the jobs in their order, until `close`."""
+        """Run the jobs in order, until `close`."""
         while (item := self._jobs.get()) is not None:
             ticket, image, plan = item
             outcome = run_job(
                 self._storage, ticket.job, image, plan=plan, on_progress=ticket.progress,
                 on_written=ticket.written.set,
             )  # fmt: skip
-            # Views of staging memory, which is not given back before these go.
+            # Both hold views of staging memory, which can only be freed after its last view.
             del item, image
             ticket.finish(outcome)
 
@@ -291,13 +300,13 @@ Writer = WriterProcess | WriterThread
 
 
 def start_writer(storage: Storage) -> Writer:
-    """A writer process where another process can open the storage, else a thread."""
+    """Start a writer process, or a thread if no other process can open the storage."""
     root = storage.local_path("") if storage.is_shareable() else None
     return WriterProcess(storage, root) if root is not None else WriterThread(storage)
 
 
 def _how_it_ended(code: int | None) -> str:
-    """The end of a process, for messages."""
+    """Describe how a process ended, for messages."""
     if code is None:
         return "closed its socket"
     if code < 0:

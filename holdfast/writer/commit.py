@@ -1,7 +1,6 @@
 """The commit: from done-records on storage to a checkpoint with its final name.
 
-Needs no process of the save but the one that runs it: the plan, the data files and the
-done-records are on storage.
+Plan, data files and done-records are on storage. So a commit needs no other process of the save.
 """
 
 from __future__ import annotations
@@ -35,7 +34,14 @@ from holdfast.format.manifest import (
     decode_metadata,
     encode_manifest,
 )
-from holdfast.format.names import INDEX, LATEST, MANIFEST, data_file, latest_step, step_dir
+from holdfast.format.names import (
+    INDEX,
+    LATEST,
+    MANIFEST,
+    data_file,
+    point_to_newest,
+    step_dir,
+)
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
@@ -46,50 +52,52 @@ from holdfast.writer.records import (
     EncodedPlan,
     SaveHeader,
     done_file,
-    unseal,
+    read_sealed,
 )
 
 _LOG = logging.getLogger("holdfast")
-_NUM_LOOKS = 3
 
 
 def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: SaveHeader) -> None:
     """Check that every planned byte is accounted for, then give the checkpoint its name.
 
-    Order: records checked, index and manifest written and synced, directories synced, one rename,
-    parent synced, pointer replaced. What fails after the commit (the pointer, removing what was
-    replaced) is logged as a warning, and set right by the next save or repair. What was replaced
-    goes once nobody reads it; until then it is kept under another name.
+    A failure after the rename (of the pointer, or of removing the replaced version) is logged as a
+    warning, and the next save or repair makes up for it. A replaced version is kept under another
+    name while it is read.
 
     Args:
-        directory: of the save in progress, with the done-records of all ranks.
-        plan: of all ranks, whose digest every record states.
-        header: of the save.
+        storage: Root of the checkpoints.
+        directory: Directory of the save in progress, with the done-records of all ranks.
+        plan: Plan of all ranks; every record states its digest.
+        header: Header of the save.
 
     Raises:
-        PlanError: values or replicas differ between ranks; names key and ranks.
-        CorruptionError: a record is not this save's.
-        StorageError: as its message says. In all these cases the previous checkpoint is untouched,
-            but in one, which the error names: the rename was made, could not be made durable and
-            could not be taken back.
+        PlanError: Values or replicas differ between ranks; the message names key and ranks.
+        CorruptionError: A record does not belong to this save.
+        StorageError: The storage failed. In all these cases the previous checkpoint is untouched,
+            except in one that the message names: the rename was made, could not be made durable and
+            could not be undone.
 
     Cost: O(rows) vector work, two small files, five syncs and two for the pointer.
     """
     final = step_dir(header.step)
+    # Phase 1: prove that all bytes are there and complete the directory.
     try:
         _complete(storage, directory, plan, header)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
-        # Else a repair took this save for abandoned, and has finished it.
+        # Otherwise a repair took this save for abandoned and has finished it.
     else:
+        # Phase 2: give it its name. From here on the checkpoint exists.
         _publish(storage, directory, final, header)
+    # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
         point_to_newest(storage)
     except HoldfastError as error:
         _LOG.warning(
-            "step %d is committed, but %s could not be replaced; the next save or `holdfast "
-            "repair` does that: %s",
+            "step %d is committed, but %s cannot be replaced: %s; the next save or `holdfast "
+            "repair` will replace it",
             header.step,
             storage.describe(LATEST),
             error,
@@ -97,7 +105,8 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
 
 
 def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveHeader) -> None:
-    """Make a durable checkpoint of what the ranks wrote, which lacks only its name."""
+    """Make the directory a complete, durable checkpoint that lacks only its name."""
+    # First, prove that the records of all ranks fit the plan; assemble index and manifest.
     try:
         records = [
             _read_done(storage, directory, position, plan, header)
@@ -111,25 +120,31 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
             f"{storage.describe(directory)}: the plan and the records do not fit each other: "
             f"{error!r}; save again"
         ) from error
+    # Second, compare the sizes of the data files with what their writers reported.
     for info in manifest.files:
         path = f"{directory}/{info.name}"
         nbytes = storage.size(path)
         if nbytes != info.nbytes:
             raise StorageError(
                 f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
-                f"reported {info.nbytes}"
+                f"reported {info.nbytes}; save again"
             )
+    # Third, write index and manifest.
     for name, data in ((INDEX, index_bytes), (MANIFEST, encode_manifest(manifest))):
         path = f"{directory}/{name}"
         if storage.exists(path):  # of an earlier, killed commit
             storage.remove_tree(path, durable=False)
-        # No process looks for the name yet: its bytes are durable now, its name is below.
+        # The bytes are synced now and the name below, with the directory: no process looks for the
+        # name before the directory has its own.
         with storage.create(path, nbytes=len(data)) as sink:
             sink.write_at(0, memoryview(data))
             sink.sync()
+    # Fourth, remove the notes of the save, which a reader would report as stray files.
     unnamed = [name for name in storage.list(directory) if name.startswith((".tmp-", ".trash-"))]
     for name in ("plan", "done", *unnamed):  # the latter are of an earlier, killed commit
         storage.remove_tree(f"{directory}/{name}", durable=False)
+    # Fifth, sync the names inside. The rename must not be durable before them: after a crash, a
+    # directory with its final name would lack files.
     if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
@@ -138,15 +153,15 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
 def assemble(
     plan: CommitPlan, records: list[DoneRecord], header: SaveHeader
 ) -> tuple[bytes, Manifest]:
-    """Index and manifest of what the records say, proven against the plan.
+    """Build index and manifest from the records and prove them against the plan.
 
     Args:
-        plan: of all ranks.
-        records: of all ranks, in the order of the plan.
-        header: of the save.
+        plan: Plan of all ranks.
+        records: Records of all ranks, in the order of the plan.
+        header: Header of the save.
 
     Raises:
-        PlanError, CorruptionError: as `commit_save`.
+        PlanError, CorruptionError: See `commit_save`.
 
     Cost: linear in rows and ranks.
     """
@@ -162,51 +177,27 @@ def assemble(
     return index_bytes, manifest
 
 
-def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
-    """Let the pointer file name the newest committed step; that step if it named another.
-
-    Looks again after writing, since a save may commit meanwhile. Nothing where nothing is
-    committed.
-
-    Args:
-        dry_run: only look.
-    """
-    changed: int | None = None
-    for _ in range(_NUM_LOOKS):
-        newest = latest_step(storage)
-        if newest is None:
-            return changed
-        word = f"{newest}\n".encode()
-        if storage.exists(LATEST) and storage.read(LATEST) == word:
-            return changed
-        changed = newest
-        if dry_run:
-            return changed
-        storage.replace_file(LATEST, word)
-    return changed
-
-
 def _publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
-    """The rename that commits. An old checkpoint of the step lives until then."""
+    """Make the rename that commits; an old checkpoint of the step lives until then."""
     if header.overwrite and storage.exists(final) and _replace(storage, directory, final, header):
         return
     try:
         storage.rename_dir(directory, final)
     except StorageError as error:
         if save_id_of(storage, final) == header.save_id and _was_not_made(error):
-            return  # a repair that took this save for abandoned has finished it
+            return  # a repair took this save for abandoned and has finished it
         _take_back(storage, directory, final, header, error)
         if storage.exists(final):
             raise StorageError(
-                f"{storage.describe(final)} exists already; to replace it save with overwrite=True"
+                f"{storage.describe(final)} exists already; to replace it, save with overwrite=True"
             ) from error
         raise
 
 
 def _replace(storage: Storage, directory: str, final: str, header: SaveHeader) -> bool:
-    """Give the final name to the new version, and do away with the old one once nobody reads it.
+    """Exchange the new version with the old one, and retire the old one.
 
-    False when there is nothing to replace any more.
+    Returns False if the old version has disappeared and a plain rename is due.
     """
     try:
         storage.exchange_dir(directory, final)
@@ -221,10 +212,10 @@ def _replace(storage: Storage, directory: str, final: str, header: SaveHeader) -
         retire(storage, directory, header.step)
         retire_replaced(storage)
     except StorageError as error:
-        if storage.exists(directory):  # nobody else, a repair for example, has done it meanwhile
+        if storage.exists(directory):  # otherwise a repair has removed it in the meantime
             _LOG.warning(
-                "step %d is committed, but what it replaced could not be removed; `holdfast "
-                "repair` does that: %s",
+                "step %d is committed, but the version that it replaced cannot be removed: %s; "
+                "`holdfast repair` will remove it",
                 header.step,
                 error,
             )
@@ -232,7 +223,7 @@ def _replace(storage: Storage, directory: str, final: str, header: SaveHeader) -
 
 
 def _was_not_made(error: StorageError) -> bool:
-    """Whether a failed rename left everything as it was: there was nothing to rename, or no room.
+    """Return True if a failed rename changed nothing: the source was gone or the name taken.
 
     A sync that fails after the rename has other causes.
     """
@@ -244,7 +235,8 @@ def _take_back(
 ) -> None:
     """Undo a rename that was made but not made durable; StorageError if it cannot be undone.
 
-    Returns where the new version is not at its final name, be it that it never was.
+    Does nothing if the new version is not at its final name. A save that fails must not show its
+    checkpoint: after a crash of the machine it might be gone again.
     """
     if save_id_of(storage, final) != header.save_id:
         return
@@ -255,28 +247,28 @@ def _take_back(
             storage.rename_dir(final, directory)
     if save_id_of(storage, final) == header.save_id:
         raise StorageError(
-            f"{storage.describe(final)}: the new version is in place and complete, but whether it "
-            f"stays there if the machine stops is unproven: {cause}. It can be loaded; look at the "
-            f"storage, then save again"
+            f"{storage.describe(final)}: the new version is in place and complete, but it may be "
+            f"lost if the machine stops: {cause}. It can be loaded; check the storage, then save "
+            f"again"
         ) from cause
 
 
 def _read_done(
     storage: Storage, directory: str, position: int, plan: EncodedPlan, header: SaveHeader
 ) -> DoneRecord:
-    """The record of one rank, which is of this save and plan."""
+    """Read the done-record of one rank; it must belong to this save and plan."""
     path = f"{directory}/{done_file(position)}"
-    record = unseal(storage.read(path), DoneRecord, where=storage.describe(path))
+    record = read_sealed(storage, path, DoneRecord)
     rank = plan.plan.ranks[position]
     if record.position != position or record.save_id != header.save_id:
         raise CorruptionError(
-            f"{storage.describe(path)}: this is the record of save {record.save_id}, position "
+            f"{storage.describe(path)} is the record of save {record.save_id}, position "
             f"{record.position}; save {header.save_id}, position {position} (rank {rank}) is needed"
         )
     if record.plan_digest != plan.digest:
         raise PlanError(
             f"{storage.describe(path)}: rank {rank} wrote under plan {record.plan_digest}, the "
-            f"commit is of plan {plan.digest}"
+            f"commit has plan {plan.digest}"
         )
     return record
 
@@ -284,10 +276,10 @@ def _read_done(
 def build_index(
     plan: CommitPlan, records: list[DoneRecord], files: list[str], *, planned: IntArray
 ) -> ChunkIndex:
-    """Where every planned chunk is; PlanError where what was written is not what was planned."""
+    """Build the index; PlanError if a rank did not write what was planned."""
     bounds = np.searchsorted(plan.row_file, np.arange(len(files) + 1))
     if (np.diff(plan.row_file) < 0).any() or bounds[0] != 0 or bounds[-1] != len(planned):
-        raise PlanError("the rows of the plan do not lie in the order of its files")
+        raise PlanError("the rows of the plan are not in the order of its files")
     num_blocks = -(-planned // plan.block_nbytes)
     digest_ptr = np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int64)
     written = [records[position] for position in plan.writers]
@@ -299,14 +291,16 @@ def build_index(
         if record.row_nbytes != planned[first:stop].tobytes():
             raise PlanError(_first_difference(plan, first, planned[first:stop], record, where))
         if len(record.starts) != len(record.row_nbytes):
-            raise PlanError(f"{where}: the places of chunks are missing from its record")
+            raise PlanError(f"{where}: its record lacks the places of chunks")
         pointers = digest_ptr[first : stop + 1] - digest_ptr[first]
         if record.digest_ptr != pointers.tobytes() or len(record.digests) != 8 * int(pointers[-1]):
-            raise PlanError(f"{where}: block digests are missing from its record")
+            raise PlanError(f"{where}: its record lacks block digests")
     writers = set(plan.writers)
     for position, record in enumerate(records):
         if position not in writers and record.file is not None:
-            raise PlanError(f"rank {plan.ranks[position]} wrote {record.file}, which no plan has")
+            raise PlanError(
+                f"rank {plan.ranks[position]} wrote {record.file}, which was not planned"
+            )
     return ChunkIndex(
         tensor=plan.row_tensor,
         file=plan.row_file,
@@ -326,7 +320,7 @@ def build_index(
 def _first_difference(
     plan: CommitPlan, first: int, planned: IntArray, record: DoneRecord, where: str
 ) -> str:
-    """The first chunk of a file whose length is not the planned one, in words."""
+    """Describe the first chunk of a file whose length is not the planned one."""
     written = np.frombuffer(record.row_nbytes, dtype=np.int64)
     if len(planned) != len(written):
         return f"{where}: {len(planned)} chunks were planned, {len(written)} were written"
@@ -336,18 +330,18 @@ def _first_difference(
 
 
 def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
-    """Boxes held by several ranks without a declaration must have equal bytes on all of them."""
+    """Prove that boxes held by several ranks without a declaration have equal bytes on all."""
     if len(plan.check_group) == 0:
         return
     num_planned = np.bincount(plan.check_position, minlength=len(records)).tolist()
     for rank, record, num in zip(plan.ranks, records, num_planned, strict=True):
         if len(record.checks) != 8 * num:
             raise PlanError(
-                f"rank {rank} vouches for {len(record.checks) // 8} replicated boxes, {num} were "
-                f"planned"
+                f"rank {rank} has the digests of {len(record.checks) // 8} replicated boxes, {num} "
+                f"were planned"
             )
     reported = np.zeros(len(plan.check_group), dtype=np.uint64)
-    # Each rank's are in plan order.
+    # Each rank reports its digests in plan order: sorted by rank, stably, they fit end to end.
     by_rank = np.argsort(plan.check_position, kind="stable")
     reported[by_rank] = np.frombuffer(b"".join(r.checks for r in records), dtype=np.uint64)
     order = np.argsort(plan.check_group, kind="stable")
@@ -363,10 +357,10 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
     sentences = [f"{key}: {describe_drift(holders)}" for key, holders in drifts[:5]]
     more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
     raise DriftError(
-        f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key and nothing "
-        f"declares them different. Either a rank has computed or kept wrong values, or they are "
-        f"not meant to be equal: give each its own key, or declare the shards with a DTensor or "
-        f"Sharded(...)",
+        f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key, and "
+        f"nothing declares them different. Either a rank has computed or kept wrong values, or "
+        f"they are not meant to be equal: then give each its own key, or declare the shards with a "
+        f"DTensor or Sharded(...)",
         details={
             "odd_ranks": {rank for _, holders in drifts for rank in odd_ranks(holders)},
             "keys": list(dict.fromkeys(key for key, _ in drifts)),
@@ -375,7 +369,7 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
 
 
 def _compare_copies(index: ChunkIndex, manifest: Manifest, header: SaveHeader) -> None:
-    """Copies of a box must have equal bytes: PlanError naming files and ranks, or a warning."""
+    """Prove that copies of a box have equal bytes; DriftError or, by `on_drift`, a warning."""
     if manifest.totals.stored_nbytes == manifest.totals.nbytes:
         return
     copies = find_copies(index)
@@ -387,7 +381,7 @@ def _compare_copies(index: ChunkIndex, manifest: Manifest, header: SaveHeader) -
         return
     tensors = index.tensor[copies.row[copies.ptr[:-1][copies.differs]]]
     raise DriftError(
-        f"{drift}. Ranks that hold one tensor have to hold the same bytes: find out which rank's "
+        f"{drift}. Ranks that hold one tensor must hold the same bytes: find out which rank's "
         f"memory is wrong (save(check_replicas=True) names the odd one), or give each its own key; "
         f'on_drift="warn" stores them as they are',
         details={"keys": list(dict.fromkeys(manifest.tensors[t].key for t in tensors.tolist()))},
@@ -395,7 +389,7 @@ def _compare_copies(index: ChunkIndex, manifest: Manifest, header: SaveHeader) -
 
 
 def _holders(plan: CommitPlan, reported: WordArray, rows: IntArray) -> tuple[str, list[list[int]]]:
-    """The key of one box, and the ranks that hold each content of it."""
+    """Return the key of one box, and for each content the ranks that hold it."""
     by_content: dict[int, list[int]] = defaultdict(list)
     for row in rows.tolist():
         by_content[int(reported[row])].append(plan.ranks[int(plan.check_position[row])])
@@ -403,7 +397,7 @@ def _holders(plan: CommitPlan, reported: WordArray, rows: IntArray) -> tuple[str
 
 
 def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node]:
-    """One tree of all ranks' trees; ranks with identical bytes are looked at once."""
+    """Merge the trees of all ranks into one; identical bytes are decoded once."""
     trees: dict[bytes, dict[str, Node]] = {}
     labelled: list[tuple[str, dict[str, Node]]] = []
     for position, record in enumerate(records):
@@ -412,7 +406,7 @@ def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node
             try:
                 trees[record.values] = msgspec.json.decode(record.values, type=dict[str, Any])
             except msgspec.DecodeError as error:
-                raise CorruptionError(f"{label}: its values cannot be read: {error}") from error
+                raise CorruptionError(f"{label}: its values cannot be decoded: {error}") from error
         labelled.append((label, trees[record.values]))
     names: dict[str, None] = {}
     for _, tree in labelled:
@@ -433,7 +427,7 @@ def _build_manifest(
     index_bytes: bytes,
     parts: dict[str, Node],
 ) -> Manifest:
-    """The manifest of a complete save."""
+    """Build the manifest of a complete save."""
     nbytes = np.asarray(index.nbytes, dtype=np.int64)
     primary = np.asarray(index.copy) == 0
     return Manifest(
@@ -472,7 +466,7 @@ def _build_manifest(
 
 
 def _tensors(plan: CommitPlan, records: list[DoneRecord]) -> list[TensorInfo]:
-    """The tensors of the plan, with fingerprints if the writers gave them."""
+    """Describe the tensors of the plan, with fingerprints if the writers have them."""
     columns = (plan.keys, plan.dtypes, plan.shapes, plan.tensor_layouts, plan.tensor_placements)
     return [
         TensorInfo(key=key, dtype=dtype, shape=[*shape], layout=layout, placement=placement,
@@ -484,7 +478,7 @@ def _tensors(plan: CommitPlan, records: list[DoneRecord]) -> list[TensorInfo]:
 
 
 def _fingerprints(plan: CommitPlan, records: list[DoneRecord]) -> list[str | None]:
-    """The fingerprint of each tensor from the writers' shares; None where they gave none."""
+    """Return the fingerprint of each tensor from the writers' shares, or None for each."""
     if not any(record.lanes for record in records):
         return [None] * len(plan.keys)
     written = [records[position] for position in plan.writers]
@@ -506,10 +500,10 @@ def _fingerprints(plan: CommitPlan, records: list[DoneRecord]) -> list[str | Non
 
 
 def odd_ranks(holders: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks that do not hold what most ranks hold; empty if there is no majority.
+    """Return the ranks that do not hold what most ranks hold; empty without a majority.
 
     Args:
-        holders: the ranks with equal bytes, for each content.
+        holders: For each content, the ranks that hold it.
     """
     most, *others = sorted(holders, key=len, reverse=True)
     if not others or len(most) == len(others[0]):
@@ -518,9 +512,9 @@ def odd_ranks(holders: Sequence[Sequence[int]]) -> list[int]:
 
 
 def describe_drift(holders: Sequence[Sequence[int]]) -> str:
-    """Which ranks hold which content of one box, in words; `holders` as for `odd_ranks`.
+    """Describe which ranks hold which content of one box; `holders` as for `odd_ranks`.
 
-    A message is cut off when it is long, so the odd ranks come first.
+    The odd ranks come first, because a long message is cut off.
     """
     named = odd_ranks(holders)
     odd = f" (odd ones by majority: [{_ranges(named)}])" if named else ""
@@ -529,7 +523,7 @@ def describe_drift(holders: Sequence[Sequence[int]]) -> str:
 
 
 def _ranges(ranks: Iterable[int]) -> str:
-    """Ranks in order, runs of three and more as `first-last`."""
+    """List ranks in order, runs of three and more as `first-last`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
 """One rank's share of a save: write the image, then commit or learn the outcome.
 
-The same code runs in a writer process, in a thread for storages that no other process can open, and
-in a thread of a synchronous save, concurrently with its staging.
+The same code runs in a writer process, in a thread if no other process can open the storage, and in
+a thread of a synchronous save, concurrently with its staging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.errors import DeadlineError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import fingerprint_box
 from holdfast.format.names import parse_saving_dir, step_dir
-from holdfast.format.versions import LEASES_DIR
+from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
@@ -45,6 +45,7 @@ from holdfast.writer.records import (
     column,
     done_file,
     heartbeat_file,
+    missing_ranks,
     seal,
 )
 
@@ -53,12 +54,13 @@ _WRITE_NBYTES = 16 << 20
 
 
 class JobGate:
-    """Holds a job back while its image is still being staged, and until all ranks have written.
+    """Holds a job back while its image is being staged, and until all ranks have written.
 
-    The thread that stages opens it step by step, or closes it for good; the job's threads wait.
+    The staging thread opens it step by step, or closes it permanently. The job's threads wait.
     """
 
     def __init__(self) -> None:
+        # One condition for all fields: two threads of the job wait, each for another field.
         self._changed = threading.Condition()
         self._nbytes = 0
         self._nbytes_needed = 0
@@ -67,33 +69,33 @@ class JobGate:
         self._is_closed = False
 
     def open_to(self, nbytes: int) -> None:
-        """The first `nbytes` bytes of the image are in place and do not change any more."""
+        """Declare that the first `nbytes` bytes of the image are in place and final."""
         with self._changed:
             self._nbytes = max(self._nbytes, nbytes)
-            # Not each time: it is called for each MiB, and a job waits for more of them.
+            # Not every time: this is called for each MiB, and a job waits for several.
             if self._nbytes >= self._nbytes_needed:
                 self._changed.notify_all()
 
     def finish_staging(self, checks: bytes, digests: RowDigests) -> None:
-        """The whole image is in place; `checks` are those of `WriteJob`."""
+        """Declare that the whole image is in place; `checks` are those of `WriteJob`."""
         with self._changed:
             self._staged = checks, digests
             self._changed.notify_all()
 
     def allow_commit(self) -> None:
-        """All ranks have agreed that each has written its share."""
+        """Declare that every rank has written its share."""
         with self._changed:
             self._may_commit = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more will come: what waits for it gets a StorageError."""
+        """End all waiting, now and later, with a StorageError."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def wait(self, nbytes: int) -> None:
-        """Return when the first `nbytes` bytes are in place; for one thread."""
+        """Return when the first `nbytes` bytes are in place; for one thread only."""
         with self._changed:
             self._nbytes_needed = nbytes
         self._wait_for(
@@ -102,7 +104,7 @@ class JobGate:
         )
 
     def wait_for_digests(self) -> tuple[bytes, RowDigests]:
-        """Those of the boxes to vouch for and of all rows, known once the image is staged."""
+        """Return the digests of the checked boxes and of all rows, once the image is staged."""
         self._wait_for(lambda: self._staged is not None, lambda: "the staging was not finished")
         assert self._staged is not None
         return self._staged
@@ -112,15 +114,16 @@ class JobGate:
         self._wait_for(lambda: self._may_commit, lambda: "the save failed before its commit")
 
     def _wait_for(self, is_open: Callable[[], bool], why: Callable[[], str]) -> None:
-        """Return when it is open; StorageError with the reason when it never will be."""
+        """Return when it is open; StorageError with the reason if it is closed before."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or is_open())
+            # What came before the closing still counts.
             if not is_open():
                 raise StorageError(why())
 
 
 class RowDigests(NamedTuple):
-    """Columns of a `DoneRecord`: where each row's digests begin, digests, and fingerprints."""
+    """Columns of a `DoneRecord`: starts of each row's digests, digests, and fingerprints."""
 
     digest_ptr: IntArray
     digests: WordArray
@@ -131,8 +134,8 @@ class ImageHasher:
     """Digests of the rows of an image, made block by block as their bytes come into place.
 
     Args:
-        job: where the rows are, and bytes per digest.
-        image: as far as it is in place.
+        job: States where the rows are, and the bytes per digest.
+        image: The image; it may still be filled.
 
     Cost: one pass over the bytes; XXH3 releases the interpreter's lock while it runs.
     """
@@ -142,8 +145,9 @@ class ImageHasher:
         ends = starts + np.frombuffer(job.file.row_nbytes, dtype=np.int64)
         num_blocks = -(-(ends - starts) // job.block_nbytes)
         self._digest_ptr = np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int64)
-        # Blocks in the order of the image, of which a file may have its rows in another than the
-        # plan: their rows, and how many blocks of its row are before each.
+        # The image has its rows in another order than the plan: by element size. Blocks are hashed
+        # in the order of the image, as it fills, and their digests go to `_place`, the order of the
+        # plan. `row` is the row of each block, `before` the number of that row's earlier blocks.
         order = np.lexsort((ends, starts))
         row = np.repeat(order, num_blocks[order])
         first = np.cumsum(num_blocks[order]) - num_blocks[order]
@@ -158,14 +162,14 @@ class ImageHasher:
         self._digests: list[int] = []
 
     def advance(self, end: int) -> None:
-        """The first `end` bytes of the image are in place: hash what is new and whole of them."""
+        """Hash the new whole blocks; the first `end` bytes of the image are in place."""
         done = len(self._digests)
         ready = done + int(np.searchsorted(self._stops[done:], end, side="right"))
         image, digest = self._image, xxhash.xxh3_64_intdigest
         self._digests += [digest(image[begin:stop]) for begin, stop in self._blocks[done:ready]]
 
     def finish(self) -> RowDigests:
-        """The whole image is in place: what its rows have, in the order of the plan."""
+        """Return the columns in the order of the plan; the whole image is in place."""
         self.advance(self._image.nbytes)
         digests = np.zeros(len(self._place), dtype=np.uint64)
         digests[self._place] = np.array(self._digests, dtype=np.uint64)
@@ -182,7 +186,7 @@ class ImageHasher:
 
 
 class JobThread:
-    """The job of a synchronous save, in a thread of its own, held back by its gate."""
+    """The job of a synchronous save in its own thread, held back by its gate."""
 
     def __init__(
         self, storage: Storage, job: WriteJob, image: memoryview, *, plan: EncodedPlan | None
@@ -195,21 +199,21 @@ class JobThread:
         )
 
     def start(self) -> None:
-        """Let it begin."""
+        """Start the thread."""
         self._thread.start()
 
     def wait_written(self) -> None:
-        """Return when the rank's share is durable; raise what the job has failed with."""
+        """Return when the rank's share is durable; raise the job's error."""
         self._written.wait()
         self._raise_error()
 
     def wait_finished(self) -> None:
-        """Return when the job is done; raise what it has failed with."""
+        """Return when the job is done; raise its error."""
         self._thread.join()
         self._raise_error()
 
     def stop(self) -> None:
-        """End the job, which fails where it waits for the gate; nothing where it has ended."""
+        """End the job; it fails if it waits for the gate, and may have ended before."""
         self.gate.close()
         if self._thread.is_alive():
             self._thread.join()
@@ -217,7 +221,7 @@ class JobThread:
     def _run(
         self, storage: Storage, job: WriteJob, image: memoryview, plan: EncodedPlan | None
     ) -> None:
-        """Perform the job, and keep what it raises."""
+        """Perform the job and keep its error for the thread that waits."""
         try:
             perform_job(
                 storage, job, image, plan=plan, gate=self.gate, on_written=self._written.set
@@ -228,7 +232,6 @@ class JobThread:
             self._written.set()
 
     def _raise_error(self) -> None:
-        """Raise what the job has failed with."""
         if self._error is not None:
             raise self._error
 
@@ -242,7 +245,7 @@ def run_job(
     on_progress: Callable[[int], object] | None = None,
     on_written: Callable[[], object] | None = None,
 ) -> SaveOutcome:
-    """`perform_job`, whose failure is published on storage for the other ranks, and returned.
+    """Call `perform_job`; publish a failure on storage for the other ranks, and return it.
 
     Never raises. Bounded by `job.deadline_s`.
     """
@@ -251,7 +254,7 @@ def run_job(
             storage, job, image, plan=plan, on_progress=on_progress, on_written=on_written
         )
     except Exception as caught:
-        # The committer's failure record is the cause, where the error here only follows from it.
+        # The committer's failure record is the cause, if the error here only follows from it.
         error = committers_failure(storage, job) or caught
         record = ErrorRecord.of(error, foreign=StorageError)
         publish_failure(storage, job, record, committer=plan is not None)
@@ -271,15 +274,17 @@ def perform_job(
     """Write this rank's share; then commit, or wait for the committer's outcome on storage.
 
     Args:
-        image: the rank's data file as it lies in staging memory.
-        plan: of the whole save, on the rank that commits it.
-        gate: of a synchronous save, whose ranks wait for each other by collectives: the commit
-            waits for it, and the other ranks' jobs end with the writing.
-        on_progress: called with the bytes passed to storage so far.
-        on_written: called when the image is no longer needed.
+        storage: Root of the checkpoints.
+        job: The rank's share.
+        image: The rank's data file in staging memory.
+        plan: Plan of the whole save, on the rank that commits it.
+        gate: Given for a synchronous save, whose ranks wait for each other by collectives. The
+            commit waits for it, and the jobs of other ranks end with the writing.
+        on_progress: Called with the bytes passed to storage so far.
+        on_written: Called when the image is no longer needed.
 
     Raises:
-        HoldfastError: what failed here, or is recorded on storage as the failure of another rank.
+        HoldfastError: The failure of this rank, or that of another rank as recorded on storage.
     """
     began = time.monotonic()
     deadline = began + job.deadline_s
@@ -287,11 +292,13 @@ def perform_job(
         storage.holding_dirs() if isinstance(storage, PosixStorage) else nullcontext(),
         heartbeat(storage, job.directory, position=job.position) as is_written,
     ):
+        # Phase 1: write this rank's bytes and its done-record.
         _prepare_directory(storage, job, plan)
         write_share(storage, job, image, gate=gate, on_progress=on_progress)
         written = time.monotonic()
         if on_written is not None:
             on_written()
+        # Phase 2: commit when every rank has written, or wait for the rank that does.
         if plan is not None:
             if gate is not None:
                 gate.wait_for_commit()
@@ -308,15 +315,15 @@ def perform_job(
 
 
 def _prepare_directory(storage: Storage, job: WriteJob, plan: EncodedPlan | None) -> None:
-    """Make the save's directories; the committer leaves plan and header for a repair.
+    """Make the save's directories; the committer also writes plan and header, for a repair.
 
-    Nothing here is synced: what a checkpoint keeps of it is made durable by the commit, and without
-    the rest, after the machine stopped, the save is abandoned.
+    Nothing here is synced: the commit makes durable what the checkpoint keeps of it. If the machine
+    stops and the rest is lost, the save is abandoned.
     """
     for name in ("plan", DONE_DIR, "data"):
         storage.make_dir(f"{job.directory}/{name}", durable=False)
     if plan is not None:
-        # The committer's first heartbeat: the file holds its clock's time and has the storage's.
+        # The first heartbeat: its content is this clock's time, its own time is the storage's.
         now = f"{time.time():.3f}".encode()
         storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
         storage.write_file(f"{job.directory}/{PLAN_FILE}", plan.data, durable=False)
@@ -334,14 +341,18 @@ def write_share(
 ) -> None:
     """Write and sync a rank's data file, then publish its done-record.
 
-    Nothing is visible as a checkpoint whatever happens here.
+    Nothing here is visible as a checkpoint, whatever happens.
 
     Args:
-        gate: of an image that is still being staged, and hashed as it is; without it the whole
+        storage: Root of the checkpoints.
+        job: The rank's share.
+        image: The rank's data file in staging memory.
+        gate: Given if the image is still being staged, and hashed meanwhile; without it the whole
             image is in place.
+        on_progress: Called with the bytes passed to storage so far.
 
     Raises:
-        StorageError: names the path.
+        StorageError: A write failed; the message names the path.
 
     Cost: one pass of writes, one sync; without a gate, one pass of hashing concurrently with it.
     """
@@ -369,7 +380,8 @@ def write_share(
         lanes=column(digests.lanes),
         values=job.values,
     )
-    # The record need not be durable: without it, after the machine stopped, the save is abandoned.
+    # After the sync of the data, and not synced itself: if the machine stops and the record is
+    # lost, the save is abandoned; if it is there, so are the bytes that it vouches for.
     data = seal(msgspec.msgpack.encode(record))
     storage.write_file(f"{job.directory}/{done_file(job.position)}", data, durable=False)
 
@@ -389,7 +401,7 @@ def _write_image(
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             end = min(start + _WRITE_NBYTES, image.nbytes)
             if gate is not None:
-                gate.wait(end)
+                gate.wait(end)  # the image fills from the front, at the same time
             sink.write_at(start, image[start:end])
             if on_progress is not None:
                 on_progress(end)
@@ -401,69 +413,67 @@ def _commit_when_complete(
 ) -> None:
     """Wait for every rank's done-record, then commit."""
     ranks = plan.plan.ranks
-    expected = {done_file(p).rpartition("/")[2] for p in range(len(ranks))}
     began = time.monotonic()
     while True:
-        present = set(storage.list(f"{job.directory}/{DONE_DIR}"))
-        failed = sorted(name for name in present if name.endswith(".failed"))
+        names = storage.list(f"{job.directory}/{DONE_DIR}")
+        failed = [name for name in names if name.endswith(".failed")]
         if failed:
             raise read_failure(storage, f"{job.directory}/{DONE_DIR}/{failed[0]}")
-        missing = expected - present
+        missing = missing_ranks(names, ranks)
         if not missing:
             return commit_save(storage, job.directory, plan=plan, header=job.header)
         now = time.monotonic()
         if now > deadline:
-            late = [ranks[int(name.partition(".")[0])] for name in sorted(missing)]
             raise DeadlineError(
-                f"save of step {job.header.step}: ranks {late} did not finish writing within "
+                f"save of step {job.header.step}: ranks {missing} did not finish writing within "
                 f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone",
-                details={"missing_ranks": late, "steps": [job.header.step]},
+                details={"missing_ranks": missing, "steps": [job.header.step]},
             )
         time.sleep(min(pause_s(now - began), max(deadline - now, 0.0)))
 
 
 @contextmanager
 def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[threading.Event]:
-    """While the body runs, a thread renews this rank's heartbeat on storage.
+    """In the body, a thread renews this rank's heartbeat on storage every two seconds.
 
-    Every two seconds; nothing is written in the first two, in which the directory itself is young
-    enough. A storage that cannot be written to is tried again at the next beat.
+    Nothing is written in the first two seconds, while the directory itself is young enough. A
+    storage that refuses a heartbeat is asked again at the next one.
 
     Args:
-        directory: of the save.
-        position: of the rank in the plan.
+        storage: Root of the checkpoints.
+        directory: Directory of the save.
+        position: Position of the rank in the plan.
 
-    Returns:
-        An event for the body to set when this rank has written its share: from then on it beats
-        only where the committer cannot. So a save whose committer is gone is finished without
-        waiting for ranks that wait for it.
+    Yields:
+        An event for the body to set when this rank has written its share. From then on the rank
+        has a heartbeat only until the committer has its own: if the committer dies, a repair need
+        not wait for the heartbeats of ranks that themselves only wait for the committer.
     """
-    stop, is_written = threading.Event(), threading.Event()
-    thread = threading.Thread(
-        target=_beat, args=(storage, directory, position, stop, is_written),
-        name="holdfast-heartbeat", daemon=True,
-    )  # fmt: skip
-    thread.start()
+    step, save_id = parse_saving_dir(directory) or (0, "")
+    path = heartbeat_file(step, save_id, position)
+    is_written = threading.Event()
+    is_made = is_over = False
+
+    def clear() -> None:
+        if is_made:
+            with suppress(StorageError):
+                storage.remove_tree(path)
+
+    def beat() -> None:
+        nonlocal is_made, is_over
+        if is_over:
+            return
+        if is_written.is_set() and storage.exists(f"{directory}/{ALIVE_FILE}"):
+            is_over = True
+            clear()
+            return
+        storage.make_dir(LEASES_DIR, durable=False)
+        is_made = True
+        storage.replace_file(path, f"{time.time():.3f}".encode(), durable=False)
+
     try:
-        yield is_written
+        with repeated(beat, every_s=HEARTBEAT_S, name="holdfast-heartbeat"):
+            yield is_written
     finally:
-        stop.set()
-        thread.join()
-
-
-def _beat(
-    storage: Storage, directory: str, position: int, stop: threading.Event, written: threading.Event
-) -> None:
-    """Renew the heartbeat until it is to stop, and remove it."""
-    path = ""
-    while not stop.wait(HEARTBEAT_S):
-        with suppress(StorageError):
-            if written.is_set() and storage.exists(f"{directory}/{ALIVE_FILE}"):
-                break
-            storage.make_dir(LEASES_DIR, durable=False)
-            step, save_id = parse_saving_dir(directory) or (0, "")
-            path = heartbeat_file(step, save_id, position)
-            storage.replace_file(path, f"{time.time():.3f}".encode(), durable=False)
-    if path:
-        with suppress(StorageError):
-            storage.remove_tree(path)
+        if not is_over:
+            clear()

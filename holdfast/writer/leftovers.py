@@ -1,4 +1,4 @@
-"""Leftovers of saves: finish what can be finished, remove what cannot, leave what is alive."""
+"""Leftovers of saves: finish or remove them, and leave saves alone that are alive."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from holdfast.format.names import (
     parse_aside_dir,
     parse_replaced_dir,
     parse_saving_dir,
+    point_to_newest,
     step_dir,
     unclaimed,
 )
 from holdfast.format.versions import readers_of, retire, save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.commit import commit_save, point_to_newest
+from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import discard_save
 from holdfast.writer.records import (
     DONE_DIR,
@@ -33,27 +34,28 @@ from holdfast.writer.records import (
     clear_heartbeats,
     decode_plan,
     done_file,
+    missing_ranks,
+    read_sealed,
     silent_s,
-    unseal,
 )
 
 _PAUSE_S = 0.1
 ALIVE_S = 30.0
-"""A save without a heartbeat of any of its processes for so long is abandoned."""
+"""Seconds without a heartbeat of any process, after which a save counts as abandoned."""
 
 Fate = Literal["finished", "removed", "alive", "read", "kept"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """One leftover and what was (or would be) done with it.
+    """One leftover and what was done with it, or would be in a dry run.
 
     Args:
-        name: of the directory or file, under the root.
-        step: that its name states.
-        fate: "finished", "removed"; left alone because its owner is "alive" or it is being "read";
-            "kept" because nothing could be done.
-        why: in words.
+        name: Name of the directory or file under the root.
+        step: The step in its name.
+        fate: "finished" or "removed"; "alive" or "read" if it was left alone for its owner or its
+            readers; "kept" if it cannot be removed.
+        why: The reason, for people.
     """
 
     name: str
@@ -63,15 +65,15 @@ class Leftover:
 
 
 def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False) -> list[Leftover]:
-    """Go through everything under the root that is no checkpoint but was made by a save.
+    """Finish, remove or leave everything under the root that a save made and did not commit.
 
-    A save with all its done-records is committed now; one with a heartbeat of any of its processes
-    within `alive_s`, by the storage's clock, is left alone; any other is removed, as are
-    half-removed directories, files that were never given their name, and replaced versions that
-    nobody reads any more. A committed checkpoint is not touched, unless a complete save that began
-    after it was to replace it; one that an interrupted replacement left without its name gets it
-    back. A pointer file that does not name the newest committed step is replaced. Safe to run
-    while jobs save, load and remove here, and at any time again.
+    A save is left alone if any of its processes had a heartbeat within `alive_s`, by the storage's
+    clock. Otherwise it is committed if it has all done-records, and removed if not. Half-removed
+    directories, files that never got their name, and replaced versions without readers are removed
+    too. A committed checkpoint is not touched, unless a later, complete save was to replace it. A
+    checkpoint that lost its name in an interrupted replacement gets it back. The pointer file is
+    replaced if it does not name the newest committed step. Safe to run at any time and again, also
+    while jobs save, load and remove here.
     """
     leftovers = []
     for name in storage.list(""):
@@ -82,10 +84,10 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
 
 
 def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
-    """Wait while writers that outlived their run finish a save; finish what they left complete.
+    """Wait for writers that outlived their run, and commit the saves that they left complete.
 
-    Returns at once where nothing is being written, and after `timeout_s` at the latest. Removes
-    nothing: `alive_s` is short here. A storage that cannot be written to is left as it is.
+    Returns at once if nothing is being written, and after `timeout_s` at the latest. Removes
+    nothing, because `alive_s` is short here. A read-only storage is left as it is.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -108,7 +110,7 @@ def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> N
 
 
 def _look(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list[Leftover]:
-    """What is done with one name under the root; nothing for one that is no leftover."""
+    """Treat one name under the root; the result is empty if it is not a leftover."""
     if name.startswith(".tmp-"):
         return _treat_file(storage, name, alive_s=alive_s, dry_run=dry_run)
     step = parse_aside_dir(name)
@@ -142,27 +144,28 @@ def _treat(
         if why:
             return _remove(storage, name, step, f"abandoned: {why}", dry_run)
         if dry_run:
-            return Leftover(name=name, step=step, fate="finished", why="all records are there")
+            return Leftover(name=name, step=step, fate="finished", why="all records are present")
         return _finish(storage, name, step)
     except StorageError as error:
         return _stuck(storage, name, step, error)
 
 
 def _stuck(storage: Storage, name: str, step: int, error: StorageError) -> Leftover:
-    """What is reported of a leftover with which nothing could be done."""
+    """Report a leftover for which an operation failed."""
     if not storage.exists(name):
-        return Leftover(name=name, step=step, fate="finished", why="another process did it")
+        return Leftover(name=name, step=step, fate="finished", why="another process finished it")
     return Leftover(name=name, step=step, fate="kept", why=str(error))
 
 
 def _retire(storage: Storage, name: str, step: int, why: str, dry_run: bool) -> Leftover:
-    """A version that was replaced: it goes once nobody reads it."""
+    """Remove a replaced version, unless it has readers."""
     try:
         if dry_run:
             version = save_id_of(storage, name)
             readers = ", ".join(readers_of(storage, step_dir(step), save_id=version))
         else:
-            storage.sync_dir("")  # this may be all there is if the replacement is not durable
+            # Until the replacement is durable, a crash may leave this as the only version.
+            storage.sync_dir("")
             readers = retire(storage, name, step)
     except StorageError as error:
         return _stuck(storage, name, step, error)
@@ -172,9 +175,10 @@ def _retire(storage: Storage, name: str, step: int, why: str, dry_run: bool) -> 
 
 
 def _put_back(storage: Storage, name: str, step: int, *, alive_s: float, dry_run: bool) -> Leftover:
-    """A version that lost its name to another one, by renames, because no exchange was to be had.
+    """Give a version its name back that an interrupted replacement or removal took from it.
 
-    Where those were interrupted between the two, the step has no version under its name.
+    If the file system cannot exchange names, a replacement is several renames. Between two of them
+    the step has no version under its name.
     """
     final = step_dir(step)
     try:
@@ -197,7 +201,7 @@ def _put_back(storage: Storage, name: str, step: int, *, alive_s: float, dry_run
 
 
 def _treat_pointer(storage: Storage, *, dry_run: bool) -> list[Leftover]:
-    """The pointer of a save that could not replace it, or of checkpoints removed by hand."""
+    """Correct the pointer, after a save that failed to replace it or a removal by hand."""
     try:
         step = point_to_newest(storage, dry_run=dry_run)
     except StorageError as error:
@@ -208,30 +212,29 @@ def _treat_pointer(storage: Storage, *, dry_run: bool) -> list[Leftover]:
 
 
 def _treat_file(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list[Leftover]:
-    """A temporary file of a replacement: gone in an instant, unless its process is."""
+    """Remove a temporary file of a dead process; a living one renames it in an instant."""
     try:
         age_s = storage.age_s(name)
     except StorageError:
         return []
     if age_s < alive_s:
-        why = f"made {age_s:.0f} s ago, and may be about to get its name"
+        why = f"made {age_s:.0f} s ago; it may be about to get its name"
         return [Leftover(name=name, step=None, fate="alive", why=why)]
-    return [_remove(storage, name, None, "never given its name", dry_run)]
+    return [_remove(storage, name, None, "it never got its name", dry_run)]
 
 
 def _finish(storage: Storage, name: str, step: int) -> Leftover:
-    """Commit a save whose records are all there.
+    """Commit a save whose records are complete.
 
-    Under a name of its own: a process of the save that was only slow finds its directory gone, and
-    nobody else finishes it at the same time.
+    The directory is renamed first. So a process of the save that was only slow finds it gone, and
+    no other repair finishes it at the same time.
     """
     claimed = claimed_dir(name, secrets.token_hex(4))
     storage.rename_dir(name, claimed, durable=False)
     try:
         data = storage.read(f"{claimed}/{PLAN_FILE}")
         plan = decode_plan(data, where=storage.describe(f"{claimed}/{PLAN_FILE}"))
-        path = f"{claimed}/{HEADER_FILE}"
-        header = unseal(storage.read(path), SaveHeader, where=storage.describe(path))
+        header = read_sealed(storage, f"{claimed}/{HEADER_FILE}", SaveHeader)
         commit_save(storage, claimed, plan=plan, header=header)
     except StorageError as error:
         with suppress(StorageError):
@@ -240,11 +243,11 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
     except HoldfastError as error:
         discard_save(storage, claimed)
         return Leftover(name=name, step=step, fate="removed", why=f"cannot be committed: {error}")
-    return Leftover(name=name, step=step, fate="finished", why="all records were there")
+    return Leftover(name=name, step=step, fate="finished", why="all records were present")
 
 
 def _why_not(storage: Storage, name: str, step: int) -> str:
-    """Why a save cannot be committed; empty if it can be."""
+    """Return why a save cannot be committed; empty if it can be."""
     try:
         return _why_incomplete(storage, name) or _why_superseded(storage, name, step)
     except CorruptionError as error:
@@ -252,49 +255,44 @@ def _why_not(storage: Storage, name: str, step: int) -> str:
 
 
 def _why_superseded(storage: Storage, name: str, step: int) -> str:
-    """Whether its step was committed by another save since, which it must not replace."""
+    """Return why a save must not replace the committed version of its step, if so."""
     final = f"{step_dir(step)}/{MANIFEST}"
     if not storage.exists(final):
         return ""
     path = f"{name}/{HEADER_FILE}"
-    header = unseal(storage.read(path), SaveHeader, where=storage.describe(path))
+    header = read_sealed(storage, path, SaveHeader)
     if not header.overwrite:
         return f"step {step} was committed by another save"
-    # The committed one is looked at first: of equal times, it counts as the newer.
+    # The age of the committed one is taken first: if the times are equal, it counts as newer.
     if storage.age_s(final) <= storage.age_s(path):
-        return f"step {step} was saved again since"
+        return f"step {step} was saved again later"
     return ""
 
 
 def _why_incomplete(storage: Storage, name: str) -> str:
-    """What a save lacks to be committed; empty for nothing."""
+    """Return what a save lacks to be committed; empty if it is complete."""
     for path in (PLAN_FILE, HEADER_FILE):
         if not storage.exists(f"{name}/{path}"):
             return f"{path} was not written"
     data = storage.read(f"{name}/{PLAN_FILE}")
     plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}")).plan
     has_records = storage.is_dir(f"{name}/{DONE_DIR}")
-    present = set(storage.list(f"{name}/{DONE_DIR}")) if has_records else set()
-    missing = [
-        plan.ranks[position]
-        for position in range(len(plan.ranks))
-        if done_file(position).rpartition("/")[2] not in present
-    ]
+    names = storage.list(f"{name}/{DONE_DIR}") if has_records else []
+    missing = missing_ranks(names, plan.ranks)
     if missing:
         return f"ranks {missing} did not finish writing"
     for position, rank in enumerate(plan.ranks):
-        path = f"{name}/{done_file(position)}"
-        record = unseal(storage.read(path), DoneRecord, where=storage.describe(path))
+        record = read_sealed(storage, f"{name}/{done_file(position)}", DoneRecord)
         file = f"{name}/{record.file}"
         if record.file is not None and not (
             storage.exists(file) and storage.size(file) == record.nbytes
         ):
-            return f"{record.file} of rank {rank} is not what the rank wrote"
+            return f"{record.file} of rank {rank} has another size than the rank wrote"
     return ""
 
 
 def _remove(storage: Storage, name: str, step: int | None, why: str, dry_run: bool) -> Leftover:
-    """Remove one leftover."""
+    """Remove one leftover, unless this is a dry run."""
     if not dry_run:
         try:
             storage.remove_tree(name)

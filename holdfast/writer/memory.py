@@ -1,4 +1,4 @@
-"""Memory that a rank stages a save in, shared with its writer process as a file descriptor."""
+"""Memory in which a rank stages a save; its writer process maps it by a file descriptor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from holdfast.errors import StorageError
 class SharedMemory:
     """A reusable piece of memory, kept as an anonymous memory file.
 
-    Grows to the largest image it is reserved for and never shrinks. The memory is page-aligned and
-    can be sent to another process as a descriptor.
+    It grows to the largest image that it is reserved for and never shrinks. The memory is
+    page-aligned, as direct writes need it, and can be sent to another process as a descriptor.
 
-    Args:
-        nbytes: held now.
-        fd: descriptor of the memory file, -1 before the first `reserve`.
-        token: another object for each allocation; who has mapped the memory compares by it.
-        num_allocations: how often memory had to be allocated.
+    Attributes:
+        nbytes: Size held now.
+        fd: Descriptor of the memory file; -1 before the first `reserve`.
+        token: A new object for each allocation. A process that has mapped the memory compares it.
+        num_allocations: How often memory was allocated.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,17 @@ class SharedMemory:
 
     @property
     def is_locked(self) -> bool:
-        """Whether the memory is page-locked."""
+        """True if the memory is page-locked."""
         return self._unlock is not None
 
     def reserve(self, nbytes: int) -> memoryview:
-        """A writable view of the first `nbytes` bytes; StorageError when memory is short."""
+        """Return a writable view of the first `nbytes` bytes; StorageError if memory is short."""
         if self._map is None or nbytes > self.nbytes:
             self.close()
             self.token = object()
             rounded = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
+            # A memory file and not shared memory with a name: it goes with its last descriptor, so
+            # that a killed process leaves nothing behind.
             try:
                 self.fd = os.memfd_create("holdfast-staging", os.MFD_CLOEXEC)
                 os.ftruncate(self.fd, rounded)
@@ -52,21 +54,22 @@ class SharedMemory:
             except (OSError, ValueError) as error:
                 self.close()
                 raise StorageError(
-                    f"no memory for a staging buffer of {rounded} bytes: {error}"
+                    f"a staging buffer of {rounded} bytes cannot be allocated: {error}; free "
+                    f"memory, or spread the state over more ranks"
                 ) from error
             self.nbytes = rounded
             self.num_allocations += 1
         return memoryview(self._map)[:nbytes]
 
     def lock(self, lock: Callable[[int, int], str], unlock: Callable[[int], None]) -> None:
-        """Page-lock the memory held, for as long as it is; nothing where it is already.
+        """Page-lock the memory until it is freed; does nothing if it is locked already.
 
-        A device can then copy into it by itself. A refusal is logged once as a warning, and saves
-        go on: copies from a device are then slower and hold the caller for longer.
+        A device can then copy into it by itself. A refusal is logged once as a warning and saves
+        continue: copies from a device are then slower and block the caller longer.
 
         Args:
-            lock: called with address and size in bytes; returns why it refuses, or nothing.
-            unlock: called with the address before the memory is unmapped.
+            lock: Called with address and size in bytes; returns why it refuses, or "".
+            unlock: Called with the address before the memory is unmapped.
         """
         if self._map is None or self._unlock is not None or self._is_refused:
             return
@@ -74,8 +77,8 @@ class SharedMemory:
         if why:
             self._is_refused = True
             logging.getLogger("holdfast").warning(
-                "staging memory of %d bytes could not be page-locked: %s; saves from the device "
-                "stay right but take longer (the limit may be `ulimit -l` or the container's)",
+                "staging memory of %d bytes cannot be page-locked: %s; saves from the device "
+                "remain correct but take longer; the limit may be `ulimit -l` or the container's",
                 self.nbytes,
                 why,
             )
@@ -83,12 +86,13 @@ class SharedMemory:
             self._unlock = unlock
 
     def close(self) -> None:
-        """Give the memory back; views must not be used afterwards."""
+        """Free the memory; its views must not be used afterwards."""
         if self._map is not None:
             if self._unlock is not None:
+                # Before the unmapping: the driver keeps the address, which another mapping may get.
                 self._unlock(self._address(self._map))
                 self._unlock = None
-            # The memory goes when the last view of it does.
+            # If views exist, the memory is unmapped with the last of them.
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
@@ -99,5 +103,5 @@ class SharedMemory:
 
     @staticmethod
     def _address(mapped: mmap.mmap) -> int:
-        """Where mapped memory begins."""
+        """Return the address of mapped memory, which `mmap` itself does not show."""
         return ctypes.addressof(ctypes.c_char.from_buffer(mapped))

@@ -11,7 +11,7 @@ from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, StorageEr
 from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir, unclaimed
 from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
-from holdfast.writer.records import DONE_DIR, FAILED_FILE, WriteJob, seal, unseal
+from holdfast.writer.records import DONE_DIR, FAILED_FILE, WriteJob, read_sealed, seal
 
 _FIRST_PAUSE_S = 0.002
 _SHORT_PAUSE_S = 0.1
@@ -23,7 +23,7 @@ def publish_failure(
 ) -> None:
     """Publish a failure record for the other ranks; a storage that refuses even that is ignored.
 
-    It need not outlive the machine: neither do those who wait for it.
+    The record is not synced: the ranks that wait for it do not survive the machine either.
     """
     if not committer:
         record = msgspec.structs.replace(
@@ -38,8 +38,8 @@ def publish_failure(
         storage.make_dir(f"{job.directory}/{DONE_DIR}", durable=False)
         storage.write_file(path, data, durable=False)
     except HoldfastError:
-        # The data of a failed save is of no use, and may be what filled the disk. But where its
-        # replacement of a step could not be taken back, this is what was replaced.
+        # The data of a failed save is useless, and may be what filled the disk. But if the exchange
+        # with an older version could not be undone, this directory holds that older version.
         with suppress(HoldfastError):
             in_place = save_id_of(storage, step_dir(job.header.step)) == job.header.save_id
             if job.file.name is not None and not in_place:
@@ -48,7 +48,7 @@ def publish_failure(
 
 
 def committers_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
-    """What the committer has recorded as the failure of this save, if anything."""
+    """Return the failure that the committer has recorded for this save, or None."""
     path = f"{job.directory}/{FAILED_FILE}"
     try:
         return read_failure(storage, path) if storage.exists(path) else None
@@ -57,15 +57,15 @@ def committers_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
 
 
 def read_failure(storage: Storage, path: str) -> HoldfastError:
-    """The error in a failure record; CorruptionError where it is none."""
-    return unseal(storage.read(path), ErrorRecord, where=storage.describe(path)).to_error()
+    """Return the error in a failure record; CorruptionError if it cannot be read."""
+    return read_sealed(storage, path, ErrorRecord).to_error()
 
 
 def discard_save(storage: Storage, directory: str) -> None:
-    """Remove what an abandoned save left; a failure to do so is not an error of the save.
+    """Remove the directory of an abandoned save; a failure to do so is ignored.
 
-    What such a directory holds is kept where the save is at its final name: then it is the version
-    that was replaced, and may be needed if the replacement turns out not to be durable.
+    If the save is at its final name, the directory is kept. It then holds the replaced version,
+    which is needed if the replacement turns out not to be durable.
     """
     try:
         parsed = parse_saving_dir(directory)
@@ -78,22 +78,22 @@ def discard_save(storage: Storage, directory: str) -> None:
 
 
 def wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:
-    """Wait until the committer has committed this save, or recorded its failure, and raise that.
+    """Return when the committer has committed this save; raise its failure record.
 
-    Cost: one listing of a small directory a look, and more only towards the end.
+    Cost: one listing of a small directory for each look, and more only towards the end.
     """
     final = step_dir(job.header.step)
     began = time.monotonic()
     while True:
         names = _names_in(storage, job.directory)
-        # While the records are there and the manifest is not, nothing is committed.
+        # While it has the done-records and no manifest, nothing is committed: skip the read.
         if names is None or MANIFEST in names or DONE_DIR not in names:
             if save_id_of(storage, final) == job.header.save_id:
                 return
             if names is None:
                 raise StorageError(
-                    f"{storage.describe(job.directory)} is gone and step {job.header.step} was not "
-                    f"committed: the save was discarded"
+                    f"{storage.describe(job.directory)} is gone and step {job.header.step} is not "
+                    f"committed: the save was discarded; save again"
                 )
         if FAILED_FILE in (names or ()):
             raise read_failure(storage, f"{job.directory}/{FAILED_FILE}")
@@ -107,7 +107,7 @@ def wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:
 
 
 def _names_in(storage: Storage, directory: str) -> list[str] | None:
-    """The names in a directory; None where it is gone."""
+    """Return the names in a directory; None if it is gone."""
     try:
         return storage.list(directory)
     except StorageError:
@@ -117,11 +117,11 @@ def _names_in(storage: Storage, directory: str) -> list[str] | None:
 
 
 def pause_s(waited_s: float) -> float:
-    """How long to wait for the next look at storage.
+    """Return the seconds to wait before the next look at storage.
 
-    A fifth of what was waited so far, up to a tenth of a second: what comes as usual is seen with
-    little delay. What has not come for long is looked at every two seconds in the end, since all
-    ranks may be looking.
+    It is a fifth of the time waited so far, at most a tenth of a second, so that a usual commit is
+    seen with little delay. After a long wait it grows to two seconds, since all ranks may be
+    looking at once.
     """
     short = min(_FIRST_PAUSE_S + waited_s / 5, _SHORT_PAUSE_S)
     return min(max(short, waited_s / 50), _LONGEST_PAUSE_S)

@@ -1,8 +1,8 @@
-"""The writer process: receives jobs from one trainer and runs them. Also their common messages.
+"""The writer process, which runs the jobs of one trainer; and the messages between the two.
 
-Run as `python -m holdfast.writer.process FD ROOT`. It is torch-free, in a session of its own, has
-no communicator, and finishes every job it has received even when the trainer is gone. Messages
-travel over a local socket; staging memory comes as file descriptors with them.
+Run as `python -m holdfast.writer.process FD ROOT`. It is torch-free, runs in its own session, has
+no communicator, and finishes every job that it has received, even if the trainer is gone. Messages
+go over a local socket, together with the file descriptors of staging memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LENGTH = struct.Struct("<Q")
 
 
 class MapMemory(msgspec.Struct, frozen=True, tag=True):
-    """Trainer to writer: the memory of a staging buffer; its descriptor comes with the message."""
+    """Trainer to writer: the memory of a staging buffer; sent with its descriptor."""
 
     buffer: int
     nbytes: int
 
 
 class KeepPlan(msgspec.Struct, frozen=True, tag=True):
-    """Trainer to writer: a commit plan, once; jobs name it by its digest."""
+    """Trainer to writer: a commit plan, sent once; jobs name it by its digest."""
 
     digest: str
     plan: bytes
@@ -54,14 +54,14 @@ class RunJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobProgress(msgspec.Struct, frozen=True, tag=True):
-    """Writer to trainer: so many bytes of a save have been passed to storage."""
+    """Writer to trainer: the bytes of a save that were passed to storage so far."""
 
     save_id: str
     nbytes: int
 
 
 class JobWritten(msgspec.Struct, frozen=True, tag=True):
-    """Writer to trainer: the buffer's bytes are durable, it may be staged into again."""
+    """Writer to trainer: the buffer's bytes are durable; it may be reused."""
 
     save_id: str
 
@@ -82,7 +82,7 @@ class Connection:
         self._socket = sock
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, descriptors with its first byte; OSError when the other end is gone."""
+        """Send a message and descriptors with its first byte; OSError if the peer is gone."""
         data = msgspec.msgpack.encode(message)
         head = _LENGTH.pack(len(data))
         if descriptors:
@@ -92,8 +92,10 @@ class Connection:
         self._socket.sendall(data)
 
     def receive(self) -> tuple[Message | None, list[int]]:
-        """The next message and its descriptors; None when the other end is gone."""
+        """Return the next message and its descriptors; None if the other end is gone."""
         try:
+            # Exactly the length is read here: a longer read might return bytes of the next message,
+            # or merge the descriptors of two.
             head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 4)
             head += self._read(_LENGTH.size - len(head)) if head else b""
             if len(head) < _LENGTH.size:
@@ -104,15 +106,15 @@ class Connection:
         try:
             return msgspec.msgpack.decode(data, type=Message), descriptors
         except msgspec.DecodeError as error:
-            raise StorageError(f"the writer's socket carries something else: {error}") from error
+            raise StorageError(f"the writer's socket has an unknown message: {error}") from error
 
     def _read(self, nbytes: int) -> bytes:
-        """Exactly `nbytes`; OSError when the stream ends before."""
+        """Return exactly `nbytes`; OSError if the stream ends before that."""
         data = bytearray()
         while len(data) < nbytes:
             chunk = self._socket.recv(min(nbytes - len(data), 1 << 20))
             if not chunk:
-                raise ConnectionResetError("the other end closed the stream")
+                raise ConnectionResetError("the other end has closed the stream")
             data += chunk
         return bytes(data)
 
@@ -138,13 +140,13 @@ class WriterServer:
         self._plans: OrderedDict[str, EncodedPlan] = OrderedDict()
 
     def serve(self) -> None:
-        """Receive until the trainer closes its end or dies; every job received is finished."""
+        """Receive until the trainer closes its end or dies; finish every job received."""
         while True:
             message, descriptors = self._connection.receive()
             if message is None:
                 return
             if isinstance(message, MapMemory):
-                # Memory that is replaced is unmapped when the last view of it goes.
+                # Replaced memory is unmapped with its last view; the mapping needs no descriptor.
                 self._buffers[message.buffer] = mmap.mmap(descriptors[0], message.nbytes)
                 os.close(descriptors[0])
             elif isinstance(message, KeepPlan):
@@ -168,7 +170,7 @@ class WriterServer:
         )
         image.release()
         if not self._report(JobFinished(outcome)):
-            # The trainer is gone: the outcome goes to the log that it shared with this process.
+            # The trainer is gone: the outcome goes to the log that both processes share.
             error = outcome.error
             result = "was committed" if error is None else f"failed: {error.message}"
             try:
@@ -177,7 +179,7 @@ class WriterServer:
                 return
 
     def _progress(self, save_id: str) -> Callable[[int], None]:
-        """A reporter of bytes written that sends a few messages a second at most."""
+        """Return a callback that reports written bytes a few times a second at most."""
         last = time.monotonic()
 
         def report(nbytes: int) -> None:
@@ -189,7 +191,7 @@ class WriterServer:
         return report
 
     def _report(self, message: JobProgress | JobWritten | JobFinished) -> bool:
-        """Send to the trainer; False when it is gone, which changes nothing here."""
+        """Send to the trainer; return False if it is gone, which changes nothing here."""
         try:
             self._connection.send(message)
         except OSError:
@@ -198,7 +200,8 @@ class WriterServer:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the socket whose descriptor is the first argument; the root is the second."""
+    """Serve the socket with the descriptor `arguments[0]` for the root `arguments[1]`."""
+    # A save must finish: these signals are meant for the trainer, which may end by them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=int(arguments[0])))

@@ -1,15 +1,16 @@
-"""What a writer is given, and what a save in progress has on storage: plan, records, heartbeats.
+"""The records of a save: a writer's job, and on storage the plan, done-records and heartbeats.
 
-What is on storage is sufficient to finish a save, or to name what is missing of it, without any of
-the processes that began it. The heartbeats prevent that it is taken for abandoned while one of
-these still works: a small file for each rank of a save that lasts, among the leases of readers and
-not in the save's directory, which may not exist yet, and becomes the checkpoint.
+The records on storage are sufficient to finish a save, or to name what it lacks, without any of the
+processes that started it. While one of these works, its heartbeat shows that the save is not
+abandoned. A heartbeat is a small file for each rank of a save that lasts. It lies among the leases
+of readers and not in the directory of the save, which may not exist yet, and which becomes the
+checkpoint.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -38,24 +39,30 @@ T = TypeVar("T")
 
 
 def done_file(position: int) -> str:
-    """Path of a rank's done-record inside the directory of the save."""
+    """Return the path of a rank's done-record inside the directory of the save."""
     return f"{DONE_DIR}/{position:05d}.msgpack"
 
 
+def missing_ranks(names: Iterable[str], ranks: Sequence[int]) -> list[int]:
+    """Return the ranks whose done-record is not among the names in `DONE_DIR`."""
+    present = {f"{DONE_DIR}/{name}" for name in names}
+    return [rank for position, rank in enumerate(ranks) if done_file(position) not in present]
+
+
 def heartbeat_file(step: int, save_id: str, position: int) -> str:
-    """Path of a rank's heartbeat, from the root of the storage."""
+    """Return the path of a rank's heartbeat from the root of the storage."""
     return f"{LEASES_DIR}/{step_dir(step)}.save-{unclaimed(save_id)}-{position:05d}"
 
 
 class _PlanTables(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a plan says of ranks and tensors.
+    """The part of a plan about ranks and tensors.
 
     Args:
-        ranks: every rank that takes part, in control order.
-        coordinates: of each rank on its layout.
-        keys, dtypes, shapes, tensor_layouts: of each tensor.
-        placements: the distinct ones; `tensor_placements` has the position of each tensor's.
-        writers: of each file, the position of its writer in `ranks`.
+        ranks: Every rank that takes part, in control order.
+        coordinates: The coordinate of each rank on its layout.
+        keys, dtypes, shapes, tensor_layouts: One entry for each tensor.
+        placements: The distinct placements; `tensor_placements` has the position of each tensor's.
+        writers: For each file, the position of its writer in `ranks`.
     """
 
     signature: str
@@ -73,15 +80,15 @@ class _PlanTables(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class CommitPlan(_PlanTables, frozen=True, kw_only=True, eq=False):
-    """What all ranks together write, as arrays.
+    """Everything that the ranks write together, as arrays.
 
-    Rows are ordered by file, then by place in the file; a row is one stored copy of one box.
+    A row is one stored copy of one box. Rows are ordered by file, then by place in the file.
 
     Args:
-        row_*: (n,) or (n, dims) per row: position in `keys`, of the file, offset, extent, which
-            copy of the box it is, and the number of the set of ranks that hold the box.
-        holder_ptr, holder: of the sets, see `ChunkIndex`.
-        check_*: (m,) boxes that several ranks hold without a declaration, once for each holder.
+        row_*: (n,) or (n, dims) per row: position in `keys`, number of the file, offset, extent,
+            number of the copy, and number of the set of ranks that hold the box.
+        holder_ptr, holder: The sets of holders; see `ChunkIndex`.
+        check_*: (m,) boxes that several ranks hold without a declaration, one row for each holder.
             All holders of one `check_group` must report equal digests.
     """
 
@@ -99,7 +106,7 @@ class CommitPlan(_PlanTables, frozen=True, kw_only=True, eq=False):
 
     @property
     def row_nbytes(self) -> IntArray:
-        """Payload bytes of each row."""
+        """(n,) payload bytes of each row."""
         if len(self.row_tensor) == 0:
             return np.zeros(0, dtype=np.int64)
         itemsize = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
@@ -122,7 +129,7 @@ _COLUMNS = tuple(name for name in CommitPlan.__struct_fields__ if name not in _T
 
 
 class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False):
-    """A plan as bytes: columns of 64-bit integers, and the widths of those with two dims."""
+    """An encoded plan: columns of 64-bit integers, and the widths of columns with two dims."""
 
     columns: dict[str, bytes]
     widths: dict[str, int]
@@ -130,7 +137,7 @@ class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPlan:
-    """A plan, the bytes that `encode_plan` makes of it, and their digest."""
+    """A plan, its bytes from `encode_plan`, and their digest."""
 
     plan: CommitPlan
     data: bytes
@@ -138,7 +145,7 @@ class EncodedPlan:
 
 
 def encode_plan(plan: CommitPlan) -> EncodedPlan:
-    """The plan as sealed bytes."""
+    """Encode a plan as sealed bytes."""
     columns = {name: np.ascontiguousarray(getattr(plan, name)) for name in _COLUMNS}
     wire = _PlanWire(
         **{name: getattr(plan, name) for name in _TABLES},
@@ -150,32 +157,34 @@ def encode_plan(plan: CommitPlan) -> EncodedPlan:
 
 
 def decode_plan(data: bytes, *, where: str) -> EncodedPlan:
-    """The plan of `encode_plan`; CorruptionError naming `where` for anything else."""
+    """Decode the bytes of `encode_plan`; CorruptionError naming `where` for any others."""
     wire = unseal(data, _PlanWire, where=where)
     values = {name: getattr(wire, name) for name in _TABLES}
     if wire.block_nbytes < 1:
-        raise CorruptionError(f"{where}: {wire.block_nbytes} bytes per digest cannot be")
+        raise CorruptionError(
+            f"{where}: the plan states {wire.block_nbytes} bytes per digest, at least 1 is needed"
+        )
     try:
         for name in _COLUMNS:
             column = np.frombuffer(wire.columns[name], dtype=np.int64)
             width = wire.widths.get(name)
-            # Not -1: where no tensor has a dim, the width is 0 and says nothing of the rows.
+            # Not -1: if no tensor has a dim, the width is 0, and the rows cannot be computed.
             num_rows = len(values.get("row_tensor", ()))
             values[name] = column if width is None else column.reshape(num_rows, width)
         return EncodedPlan(CommitPlan(**values), data, digest128(data))
     except (KeyError, ValueError) as error:
-        raise CorruptionError(f"{where}: not a save plan: {error}") from error
+        raise CorruptionError(f"{where}: this is not a save plan: {error}") from error
 
 
 class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs between two saves under one plan.
+    """The facts that differ between two saves under one plan.
 
     Args:
-        created: time, ISO 8601, UTC.
-        holdfast, torch: versions.
-        overwrite: whether it may replace a checkpoint of the step.
-        metadata: the JSON of `encode_metadata`; empty for none.
-        on_drift: "raise" or "warn", where copies of one box differ.
+        created: Time in ISO 8601, UTC.
+        holdfast, torch: Versions.
+        overwrite: True if it may replace a checkpoint of the step.
+        metadata: The JSON of `encode_metadata`; empty for none.
+        on_drift: "raise" or "warn", if copies of one box differ.
     """
 
     step: int
@@ -189,7 +198,7 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowBox(msgspec.Struct, frozen=True, array_like=True):
-    """What a row is of its tensor: element type, global shape, and the chunk's box."""
+    """The box of a row's chunk, with element type and global shape of its tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -198,13 +207,13 @@ class RowBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's data file as it is planned, the same in each save under a plan.
+    """One rank's data file as planned, the same in each save under a plan.
 
     Args:
-        name: path inside the directory of the save; None for a rank that writes no tensor.
-        header_nbytes: of its safetensors header, padding included.
-        starts: int64 column, byte at which each row's payload starts in the image, in plan order.
-        row_nbytes: int64 column, length of each row's payload.
+        name: Path inside the directory of the save; None for a rank that writes no tensor.
+        header_nbytes: Size of its safetensors header, including padding.
+        starts: int64 column: byte at which each row's payload starts in the image, in plan order.
+        row_nbytes: int64 column: length of each row's payload.
     """
 
     name: str | None = None
@@ -217,17 +226,17 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's share of a save.
 
     Args:
-        directory: of the save in progress.
-        position: of the rank in the plan.
-        rank: its number, for messages.
-        header: what distinguishes this save from others under the plan.
-        plan_digest: of the plan; empty where the save failed before there was one.
-        block_nbytes: bytes per digest.
-        deadline_s: for the whole save, from the start of the writing.
-        file: where the rows of its image are.
-        checks: uint64 column, digests of the boxes that this rank must vouch for.
-        values: the rank's encoded tree as JSON.
-        row_boxes: one per row where fingerprints are stored, else empty.
+        directory: Directory of the save in progress.
+        position: Position of the rank in the plan.
+        rank: Global rank, for messages.
+        header: The facts that distinguish this save from others under the plan.
+        plan_digest: Digest of the plan; empty if the save failed before it had one.
+        block_nbytes: Bytes per digest.
+        deadline_s: Seconds for the whole save, from the start of the writing.
+        file: Places of the rows in the image.
+        checks: uint64 column: digests of the boxes that this rank must vouch for.
+        values: The rank's encoded tree as JSON.
+        row_boxes: One per row if fingerprints are stored, else empty.
     """
 
     directory: str
@@ -244,7 +253,7 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a save, as one rank's writer saw it; `error` is None for success."""
+    """The outcome of a save as one rank's writer saw it; `error` is None for success."""
 
     save_id: str
     directory: str
@@ -254,15 +263,15 @@ class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's record that its bytes are on storage: lengths and digests of all of them.
+    """One rank's record that its bytes are on storage: all their lengths and digests.
 
     Args:
-        file, header_nbytes, starts, row_nbytes: as of `PlannedFile`.
-        nbytes: of the file.
-        digest_ptr: int64 column, where the digests of each row begin.
-        digests: uint64 column, one of each block.
-        checks, values: as of `WriteJob`.
-        lanes: uint64 column, two words of fingerprint per row, or none.
+        file, header_nbytes, starts, row_nbytes: As in `PlannedFile`.
+        nbytes: Size of the file.
+        digest_ptr: int64 column: start of each row's digests.
+        digests: uint64 column: one digest for each block.
+        checks, values: As in `WriteJob`.
+        lanes: uint64 column: two words of fingerprint per row; or empty.
     """
 
     position: int
@@ -282,7 +291,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seal(payload: bytes) -> bytes:
-    """Payload followed by its digest."""
+    """Return the payload followed by its digest."""
     return payload + digest128(payload).encode()
 
 
@@ -294,11 +303,16 @@ def unseal(data: bytes, kind: type[T], *, where: str) -> T:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except msgspec.DecodeError as error:
-        raise CorruptionError(f"{where}: not a {kind.__name__}: {error}") from error
+        raise CorruptionError(f"{where}: this is not a {kind.__name__}: {error}") from error
+
+
+def read_sealed(storage: Storage, path: str, kind: type[T]) -> T:
+    """Read and decode a sealed file; CorruptionError naming it if any byte changed."""
+    return unseal(storage.read(path), kind, where=storage.describe(path))
 
 
 def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
-    """Little-endian 64-bit bytes of a column of integers; the sign is the reader's matter."""
+    """Return a column of integers as little-endian 64-bit bytes, signed or unsigned."""
     array = np.asarray(values)
     if array.dtype != np.uint64:
         array = array.astype(np.int64)
@@ -306,10 +320,10 @@ def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
 
 
 def silent_s(storage: Storage, directory: str) -> float:
-    """Seconds since the last heartbeat of any process of a save.
+    """Return the seconds since the last heartbeat of any process of a save.
 
-    That is: since it made or changed the directory, began to commit, or renewed its heartbeat; each
-    by the storage's clock, or the process's own, whichever is less.
+    A change of the directory and the start of the commit count as heartbeats. Each age is by the
+    storage's clock or the process's own, whichever is less.
     """
     parsed = parse_saving_dir(directory)
     save_id = unclaimed(parsed[1]) if parsed is not None else ""
@@ -327,7 +341,7 @@ def silent_s(storage: Storage, directory: str) -> float:
 
 
 def clear_heartbeats(storage: Storage) -> None:
-    """Remove the heartbeats of processes that have long been gone."""
+    """Remove the heartbeats of processes that died long ago."""
     for path, _ in _heartbeats(storage):
         with suppress(StorageError):
             if storage.age_s(path) > DEFAULT_LEASE_S:
@@ -335,14 +349,14 @@ def clear_heartbeats(storage: Storage) -> None:
 
 
 def _heartbeats(storage: Storage) -> list[tuple[str, str]]:
-    """Path and save id of every heartbeat."""
+    """Return path and save id of every heartbeat."""
     names = storage.list(LEASES_DIR) if storage.is_dir(LEASES_DIR) else []
     matches = [(name, _HEARTBEAT.fullmatch(name)) for name in names]
     return [(f"{LEASES_DIR}/{name}", match[1]) for name, match in matches if match is not None]
 
 
 def _time_in(data: bytes) -> float | None:
-    """The time that a heartbeat holds; None where it is damaged."""
+    """Return the time in a heartbeat; None if it is damaged."""
     try:
         return float(data)
     except ValueError:

@@ -105,7 +105,7 @@ def test_what_was_replaced_and_cannot_be_removed_fails_no_save(
     storage.removing_fails = True
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         save(storage, mode, 1, 11, overwrite=True)
-    assert "what it replaced could not be removed" in caplog.text
+    assert "the version that it replaced cannot be removed" in caplog.text
     assert versions(tmp_path) == {1: 11}
     storage.removing_fails = False
     assert [f.why for f in repair(storage)] == ["its save is committed"]
@@ -177,7 +177,7 @@ def test_a_rename_that_can_be_neither_proven_nor_taken_back_is_said_to_be_in_pla
         renames = Renames(monkey)
         renames.failing_syncs = 1
         renames.undo_fails = True
-        message = r"new version is in place and complete, but .* unproven: .*Input/output error"
+        message = r"new version is in place and complete, but .* lost if .*Input/output error"
         with pytest.raises(StorageError, match=message):
             save(Unshared(tmp_path), mode, step, 11, overwrite=overwrite)
         assert renames.num_renames == 2

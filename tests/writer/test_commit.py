@@ -88,7 +88,7 @@ def test_a_digest_in_the_record_of_another_rank_is_refused() -> None:
     records = records.copy()
     records[1] = msgspec.structs.replace(records[1], digests=records[1].digests + bytes(8))
     records[2] = msgspec.structs.replace(records[2], digests=records[2].digests[8:])
-    with pytest.raises(PlanError, match=r"rank 1.*block digests are missing"):
+    with pytest.raises(PlanError, match=r"rank 1.*lacks block digests"):
         _build(plan, records)
 
 
