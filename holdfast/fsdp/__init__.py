@@ -11,14 +11,18 @@ Units are made of FSDP2's pieces (`_torch.py`, the one file with its private nam
 communicators and divisor. Reductions run on the mesh's communicators, gathers on the `_ag` clone.
 The divisor is dp · cp for both kinds. If a rank holds whole parameters (`no_shard`, `expt_dp` of 1)
 FSDP2 divides by its factor once, twice or three times, depending on the dtype, so it is given 1 and
-a hook divides. The four strategies are settings of this one mechanism (`strategy.py`). Checkpoints
+a hook divides. The four strategies are settings of this one mechanism (`SCHEDULES`). Checkpoints
 need nothing special: state is DTensors.
 
 Read first: `model.py`, `plan.py`, `sharded_model.py`.
 """
 
 from holdfast.fsdp.model import fully_shard_model
-from holdfast.fsdp.sharded_model import ShardedModel, ShardedModelStepper
-from holdfast.fsdp.strategy import OuterReduction, Strategy
+from holdfast.fsdp.sharded_model import (
+    OuterReduction,
+    ShardedModel,
+    ShardedModelStepper,
+    Strategy,
+)
 
 __all__ = ["OuterReduction", "ShardedModel", "ShardedModelStepper", "Strategy", "fully_shard_model"]

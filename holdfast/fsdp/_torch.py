@@ -15,7 +15,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 
@@ -230,11 +229,6 @@ def is_idle(group: Any) -> bool:
 def _state(unit: nn.Module) -> Any:
     module: Any = unit
     return module._get_fsdp_state()
-
-
-def local_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a parameter."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def set_prefetch(unit: nn.Module, *, ahead: list[nn.Module], behind: list[nn.Module]) -> None:

@@ -21,8 +21,7 @@ from holdfast.fsdp.data_axes import (
 )
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind, UnitPlan, plan_units
-from holdfast.fsdp.sharded_model import ShardedModel
-from holdfast.fsdp.strategy import SCHEDULES, OuterReduction, Strategy
+from holdfast.fsdp.sharded_model import SCHEDULES, OuterReduction, ShardedModel, Strategy
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +19,43 @@ from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind
-from holdfast.fsdp.strategy import OuterReduction, StrategySchedule
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.norms import GradientPart, gradient_parts
 from holdfast.optim.reduced import PlainStepper
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module.tree import parameter_names
+
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""What is sharded: nothing, and what ZeRO 1 to 3 shard (Rajbhandari et al. 2020)."""
+OuterReduction = Literal["microbatch", "step"]
+"""With replicas, when gradients are summed between slices: after each microbatch, or the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySchedule:
+    """When a strategy gathers parameters and reduces gradients."""
+
+    shards: bool
+    """Whether parameters lie in shards between steps, and with them gradients and state."""
+    regathers: bool
+    """Whether whole parameters are freed after each use; otherwise they stay until the step."""
+    reduces_each_microbatch: bool
+    """Whether gradients are reduced after every microbatch; otherwise whole ones add up."""
+
+
+SCHEDULES: Mapping[Strategy, StrategySchedule] = MappingProxyType(
+    {
+        "no_shard": StrategySchedule(shards=False, regathers=False, reduces_each_microbatch=False),
+        "optim": StrategySchedule(shards=True, regathers=False, reduces_each_microbatch=False),
+        "optim_grads": StrategySchedule(shards=True, regathers=False, reduces_each_microbatch=True),
+        "optim_grads_params": StrategySchedule(
+            shards=True, regathers=True, reduces_each_microbatch=True
+        ),
+    }
+)
+"""All four run on FSDP2. `optim` and `optim_grads` gather parameters once a step and keep them
+whole to its end; between steps they are in shards, as gradients and state are.
+"""
 
 
 class ShardedModel:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Self
 
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.optim.engine import Stepper
 from holdfast.optim.norms import GradientPart
-from holdfast.optim.reducer import GradientReducer
 from holdfast.optim.sharded import ShardedOptimizer
-from holdfast.optim.stepping import SteppingOptimizer
+from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
 from holdfast.state.optimizer.protocol import OptimizerParameter
 
 
-class ChainedOptimizer(SteppingOptimizer):
+class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch's `step` returns a loss
     """Optimizers of one model, by name: one norm, one decision, one state.
 
-    Its parameter groups are those of all optimizers, in their order. Every method does what that of
-    `ShardedOptimizer` does, for all of them.
+    Its parameter groups are those of all optimizers, in their order. Every method calls that of
+    each `ShardedOptimizer`, in the same order on all ranks.
 
     Raises:
         ConfigError: There are no optimizers, or some are under another name than their own, on
@@ -53,87 +54,99 @@ class ChainedOptimizer(SteppingOptimizer):
         super().__init__([optimizer.inner for optimizer in self._optimizers.values()])
 
     def __getitem__(self, name: str) -> ShardedOptimizer:
-        """One of the optimizers."""
+        """Return one of the optimizers."""
         return self._optimizers[name]
 
     @property
     def groups(self) -> ProcessGroups:
-        """The communicators in use."""
         return self._groups
+
+    @property
+    def optimizer(self) -> Self:
+        return self
+
+    @property
+    def kind(self) -> str:
+        return f"{type(self).__name__} ({', '.join(self._optimizers)})"
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of gradients is divided by; ConfigError if the optimizers differ in it."""
+        divisors = {name: each.divisor for name, each in self._optimizers.items()}
+        if len(set(divisors.values())) > 1:
+            raise ConfigError(
+                f"the optimizers divide gradients by different numbers, {divisors}; with the same "
+                f"loss, dense parameters and experts have the same divisor"
+            )
+        return next(iter(divisors.values()))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [member.parameter for member in self._parameters]
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """As `ShardedOptimizer.microbatch`, for all."""
         with contextlib.ExitStack() as stack:
             for optimizer in self._optimizers.values():
                 stack.enter_context(optimizer.microbatch(is_last=is_last))
             yield
 
     def gradient_parts(self) -> list[GradientPart]:
-        """As `ShardedOptimizer.gradient_parts`, of all."""
-        return [part for o in self._optimizers.values() for part in o.gradient_parts()]
+        return [part for each in self._optimizers.values() for part in each.gradient_parts()]
 
     def join_reductions(self) -> None:
-        """As `ShardedOptimizer.join_reductions`, of all."""
         for optimizer in self._optimizers.values():
             optimizer.join_reductions()
 
-    @property
-    def reducers(self) -> Sequence[GradientReducer]:
-        """Those of all."""
-        return [reducer for o in self._optimizers.values() for reducer in o.reducers]
+    def usage(self) -> tuple[int, int]:
+        used, trained = zip(*(each.usage() for each in self._optimizers.values()), strict=True)
+        return sum(used), sum(trained)
+
+    def exchange_used(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.exchange_used()
 
     def update(self, factor: float) -> None:
-        """As `ShardedOptimizer.update`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.update(factor)
 
     def launch_gathers(self) -> None:
-        """As `ShardedOptimizer.launch_gathers`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.launch_gathers()
 
     def publish(self) -> None:
-        """As `ShardedOptimizer.publish`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.publish()
 
     def drop_gradients(self) -> None:
-        """As `ShardedOptimizer.drop_gradients`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.drop_gradients()
 
     def synchronize(self) -> None:
-        """As `ShardedOptimizer.synchronize`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.synchronize()
 
     def close(self) -> None:
-        """As `ShardedOptimizer.close`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.close()
 
+    # ---- state (see `holdfast.state.OptimizerState`) ----
+
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
-        """Every parameter of every optimizer."""
         return self._parameters
 
     def num_groups(self) -> dict[str, int]:
-        """How many groups each optimizer has, by its name."""
-        return {
-            name: count for o in self._optimizers.values() for name, count in o.num_groups().items()
-        }
+        """Return the number of parameter groups of each optimizer, by its name."""
+        each = (optimizer.num_groups() for optimizer in self._optimizers.values())
+        return {name: count for counts in each for name, count in counts.items()}
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        """How each optimizer is sharded, by its name."""
-        records = [o.sharding_records() for o in self._optimizers.values()]
-        return {name: record for by_name in records for name, record in by_name.items()}
+        each = (optimizer.sharding_records() for optimizer in self._optimizers.values())
+        return {name: record for records in each for name, record in records.items()}
 
     def begin_load(self, *, with_main: bool) -> None:
-        """As `ShardedOptimizer.begin_load`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.begin_load(with_main=with_main)
 
     def finish_load(self, *, with_main: bool) -> None:
-        """As `ShardedOptimizer.finish_load`, for all."""
         for optimizer in self._optimizers.values():
             optimizer.finish_load(with_main=with_main)

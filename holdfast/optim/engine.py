@@ -1,4 +1,4 @@
-"""The step of every optimizer: its phases in order, for one module or for several at once."""
+"""The step of every optimizer, phase by phase, for one module or for several at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.optim.torch_interface import hyperparameters, refuse_closure
 from holdfast.parallel import Layout, ProcessGroups
 
 ALONE = ""
-"""In the place of a module's name, for a stepper that steps alone."""
+"""The name of the only module, for a stepper that steps alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class StepOutcome:
     norm: float
     """2-norm of the whole averaged gradient, loss scale removed; NaN if it was not finite."""
     clipped: bool
-    """Whether gradients were scaled down to the largest norm allowed."""
+    """True if gradients were scaled down to the largest norm allowed."""
     skipped: bool
-    """Whether nothing was updated, because a gradient or a loss was not finite."""
+    """True if nothing was updated, because a gradient or a loss was not finite."""
     bad_ranks: tuple[int, ...]
     """Global ranks whose share of the reduced gradients was not finite, ascending."""
     num_zeros: int | None
     """Elements of the gradient that are exactly zero; None if not requested."""
     loss_scale: float
-    """What the loss of this step was multiplied by; 1 without a scaler."""
+    """Factor of the loss of this step; 1 without a scaler."""
 
     # Of a MultiModuleOptimizer; empty for an optimizer that steps alone.
     module_norms: Mapping[str, float] = field(default_factory=dict)
@@ -53,48 +53,48 @@ class StepOutcome:
     inactive_modules: tuple[str, ...] = ()
     """Modules that are trained and got no gradient on any rank in this step."""
     num_tokens: int | None = None
-    """What gradients were divided by; None without `num_tokens`."""
+    """Tokens that gradients were divided by; None without `num_tokens`."""
 
 
 class Stepper(ABC):
-    """What a step asks of the optimizer of one module on one rank; alone, it steps by itself.
+    """The optimizer of one module on one rank, phase by phase; it can also step by itself.
 
-    Methods that say so are collective over the module's own groups; every rank of the module calls
-    them, whatever happened to it before. A method with a body here is for kinds that have nothing
-    to do in that phase.
+    Methods marked as collective are so over the module's own groups: every rank of the module calls
+    them, whatever happened to it before. The methods that have a body here do nothing by default,
+    for kinds that have nothing to do in that phase.
     """
 
     @property
     @abstractmethod
     def groups(self) -> ProcessGroups:
-        """The module's communicators."""
+        """Communicators of the module."""
 
     @property
     @abstractmethod
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer with the parameter groups, whose state is saved."""
+        """The torch optimizer that has the parameter groups, and whose state is saved."""
 
     @property
     @abstractmethod
     def kind(self) -> str:
-        """The kind of optimizer, for messages; equal on all ranks of the module."""
+        """Name of the kind of optimizer, for messages; equal on all ranks of the module."""
 
     @property
     @abstractmethod
     def divisor(self) -> int:
-        """What the sum of the data ranks' gradients is divided by."""
+        """Number that the sum of the data ranks' gradients is divided by."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of which this rank has something."""
+        """Return the parameters that this rank holds, or holds a part of."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def stage_description(self) -> str:
-        """Describe what is equal on the ranks of a pipeline stage; compared before a first step."""
+        """Return a text that is equal on all ranks of a pipeline stage; compared once."""
         return ""
 
     @abstractmethod
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        """How the state is sharded, by the name of each optimizer inside."""
+        """Return how the state is sharded, by the name of each optimizer inside."""
 
     @abstractmethod
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -104,16 +104,17 @@ class Stepper(ABC):
     def gradient_parts(self) -> list[GradientPart]:
         """Finish the reductions, and return this rank's shares of the gradients. Collective.
 
-        Nothing is reduced the second time in a step.
+        A second call in the same step reduces nothing.
         """
 
     def join_reductions(self) -> None:  # noqa: B027
-        """Make the collectives of `gradient_parts` that are left, after it failed on this rank."""
+        """Make the remaining collectives of `gradient_parts`, after it failed on this rank."""
 
     def share_norm(self) -> float:
-        """The 2-norm of this rank's shares of the reduced gradients, before a step. Collective.
+        """Return the 2-norm of this rank's shares of the reduced gradients. Collective.
 
-        The squares of all ranks add up to that of the whole norm. Not finite if an element is not.
+        To be called before a step. The squares of all ranks add up to the square of the whole norm;
+        the norm is not finite if an element is not.
         """
         return math.sqrt(share_square(self.gradient_parts(), layout=self.groups.layout))
 
@@ -123,17 +124,17 @@ class Stepper(ABC):
 
     @abstractmethod
     def exchange_used(self) -> None:
-        """Leave alone what got a gradient on no rank. Collective."""
+        """Exclude parameters from the update that got a gradient on no rank. Collective."""
 
     @abstractmethod
     def update(self, factor: float) -> None:
-        """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
+        """Update this rank's shares with its gradients times `factor`; gather nothing yet."""
 
     def launch_gathers(self) -> None:  # noqa: B027
-        """Start gathering the updated parameters, whatever happened. Collective."""
+        """Start gathering the updated parameters, even after a failed update. Collective."""
 
     def publish(self) -> None:  # noqa: B027
-        """Let parameters be used again: wait for those that cannot be overlapped."""
+        """Let parameters be used again; wait for those that cannot be overlapped."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
@@ -143,7 +144,7 @@ class Stepper(ABC):
         """Wait until this rank's parameters are whole and up to date."""
 
     def close(self) -> None:  # noqa: B027
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
 
     def step(
         self,
@@ -160,14 +161,14 @@ class Stepper(ABC):
         forgotten in every case.
 
         Args:
-            closure: refused; call backward before the step.
+            closure: not accepted; call backward before the step.
             max_norm: gradients are scaled down to this 2-norm; 0 or infinity for no limit. Equal on
                 all ranks.
-            scaler: has scaled the loss; it learns once whether gradients were finite. Its scale is
-                equal on all ranks.
-            count_zeros: whether to count the elements of the gradient that are exactly zero. Equal
-                on all ranks.
-            is_finite: whether this rank's loss is finite.
+            scaler: the one that scaled the loss; it is updated once, by the decision of all ranks.
+                Its scale is equal on all ranks.
+            count_zeros: count the elements of the gradient that are exactly zero. Equal on all
+                ranks.
+            is_finite: True if this rank's loss is finite.
 
         Raises:
             ConfigError: On all ranks, before anything is updated: an argument is wrong on some rank
@@ -203,14 +204,15 @@ class Stepper(ABC):
 class StepEngine:
     """One step of all modules at once; an optimizer that steps alone is the only module.
 
-    1. *Measure.* Each module here finishes its reductions; squares, zeros, and what was used.
-    2. *Sum.* One sum over all ranks carries that, settings, failures and token counts.
-    3. *Decide*, by nothing but the sum: raise on all ranks, skip, or update with which factor.
-    4. *Update* this rank's shares with clipped gradients, and start gathering parameters.
-    5. *Agree* on whether the update worked on every rank.
-    6. *Publish*: parameters may be used again. Gradients are forgotten.
+    Phase 1, *measure*: each module of this rank finishes its reductions; squares, zeros, usage.
+    Phase 2, *sum*: one sum over all ranks carries that, settings, failures and token counts.
+    Phase 3, *decide*, from the sum alone: raise on all ranks, skip, or update by which factors.
+    Phase 4, *clip and update* this rank's shares, and start gathering parameters.
+    Phase 5, *agree* on whether the update worked on every rank.
+    Phase 6, *publish*: parameters may be used again.
 
-    Nothing that fails between the phases keeps a rank from a collective of the others.
+    A rank that fails in a phase still makes every collective of the others up to the next sum or
+    agreement, which carries its failure; only there do ranks raise, all of them.
 
     Args:
         groups: of all ranks of all modules.
@@ -252,28 +254,41 @@ class StepEngine:
         num_tokens: int | None = None,
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
-        rank = self._groups.rank
         mine = Contribution(count_zeros=bool(count_zeros), is_finite=bool(is_finite))
+        failure: Exception | None = None
         try:
-            failure: Exception | None = None
+            # Phase 1: measure. Wrong arguments, too, wait for the sum to be raised on all ranks.
             try:
                 refuse_closure(closure)
                 mine.max_norm = check_limit(max_norm)
                 mine.scale = check_scaler(scaler, layouts=self._layouts, trained=self._steppers)
                 mine.num_tokens = check_tokens(
-                    num_tokens, module=self._loss_module, layouts=self._layouts, rank=rank
+                    num_tokens,
+                    module=self._loss_module,
+                    layouts=self._layouts,
+                    rank=self._groups.rank,
                 )
+                self._check_open()
             except Exception as error:
                 failure = error
-            failure = self._measure(mine, failure)
+            measured = self._measure(mine)
+            failure = failure or measured
+
+            # Phase 2: sum. From here all ranks have the same numbers.
             sums = self._sum_up(mine, failure)
+
+            # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
-            # Only now: a scale that was updated from less than all ranks know would drift.
+            # Not earlier: a scale updated by what only some ranks know would get out of sync.
             for each in distinct_scalers(scaler):
                 each.update(overflowed=outcome.skipped)
+
             if not outcome.skipped:
+                # Phase 4: clip and update, in one multiplication by a module's factor.
                 failure = self._update(factors, sums)
+                # Phase 5: agree, while the gathers are in flight.
                 self._agree(failure)
+                # Phase 6: publish.
                 for stepper in self._steppers.values():
                     stepper.publish()
         except BaseException:
@@ -286,30 +301,30 @@ class StepEngine:
         return outcome
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of all modules here."""
+        """Forget the gradients of all modules of this rank."""
         for stepper in self._steppers.values():
             stepper.drop_gradients()
 
     def synchronize(self) -> None:
-        """Wait until the parameters of all modules here are whole and up to date."""
+        """Wait until the parameters of all modules of this rank are whole and up to date."""
         for stepper in self._steppers.values():
             stepper.synchronize()
 
     def close(self) -> None:
-        """Take all hooks off the modules here, and refuse further steps."""
+        """Take all hooks off the modules of this rank, and refuse further steps."""
         self._is_closed = True
         for stepper in self._steppers.values():
             stepper.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"{self._name}: it is closed; build another one")
+
     # ---- Phase 1: measure what this rank holds ----
 
-    def _measure(self, mine: Contribution, failure: Exception | None) -> Exception | None:
-        """Add this rank's gradients to its contribution; return its first failure.
-
-        Whatever fails, the module's other ranks are met in every collective.
-        """
-        if self._is_closed and failure is None:
-            failure = ConfigError(f"{self._name}: it is closed; build another one")
+    def _measure(self, mine: Contribution) -> Exception | None:
+        """Add this rank's gradients to its contribution; return the first failure."""
+        failure: Exception | None = None
         for module, stepper in self._steppers.items():
             try:
                 parts = stepper.gradient_parts()
@@ -320,7 +335,8 @@ class StepEngine:
                 mine.hyperparameters[module] = hyperparameters(stepper.optimizer)
             except Exception as error:
                 failure = failure or _in_module(module, error)
-                if not isinstance(error, DeadlineError):  # else its communicator is of no use
+                # After a deadline the communicator is broken, and no rank waits on it any more.
+                if not isinstance(error, DeadlineError):
                     with contextlib.suppress(Exception):  # the first failure is the one to report
                         stepper.join_reductions()
         return failure
@@ -328,10 +344,10 @@ class StepEngine:
     # ---- Phase 2: one sum over all ranks ----
 
     def _sum_up(self, mine: Contribution, failure: Exception | None) -> StepSums:
-        """Return what all ranks contribute; raises on all ranks what any of them has."""
+        """Return the sum of all ranks' contributions; raise on all ranks if any rank failed."""
         control, phase = self._groups.control, "optimizer: gradients"
         if isinstance(failure, DeadlineError):
-            # The others find the same out by now; another wait for the missing rank helps no one.
+            # The others have waited for the same rank: a second wait, in the sum, helps no rank.
             control.agree(failure, phase=phase)
         if failure is not None:
             mine = Contribution(has_failed=True)
@@ -339,14 +355,14 @@ class StepEngine:
         try:
             total = self._total(values, what="the sum by which all ranks decide a step")
         except DeadlineError as error:
-            # This names the ranks that are missing, and what any of the others has failed with.
+            # Only `control` knows which ranks are missing, and why the others failed.
             control.agree(failure or error, phase=phase)
             raise
         sums = self._sum.read(total)
         if sums.failed:
             control.agree(failure, phase=phase)
         if sums.differ:
-            # Digests say that ranks differ, not in what: only now is it worth an exchange.
+            # Digests show that ranks differ, but not in what: only now is it worth an exchange.
             answers = control.agree(None, phase="optimizer: settings", payload=mine.described())
             by_rank = dict(zip(control.ranks, answers, strict=True))
             self._sum.refuse_differences(by_rank, name=self._name)
@@ -357,11 +373,11 @@ class StepEngine:
     def _decide(
         self, mine: Contribution, sums: StepSums
     ) -> tuple[StepOutcome, Mapping[str, float]]:
-        """The outcome of the step, and what each module's gradients are multiplied by."""
+        """Return the outcome of the step, and what to multiply each module's gradients by."""
         if not sums.num_bad_losses:
             sums.check_used(name=self._name)
         tokens = self._sum.total_tokens(sums)
-        # With tokens what the modules divided by is undone, so that all are sums over tokens.
+        # With tokens each module's own division is undone, so that all gradients are sums.
         weights = {
             module: 1.0 if tokens is None else float(self._divisors[module])
             for module in self._layouts
@@ -392,7 +408,10 @@ class StepEngine:
     # ---- Phase 4: clip, update, start gathering ----
 
     def _update(self, factors: Mapping[str, float], sums: StepSums) -> Exception | None:
-        """Update all modules here; return what failed. Every gather is started all the same."""
+        """Update all modules of this rank, and return the first failure.
+
+        Every gather is launched whatever happened: the module's other ranks launch theirs.
+        """
         failure: Exception | None = None
         for module, stepper in self._steppers.items():
             num_used, num_trained = sums.usage[module]
@@ -412,11 +431,11 @@ class StepEngine:
     # ---- Phase 5: agree on whether it worked ----
 
     def _agree(self, failure: Exception | None) -> None:
-        """Raise on all ranks what any rank has; nothing if no rank has an error.
+        """Raise on all ranks if the update failed on any.
 
-        A sum of one number: it cannot travel with the first, since it is known only after the
-        update. If a sum would make the host wait for a device, and if there is an error, it is an
-        agreement of `Control`.
+        The failure cannot travel in the first sum, which is over before the update. If all is well
+        one number is summed, which is faster than `Control`. `Control` comes in if that sum would
+        make the host wait for a device, and to tell all ranks what the error is.
         """
         try:
             is_in_doubt = True
@@ -433,9 +452,9 @@ class StepEngine:
 
 
 def clip_factor(norm: GradientNorm, *, limit: float) -> float:
-    """What to multiply gradients by so that their norm is at most `limit`; 0 means no limit.
+    """Return the factor that brings a norm down to `limit`; 0 means no limit.
 
-    All ranks compute it from one number, so copies stay equal.
+    All ranks compute it from the same number, so copies of a parameter stay equal.
     """
     return limit / norm.value if limit and norm.value > limit else 1.0
 

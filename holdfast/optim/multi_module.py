@@ -1,4 +1,4 @@
-"""One step of several modules, each with an optimizer and a layout of its own."""
+"""One step of several modules, each with its own optimizer and layout."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.optim.engine import StepEngine, StepOutcome, Stepper
-from holdfast.optim.module_entries import (
-    check_entries,
-    choose_loss_module,
-    compare_ranks,
-    describe,
-    refuse_common_parameters,
-)
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface
-from holdfast.parallel import ModuleGroups
+from holdfast.parallel import ModuleGroups, ModuleLayouts
+from holdfast.parallel.ranks import shorten_ranks
 
 
 class MultiModuleOptimizer(TorchInterface):
@@ -50,15 +45,15 @@ class MultiModuleOptimizer(TorchInterface):
             `ChainedOptimizer`, a `ReducedOptimizer` around a plain torch optimizer, the `stepper`
             of a `ShardedModel`, each on the module's own groups; None, on all its ranks, for a
             module that is not trained.
-        loss_module: whose ranks count the tokens of `step(num_tokens=)`; by default the one
-            that feeds no other, where there is one only.
+        loss_module: whose ranks count the tokens of `step(num_tokens=)`; by default the only
+            module that feeds no other.
 
     Raises:
         ConfigError: On all ranks: an entry is missing, is for a module that this rank does not
-            have, is nothing that steps or is on other groups than the module's; ranks of a module
+            have, is not a `Stepper` or is on other groups than the module's; ranks of a module
             have entries of different kinds or with different divisors; two modules have a
             parameter in common.
-        LayoutError: On all ranks: there is no module of that name.
+        LayoutError: On all ranks: `loss_module` is not a module.
 
     Cost: collective over all ranks; one small agreement.
     """
@@ -76,11 +71,11 @@ class MultiModuleOptimizer(TorchInterface):
         name_of_loss: str | None = None
         answer: dict[str, Any] = {}
         try:
-            name_of_loss = choose_loss_module(groups.layouts, loss_module)
-            check_entries(groups, optimizers)
+            name_of_loss = _choose_loss_module(groups.layouts, loss_module)
+            _check_entries(groups, optimizers)
             self._steppers = {m: s for m in groups.modules if (s := optimizers[m]) is not None}
-            refuse_common_parameters(self._steppers)
-            answer = {m: describe(optimizers[m]) for m in groups.modules}
+            _refuse_common_parameters(self._steppers)
+            answer = {m: _describe(optimizers[m]) for m in groups.modules}
         except Exception as error:
             failure = error
         answers = groups.control.agree(
@@ -93,12 +88,12 @@ class MultiModuleOptimizer(TorchInterface):
             self._steppers,
             name="MultiModuleOptimizer",
             loss_module=name_of_loss,
-            divisors=compare_ranks(groups.layouts, by_rank),
+            divisors=_compare_ranks(groups.layouts, by_rank),
         )
         super().__init__([stepper.optimizer for stepper in self._steppers.values()])
 
     def __getitem__(self, module: str) -> torch.optim.Optimizer:
-        """The optimizer of a module, for its state and for schedulers.
+        """Return the optimizer of a module, for its state and for schedulers.
 
         Raises:
             GroupError: This rank does not have the module.
@@ -113,16 +108,16 @@ class MultiModuleOptimizer(TorchInterface):
 
     @property
     def groups(self) -> ModuleGroups:
-        """The communicators of all modules."""
+        """Communicators of all modules."""
         return self._module_groups
 
     def optimizers_by_module(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizer of each module here that is trained, in the modules' order."""
+        """Return the optimizer of each trained module of this rank, in the modules' order."""
         return {module: stepper.optimizer for module, stepper in self._steppers.items()}
 
     @property
     def group_modules(self) -> tuple[str, ...]:
-        """The module of each of `param_groups`."""
+        """Module of each of `param_groups`."""
         return tuple(
             module
             for module, stepper in self._steppers.items()
@@ -131,7 +126,7 @@ class MultiModuleOptimizer(TorchInterface):
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Around one microbatch with one backward, of all modules here.
+        """Enter around one microbatch with one backward, of all modules of this rank.
 
         Cost: that of each module's own.
         """
@@ -196,42 +191,129 @@ class MultiModuleOptimizer(TorchInterface):
         )
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of all modules here; `step` does so."""
+        """Forget the gradients of all modules of this rank; `step` does so itself."""
         self._engine.drop_gradients()
 
     def synchronize(self) -> None:
-        """Wait until the parameters of all modules here are whole and up to date."""
+        """Wait until the parameters of all modules of this rank are whole and up to date."""
         self._engine.synchronize()
 
     def close(self) -> None:
-        """Take all hooks off the modules here; nothing happens the second time."""
+        """Take all hooks off the modules of this rank; a second call does nothing."""
         self._engine.close()
 
     def sharding_records(self) -> dict[str, dict[str, dict[str, object]]]:
-        """How each optimizer of each module here is sharded: by module, by optimizer."""
+        """Return how each optimizer is sharded, by module and by the optimizer's name."""
         return {module: stepper.sharding_records() for module, stepper in self._steppers.items()}
 
     def state_dict(self) -> NoReturn:
-        """ConfigError: state is saved per module."""
+        """Raise ConfigError: state is saved per module."""
         raise ConfigError(
             f"MultiModuleOptimizer.state_dict(): save the state of each module under the module's "
-            f"name, OptimizerState(optimizer[module], ...); here are {self._listed()}"
+            f"name, OptimizerState(optimizer[module], ...); this rank has {self._listed()}"
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """ConfigError, as for `state_dict`."""
+        """Raise ConfigError: state is loaded per module."""
         del state_dict
         raise ConfigError(
             f"MultiModuleOptimizer.load_state_dict(): load the state of each module under the "
-            f"module's name, OptimizerState(optimizer[module], ...); here are {self._listed()}"
+            f"module's name, OptimizerState(optimizer[module], ...); this rank has {self._listed()}"
         )
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """What is a default of all optimizers here; empty where no module here is trained."""
+        """Defaults that all optimizers have in common; empty if no module here is trained."""
         return super().defaults if self.inners else {}
 
     # ---- inside ----
 
     def _listed(self) -> str:
         return ", ".join(map(repr, self._steppers)) or "none"
+
+
+# ---- what is given for each module, checked here and between ranks ----
+
+
+def _choose_loss_module(layouts: ModuleLayouts, name: str | None) -> str | None:
+    """Return the module whose ranks count tokens; raise LayoutError if `name` is not a module."""
+    if name is not None:
+        layouts[name]
+        return name
+    sources = {source for source, _ in layouts.edges}
+    ends = [module for module in layouts if module not in sources]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _check_entries(groups: ModuleGroups, optimizers: Mapping[str, object]) -> None:
+    """Raise ConfigError unless each module of this rank has one entry, on the module's groups."""
+    for module in optimizers:
+        if not groups.has(module):
+            raise ConfigError(
+                f"an optimizer for module {module!r}, which this rank does not have: give one for "
+                f"each of {', '.join(map(repr, groups.modules))}"
+            )
+    for module in groups.modules:
+        if module not in optimizers:
+            raise ConfigError(
+                f"no optimizer for module {module!r}, which this rank has; give None, on all its "
+                f"ranks, if it is not trained"
+            )
+        stepper = optimizers[module]
+        if stepper is None:
+            continue
+        if not isinstance(stepper, Stepper):
+            raise ConfigError(
+                f"module {module!r}: a {type(stepper).__name__} cannot step with other modules: "
+                f"give a ShardedOptimizer, a ChainedOptimizer, ReducedOptimizer(optimizer, "
+                f"groups[{module!r}]) around a plain torch optimizer, the stepper(optimizer) of a "
+                f"ShardedModel, or None"
+            )
+        if stepper.groups is not groups[module]:
+            raise ConfigError(
+                f"module {module!r}: its optimizer is on other process groups than "
+                f"groups[{module!r}]; build it on those"
+            )
+
+
+def _refuse_common_parameters(steppers: Mapping[str, Stepper]) -> None:
+    """Raise ConfigError if two modules would update one parameter."""
+    owners: dict[nn.Parameter, str] = {}
+    for module, stepper in steppers.items():
+        for parameter in stepper.parameters():
+            owner = owners.setdefault(parameter, module)
+            if owner != module:
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} is in the optimizers of modules "
+                    f"{owner!r} and {module!r}; it belongs to one of them"
+                )
+
+
+def _describe(stepper: Stepper | None) -> list[Any]:
+    """Return what ranks compare: kind, divisor, and a description of the pipeline stage."""
+    if stepper is None:
+        return ["None", 1, ""]
+    return [stepper.kind, stepper.divisor, stepper.stage_description()]
+
+
+def _compare_ranks(
+    layouts: ModuleLayouts, by_rank: Mapping[int, Mapping[str, list[Any]]]
+) -> dict[str, int]:
+    """Return each module's divisor; raise ConfigError, on all ranks, if ranks of one differ."""
+    for module, layout in layouts.items():
+        for index, what in enumerate(("kind of optimizer", "divisor", "parameters")):
+            peers: dict[int, dict[int, Any]] = {}
+            for rank in layout.ranks:
+                # Pipeline stages have other parameters, and all else in common.
+                stage = layout.coordinates(rank)["pp"] if what == "parameters" else 0
+                peers.setdefault(stage, {})[rank] = by_rank[rank][module][index]
+            for values in peers.values():
+                first = next(iter(values))
+                differing = [rank for rank, value in values.items() if value != values[first]]
+                if differing:
+                    raise ConfigError(
+                        f"module {module!r}: ranks {shorten_ranks(differing)} differ from rank "
+                        f"{first} in {what}: {values[differing[0]]} instead of {values[first]}; "
+                        f"build the same on all ranks of the module"
+                    )
+    return {module: by_rank[layout.ranks[0]][module][1] for module, layout in layouts.items()}

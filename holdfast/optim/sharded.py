@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from holdfast.optim.checks import (
     read_groups,
 )
 from holdfast.optim.elementwise import check_elementwise
+from holdfast.optim.engine import Stepper
 from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
 from holdfast.optim.reducer import GradientReducer, Slot, Stage
 from holdfast.optim.shard_groups import ShardGroups
-from holdfast.optim.stepping import SteppingOptimizer
+from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module.tree import parameter_names
 from holdfast.state.optimizer.protocol import OptimizerParameter
@@ -34,7 +35,7 @@ from holdfast.state.optimizer.protocol import OptimizerParameter
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class ShardedOptimizer(SteppingOptimizer):
+class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch's `step` returns a loss
     """Any elementwise `torch.optim` optimizer, its state cut over data parallelism (ZeRO 1 and 2).
 
     Parameters, plain tensors or DTensors, are laid into flat buckets and become views of them; each
@@ -160,8 +161,22 @@ class ShardedOptimizer(SteppingOptimizer):
 
     @property
     def groups(self) -> ProcessGroups:
-        """The communicators in use."""
         return self._groups
+
+    @property
+    def optimizer(self) -> Self:
+        return self
+
+    @property
+    def kind(self) -> str:
+        return f"{type(self).__name__} ({self.name})"
+
+    @property
+    def divisor(self) -> int:
+        return self._divisor
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [member.parameter for member in self._parameters]
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around one microbatch with one backward; the last one reduces during the backward.
@@ -207,10 +222,12 @@ class ShardedOptimizer(SteppingOptimizer):
             self.synchronize()
             self._reducer.join()
 
-    @property
-    def reducers(self) -> Sequence[GradientReducer]:
-        """What takes the gradients."""
-        return [self._reducer]
+    def usage(self) -> tuple[int, int]:
+        slots = self._reducer.slots
+        return sum(slot.is_used for slot in slots), len(slots)
+
+    def exchange_used(self) -> None:
+        self._reducer.exchange_used()
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
