@@ -74,8 +74,8 @@ def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """Return the module's set of buffers that no state dict has (persistent=False)."""
-    found: set[str] = getattr(module, "_non_persistent_buffers_set", set())
-    return found
+    names: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+    return names
 
 
 def give_metadata(state_dict: Mapping[str, object], metadata: object) -> None:

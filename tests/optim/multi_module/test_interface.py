@@ -66,7 +66,11 @@ def refused(context: RankContext) -> list[str]:
 
         wrong(0, {}, "rank 0: no optimizer for module 'vision', which this rank has")
         wrong(0, good | {"language": None}, "rank 0: an optimizer for module 'language', which")
-        wrong(3, {own: plain}, r"rank 3: module 'language': a SGD cannot step with other.*ReducedOptimizer")
+        wrong(
+            3,
+            {own: plain},
+            r"rank 3: module 'language': a SGD cannot step with other.*ReducedOptimizer",
+        )
         wrong(
             1, {own: None}, r"'vision': ranks 1 differ from rank 0 in kind of optimizer: None inst"
         )
