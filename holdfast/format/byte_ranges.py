@@ -1,8 +1,8 @@
-"""Which stored bytes hold requested boxes, and where in the boxes they go: arrays only.
+"""From requested boxes to stored bytes, and back into the boxes: arrays only.
 
-A box read by a tool and a load of all ranks are planned by the same functions: a tool's request is
-one box of one rank. An *overlap* is what a requested box and a chunk (the box that a row of the
-index stores) have in common. A *piece* is a range of a chunk's payload that one rank reads: whole
+The same functions plan a tool's read and a load of all ranks: a tool requests one box on one rank.
+An *overlap* is the common part of a requested box and a chunk, which is the box that a row of the
+index stores. A *piece* is a range of a chunk's payload that one rank reads. It consists of whole
 digest blocks, so that every byte read can be verified.
 """
 
@@ -21,11 +21,11 @@ from holdfast.errors import CorruptionError
 from holdfast.format.index import ChunkIndex
 
 PIECE_NBYTES = 4 << 20
-"""Pieces are about this large: hashed while in cache, and a bound for buffers."""
+"""The usual size of a piece: it is hashed while in cache, and bounds the buffers."""
 DIRECT_NBYTES = 64 << 10
 """Smaller pieces are read together with their neighbours, through a buffer."""
 _JOINED_NBYTES = 1 << 20
-"""So many bytes of small pieces are read together: they stay in the cache until they are copied."""
+"""Bytes of small pieces that are read together: they stay in cache until they are copied."""
 
 _ELEMENTS = MappingProxyType({n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)})
 
@@ -34,8 +34,8 @@ class StridedCopy(NamedTuple):
     """One strided copy from a piece to a requested box.
 
     Args:
-        start: Byte of the piece where the elements of `shape` begin, row-major.
-        shape: The array that the piece is seen as.
+        start: Byte of the piece at which the array starts.
+        shape: Shape of the array, row-major.
         source: The requested elements of that array.
         target: Their place in the requested box.
         extent: Their shape.
@@ -50,19 +50,19 @@ class StridedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Runs:
-    """How inner boxes lie in the row-major memory of outer ones; all in elements."""
+    """The layout of inner boxes in the row-major memory of outer ones, in elements."""
 
     start: IntArray
     """(n,) position of the inner box's first element."""
     hull: IntArray
-    """(n,) from the first element past the last."""
+    """(n,) distance from the first element to the end of the last."""
     max_gap: IntArray
-    """(n,) the widest gap between two neighbouring elements, 0 for a run."""
+    """(n,) widest gap between two neighbouring elements; 0 for a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overlaps:
-    """Requested boxes and the chunks that they overlap, as columns; n rows, d dims.
+    """Requested boxes and the chunks that they overlap, as columns of n rows and d dims.
 
     Args:
         request: (n,) row of the requested box in its table.
@@ -70,8 +70,8 @@ class Overlaps:
         boxes: (n) the overlaps.
         chunks: (n) the chunks that hold them.
         origin: (n, d) first coordinate of the requested box.
-        in_chunk: How the overlap lies in the chunk's payload, in elements.
-        in_box: How it lies in the requested box, in elements.
+        in_chunk: Layout of the overlap in the chunk's payload, in elements.
+        in_box: Layout of the overlap in the requested box, in elements.
         itemsize: (n,) bytes of an element.
     """
 
@@ -90,22 +90,22 @@ class Overlaps:
 
     @property
     def is_run(self) -> BoolArray:
-        """(n,) whether the overlap is one run of bytes in the payload and in the box."""
+        """(n,) True if the overlap is one run of bytes in the payload and in the box."""
         flags: BoolArray = (self.in_chunk.max_gap == 0) & (self.in_box.max_gap == 0)
         return flags
 
     def run_copies(
         self, number: IntArray, start: IntArray, stop: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """What bytes [start, stop) of payloads hold of overlaps that are runs, as columns.
+        """Return the parts of overlaps that are runs in bytes [start, stop) of payloads.
 
         Args:
-            number: (n,) which overlap.
+            number: (n,) number of the overlap.
             start: (n,) first byte of the piece in the payload.
             stop: (n,) byte past its end.
 
         Returns:
-            (n,) byte of the piece and byte of the box where the common bytes begin, and how many.
+            (n,) start of the common bytes in the piece, start in the box, and their number.
         """
         size = self.itemsize[number]
         in_chunk, in_box = self.in_chunk.start[number] * size, self.in_box.start[number] * size
@@ -114,12 +114,12 @@ class Overlaps:
         return begin - start, in_box + begin - in_chunk, np.maximum(end - begin, 0)
 
     def strided_copies(self, number: int, start: int, stop: int) -> list[StridedCopy]:
-        """What bytes [start, stop) of the payload hold of an overlap that is not one run.
+        """Return the copies from bytes [start, stop) of the payload for any other overlap.
 
-        A range of a row-major chunk is at most 2 * ndim - 1 boxes, each contiguous in the range:
-        one strided copy per box, however many rows that is. No element is cut, because pieces
-        begin and end between elements. Example, a chunk of shape (4, 5) with elements of 1 byte,
-        of which the columns 1 to 3 are requested; the piece is its bytes [3, 17):
+        A range of a row-major chunk consists of at most 2 * ndim - 1 boxes, each contiguous in the
+        range: one strided copy per box, for any number of rows. No element is cut, because pieces
+        start and end between elements. Example: in a chunk of shape (4, 5) with elements of 1 byte,
+        columns 1 to 3 are requested; the piece is bytes [3, 17):
 
             box of the range         elements of it    copied to
             row 0, columns 3 to 4    column 3          row 0, last column
@@ -153,7 +153,7 @@ def find_overlaps(
         row: (n,) row of the chunk in `index`, primary copies only, each pair once.
 
     Raises:
-        CorruptionError: Where the chunks do not cover a requested box.
+        CorruptionError: The chunks do not cover a requested box.
     """
     chunks, requested = index.take(row).padded(1), boxes.take(request)
     offset = np.maximum(requested.offset, chunks.offset)
@@ -164,9 +164,9 @@ def find_overlaps(
     if len(incomplete):
         q = int(incomplete[0])
         raise CorruptionError(
-            f"tensor {int(boxes.tensor[q])} of the manifest: {int(boxes.numel()[q] - covered[q])} "
-            f"elements of the box at {boxes.offset[q].tolist()}, size {boxes.extent[q].tolist()}, "
-            f"are covered by no chunk"
+            f"tensor {int(boxes.tensor[q])} of the manifest: no chunk covers "
+            f"{int(boxes.numel()[q] - covered[q])} elements of the box at "
+            f"{boxes.offset[q].tolist()}, size {boxes.extent[q].tolist()}"
         )
     return Overlaps(
         request=request,
@@ -183,19 +183,21 @@ def find_overlaps(
 def runs_in(
     offset: IntArray, extent: IntArray, outer_offset: IntArray, outer_extent: IntArray
 ) -> Runs:
-    """How each box lies in the row-major memory of the outer one that contains it.
+    """Return the layout of each box in the row-major memory of the outer box around it.
 
     Args:
-        offset: (n, d) of the inner boxes, in the tensor's coordinates.
-        extent: (n, d) of the inner boxes; none is empty.
-        outer_offset: (n, d) of the outer boxes.
-        outer_extent: (n, d) of the outer boxes.
+        offset: (n, d) offsets of the inner boxes, in the tensor's coordinates.
+        extent: (n, d) extents of the inner boxes; each is at least 1.
+        outer_offset: (n, d) offsets of the outer boxes.
+        outer_extent: (n, d) extents of the outer boxes.
     """
     num, ndim = offset.shape
     start = np.zeros(num, dtype=np.int64)
     hull = np.ones(num, dtype=np.int64)
     stride = np.ones(num, dtype=np.int64)
     max_gap = np.zeros(num, dtype=np.int64)
+    # From the innermost dim outwards: `hull` is what the inner dims span, `stride` the distance
+    # of two entries of this dim. The gap between two entries has stride - hull elements.
     for dim in range(ndim - 1, -1, -1):
         start += (offset[:, dim] - outer_offset[:, dim]) * stride
         many = extent[:, dim] > 1
@@ -208,23 +210,23 @@ def runs_in(
 def requested_ranges(
     overlaps: Overlaps, nbytes: IntArray, *, grain: int, max_gap: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Byte ranges of payloads that hold all requested bytes: (start, stop, overlap) of each.
+    """Return byte ranges of payloads that hold all requested bytes: (start, stop, overlap).
 
-    They begin at multiples of `grain` and end at one or with the payload; those of one overlap are
-    disjoint. Example, payloads of 100 bytes, `grain` 10, `max_gap` 10:
+    They start at multiples of `grain` and end at one or with the payload. The ranges of one overlap
+    are disjoint. Example: payloads of 100 bytes, `grain` 10, `max_gap` 10:
 
         overlap                             requested        ranges
-        a run from the beginning            [0, 20)          [0, 20)
-        a run inside of the payload         [3, 57)          [0, 60)
+        a run from the start                [0, 20)          [0, 20)
+        a run inside the payload            [3, 57)          [0, 60)
         runs of 4 bytes every 12 bytes      from 2 to 42     [0, 50)
         runs of 2 bytes every 25 bytes      from 0 to 52     [0, 10) [20, 30) [50, 60)
         runs of 8 bytes every 18 bytes      from 5 to 31     [0, 20) [20, 40)
 
     Args:
-        overlaps: What is requested of which chunk.
-        nbytes: (n,) bytes of the payload of each overlap's chunk.
-        grain: The digests' block, or what to align to without verification.
-        max_gap: Gaps of at least so many bytes between two runs are not read.
+        overlaps: The requested parts of chunks.
+        nbytes: (n,) payload bytes of each overlap's chunk.
+        grain: Bytes per digest; without verification, the alignment.
+        max_gap: Gaps of at least this many bytes between two runs are not read.
     """
     size = overlaps.itemsize
     first = overlaps.in_chunk.start * size
@@ -232,14 +234,14 @@ def requested_ranges(
     is_sparse = overlaps.in_chunk.max_gap * size >= max_gap
     dense = np.flatnonzero(~is_sparse)
     starts, stops, owners = [first[dense] // grain], [-(-last[dense] // grain)], [dense]
-    # Only sparse overlaps take a step each: they are few, and of many ranges.
+    # Only sparse overlaps take one step each: there are few of them, with many ranges.
     for number in np.flatnonzero(is_sparse).tolist():
         item = int(size[number])
         begin, span = cover(
             overlaps.boxes.box(number), overlaps.chunks.box(number), max_gap=(max_gap - 1) // item
         )
         start, stop = begin * item // grain, -(-(begin + span) * item // grain)
-        # Two runs may have a block in common: it belongs to the first.
+        # Two runs may share a block: it belongs to the first.
         start[1:] = np.maximum(start[1:], stop[:-1])
         starts.append(start)
         stops.append(stop)
@@ -252,7 +254,7 @@ def requested_ranges(
 def split_ranges(
     start: IntArray, stop: IntArray, *, grain: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Cut ranges into pieces of about `PIECE_NBYTES`: (start, stop, its range) of each."""
+    """Cut ranges into pieces of about `PIECE_NBYTES`: (start, stop, range) of each."""
     step = max(1, PIECE_NBYTES // grain) * grain
     number, position = enumerate_ranges(-(-(stop - start) // step))
     begin = start[number] + position * step
@@ -260,10 +262,10 @@ def split_ranges(
 
 
 def join_neighbours(file: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
-    """Where to cut pieces, in order of file and byte, into reads: bounds, first 0, last n.
+    """Join pieces, in order of file and byte, into reads; return the reads' bounds in 0…n.
 
-    Large pieces are read on their own, small ones together with those that lie next to them, up to
-    a MiB. Example, with sizes in KiB (64 is large):
+    A large piece is one read. Small pieces are joined with their neighbours, up to 1 MiB. Example
+    with sizes in KiB (64 is large):
 
         file    start    size    read
            0        0       8       0
@@ -277,14 +279,14 @@ def join_neighbours(file: IntArray, start: IntArray, nbytes: IntArray) -> IntArr
     is_large = nbytes >= DIRECT_NBYTES
     apart = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
     is_new = np.concatenate([[True], apart | is_large[1:] | is_large[:-1]])
-    # Within each run of neighbours, cut once more where so many bytes are full.
+    # Cut each run of neighbours again whenever a read is full.
     number = sums_before(nbytes, np.cumsum(is_new)) // _JOINED_NBYTES
     is_new[1:] |= number[1:] != number[:-1]
     return np.append(np.flatnonzero(is_new), len(file))
 
 
 def sums_before(values: IntArray, *keys: IntArray) -> IntArray:
-    """For each value the sum of those before it in its run of equal keys.
+    """Return, for each value, the sum of the values before it in its run of equal keys.
 
     Values 5, 2, 4, 1 with keys 0, 0, 1, 1 give 0, 5, 0, 4.
     """
@@ -298,10 +300,10 @@ def sums_before(values: IntArray, *keys: IntArray) -> IntArray:
 
 
 def elements(data: memoryview, start: int, shape: tuple[int, ...], itemsize: int) -> AnyArray:
-    """Elements at byte `start` as an array of this shape; shares the memory.
+    """Return the elements at byte `start` as an array of this shape; shares the memory.
 
-    Unsigned types of the same size, whose copies are plain moves; 16 bytes are two of 8, with a
-    last dim of 2.
+    The elements have an unsigned type of the same size, whose copies are plain moves. An element of
+    16 bytes becomes two of 8 in one more last dim.
     """
     element, tail = (_ELEMENTS[8], (2,)) if itemsize == 16 else (_ELEMENTS[itemsize], ())
     nbytes = itemsize

@@ -1,4 +1,4 @@
-"""The files of a committed checkpoint: opened as one version, read in pieces, verified by block."""
+"""The files of a committed checkpoint: open one version, read pieces, verify blocks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from holdfast.format.versions import (
 from holdfast.storage import Source, Storage
 
 _STEP_NBYTES = 1 << 20
-"""About so much of a piece is read and then hashed: it fits a core's cache."""
+"""Bytes of a piece that are read and then hashed at a time: they fit a core's cache."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReadStats:
-    """What reading has cost so far; `fallbacks` names each damaged copy that was replaced.
+    """The cost of reading so far; `fallbacks` names each damaged copy that was replaced.
 
-    `ranges` counts the reads, `nbytes_by_file` is by position in the manifest's `files`; its sum is
+    `ranges` counts the reads. `nbytes_by_file` is by position in the manifest's `files`; its sum is
     `nbytes_read`.
     """
 
@@ -50,15 +50,15 @@ class ReadStats:
 
 
 class CheckpointFiles:
-    """The files of one committed checkpoint, open for reading. A context manager: closes them.
+    """The files of one committed checkpoint, open for reading; a context manager closes them.
 
-    Data files are opened on first use and kept open, all from the one directory that the records
-    are of, so that a checkpoint that is replaced meanwhile is read as it was. Any number of
-    threads may read at once. Without a lease (`read_lease`) that version may be removed; then
-    a read raises StorageError and says so.
+    Data files are opened on first use and kept open. All come from the directory of the records, so
+    that a checkpoint that is replaced meanwhile is read as it was. Any number of threads may read
+    at once. Without a lease (`read_lease`) that version may be removed; then a read raises
+    StorageError.
 
     Args:
-        storage: Where the checkpoint is.
+        storage: The storage of the checkpoint.
         directory: Its name there.
         records: Its manifest and index as stored.
         manifest: The manifest, decoded.
@@ -67,8 +67,8 @@ class CheckpointFiles:
         CorruptionError: The index is not the one that the manifest states.
 
     Attributes:
-        has_copies: Whether a box is stored more than once.
-        stats: What reading has cost.
+        has_copies: True if any box is stored more than once.
+        stats: The cost of reading so far.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CheckpointFiles:
     ) -> None:
         place = storage.describe(join_path(directory, INDEX))
         if digest128(records.index) != manifest.index.digest:
-            raise CorruptionError(f"{place}: damaged: its digest is not the one in the manifest")
+            raise CorruptionError(f"{place} is damaged: its digest is not the one in the manifest")
         index = decode_index(records.index, place=place)
         self._pin = ExitStack()
         self._held: tuple[Storage, str] | None = None
@@ -92,6 +92,7 @@ class CheckpointFiles:
         self.index = index
         self.stats = ReadStats()
         self._sources: dict[int, Source] = {}
+        # For sources, the pin and `stats`, which several reading threads use.
         self._lock = threading.Lock()
         self._block_nbytes = manifest.block_nbytes
         self.has_copies = bool((index.copy != 0).any())
@@ -99,12 +100,12 @@ class CheckpointFiles:
 
     @classmethod
     def open(cls, storage: Storage, directory: str, *, prove: bool = True) -> Self:
-        """Open and prove a checkpoint: digests, version, bounds, tiling; no data file is touched.
+        """Open and prove a checkpoint: digests, version, bounds, tiling; no data file is read.
 
         Args:
-            storage: Where it is.
-            directory: Its name there, "" for the root.
-            prove: Prove the index at once; without it, `validate_index` is for the caller.
+            storage: The storage of the checkpoint.
+            directory: Its name there; "" for the root.
+            prove: Prove the index now; otherwise the caller must call `validate_index`.
 
         Raises:
             StorageError: It is not a committed checkpoint, or cannot be read.
@@ -114,7 +115,7 @@ class CheckpointFiles:
             try:
                 held = pin.enter_context(storage.pin(directory))
             except StorageError:
-                read_manifest(storage, directory)  # which says what is wrong
+                read_manifest(storage, directory)  # raises a better message
                 raise
             records, manifest = read_records(held, directory)
             snapshot = cls(storage, directory, records=records, manifest=manifest)
@@ -125,11 +126,11 @@ class CheckpointFiles:
 
     @classmethod
     def from_records(cls, storage: Storage, directory: str, *, records: Records) -> Self:
-        """Open a checkpoint whose records were read, and are proved, by another rank.
+        """Open a checkpoint whose records another rank has read and proves.
 
         Raises:
-            StorageError: This version is not there any more.
-            CorruptionError: The records are not what was stored.
+            StorageError: This version is gone.
+            CorruptionError: The records are not those that were stored.
         """
         place = storage.describe(join_path(directory, MANIFEST))
         manifest = decode_manifest(records.manifest, place=place)
@@ -138,7 +139,7 @@ class CheckpointFiles:
         return snapshot
 
     def __enter__(self) -> Self:
-        """The object itself."""
+        """Return the object itself."""
         return self
 
     def __exit__(
@@ -167,13 +168,13 @@ class CheckpointFiles:
         return self._copies
 
     def nbytes_by_file(self) -> dict[str, int]:
-        """Bytes read so far from each data file, by its name; files not read are absent."""
+        """Return the bytes read so far from each data file by name; unread files are absent."""
         with self._lock:
             counts = sorted(self.stats.nbytes_by_file.items())
         return {self.manifest.files[file].name: nbytes for file, nbytes in counts}
 
     def choose_copy(self, row: int, prefer_files: Collection[int]) -> int:
-        """The copy of a primary row to read: one in a preferred file, else the row itself."""
+        """Choose the copy of a primary row to read: in a preferred file, else the row itself."""
         if not self.has_copies:
             return row
         rows = self.copies.of_row(row)
@@ -187,20 +188,20 @@ class CheckpointFiles:
         *,
         verify: bool,
     ) -> None:
-        """Fill `out` with pieces that lie one behind the other in one file, in one read.
+        """Fill `out` with adjacent pieces of one file, in one read.
 
-        A piece that is damaged or cannot be read is replaced from another copy of its box, which is
-        noted in `stats.fallbacks`. Any number of threads may call.
+        A piece that is damaged or cannot be read is replaced from another copy of its box, and
+        `stats.fallbacks` names the damage. Any number of threads may call this.
 
         Args:
             rows: The index row of each piece.
             bounds: First byte of each piece in the payload of its row, and the byte past its end.
-                With `verify`, it begins at a digest block and ends at one or with the payload.
-            out: Their bytes, end to end; undefined after an error.
+                With `verify`, a piece starts at a digest block and ends at one or with the payload.
+            out: Memory for the pieces, end to end; undefined after an error.
             verify: Check the digest of every block.
 
         Raises:
-            CorruptionError: Where no copy is good, naming tensor, file and byte.
+            CorruptionError: No copy is good; the message names tensor, file and byte.
         """
         bad: Sequence[int] = range(len(rows))
         try:
@@ -213,7 +214,7 @@ class CheckpointFiles:
             self._count(read=len(out), file=file)
             bad = self._find_damaged(rows, bounds, out) if verify else ()
         except (CorruptionError, StorageError):
-            pass
+            pass  # `bad` still names all pieces: each is read again, from any copy
         ends = list(itertools.accumulate(stop - start for start, stop in bounds)) if bad else []
         for number in bad:
             start, stop = bounds[number]
@@ -223,7 +224,7 @@ class CheckpointFiles:
     def _find_damaged(
         self, rows: Sequence[int], bounds: Sequence[tuple[int, int]], data: memoryview
     ) -> list[int]:
-        """Which pieces, laid end to end in `data`, have a block that is not what was saved."""
+        """Return the pieces, end to end in `data`, that have a block with a wrong digest."""
         block, digest = self._block_nbytes, self.index.digest
         pointers = self.index.digest_ptr[np.asarray(rows, dtype=np.int64)]
         start, stop = np.asarray(bounds, dtype=np.int64).T
@@ -246,9 +247,9 @@ class CheckpointFiles:
         return damaged
 
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
-        """One piece on its own, from the row itself or any other copy of its box."""
+        """Read one piece alone, from the row itself or any other copy of its box."""
         problems: list[CorruptionError] = []
-        # Copies that differ are no replacement for each other.
+        # Copies that differ cannot replace each other: `of_row` leaves them out.
         for copy in self.copies.of_row(row) if self.has_copies else (row,):
             try:
                 self._read_piece(copy, start, stop, out, verify)
@@ -261,16 +262,16 @@ class CheckpointFiles:
             return
         if not Identity.of(self.records.manifest).is_of(self.storage, self.directory):
             raise StorageError(
-                f"{self.storage.describe(self.directory)} has been replaced or removed while it "
-                f"was read: read it again ({problems[0]})"
+                f"{self.storage.describe(self.directory)} was replaced or removed while it was "
+                f"read: read it again ({problems[0]})"
             ) from problems[0]
         others = "".join(f"; copy: {problem}" for problem in problems[1:])
         raise CorruptionError(f"{problems[0]}{others}") from problems[0]
 
     def _read_piece(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
-        """One piece of this very copy; CorruptionError naming the byte of a wrong block.
+        """Read one piece of this very copy; CorruptionError names the byte of a wrong block.
 
-        Its blocks are read some at a time and hashed at once, while they are in the cache.
+        Its blocks are read a few at a time and hashed at once, while they are in the cache.
         """
         place, block = int(self.index.start[row]), self._block_nbytes
         file = int(self.index.file[row])
@@ -288,13 +289,13 @@ class CheckpointFiles:
             if wrong is not None:
                 raise CorruptionError(
                     f"damaged: the {min(block, len(data) - wrong)} bytes from byte "
-                    f"{place + start + at + wrong} of the file have not the digest of the index"
+                    f"{place + start + at + wrong} of the file do not have the digest of the index"
                 )
 
     def probe(self, file: int, *, start: int, nbytes: int) -> None:
-        """Open a data file, and read some bytes of it for the time that this takes.
+        """Open a data file and read some bytes of it, to measure the time.
 
-        They are counted as read, and not verified: nobody gets them.
+        The bytes count as read. They are not verified, because they are discarded.
         """
         source = self._source(file)
         if nbytes:
@@ -308,7 +309,7 @@ class CheckpointFiles:
         return damage
 
     def _hold(self) -> tuple[Storage, str]:
-        """The directory that this version is in, held open, and its name when that was done."""
+        """Return the pinned directory of this version: a storage, and the name in it."""
         if self._held is None:
             identity = Identity.of(self.records.manifest)
             version = pin_version(self.storage, self.directory, identity)
@@ -316,6 +317,7 @@ class CheckpointFiles:
         return self._held
 
     def _source(self, file: int) -> Source:
+        # First without the lock: nearly always the file is open, and `get` of a dict is atomic.
         source = self._sources.get(file)
         if source is not None:
             return source
@@ -343,7 +345,7 @@ class CheckpointFiles:
 
 
 def _find_wrong_block(buffer: memoryview, stated: Sequence[int], block: int) -> int | None:
-    """Byte of the first block of `buffer` whose digest is not the stated one; None if all agree."""
+    """Return the byte of the first block with a wrong digest, or None if all agree."""
     for number, digest in enumerate(stated):
         at = number * block
         if digest64(buffer[at : at + block]) != digest:

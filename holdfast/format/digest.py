@@ -1,6 +1,6 @@
 """Digests: XXH3-64 for blocks of tensor bytes, XXH3-128 for whole records.
 
-They detect damage, they are no defence against somebody who forges both bytes and digests.
+They detect damage. They are not a defence against an attacker, who can forge bytes and digests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.arrays.types import WordArray
 Buffer = bytes | bytearray | memoryview
 
 DEFAULT_BLOCK_NBYTES = 1 << 20
-"""Bytes per digest of a chunk: hashing is at full speed from about 256 KiB on (docs/format.md)."""
+"""Bytes per digest of a chunk; hashing has full speed from about 256 KiB (docs/format.md)."""
 
 
 digest128: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
@@ -26,9 +26,9 @@ digest64: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest
 
 
 def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:
-    """XXH3-64 of each block of `block_nbytes` (the last may be shorter); empty buffer, no blocks.
+    """Return the XXH3-64 of each block of `block_nbytes`; the last block may be shorter.
 
-    Reads the buffer once in place, about 30 GB/s a core; the lock of the interpreter is released.
+    Reads the buffer once in place, at about 30 GB/s per core; releases the interpreter's lock.
     """
     nbytes = len(buffer) if not isinstance(buffer, memoryview) else buffer.nbytes
     if 0 < nbytes <= block_nbytes:
@@ -38,7 +38,7 @@ def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:
 
 
 def num_blocks(nbytes: int, block_nbytes: int) -> int:
-    """How many digests a chunk of `nbytes` has."""
+    """Return the number of digests of a chunk of `nbytes`."""
     return -(-nbytes // block_nbytes)
 
 

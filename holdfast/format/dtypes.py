@@ -1,6 +1,6 @@
 """The element types a checkpoint can hold, by their safetensors names.
 
-Torch-free: numpy types are given where numpy has one; 8-bit floats and bfloat16 travel as bytes.
+Torch-free: `numpy` is None for 8-bit floats and bfloat16, which numpy lacks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from holdfast.errors import PlacementError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DType:
-    """One element type: `itemsize` in bytes, and how a safetensors file writes it.
+    """One element type: its size in bytes, and its form in a safetensors file.
 
-    `envelope` is the safetensors type its entries carry; types unknown to safetensors are written
-    as `envelope_dim` elements of the envelope type, as one more trailing dim (C128 is F64 x 2).
+    `envelope` is the safetensors type of its entries. A type that safetensors lacks is written as
+    `envelope_dim` elements of the envelope type, in one more trailing dim (C128 is F64 x 2).
     """
 
     name: str
@@ -29,7 +29,7 @@ class DType:
     numpy: np.dtype[np.generic] | None = None
 
     def envelope_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape a safetensors entry of this type states for a tensor of `shape`."""
+        """Return the shape in a safetensors entry for a tensor of `shape`."""
         return shape if self.envelope_dim is None else (*shape, self.envelope_dim)
 
 
@@ -63,7 +63,7 @@ DTYPES: Mapping[str, DType] = MappingProxyType(_table())
 
 
 def dtype_named(name: str) -> DType:
-    """The element type of that name; PlacementError names the ones there are."""
+    """Return the element type of that name; PlacementError names the known ones."""
     try:
         return DTYPES[name]
     except KeyError:

@@ -4,13 +4,13 @@ A tensor is a row of small numbers: its elements in row-major order, each as its
 16-bit units (one-byte elements: as their byte), `c[0], c[1], …, c[n-1]`. A lane of its fingerprint
 is the polynomial with these coefficients at a fixed point, `sum(c[i] * x**i) mod 2**61 - 1` (Karp
 and Rabin 1987). Each unit brings its place along as its exponent, so any box of the tensor can be
-evaluated on its own, by the process that holds it, and the boxes of a tiling add up to the whole.
-Two points make two lanes; fingerprint = XXH3-128 of dtype, shape and both sums.
+evaluated alone, by the process that holds it, and the boxes of a tiling add up to the whole. Two
+points make two lanes. The fingerprint is the XXH3-128 of dtype, shape and both sums.
 
 Both points are generators of the field, so `x**i` differ for all i below 2**61 - 2: changing the
 units of one element, or exchanging two different elements, always changes both lanes. Any other
 change escapes if the difference has a root at both points: for data that was not made for these
-points, one chance in 2**122. Not a defence against forged data.
+points, one chance in 2**122. It is not a defence against forged data.
 
 Speed: the products are exact sums in float64 matrix products (16-bit units times 21-bit limbs of
 powers, at most 4096 of them, stay below 2**53), so that BLAS does the work.
@@ -75,23 +75,23 @@ _POWERS = _digit_powers()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """The share of one box in the fingerprint of its tensor: both lanes, and how many elements."""
+    """The share of one box in its tensor's fingerprint: both lanes, and number of elements."""
 
     lanes: tuple[int, int]
     numel: int
 
 
 def fingerprint_box(data: memoryview, *, dtype: str, shape: Sequence[int], box: Box) -> Partial:
-    """The share of `box` in the fingerprint of its tensor.
+    """Return the share of `box` in the fingerprint of its tensor.
 
     Args:
-        data: the bytes of the box, row-major and contiguous.
-        dtype: of the tensor.
-        shape: of the whole tensor.
-        box: where the data are in it.
+        data: The bytes of the box, row-major and contiguous.
+        dtype: Element type of the tensor.
+        shape: Shape of the whole tensor.
+        box: The box in it.
 
     Raises:
-        PlanError: the data are not as many as the box has, or the box leaves the tensor.
+        PlanError: The data do not have the size of the box, or the box leaves the tensor.
 
     Cost: reads the data once, with about 5 MiB of scratch; the lock of the interpreter is mostly
     released.
@@ -118,7 +118,7 @@ def fingerprint_box(data: memoryview, *, dtype: str, shape: Sequence[int], box: 
 
 
 def add(partials: Iterable[Partial]) -> Partial:
-    """The share of several boxes together."""
+    """Return the share of several boxes together."""
     low = high = numel = 0
     for partial in partials:
         low += partial.lanes[0]
@@ -128,17 +128,17 @@ def add(partials: Iterable[Partial]) -> Partial:
 
 
 def combine(partials: Iterable[Partial], *, dtype: str, shape: Sequence[int]) -> str:
-    """The fingerprint of a tensor from the shares of boxes that tile it, 32 hexadecimal digits.
+    """Return the fingerprint of a tensor, 32 hexadecimal digits, from the shares of its boxes.
 
     Raises:
-        PlanError: the boxes together have not as many elements as the tensor.
+        PlanError: The boxes do not have as many elements as the tensor.
     """
     total = add(partials)
     numel = math.prod(shape)
     if total.numel != numel:
         raise PlanError(
-            f"a fingerprint of a tensor of shape {tuple(shape)} needs the shares of {numel} "
-            f"elements, those of {total.numel} were given"
+            f"the fingerprint of a tensor of shape {tuple(shape)} needs the shares of {numel} "
+            f"elements, got those of {total.numel}"
         )
     dims = ",".join(map(str, shape))
     return digest128(f"{dtype};{dims};{total.lanes[0]:016x};{total.lanes[1]:016x}".encode())
@@ -147,14 +147,14 @@ def combine(partials: Iterable[Partial], *, dtype: str, shape: Sequence[int]) ->
 def _add_block(units: _Units, strides: Sequence[int], first: int, sums: list[int]) -> None:
     """Add the value of a block of units to the sums of both lanes.
 
-    The block is seen as many tiles of one shape, of at most `_TILE` units each; what is left over
-    when a dim does not divide is a block of its own.
+    The block is viewed as many tiles of one shape, of at most `_TILE` units each. If a dim does not
+    divide, the rest is added as another block.
 
     Args:
-        units: the block.
-        strides: how much an exponent grows along each dim.
-        first: the exponent of the first unit.
-        sums: one per lane, added to in place.
+        units: The block.
+        strides: Growth of the exponent along each dim.
+        first: Exponent of the first unit.
+        sums: One per lane, added to in place.
     """
     units, strides = _collapse(units, strides)
     dim, tile = units.ndim, 1
@@ -178,7 +178,7 @@ def _add_block(units: _Units, strides: Sequence[int], first: int, sums: list[int
 
 
 def _collapse(units: _Units, strides: Sequence[int]) -> tuple[_Units, list[int]]:
-    """The same block with as few dims as its exponents allow; a view, as it is contiguous there."""
+    """Return a view of the block with as few dims as its exponents allow."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(units.shape, strides, strict=True):
         if size == 1:
@@ -193,7 +193,7 @@ def _collapse(units: _Units, strides: Sequence[int]) -> tuple[_Units, list[int]]
 def _add_tiles(
     units: _Units, strides: Sequence[int], num_outer: int, first: int, sums: list[int]
 ) -> None:
-    """Add a block whose first `num_outer` dims count tiles and whose other dims are the tile."""
+    """Add a block; its first `num_outer` dims count tiles, its other dims are the tile."""
     outer, inner = units.shape[:num_outer], units.shape[num_outer:]
     tile = math.prod(inner)
     if strides[num_outer:] == [1]:
@@ -216,7 +216,7 @@ def _add_tiles(
 
 
 def _exponents(shape: Sequence[int], strides: Sequence[int]) -> IntArray:
-    """Exponents of the units of a block, flat, from that of its first; int64."""
+    """Return the exponents of a block's units, flat, relative to its first; int64."""
     exponents = np.zeros(1, dtype=np.int64)
     for size, stride in zip(shape, strides, strict=False):
         steps = np.arange(size, dtype=np.int64) * stride
@@ -225,7 +225,7 @@ def _exponents(shape: Sequence[int], strides: Sequence[int]) -> IntArray:
 
 
 def _powers(exponents: IntArray) -> WordArray:
-    """Both points to these powers, (2, n)."""
+    """Return both points to these powers, (2, n)."""
     digit = (exponents & (2**_DIGIT_BITS - 1)).astype(np.intp)
     powers = _POWERS[:, 0, digit]
     top = int(exponents.max())
@@ -238,7 +238,7 @@ def _powers(exponents: IntArray) -> WordArray:
 
 
 def _limbs(powers: WordArray) -> FloatArray:
-    """(2, n) words as (n, 6) limbs of 21 bits, lane by lane, lowest first."""
+    """Split (2, n) words into (n, 6) limbs of 21 bits, lane by lane, lowest first."""
     mask = np.uint64(2**_LIMB_BITS - 1)
     limbs = [(powers >> np.uint64(_LIMB_BITS * i)) & mask for i in range(_NUM_LIMBS)]
     table = np.stack(limbs, axis=1).reshape(len(POINTS) * _NUM_LIMBS, -1)
@@ -246,7 +246,7 @@ def _limbs(powers: WordArray) -> FloatArray:
 
 
 def _join_limbs(dots: WordArray) -> WordArray:
-    """(n, 6) sums over limbs as (2, n) words modulo `PRIME`."""
+    """Join (n, 6) sums over limbs into (2, n) words modulo `PRIME`."""
     total = np.zeros((len(POINTS), len(dots)), dtype=np.uint64)
     parts = dots.T.reshape(len(POINTS), _NUM_LIMBS, -1)
     for i in range(_NUM_LIMBS):
@@ -257,7 +257,7 @@ def _join_limbs(dots: WordArray) -> WordArray:
 
 
 def _multiply(a: WordArray, b: WordArray) -> WordArray:
-    """Products modulo `PRIME` of words below it, without leaving 64 bits."""
+    """Return products modulo `PRIME` of words below it, within 64 bits."""
     a_high, a_low, b_high, b_low = a >> _31, a & _LOW31, b >> _31, b & _LOW31
     middle = a_high * b_low + a_low * b_high
     # 2**62 = 2 and 2**61 = 1; the four terms are below 2**61, 2**32, 2**61 and 2**62.
@@ -267,11 +267,11 @@ def _multiply(a: WordArray, b: WordArray) -> WordArray:
 
 
 def _reduce(words: WordArray) -> WordArray:
-    """Words of any size modulo `PRIME`."""
+    """Reduce words of any size modulo `PRIME`."""
     words = (words & _P) + (words >> _61)
     return np.where(words >= _P, words - _P, words)
 
 
 _UNIT_LIMBS = _limbs(_powers(np.arange(_TILE, dtype=np.int64)))
-"""The limbs for a tile of units that follow each other, which is the tile of most boxes."""
+"""The limbs for a tile of consecutive units, which is the tile of most boxes."""
 _UNIT_LIMBS.setflags(write=False)

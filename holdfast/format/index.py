@@ -1,9 +1,9 @@
 """The two safetensors files of a checkpoint: the image of a data file, and the index of all chunks.
 
-An image is a header, padded, and the payload of every chunk after it. The index is an image of
-its own: one row per stored copy of a chunk, kept as columns. On disk the columns have the narrowest
-unsigned types that hold them; in memory they are int64 (digests uint64), so that arithmetic on
-them cannot wrap.
+An image is a padded header, followed by the payload of every chunk. The index is an image too, with
+one row per stored copy of a chunk, as columns. On disk the columns have the narrowest unsigned
+types that hold them. In memory they are int64 (digests uint64), so that a difference of two cannot
+wrap.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.format.dtypes import DTYPES, dtype_named
 from holdfast.format.manifest import MAX_HEADER_NBYTES, MAX_INDEX_NBYTES, MAX_NDIM, Manifest
 
 PAYLOAD_ALIGN = 4096
-"""The payload of a data file begins at a multiple of this: it can be mapped and read direct."""
+"""Alignment of a data file's payload, so that it can be mapped and read directly."""
 
 _METADATA = "__metadata__"
 
@@ -35,7 +35,7 @@ _UNSIGNED = ("U8", "U16", "U32", "U64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEntry:
-    """One chunk to store: its entry name, element type (`DTYPES`), and shape."""
+    """One chunk to store: entry name, element type (`DTYPES`) and shape."""
 
     name: str
     dtype: str
@@ -44,7 +44,7 @@ class ImageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """Where everything goes: `header` first, then each entry at its absolute byte `starts[i]`."""
+    """The layout of a data file: `header` first, then entry i at its absolute byte `starts[i]`."""
 
     header: bytes
     starts: IntArray
@@ -53,7 +53,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderEntry:
-    """One entry found in a header: `dtype` is the envelope's; `start` is absolute in the file."""
+    """One entry of a header: `dtype` is the envelope's; `start` is absolute in the file."""
 
     name: str
     dtype: str
@@ -69,7 +69,7 @@ def chunk_name(
     shape: Sequence[int],
     global_shape: Sequence[int],
 ) -> str:
-    """Entry name of a chunk: the key itself for a whole tensor, else `key@o0,o1,…`."""
+    """Return the entry name of a chunk: the key of a whole tensor, else `key@o0,o1,…`."""
     if tuple(shape) == tuple(global_shape):
         return key
     return f"{key}@{','.join(map(str, offset))}"
@@ -78,8 +78,8 @@ def chunk_name(
 def layout_image(entries: Sequence[ImageEntry], *, align: int = PAYLOAD_ALIGN) -> Image:
     """Lay out a data file: a valid safetensors file whose payload starts at a multiple of `align`.
 
-    Chunks lie in descending item size (stable), so each is aligned to its elements without
-    padding, and equal entries give equal bytes. Raises PlanError for a name twice or reserved.
+    Chunks are in descending order of item size (stable). So each is aligned to its elements without
+    padding, and equal entries give equal bytes. Raises PlanError for a repeated or reserved name.
     """
     dtypes = [dtype_named(entry.dtype) for entry in entries]
     sizes = [
@@ -93,7 +93,7 @@ def layout_image(entries: Sequence[ImageEntry], *, align: int = PAYLOAD_ALIGN) -
     for i in order:
         entry = entries[i]
         if entry.name in table:
-            raise PlanError(f"two chunks of one data file have the name {entry.name!r}")
+            raise PlanError(f"two chunks of one data file are named {entry.name!r}")
         starts[i] = end
         table[entry.name] = {
             "dtype": dtypes[i].envelope,
@@ -105,20 +105,20 @@ def layout_image(entries: Sequence[ImageEntry], *, align: int = PAYLOAD_ALIGN) -
     padded = -(-(8 + len(text)) // align) * align - 8
     if padded > MAX_HEADER_NBYTES:
         raise PlanError(
-            f"the header of a data file would have {padded} bytes for {len(entries)} chunks; "
-            f"safetensors allows {MAX_HEADER_NBYTES}: spread the state over more writers"
+            f"the header of a data file with {len(entries)} chunks needs {padded} bytes, the "
+            f"limit of safetensors is {MAX_HEADER_NBYTES}: spread the state over more writers"
         )
     header = padded.to_bytes(8, "little") + text.ljust(padded)
     return Image(header=header, starts=starts + len(header), nbytes=len(header) + end)
 
 
 def header_nbytes(prefix: bytes, *, file_nbytes: int, place: str) -> int:
-    """Bytes of the header of a file that begins with `prefix` (8 bytes), checked against limits."""
+    """Return the header size of a file that starts with `prefix` (8 bytes), within limits."""
     length = int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or length < 2 or length > min(MAX_HEADER_NBYTES, file_nbytes - 8):
         raise CorruptionError(
             f"{place}: its first 8 bytes state a header of {length} bytes, which a file of "
-            f"{file_nbytes} bytes cannot have: not a data file, or damaged"
+            f"{file_nbytes} bytes cannot have: it is damaged, or not a data file"
         )
     return 8 + length
 
@@ -130,14 +130,14 @@ class _RawEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_header(header: bytes | memoryview, *, file_nbytes: int, place: str) -> list[HeaderEntry]:
-    """The entries of a whole header (8-byte length included), in file order, strictly checked.
+    """Parse a whole header, including its 8-byte length; return its entries in file order.
 
-    Raises CorruptionError unless it is what safetensors requires: known form, no name twice, and
+    Raises CorruptionError unless it is as safetensors requires: known members, distinct names, and
     entries that fill the rest of a file of `file_nbytes` exactly, without gap or overlap.
     """
     header = bytes(header)
     if header_nbytes(header[:8], file_nbytes=file_nbytes, place=place) != len(header):
-        raise CorruptionError(f"{place}: the header is not as long as its first 8 bytes say")
+        raise CorruptionError(f"{place}: the header is not as long as its first 8 bytes state")
     entries = [
         HeaderEntry(
             name=name,
@@ -155,7 +155,7 @@ def parse_header(header: bytes | memoryview, *, file_nbytes: int, place: str) ->
         end += entry.nbytes
     if end != file_nbytes:
         raise CorruptionError(
-            f"{place}: the header's entries end at byte {end}, the file has {file_nbytes} bytes"
+            f"{place}: the header's entries end at byte {end}, but the file has {file_nbytes} bytes"
         )
     return entries
 
@@ -168,18 +168,18 @@ def _raw_entries(text: bytes, place: str) -> list[tuple[str, _RawEntry]]:
             raise CorruptionError(f"{place}: the header is not a JSON object")
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise CorruptionError(f"{place}: the header has one name twice")
+            raise CorruptionError(f"{place}: the header repeats a name")
         metadata = table.pop(_METADATA, None)
         if metadata is not None:
             msgspec.convert(_as_dict(metadata), dict[str, str])
         plain = {name: _as_dict(raw) for name, raw in table.items()}
         return list(msgspec.convert(plain, dict[str, _RawEntry]).items())
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{place}: the header is not a safetensors header: {error}") from None
+        raise CorruptionError(f"{place}: this is not a safetensors header: {error}") from None
 
 
 class _Pairs(list[tuple[str, object]]):
-    """A JSON object as its pairs, distinguished from a JSON array."""
+    """The pairs of a JSON object; a class that tells it from a JSON array."""
 
 
 def _as_dict(value: object) -> dict[str, object]:
@@ -187,14 +187,14 @@ def _as_dict(value: object) -> dict[str, object]:
         raise ValueError("an entry is not a JSON object")
     table = dict(value)
     if len(table) != len(value) or any(type(inner) is _Pairs for _, inner in value):
-        raise ValueError("an entry has one name twice, or an object inside")
+        raise ValueError("an entry repeats a name, or contains an object")
     return table
 
 
 def _check_entry(entry: HeaderEntry, end: int, place: str) -> None:
     if entry.start != end or entry.nbytes < 0:
         raise CorruptionError(
-            f"{place}: entry {entry.name!r} begins at byte {entry.start}, "
+            f"{place}: entry {entry.name!r} starts at byte {entry.start}, "
             f"but the one before it ends at byte {end}"
         )
     if len(entry.shape) > MAX_NDIM + 1 or any(size < 0 for size in entry.shape):
@@ -205,33 +205,33 @@ def _check_entry(entry: HeaderEntry, end: int, place: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkIndex(BoxTable):
-    """Columns of the index; n rows, d the largest ndim of any tensor.
+    """Columns of the index: n rows, d dims as the tensor with the most dims.
 
     The rows are boxes: `tensor` (n,) is the position in the manifest's `tensors`, `offset` and
     `extent` are (n, d). The primaries of a tensor cover it exactly, other copies repeat the box of
     a primary. The digests of row i are `digest[digest_ptr[i]:digest_ptr[i + 1]]`, one per block.
 
-    Which ranks held a box when it was saved is stored, since a file's writer is only one of them.
-    Many rows have the same holders, so each distinct set is stored once: set s has the ranks
+    The index has all ranks that held a box when it was saved; the writer of the file is only one of
+    them. Many rows have the same holders, so each distinct set is stored once: set s has the ranks
     `holder[holder_ptr[s]:holder_ptr[s + 1]]`.
     """
 
     file: IntArray
     """(n,) position in the manifest's `files`."""
     start: IntArray
-    """(n,) absolute byte in the file at which the payload begins."""
+    """(n,) absolute byte in the file at which the payload starts."""
     nbytes: IntArray
-    """(n,) bytes of payload."""
+    """(n,) payload bytes."""
     copy: IntArray
-    """(n,) 0 for the primary, 1, 2, … for further copies of the same box."""
+    """(n,) 0 for the primary; 1, 2, … for further copies of the same box."""
     holders: IntArray
-    """(n,) number of the set of ranks that held the box, for its copies too."""
+    """(n,) number of the set of ranks that held the box; its copies have the same."""
     holder_ptr: IntArray
-    """(sets + 1,) where each set's ranks begin."""
+    """(sets + 1,) start of each set's ranks in `holder`."""
     holder: IntArray
     """The ranks of each set, ascending."""
     digest_ptr: IntArray
-    """(n + 1,) where each row's digests begin."""
+    """(n + 1,) start of each row's digests in `digest`."""
     digest: WordArray
     """XXH3-64 of each block of each row."""
 
@@ -241,11 +241,11 @@ class ChunkIndex(BoxTable):
         return len(self.tensor)
 
     def digests(self, row: int) -> WordArray:
-        """The block digests of one row."""
+        """Return the block digests of one row."""
         return self.digest[self.digest_ptr[row] : self.digest_ptr[row + 1]]
 
     def is_held_by(self, rank: int) -> BoolArray:
-        """(n,) whether a rank held the box of each row. Cost: vector work over rows and sets."""
+        """Return (n,) True if the rank held the row's box; vector work over rows and sets."""
         is_member = np.zeros(len(self.holder_ptr) - 1, dtype=np.bool_)
         members = np.flatnonzero(self.holder == rank)
         is_member[np.searchsorted(self.holder_ptr, members, side="right") - 1] = True
@@ -253,7 +253,7 @@ class ChunkIndex(BoxTable):
 
 
 def encode_index(index: ChunkIndex) -> bytes:
-    """The bytes of `index.safetensors`; equal tables give equal bytes. PlanError if misshapen."""
+    """Encode `index.safetensors`; equal tables give equal bytes. PlanError if misshapen."""
     entries, arrays = [], []
     for name in _COLUMNS:
         column = np.asarray(getattr(index, name))
@@ -274,14 +274,14 @@ def encode_index(index: ChunkIndex) -> bytes:
 
 
 def decode_index(data: bytes | memoryview, *, place: str = "index.safetensors") -> ChunkIndex:
-    """The index in the bytes of `index.safetensors`; CorruptionError if they are not one.
+    """Decode the bytes of `index.safetensors`; CorruptionError if they are not an index.
 
-    Memory is bounded by ten times the bytes given. Says nothing about what the rows state: see
+    Memory is bounded by ten times the bytes given. The content of the rows is not checked: see
     `validate_index`.
     """
     view = memoryview(data)
     if len(view) > MAX_INDEX_NBYTES:
-        raise CorruptionError(f"{place}: {len(view)} bytes are beyond the limit {MAX_INDEX_NBYTES}")
+        raise CorruptionError(f"{place}: {len(view)} bytes exceed the limit {MAX_INDEX_NBYTES}")
     end = header_nbytes(bytes(view[:8]), file_nbytes=len(view), place=place)
     entries = {e.name: e for e in parse_header(view[:end], file_nbytes=len(view), place=place)}
     if sorted(entries) != sorted(_COLUMNS):
@@ -292,7 +292,7 @@ def decode_index(data: bytes | memoryview, *, place: str = "index.safetensors") 
     columns = {name: column.astype(np.int64) for name, column in raw.items()}
     for name, column in columns.items():
         if raw[name].itemsize == 8 and column.size and int(column.min()) < 0:
-            raise CorruptionError(f"{place}: column {name!r} holds a value beyond 2**63")
+            raise CorruptionError(f"{place}: column {name!r} has a value of 2**63 or more")
     return ChunkIndex(**columns, digest=words)
 
 
@@ -331,14 +331,14 @@ def _check_shapes(
 
 
 def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
-    """Prove that the index and the manifest describe one whole checkpoint.
+    """Prove that index and manifest describe one whole checkpoint.
 
-    Every id exists; sets of holders fill their column; every row lies in its tensor and its file;
-    bytes and digests are as many as its box needs; primaries cover each tensor exactly and copies
-    repeat a primary; the rows of a file fill it behind its header without gap or overlap.
+    Every id exists. Sets of holders fill their column. Every row lies in its tensor and its file,
+    with as many bytes and digests as its box needs. Primaries cover each tensor exactly, and copies
+    repeat a primary. The rows of a file fill it after its header, without gap or overlap.
 
     Raises:
-        CorruptionError: Naming tensor, box and file.
+        CorruptionError: They do not; the message names tensor, box and file.
 
     Cost: vector work only, about a second for a million rows.
     """
@@ -350,7 +350,7 @@ def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
     stored = sum(index.nbytes.tolist())
     if stored != manifest.totals.stored_nbytes:
         raise CorruptionError(
-            f"the index has chunks of {stored} bytes, the manifest's totals state "
+            f"the index has chunks of {stored} bytes in total, the manifest states "
             f"{manifest.totals.stored_nbytes}"
         )
     for name, column, limit in (
@@ -361,11 +361,11 @@ def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
         wrong = np.flatnonzero((column < 0) | (column >= limit))
         if len(wrong):
             row = int(wrong[0])
-            raise CorruptionError(f"index row {row}: {name} {column[row]}, there are {limit}")
+            raise CorruptionError(f"index row {row}: {name} is {column[row]}, not below {limit}")
     ends = index.holder_ptr
     if int(ends[0]) != 0 or int(ends[-1]) != len(index.holder) or (np.diff(ends) < 1).any():
         raise CorruptionError(
-            f"the index has {len(index.holder)} holders, its sets of holders are of others"
+            f"the index has {len(index.holder)} holders, but its sets of holders do not fill them"
         )
     _check_boxes(index, manifest)
     _check_bytes(index, manifest)
@@ -374,7 +374,7 @@ def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
 
 
 def describe_row(index: ChunkIndex, manifest: Manifest, row: int) -> str:
-    """A row in words: tensor, box, file and byte."""
+    """Describe a row: tensor, box, file and byte."""
     tensor = manifest.tensors[index.tensor[row]]
     offset, extent = (c[row, : len(tensor.shape)].tolist() for c in (index.offset, index.extent))
     file = manifest.files[index.file[row]].name
@@ -389,7 +389,7 @@ def _require(
     *,
     rows: IntArray | None = None,
 ) -> None:
-    """CorruptionError describing the first bad one; `is_good` is of `rows`, by default of all."""
+    """Raise CorruptionError for the first of `rows` (by default all) that is not good."""
     wrong = np.flatnonzero(~is_good)
     if len(wrong):
         row = int(wrong[0] if rows is None else rows[wrong[0]])
@@ -402,12 +402,12 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
     ndim = np.array(list(map(len, shapes)), dtype=np.int64)
     num_dims = index.offset.shape[1]
     if len(ndim) and int(ndim.max()) > num_dims:
-        raise CorruptionError(f"the index has {num_dims} dims, a tensor has {int(ndim.max())}")
+        raise CorruptionError(f"the index has {num_dims} dims, but a tensor has {int(ndim.max())}")
     behind = np.arange(num_dims) >= ndim[index.tensor][:, None]
     is_padding = (index.offset == 0) & (index.extent == 1)
     _require(
         index, manifest, (is_padding | ~behind).all(axis=1),
-        lambda row: "the columns behind its dims are not 0 and 1",
+        lambda row: "offset and extent after its own dims are not 0 and 1",
     )  # fmt: skip
     primary = np.flatnonzero(index.copy == 0)
     for owner, flaw in check_tilings(index.take(primary), shapes, max_flaws=1):
@@ -422,27 +422,27 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
 
 def _check_bytes(index: ChunkIndex, manifest: Manifest) -> None:
     sizes = pad_shapes([t.shape for t in manifest.tensors], index.num_dims)[index.tensor]
-    # Of primaries this is known by now; copies may still leave the tensor.
+    # For primaries this is proven by now; copies may still leave the tensor.
     inside: BoolArray = (index.extent >= 0) & (index.extent <= sizes)
     inside &= (index.offset >= 0) & (index.offset <= sizes - index.extent)
-    _require(index, manifest, np.all(inside, axis=1), lambda row: "leaves its tensor")
+    _require(index, manifest, np.all(inside, axis=1), lambda row: "it leaves its tensor")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
     expected = index.extent.prod(axis=1) * itemsize[index.tensor]
     _require(
         index, manifest, np.asarray(index.nbytes == expected),
-        lambda row: f"{index.nbytes[row]} bytes are stated, its box has {expected[row]}",
+        lambda row: f"{index.nbytes[row]} bytes are stated, but its box has {expected[row]}",
     )  # fmt: skip
     num_blocks = -(-index.nbytes // manifest.block_nbytes)
     _require(
         index, manifest, np.equal(np.diff(index.digest_ptr), num_blocks),
-        lambda row: "it has not one digest per block",
+        lambda row: "it does not have one digest per block",
     )  # fmt: skip
     if int(index.digest_ptr[0]) != 0 or int(index.digest_ptr[-1]) != len(index.digest):
-        raise CorruptionError(f"the index has {len(index.digest)} digests, its rows use others")
+        raise CorruptionError(f"the index has {len(index.digest)} digests, its rows need others")
 
 
 def _check_copies(index: ChunkIndex, manifest: Manifest) -> None:
-    # An empty tensor has no primaries to repeat, and nothing in its copies either.
+    # Empty rows are skipped: an empty tensor has no primaries that a copy could repeat.
     rows = np.flatnonzero(index.nbytes > 0)
     copy = index.copy[rows]
     if not copy.any():
@@ -452,13 +452,11 @@ def _check_copies(index: ChunkIndex, manifest: Manifest) -> None:
     has_primary[number[copy == 0]] = True
     _require(
         index, manifest, has_primary[number],
-        lambda row: "a copy of a box that no primary has", rows=rows,
+        lambda row: "it is a copy of a box without a primary", rows=rows,
     )  # fmt: skip
     order = np.lexsort((copy, number))
     is_new = (np.diff(number[order]) != 0) | (np.diff(copy[order]) != 0)
-    _require(
-        index, manifest, is_new, lambda row: "the same copy is listed twice", rows=rows[order[1:]]
-    )
+    _require(index, manifest, is_new, lambda row: "this copy is listed twice", rows=rows[order[1:]])
 
 
 def _check_files(index: ChunkIndex, manifest: Manifest) -> None:
@@ -467,9 +465,9 @@ def _check_files(index: ChunkIndex, manifest: Manifest) -> None:
     begin, end = header[index.file], size[index.file]
     inside = (index.start >= begin) & (index.start <= end) & (index.nbytes <= end - index.start)
     _require(index, manifest, inside, lambda row: "its bytes leave the payload of its file")
-    # In the order of the files each row begins where the one before it ended:
+    # In the order of files and bytes, each row starts at the end of the one before:
     #
-    #     file    start   nbytes   must begin at
+    #     file    start   nbytes   must start at
     #     0       4096    512      4096, the end of file 0's header
     #     0       4608    100      4608
     #     1       4096    64       4096, the end of file 1's header
@@ -494,6 +492,6 @@ def _check_files(index: ChunkIndex, manifest: Manifest) -> None:
     for number in np.flatnonzero(filled != size).tolist():
         info = manifest.files[number]
         raise CorruptionError(
-            f"{info.name}: its chunks end at byte {filled[number]}, the file has {info.nbytes} "
+            f"{info.name}: its chunks end at byte {filled[number]}, but the file has {info.nbytes} "
             f"bytes"
         )

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, from its manifest alone: nothing of the data is read."""
+"""The content of a checkpoint by its manifest alone; no data are read."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from holdfast.storage import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartInfo:
-    """One part of a checkpoint, as its manifest has it."""
+    """One part of a checkpoint, by its manifest."""
 
     kind: str
-    """What the part's tree is ("mapping", "tensor", "value per dp,tp", …)."""
+    """Kind of the part's tree ("mapping", "tensor", "value per dp,tp", …)."""
     num_tensors: int
-    """Tensors that it refers to, each once; those it shares with another part count in both."""
+    """Number of its tensors, each once; a tensor shared with another part counts in both."""
     nbytes: int
-    """Of these tensors."""
+    """Bytes of these tensors."""
     num_values: int
-    """Leaves of the tree that are stored and are not tensors."""
+    """Number of stored leaves that are not tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """What a checkpoint says about itself; see `Checkpointer.inspect`."""
+    """The description of a checkpoint; see `Checkpointer.inspect`."""
 
     step: int
-    """Its step."""
+    """The step."""
     created: str
-    """When the save began, ISO 8601 UTC."""
+    """Start of the save, ISO 8601 UTC."""
     total_nbytes: int
-    """Of all tensors, each once."""
+    """Bytes of all tensors, each once."""
     num_tensors: int
-    """Tensors."""
+    """Number of tensors."""
     parts: Mapping[str, PartInfo]
-    """Its parts by name."""
+    """The parts by name."""
     metadata: Mapping[str, Any]
-    """What was given as `metadata=` to the save; empty for none."""
+    """The `metadata=` of the save; empty if none was given."""
 
 
 def inspect_checkpoint(storage: Storage, step: int) -> CheckpointInfo:
-    """What a checkpoint holds. One read; linear in the manifest. Raises as `read_manifest`."""
+    """Describe a checkpoint with one read; linear in the manifest. Raises as `read_manifest`."""
     _, manifest = read_manifest(storage, step_dir(step))
     sizes = {
         info.key: math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in manifest.tensors

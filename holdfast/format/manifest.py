@@ -1,16 +1,13 @@
 """The manifest: the commit record of a checkpoint.
 
 The file is compact JSON whose last member is `digest`. The digest covers every byte before
-`,"digest":"<32 hexadecimal digits>"}` and a newline, so that every byte of the file is covered and
-nobody needs a canonical form of JSON to check it.
+`,"digest":"<32 hexadecimal digits>"}` and a newline. So every byte of the file is covered, and a
+check needs no canonical form of JSON.
 
-An entry of `tensors` is an array, and a key that the tree implies is left out: a `tensor` or
-`array` node has no `k` if its key is its path, that is, the part's name, the names of dict members
-and the positions in lists on the way to it, joined with dots. Only plain dicts and lists count;
-below any other node every `k` is written.
-
-A user's own JSON object is kept in `parts` under a name that no part can have, so that a reader
-that does not know it sees one more tree of plain values, and the digest covers it.
+An entry of `tensors` is an array, and keys that the tree implies are left out; see
+`without_implied_keys`. The user's own JSON object is kept in `parts` under a name that a part
+cannot have. A reader that does not know it sees one more tree of plain values, and the digest
+covers it.
 """
 
 from __future__ import annotations
@@ -38,33 +35,33 @@ from holdfast.format.values import (
 
 FORMAT = "holdfast"
 VERSION = 1
-"""What is written; every version from 1 on is read."""
+"""The version that is written, and the only one so far."""
 MAX_MANIFEST_NBYTES = 1 << 28
 MAX_INDEX_NBYTES = 1 << 32
 MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the safetensors library itself; longer headers are refused."""
+"""Limit of the safetensors library itself; longer headers are refused."""
 MAX_NDIM = 64
 
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
 _TAIL_NBYTES = len(b',"digest":"') + 32 + len(b'"}\n')
 _HEX128 = re.compile(r"[0-9a-f]{32}")
 _DATA_FILE = re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII)
-"""Names that a data file may have; no other path that a manifest states is opened."""
+"""The names that a data file may have; no other path in a manifest is opened."""
 MIN_BLOCK_NBYTES = 16
 MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
 METADATA_PART = "$metadata"
-"""Where it is in `parts`; the name of a part of the state does not begin with `$`."""
+"""Its name in `parts`; the name of a part of the state does not start with `$`."""
 MAX_METADATA_NBYTES = 64 * 1024
-"""Bytes of JSON text. The manifest is read by `ls` and broadcast by every load."""
+"""Limit in bytes of JSON text, because `ls` reads and every load broadcasts the manifest."""
 
 
 class _StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Immutable, and unknown members are refused."""
+    """A struct that is immutable and refuses unknown members."""
 
 
 class LayoutInfo(_StrictStruct, frozen=True, kw_only=True):
-    """One layout the state lives on, enough to rebuild it: see `Layout.to_dict`."""
+    """One layout of the state, sufficient to rebuild it: see `Layout.to_dict`."""
 
     name: str
     axes: dict[str, int]
@@ -78,33 +75,33 @@ class CutInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     dim: int
     axis: str
     is_strided: bool = False
-    """Whether each of the pieces that the later cuts of this dim give is cut, and not the whole:
-    torch's `_StridedShard`."""
+    """True if the cut is made in each piece that the later cuts of this dim make, and not in the
+    whole: torch's `_StridedShard`."""
 
 
 class PlacementInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the boxes that a rank holds of a tensor follow from its coordinates on the layout.
+    """The rule by which a rank's boxes of a tensor follow from its coordinates on the layout.
 
-    Which ranks hold a tensor at all is not part of it: that is in the index, box by box.
+    It does not state which ranks hold a tensor; the index does, box by box.
     """
 
     kind: Literal["whole", "cut", "runs", "per_coordinate", "irregular"]
-    """One box; what `cuts` leave; runs of elements of that; a tensor for each coordinate, named in
-    its key; boxes that follow from no coordinates that are stored."""
+    """The whole tensor; the box that `cuts` leave; runs of the elements of that box; one tensor for
+    each coordinate, which is in its key; boxes that follow from nothing that is stored."""
     cuts: tuple[CutInfo, ...] = ()
-    """In the order in which they are made."""
+    """The cuts, in the order in which they are made."""
     over: str = ""
-    """Of runs: ranks that differ along this group or axis hold other runs, of lengths that depend
-    on what else is in the same buffer."""
+    """For runs: ranks that differ along this group or axis hold other runs. Their lengths depend on
+    the other tensors in the same buffer."""
 
     @classmethod
     def of(cls, cuts: Iterable[CutInfo]) -> PlacementInfo:
-        """The placement of a tensor that is cut like this, or whole without cuts."""
+        """Return the placement with these cuts, or `WHOLE` without any."""
         cuts = tuple(cuts)
         return cls(kind="cut", cuts=cuts) if cuts else WHOLE
 
     def runs_over(self, axis: str) -> PlacementInfo:
-        """The placement of runs of what ranks hold by this one."""
+        """Return the placement of runs of the boxes of this placement."""
         if self.kind == "irregular":
             return self
         return PlacementInfo(kind="runs", cuts=self.cuts, over=axis)
@@ -116,8 +113,8 @@ IRREGULAR = PlacementInfo(kind="irregular")
 
 
 class TensorInfo(_StrictStruct, frozen=True, kw_only=True):
-    """One logical tensor: global shape, element type (`DTYPES`), positions of its layout and of its
-    placement there."""
+    """One logical tensor: key, element type (`DTYPES`), global shape, and the positions of its
+    layout and placement in the manifest's lists."""
 
     key: str
     dtype: str
@@ -133,12 +130,12 @@ class TensorInfo(_StrictStruct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one whole copy."""
+        """Bytes of one copy of the whole tensor."""
         return self.numel * DTYPES[self.dtype].itemsize
 
 
 class FileInfo(_StrictStruct, frozen=True, kw_only=True):
-    """One data file: its name inside the directory, sizes, and the rank that wrote it."""
+    """One data file: name in the directory, sizes, and the rank that wrote it."""
 
     name: str
     nbytes: int
@@ -157,7 +154,7 @@ class IndexInfo(_StrictStruct, frozen=True, kw_only=True):
 
 
 class Totals(_StrictStruct, frozen=True, kw_only=True):
-    """Sums: `nbytes` of all tensors once, `stored_nbytes` of all payloads, copies included."""
+    """Sums: `nbytes` of all tensors once, `stored_nbytes` of all payloads with copies."""
 
     num_tensors: int
     nbytes: int
@@ -165,7 +162,7 @@ class Totals(_StrictStruct, frozen=True, kw_only=True):
 
 
 class _TensorRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `TensorInfo` as it is written: what is 0 or null at the end is left out."""
+    """A `TensorInfo` as it is written: trailing members that are 0 or null are left out."""
 
     key: str
     dtype: str
@@ -176,7 +173,7 @@ class _TensorRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class _Members(_StrictStruct, frozen=True, kw_only=True):
-    """The members of a manifest that are the same on disk and in memory, in their order."""
+    """The members of a manifest in the order in which they are written."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -197,10 +194,10 @@ class _Members(_StrictStruct, frozen=True, kw_only=True):
 
 
 class Manifest(_Members, frozen=True, kw_only=True):
-    """Everything a checkpoint says about itself, but for the chunk table.
+    """The description of a checkpoint, except for the chunk table.
 
     Args:
-        metadata: the user's own JSON object, which is stored among the `parts`; empty for none.
+        metadata: The user's own JSON object, which is stored among the `parts`; may be empty.
     """
 
     tensors: list[TensorInfo]
@@ -219,7 +216,7 @@ class _Peek(msgspec.Struct):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`. PlanError when they would not be accepted back."""
+    """Encode `manifest.json`; PlanError if `decode_manifest` would refuse it."""
     problem = _problem(manifest)
     if problem is not None:
         raise PlanError(f"manifest of step {manifest.step}: {problem}")
@@ -230,41 +227,42 @@ def encode_manifest(manifest: Manifest) -> bytes:
     data = body + b',"digest":"' + digest128(body).encode() + b'"}\n'
     if len(data) > MAX_MANIFEST_NBYTES:
         raise PlanError(
-            f"manifest of step {manifest.step} would have {len(data)} bytes, the limit is "
-            f"{MAX_MANIFEST_NBYTES}: large values belong in arrays or tensors"
+            f"the manifest of step {manifest.step} has {len(data)} bytes, the limit is "
+            f"{MAX_MANIFEST_NBYTES}: store large values as arrays or tensors"
         )
     return data
 
 
 def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
-    """The manifest in these bytes.
+    """Decode and check the bytes of `manifest.json`; the result is safe to act upon.
 
-    CorruptionError when a byte is wrong, when the version is newer (by name), or when the content
-    breaks a rule of the format; a manifest that is returned is safe to act upon.
+    Raises:
+        CorruptionError: A byte is wrong, the version is newer, or a rule of the format is broken.
     """
     if len(data) > MAX_MANIFEST_NBYTES:
-        raise CorruptionError(f"{place}: {len(data)} bytes are beyond {MAX_MANIFEST_NBYTES}")
+        raise CorruptionError(f"{place}: {len(data)} bytes exceed the limit {MAX_MANIFEST_NBYTES}")
     body, tail = data[:-_TAIL_NBYTES], _TAIL.fullmatch(data[-_TAIL_NBYTES:])
     is_intact = tail is not None and tail[1].decode() == digest128(body)
     text = body + b"}"
+    # The version before the digest: a newer format may compute its digest in another way.
     peek = _peek(text if is_intact else data)
     if peek is not None and peek.format == FORMAT and peek.version > VERSION:
         damage = "" if is_intact else " (or damaged: its digest does not match)"
         raise CorruptionError(
-            f"{place}: written by a newer Holdfast: format version {peek.version}, "
-            f"this is {VERSION}{damage}; update Holdfast to read it"
+            f"{place}: written by a newer Holdfast with format version {peek.version}, this one "
+            f"reads {VERSION}{damage}; update Holdfast to read it"
         )
     if not is_intact:
         raise CorruptionError(
             f"{place}: damaged: its digest does not match its bytes; use another copy or step"
         )
     if peek is None:
-        raise CorruptionError(f"{place}: it states no format and version")
+        raise CorruptionError(f"{place}: it does not state a format and version")
     try:
         manifest = _decode(text)
     except (CorruptionError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptionError(
-            f"{place}: not a manifest of version {peek.version}: {error}"
+            f"{place}: this is not a manifest of version {peek.version}: {error}"
         ) from None
     problem = _problem(manifest)
     if problem is not None:
@@ -273,7 +271,7 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
 
 
 def _members(manifest: Manifest) -> dict[str, Any]:
-    """The members as they are written, in their order."""
+    """Return the members as they are written, in order."""
     table = {name: getattr(manifest, name) for name in _Members.__struct_fields__}
     table["tensors"] = [_tensor_row(tensor) for tensor in manifest.tensors]
     table["parts"] = without_implied_keys(manifest.parts)
@@ -283,7 +281,7 @@ def _members(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensor_row(tensor: TensorInfo) -> list[Any]:
-    """A tensor as it is written."""
+    """Return a tensor as it is written."""
     row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
     if tensor.fingerprint is not None:
         return [*row, tensor.layout, tensor.placement, tensor.fingerprint]
@@ -293,7 +291,7 @@ def _tensor_row(tensor: TensorInfo) -> list[Any]:
 
 
 def _decode(text: bytes) -> Manifest:
-    """The manifest of a checked text."""
+    """Decode the text of a manifest whose digest was checked."""
     decoded = msgspec.json.decode(text, type=_Written)
     table = {name: getattr(decoded, name) for name in _Members.__struct_fields__}
     node = decoded.parts.pop(METADATA_PART, None)
@@ -315,7 +313,7 @@ def _decode(text: bytes) -> Manifest:
 
 
 def _peek(text: bytes) -> _Peek | None:
-    """Format and version; None where there are none."""
+    """Return format and version; None if the text has none."""
     try:
         return msgspec.json.decode(text, type=_Peek)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -323,7 +321,7 @@ def _peek(text: bytes) -> _Peek | None:
 
 
 def _problem(m: Manifest) -> str | None:
-    """The first rule of the format that a manifest breaks, in words."""
+    """Describe the first rule of the format that a manifest breaks, or return None."""
     if m.format != FORMAT or m.version != VERSION:
         return f"format {m.format!r} version {m.version} is not {FORMAT!r} version {VERSION}"
     if not 0 <= m.step < 10**18:
@@ -338,8 +336,8 @@ def _problem(m: Manifest) -> str | None:
 
 
 def _tensor_problem(m: Manifest) -> str | None:
-    """What is wrong with the tensors, in words."""
-    # Most often nothing is, and of many tensors only few shapes differ.
+    """Describe what is wrong with the tensors, or return None."""
+    # First all at once: nearly always all is well, and many tensors share few shapes.
     keys = {tensor.key for tensor in m.tensors}
     if (
         len(keys) == len(m.tensors)
@@ -354,7 +352,7 @@ def _tensor_problem(m: Manifest) -> str | None:
     seen = set()
     for tensor in m.tensors:
         if tensor.key in seen or not tensor.key:
-            return f"tensor key {tensor.key!r} is empty or there twice"
+            return f"tensor key {tensor.key!r} is empty or repeated"
         seen.add(tensor.key)
         if tensor.dtype not in DTYPES:
             return f"tensor {tensor.key!r} has the unknown element type {tensor.dtype!r}"
@@ -372,60 +370,62 @@ def _tensor_problem(m: Manifest) -> str | None:
 
 
 def _cuts_problem(m: Manifest) -> str | None:
-    """A placement that cuts a dim which one of its tensors does not have, in words."""
+    """Describe a placement that cuts a dim which one of its tensors lacks, or return None."""
     fewest: dict[int, int] = {}
     for number, ndim in {(tensor.placement, len(tensor.shape)) for tensor in m.tensors}:
         fewest[number] = min(ndim, fewest.get(number, ndim))
     for number, ndim in fewest.items():
         for cut in m.placements[number].cuts:
             if not 0 <= cut.dim < ndim:
-                return f"placement {number} cuts dim {cut.dim} of a tensor of {ndim} dims"
+                return f"placement {number} cuts dim {cut.dim} of a tensor with {ndim} dims"
     return None
 
 
 def _is_possible(shape: Sequence[int]) -> bool:
-    """Whether a tensor may have this shape."""
+    """Return True if a tensor may have this shape."""
     numel = math.prod(max(size, 1) for size in shape)
     return len(shape) <= MAX_NDIM and min(shape, default=0) >= 0 and numel <= _MAX_NBYTES // 16
 
 
 def _file_problem(m: Manifest) -> str | None:
-    """What is wrong with the data files, in words."""
+    """Describe what is wrong with the data files, or return None."""
     if len({file.name for file in m.files}) != len(m.files):
         return "a data file is listed twice"
     for file in m.files:
         if _DATA_FILE.fullmatch(file.name) is None:
             return f"data file name {file.name!r} is not of the form 'data/00000.safetensors'"
         if not 8 <= file.header_nbytes <= min(MAX_HEADER_NBYTES + 8, file.nbytes):
-            return f"{file.name}: a header of {file.header_nbytes} bytes in {file.nbytes} bytes"
+            return (
+                f"{file.name}: a file of {file.nbytes} bytes has a header of {file.header_nbytes}"
+            )
         if file.nbytes > _MAX_NBYTES:
-            return f"{file.name}: {file.nbytes} bytes are more than any file has"
+            return f"{file.name}: {file.nbytes} bytes are too many for any file"
         if _HEX128.fullmatch(file.header_digest) is None:
             return f"{file.name}: header_digest is not 32 hexadecimal digits"
     return None
 
 
 def _total_problem(m: Manifest) -> str | None:
-    """What is wrong with index and totals, in words."""
+    """Describe what is wrong with index and totals, or return None."""
     if not 8 <= m.index.nbytes <= MAX_INDEX_NBYTES or _HEX128.fullmatch(m.index.digest) is None:
-        return f"an index of {m.index.nbytes} bytes with digest {m.index.digest!r} cannot be"
+        return f"an index of {m.index.nbytes} bytes with digest {m.index.digest!r} is impossible"
     if m.totals.num_tensors != len(m.tensors):
-        return f"totals state {m.totals.num_tensors} tensors, {len(m.tensors)} are listed"
+        return f"totals state {m.totals.num_tensors} tensors, but {len(m.tensors)} are listed"
     nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in m.tensors)
     if m.totals.nbytes != nbytes:
-        return f"totals state {m.totals.nbytes} bytes of tensors, they have {nbytes}"
+        return f"totals state {m.totals.nbytes} bytes of tensors, but they have {nbytes}"
     return None
 
 
 def encode_metadata(metadata: Mapping[str, object]) -> bytes:
-    """The JSON of the node that stands for a user's object; empty for `{}`.
+    """Encode a user's object as the JSON of a node; empty for `{}`.
 
     Args:
-        metadata: texts, finite numbers, booleans, None, and lists and dicts of them with texts as
-            keys: what comes back from JSON as it was.
+        metadata: Strings, finite numbers, booleans, None, and lists and dicts of them with string
+            keys: everything that JSON gives back unchanged.
 
     Raises:
-        ConfigError: anything else, or more than `MAX_METADATA_NBYTES`.
+        ConfigError: It contains anything else, or exceeds `MAX_METADATA_NBYTES`.
     """
     if not isinstance(metadata, Mapping):
         raise ConfigError(f"metadata must be a dict, got {type(metadata).__name__}")
@@ -436,25 +436,25 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
         raise ConfigError(f"metadata cannot be written as JSON: {error}") from error
     if len(text) > MAX_METADATA_NBYTES:
         raise ConfigError(
-            f"metadata has {len(text):,} bytes of JSON, the limit is {MAX_METADATA_NBYTES:,}; what "
-            f"is larger belongs into a part of the state"
+            f"metadata has {len(text):,} bytes of JSON, the limit is {MAX_METADATA_NBYTES:,}; "
+            f"store larger values in a part of the state"
         )
     if value != metadata:
         raise ConfigError(
-            "metadata would not come back from JSON as it is: use lists instead of tuples, and "
-            "texts as keys"
+            "metadata would come back from JSON changed: use lists instead of tuples, and strings "
+            "as keys"
         )
     return msgspec.json.encode(encode_tree(value, path="metadata")) if value else b""
 
 
 def decode_metadata(node: Node) -> dict[str, Any]:
-    """The user's object of a stored node; CorruptionError where it is none."""
+    """Decode the user's object; CorruptionError if the node is not one."""
     try:
         if not is_plain_dict(node) and tag_of(node) != "dict":
             raise CorruptionError("not an object")
         value: Any = decode_tree(node, path=METADATA_PART)
         if json.loads(json.dumps(value, allow_nan=False)) != value:
-            raise CorruptionError("it holds what JSON does not")
+            raise CorruptionError("it has values that JSON lacks")
     except (HoldfastError, TypeError, ValueError, RecursionError) as error:
         raise CorruptionError(f"{METADATA_PART!r} is not a JSON object: {error}") from None
     return dict(value)

@@ -1,7 +1,7 @@
-"""The log of a run's saves and loads: one JSON line for each, one file per rank.
+"""The lines in the log of a run's saves and loads: JSON, one file per rank.
 
 `DIR/events/00003.jsonl` is the file of rank 3 of a run that saves to DIR. `docs/view.md` documents
-the form; members that a line lacks have the defaults below, members that are not here are ignored.
+the form. Members that a line lacks have the defaults below; unknown members are ignored.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import msgspec
 
 
 class _RankEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What every line has."""
+    """The members of every line."""
 
     rank: int
     step: int
     began: float
-    """Seconds since 1970, when the rank called for it."""
+    """Start of the call, in seconds since 1970."""
     time: float = 0.0
-    """Seconds since 1970, when the line was written."""
+    """Time at which the line was written, in seconds since 1970."""
     path: str = ""
     axes: dict[str, int] = {}
     """Sizes of the layout's axes."""
@@ -27,7 +27,7 @@ class SaveEvent(_RankEvent, frozen=True, kw_only=True, tag="save"):
     """One committed save, as one rank saw it."""
 
     nbytes: int = 0
-    """Written by this rank."""
+    """Bytes written by this rank."""
     total_nbytes: int = 0
     planned: bool = False
     phases: dict[str, float] = {}
@@ -46,14 +46,14 @@ class LoadEvent(_RankEvent, frozen=True, kw_only=True, tag="load"):
 
 
 def encode_event(event: SaveEvent | LoadEvent) -> bytes:
-    """An event as one line."""
+    """Encode an event as one line."""
     return msgspec.json.encode(event) + b"\n"
 
 
 def decode_event(line: bytes) -> SaveEvent | LoadEvent:
-    """The event of a line.
+    """Decode the event of a line.
 
     Raises:
-        ValueError: the line does not have the documented form.
+        ValueError: The line does not have the documented form.
     """
     return msgspec.json.decode(line, type=SaveEvent | LoadEvent)

@@ -1,4 +1,4 @@
-"""Reading boxes of tensors from a checkpoint: byte ranges only, every block verified."""
+"""Read boxes of tensors from a checkpoint: only the bytes needed, every block verified."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from holdfast.format.versions import Records
 from holdfast.storage import Storage
 
 _UNVERIFIED_GAP_NBYTES = 64 << 10
-"""Without verification, requested runs no farther apart than this are read in one piece."""
+"""Without verification, requested runs at most this far apart are read in one piece."""
 
 
 class Snapshot(CheckpointFiles):
     """One committed checkpoint, open for reading any box of any tensor.
 
-    A context manager: closes its data files. Any number of threads may read at once.
+    Any number of threads may read at once; a context manager closes the data files.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Snapshot(CheckpointFiles):
         self._rows = np.argsort(tensor, kind="stable")
         bounds = np.searchsorted(tensor[self._rows], np.arange(len(manifest.tensors) + 1))
         self._bounds: list[int] = bounds.tolist()
+        # One buffer for each thread: threads read at once, and allocating one per read costs more.
         self._local = threading.local()
 
     @property
@@ -55,11 +56,11 @@ class Snapshot(CheckpointFiles):
         return list(self._ids)
 
     def has(self, key: str) -> bool:
-        """Whether a tensor of that key is stored."""
+        """Return True if a tensor with that key is stored."""
         return key in self._ids
 
     def tensor_id(self, key: str) -> int:
-        """Position of a tensor in the manifest's table; MismatchError when there is none."""
+        """Return the position of a tensor in the manifest; MismatchError for an unknown key."""
         try:
             return self._ids[key]
         except KeyError:
@@ -68,16 +69,16 @@ class Snapshot(CheckpointFiles):
             ) from None
 
     def tensor(self, key: str) -> TensorInfo:
-        """What the manifest says of a tensor; MismatchError when there is none."""
+        """Return the manifest's entry of a tensor; MismatchError for an unknown key."""
         return self.manifest.tensors[self.tensor_id(key)]
 
     def rows_of(self, key: str) -> IntArray:
-        """Index rows of a tensor, all copies, in the order of the index."""
+        """Return the index rows of a tensor, all copies, in the order of the index."""
         tensor = self.tensor_id(key)
         return np.asarray(self._rows[slice(*self._bounds[tensor : tensor + 2])])
 
     def read_values(self, part: str) -> Node:
-        """The tree of a part as a node; MismatchError when there is no such part."""
+        """Return the tree of a part as a node; MismatchError for an unknown part."""
         try:
             node: Node = self.manifest.parts[part]
         except KeyError:
@@ -98,22 +99,22 @@ class Snapshot(CheckpointFiles):
     ) -> None:
         """Fill `out` with a box of a tensor.
 
-        Reads only the digest blocks that hold bytes of the box, straight into `out` where they
-        belong there as they are, else through a buffer. A copy that is damaged or missing is
-        replaced by another one and noted in `stats.fallbacks`. Any number of threads may call.
+        Only the digest blocks with bytes of the box are read. They go straight into `out` if they
+        belong there as they are, else through a buffer. A damaged or missing copy is replaced by
+        another one, and `stats.fallbacks` names it. Any number of threads may call this.
 
         Args:
             key: The tensor.
-            box: What to read of it, in its coordinates.
-            out: C-contiguous bytes of the box, row-major; undefined after an error.
+            box: The box to read, in the tensor's coordinates.
+            out: C-contiguous memory for the box, row-major; undefined after an error.
             verify: Check every block read; without it, little more than the box is read.
-            prefer_files: Files to read from where a chunk is stored more than once.
+            prefer_files: Files to read from if a chunk is stored more than once.
 
         Raises:
-            MismatchError: For an unknown key, or a box or buffer that does not fit.
-            CorruptionError: Where no copy is good, naming tensor, file and byte.
+            MismatchError: The key is unknown, or the box or the buffer does not fit.
+            CorruptionError: No copy is good; the message names tensor, file and byte.
 
-        Cost: a buffer of at most 4 MiB (one digest block, if larger) for each thread; opens each
+        Cost: a buffer of at most 4 MiB (or one digest block, if larger) for each thread; opens each
         data file once for the snapshot.
         """
         tensor = self.tensor_id(key)
@@ -125,8 +126,8 @@ class Snapshot(CheckpointFiles):
             return
         rows = self._rows_within(tensor, box)
         if len(rows) == 1:
-            # A run of one chunk needs no plan: so are nearly all reads of tools, which go chunk by
-            # chunk, and planning takes as long as reading some hundred KiB.
+            # A run of one chunk needs no plan, which would take as long as reading some hundred
+            # KiB. Nearly all reads of tools are such runs: they go chunk by chunk.
             start = contiguous_start(box, self.index.box(int(rows[0]), ndim=box.ndim))
             if start is not None:
                 row = self.choose_copy(int(rows[0]), prefer_files)
@@ -141,7 +142,7 @@ class Snapshot(CheckpointFiles):
         self._read_overlaps(overlaps, target, shape, verify, prefer_files)
 
     def _rows_within(self, tensor: int, box: Box) -> IntArray:
-        """Rows of the chunks that a box overlaps, the primary copy of each."""
+        """Return the rows of the chunks that a box overlaps, primary copies only."""
         rows: IntArray = self._rows[self._bounds[tensor] : self._bounds[tensor + 1]]
         if len(rows) == 1:
             return rows
@@ -152,10 +153,11 @@ class Snapshot(CheckpointFiles):
         return within
 
     def _read_run(self, row: int, start: int, out: memoryview, verify: bool) -> None:
-        """Bytes of a payload from `start` on: blocks straight into `out`, cut ones by a buffer."""
+        """Read payload bytes from `start`: whole blocks into `out`, others through a buffer."""
         nbytes, stop = int(self.index.nbytes[row]), start + len(out)
         block = self._block_nbytes if verify else 1
         step = max(PIECE_NBYTES // block, 1) * block
+        # Whole blocks end here; the payload's last block may be short and is whole nevertheless.
         last = stop if stop == nbytes else stop // block * block
         at = start
         while at < stop:
@@ -179,7 +181,7 @@ class Snapshot(CheckpointFiles):
         verify: bool,
         prefer_files: Collection[int],
     ) -> None:
-        """Read pieces of chunks in the order of the files and copy what the box has of each."""
+        """Read pieces of chunks in the order of the files; copy each one's part of the box."""
         index, itemsize = self.index, int(overlaps.itemsize[0])
         nbytes = index.nbytes[overlaps.row]
         block = self._block_nbytes
@@ -218,7 +220,7 @@ class Snapshot(CheckpointFiles):
                 data = data[end - begin :]
 
     def _scratch(self, nbytes: int) -> memoryview:
-        """The buffer of this thread."""
+        """Return `nbytes` of this thread's buffer."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             capacity = max(nbytes, min(PIECE_NBYTES, 4 * nbytes))

@@ -1,4 +1,4 @@
-"""Copies of chunks: what gets them, which rows of an index are copies, whether they agree."""
+"""Copies of chunks: the rows of an index that are copies, drift, and which copy to read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPolicy:
-    """What is stored more than once."""
+    """The choice of what is stored more than once."""
 
     axes: tuple[str, ...] = ()
-    """Axes of the layout: one copy for each coordinate of the holders along these; none for no
+    """Axes of the layout: one copy for each coordinate of the holders along them; empty for no
     copies."""
     max_fraction: float = 1.0
-    """The most bytes that copies may add, as a fraction of the bytes without them."""
+    """Limit of the bytes that copies add, as a fraction of the bytes without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,8 +32,8 @@ class Copies:
     Args:
         ptr: (n + 1,) box i is stored in rows `row[ptr[i]:ptr[i + 1]]`.
         row: Rows of the index, by number of the copy: the primary first.
-        box_of: (rows of the index,) the box of each row; -1 for what is stored once.
-        differs: (n,) whether some copy has other digests than the primary.
+        box_of: (rows of the index,) the box of each row; -1 if the box is stored once.
+        differs: (n,) True if any copy has other digests than the primary.
     """
 
     ptr: IntArray
@@ -42,7 +42,7 @@ class Copies:
     differs: BoolArray
 
     def of_row(self, row: int) -> list[int]:
-        """All rows with the box of a row and its bytes, itself first."""
+        """Return all rows with the box of a row and the same bytes, the row itself first."""
         box = int(self.box_of[row])
         if box < 0 or self.differs[box]:
             return [row]
@@ -50,12 +50,12 @@ class Copies:
         return [row, *(each for each in rows if each != row)]
 
     def drift(self, index: ChunkIndex, manifest: Manifest, rows: IntArray | None = None) -> str:
-        """Which copies differ from their primaries, by tensor, file and rank; empty for none.
+        """Describe the copies that differ from their primaries; empty if none does.
 
         Args:
-            index: Of the checkpoint.
-            manifest: Likewise.
-            rows: Only of the boxes of these rows; None for all.
+            index: Index of the checkpoint.
+            manifest: Manifest of the checkpoint.
+            rows: Rows to whose boxes the description is limited; None for all.
         """
         chosen = np.flatnonzero(self.differs)
         if rows is not None:
@@ -72,7 +72,7 @@ class Copies:
 
 
 def find_copies(index: ChunkIndex) -> Copies:
-    """The copies of an index.
+    """Find the copies in an index.
 
     Cost: vector work over the rows of tensors that have copies, and over their digests.
     """
@@ -81,6 +81,7 @@ def find_copies(index: ChunkIndex) -> Copies:
     rows = np.flatnonzero(has_copies[index.tensor])
     boxes = np.column_stack([index.tensor, index.offset, index.extent])[rows]
     order = np.lexsort((index.copy[rows], *boxes.T[::-1]))
+    # Sorted by box, then by number of the copy: equal boxes are neighbours, their primary is first.
     rows, boxes = rows[order], boxes[order]
     heads = np.flatnonzero(
         np.concatenate(
@@ -98,10 +99,10 @@ def find_copies(index: ChunkIndex) -> Copies:
 
 
 def _differing(index: ChunkIndex, rows: IntArray, ptr: IntArray, box: IntArray) -> BoolArray:
-    """(boxes,) whether a copy has other digests than the primary."""
+    """Return (boxes,) True if a copy has other digests than the primary."""
     begin, counts = index.digest_ptr[rows], np.diff(index.digest_ptr)[rows]
     primary = ptr[:-1][box]
-    # They have equally many in a proven index; this one may not be proven yet.
+    # In a proven index they have equally many; this index may not be proven yet.
     is_odd = counts != counts[primary]
     entry, block = enumerate_ranges(np.where(is_odd, 0, counts))
     words = index.digest[begin[entry] + block]
@@ -112,7 +113,7 @@ def _differing(index: ChunkIndex, rows: IntArray, ptr: IntArray, box: IntArray) 
 
 
 def _place(index: ChunkIndex, manifest: Manifest, row: int) -> str:
-    """The file of a row, and who wrote it."""
+    """Describe the file of a row, and the rank that wrote it."""
     file = manifest.files[int(index.file[row])]
     return f"{file.name} of rank {file.writer}"
 
@@ -126,27 +127,27 @@ def choose_copies(
     is_near: BoolArray,
     position: int,
 ) -> IntArray:
-    """The copy to read of each row: where the rank opens fewest files, and near ones.
+    """Choose the copy of each row that this rank reads, so that it opens few and near files.
 
-    In this order: its own file; one that it opens anyway, for what is stored once; one that was
-    written on its host; any. Among equals ranks begin with different copies. Copies that differ are
-    not chosen from: it is the first that counts then.
+    The order of preference: its own file; a file that it opens anyway, for boxes that are stored
+    once; a file written on its host; any other. Among equals, different ranks take different
+    copies. If copies differ, the primary is read.
 
-    Example, TP2 and DP2: `norm` has a copy for each tp, written by ranks 2 and 3. Rank 1 (tp=1,
-    dp=0) finds its shard of `linear` in the file of rank 3, and reads `norm` from there, too.
+    Example with TP2 and DP2: `norm` has a copy for each tp, written by ranks 2 and 3. Rank 1 (tp=1,
+    dp=0) has its shard of `linear` in the file of rank 3, and reads `norm` from there, too.
 
     Args:
-        index: Of the checkpoint.
+        index: Index of the checkpoint.
         copies: Its boxes that are stored more than once.
         rows: (n,) primary rows that this rank reads.
-        is_own: (files,) whether this rank wrote the file.
-        is_near: (files,) whether a rank of this host did.
-        position: Of this rank.
+        is_own: (files,) True if this rank wrote the file.
+        is_near: (files,) True if a rank of this host wrote the file.
+        position: Position of this rank.
 
     Cost: vector work over the rows and their copies; no communication.
     """
     box = copies.box_of[rows]
-    # -1 finds the last box, whatever it says.
+    # A row without copies has box -1, which indexes the last box: the first test excludes it.
     chosen = np.flatnonzero((box >= 0) & ~copies.differs[box]) if len(copies.differs) else box[:0]
     if not len(chosen):
         return rows

@@ -1,4 +1,4 @@
-"""Proving a checkpoint whole: every byte of every file is read and compared with a digest."""
+"""Prove that a checkpoint is whole: read every byte of every file and check its digest."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is wrong: in which file (relative to the checkpoint), of which tensor, where.
+    """One defect of a checkpoint.
 
-    `offset` is a byte of the file, `key` a tensor; None where the damage is not of one.
+    Args:
+        file: Path of the file, relative to the checkpoint.
+        key: Key of the tensor; None if the damage is not in a tensor.
+        offset: Byte of the file; None if it is not at one place.
+        what: The defect, for people.
     """
 
     file: str
@@ -45,7 +49,7 @@ class Damage:
     what: str
 
     def __str__(self) -> str:
-        """One line."""
+        """Return one line for people."""
         at = "" if self.offset is None else f" byte {self.offset}"
         of = "" if self.key is None else f" (tensor {self.key})"
         return f"{self.file}{at}{of}: {self.what}"
@@ -54,19 +58,25 @@ class Damage:
 def verify_snapshot(
     storage: Storage, directory: str, *, on_progress: OnProgress | None = None
 ) -> list[Damage]:
-    """Read every byte of a checkpoint and list what is wrong; empty when it is whole.
+    """Read every byte of a checkpoint and list its damage; empty if it is whole.
 
     Checks the records and their agreement, headers against digests and rows, each block of each
-    copy, that copies of a box are equal, file sizes, and that no other file lies in the directory.
-    Goes on after damage as far as the records allow. One version is looked at, also when the step
-    is saved again meanwhile; where it is removed before the end (no process had a lease of it) the
-    newer one is looked at instead.
+    copy, that copies of a box are equal, file sizes, and that the directory has no other file. It
+    continues after damage as far as the records allow. One version is verified, even if the step is
+    saved again meanwhile. If that version is removed before the end (no process had a lease), the
+    newer one is verified instead.
+
+    Args:
+        storage: The storage of the checkpoint.
+        directory: Its name there.
+        on_progress: Called after each file or piece.
 
     Raises:
-        StorageError: there is no checkpoint at all.
+        StorageError: The directory is not a committed checkpoint.
 
-    Cost: every byte once; memory for the records and 8 MiB (one digest block, if larger).
+    Cost: every byte once; memory for the records and 8 MiB (or one digest block, if larger).
     """
+    # Several tries: damage counts only if the version that has it was not removed under the reader.
     for left in reversed(range(_NUM_TRIES)):
         before = save_id_of(storage, directory)
         if not storage.exists(join_path(directory, MANIFEST)):
@@ -81,7 +91,7 @@ def verify_snapshot(
 
 
 class _Verifier:
-    """One pass over one checkpoint; collects damages."""
+    """One pass over one checkpoint, which collects damage."""
 
     def __init__(self, storage: Storage, directory: str, on_progress: OnProgress | None) -> None:
         self._storage = storage
@@ -91,7 +101,7 @@ class _Verifier:
         self._done = self._total = 0
 
     def run(self) -> list[Damage]:
-        """All checks, from the records outwards."""
+        """Make all checks, starting with the records."""
         try:
             _, manifest = read_manifest(self._storage, self._directory)
         except HoldfastError as error:
@@ -115,17 +125,15 @@ class _Verifier:
     def _report(
         self, file: str, what: object, *, key: str | None = None, offset: int | None = None
     ) -> None:
-        """Add a damage."""
         self._damages.append(Damage(file=file, key=key, offset=offset, what=str(what)))
 
     def _advance(self, nbytes: int) -> None:
-        """Count bytes as checked."""
         self._done += nbytes
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
 
     def _index(self, manifest: Manifest) -> ChunkIndex | None:
-        """The table, or None when it cannot be trusted to find chunks by."""
+        """Return the index, or None if it is too damaged to locate chunks."""
         try:
             data = read_index(self._storage, self._directory, manifest)
             self._advance(len(data))
@@ -136,14 +144,14 @@ class _Verifier:
         except HoldfastError as error:
             self._report(INDEX, error)
             return None
-        # Each copy may be what its rank wrote, and still one of them is wrong.
+        # Each copy may be exactly what its rank wrote, and still one of them is wrong.
         drift = find_copies(index).drift(index, manifest)
         if drift:
             self._report(INDEX, drift)
         return index
 
     def _header(self, source: Source, file: FileInfo) -> dict[str, HeaderEntry] | None:
-        """Check the length of a file and its header; the header's entries unless it is damaged."""
+        """Check size and header of a file; return the header's entries, None if it is damaged."""
         if source.nbytes != file.nbytes:
             what = f"has {source.nbytes} bytes, the manifest states {file.nbytes}"
             self._report(file.name, what)
@@ -170,9 +178,9 @@ class _Verifier:
         index: ChunkIndex,
         number: int,
     ) -> None:
-        """Check each row that the index has in a file.
+        """Check each row of a file: its digests, and its entry in the header.
 
-        The header must say of each chunk what its row says, and name no other chunk.
+        The header must have one entry for each row, which agrees with it, and no other.
         """
         block = manifest.block_nbytes
         piece = max(_PIECE_NBYTES // block * block, block)
@@ -181,7 +189,7 @@ class _Verifier:
             expected = _expected_entry(manifest, index, row)
             key = manifest.tensors[index.tensor[row]].key
             if entries is not None and (entry := entries.pop(expected.name, None)) != expected:
-                what = f"the header says {entry}, the index {expected}"
+                what = f"the header has {entry}, the index {expected}"
                 self._report(file.name, what, key=key, offset=expected.start)
             digests = index.digests(row)
             for at in range(0, expected.nbytes, piece):
@@ -197,7 +205,7 @@ class _Verifier:
                     what = f"damaged: {min(block, count - bad)} bytes from here"
                     self._report(file.name, what, key=key, offset=start + bad)
         for name in entries or ():
-            self._report(file.name, f"the header has a chunk {name!r} that the index has not")
+            self._report(file.name, f"the header has a chunk {name!r} that the index lacks")
 
     def _strays(self, manifest: Manifest) -> None:
         """Report the files that the manifest does not list."""
@@ -216,7 +224,7 @@ class _Verifier:
 
 
 def _expected_entry(manifest: Manifest, index: ChunkIndex, row: int) -> HeaderEntry:
-    """What the header of a data file has to say of a row of the index."""
+    """Return the entry that a data file's header must have for a row of the index."""
     tensor = manifest.tensors[index.tensor[row]]
     dtype = DTYPES[tensor.dtype]
     box = index.box(row, ndim=len(tensor.shape))

@@ -205,7 +205,7 @@ def test_shares_that_do_not_make_the_tensor_are_refused() -> None:
     data = memoryview(tensor.data)
     half = fingerprint_box(data[:32], dtype="F32", shape=(4, 4), box=Box((0, 0), (2, 4)))
     assert half.numel == 8
-    with pytest.raises(PlanError, match=r"needs the shares of 16 elements, those of 8"):
+    with pytest.raises(PlanError, match=r"needs the shares of 16 elements, got those of 8"):
         combine([half], dtype="F32", shape=(4, 4))
     with pytest.raises(PlanError, match="has 32 bytes, not 64"):
         fingerprint_box(data, dtype="F32", shape=(4, 4), box=Box((0, 0), (2, 4)))

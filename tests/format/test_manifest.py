@@ -164,11 +164,11 @@ def test_any_changed_byte_is_found() -> None:
 
 def test_a_newer_version_is_refused_by_name() -> None:
     table = as_table(sample()) | {"version": 2, "novelty": {"a": 1}, "tensors": "elsewhere"}
-    match = r"written by a newer Holdfast: format version 2, this is 1; update"
+    match = r"written by a newer Holdfast with format version 2, this one reads 1; update"
     with pytest.raises(CorruptionError, match=match):
         decode_manifest(reseal(table))
     # Its way of sealing may be new as well: the version is looked at all the same.
-    with pytest.raises(CorruptionError, match=r"format version 2, this is 1 \(or damaged"):
+    with pytest.raises(CorruptionError, match=r"format version 2, this one reads 1 \(or damaged"):
         decode_manifest(json.dumps(table).encode())
 
 

@@ -253,7 +253,7 @@ def test_every_dtype_of_the_format(tmp_path: Path) -> None:
         (np.array(["a"]), "<U1"),
         (np.zeros(2, dtype=np.longdouble), "longdouble|float128"),
         (np.array([b"ab"]), "S2"),
-        ({1.0: 0, float("nan"): 1, float("nan"): 2}, "stored alike"),
+        ({1.0: 0, float("nan"): 1, float("nan"): 2}, "same stored form"),
     ],
     ids=str,
 )

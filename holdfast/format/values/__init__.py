@@ -1,8 +1,11 @@
-"""Plain values as JSON without loss and without pickle: the tree of a checkpoint.
+"""The values of a state as JSON, without loss and without pickle: the tree of a checkpoint.
 
-A *node* is what JSON can hold. JSON objects without a "$" member are dicts with string keys; what
-JSON lacks is an object whose "$" member, its tag, says how to read the others. Types are exact: a
-bool is no int, an IntEnum is an enum, a subclass of dict is refused unless it has a tag.
+In come trees of Python values; out come nodes, and back. A *node* is a JSON value. A JSON object
+without a "$" member is a dict with string keys. A type that JSON lacks is an object whose "$"
+member, its tag, states how to read the others. Types are exact: a bool is not an int, an IntEnum is
+an enum, and a subclass of dict is refused unless it has a tag.
+
+Read first: `value_nodes.py`, `codecs.py`.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ MAX_DEPTH = 100
 MAX_PLAIN_INT = 2**53
 
 USUAL_NAN = "7ff8000000000000"
-"""The bits of `float("nan")`; any other NaN is stored with its own."""
+"""The bits of `float("nan")`; any other NaN is stored with its bits."""
 FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
-"""The default factories of a defaultdict that can be stored; others would be code."""
+"""The default factories of a defaultdict that can be stored; any other would be code."""
 
 _MAX_DECIMAL_BITS = 8192  # beyond this, decimal digits cost more than linear time: hexadecimal
 _DECIMAL = re.compile(r"-?[1-9][0-9]{0,4000}", re.ASCII)
@@ -64,7 +64,7 @@ _NAN = re.compile(r"nan:[0-9a-f]{16}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """How one type is stored: as the plain tree that `encode` makes and `decode` takes."""
+    """The stored form of one type: the plain tree that `encode` returns and `decode` takes."""
 
     name: str
     type: type[Any]
@@ -72,7 +72,7 @@ class Codec:
     decode: Callable[[Any], Any]
 
     def encoded(self, value: object, path: str) -> object:
-        """What `encode` makes of a value; PlacementError with the path where it fails."""
+        """Return `encode` of a value; PlacementError with the path if it fails."""
         try:
             return self.encode(value)
         except HoldfastError:
@@ -84,9 +84,10 @@ class Codec:
             ) from error
 
     def decoded(self, plain: object, path: str) -> Any:
-        """What `decode` makes of a stored tree; MismatchError with the path where it fails.
+        """Return `decode` of a stored tree; MismatchError with the path if it fails.
 
-        The stored bytes have been proved by then: it is no damage, and no older checkpoint helps.
+        Not CorruptionError: the stored bytes are proven by then, and an older checkpoint would not
+        help.
         """
         try:
             return self.decode(plain)
@@ -95,15 +96,15 @@ class Codec:
         except Exception as error:
             raise MismatchError(
                 f"{path}: the codec {self.name!r} cannot decode what is stored: "
-                f"{type(error).__name__}: {error}; register one that knows this form"
+                f"{type(error).__name__}: {error}; register a codec that knows this form"
             ) from error
 
 
 class Codecs:
-    """Dataclasses, enums and codecs that a state may hold; immutable, always passed explicitly.
+    """The dataclasses, enums and codecs that a state may contain; immutable, passed explicitly.
 
-    Dataclasses and enums are stored under their qualified name, with their fields and member names
-    as they are; a codec brings its name. Raises ConfigError for two types under one name.
+    Dataclasses and enums are stored by their qualified name, with their fields and member names; a
+    codec has its own name. Raises ConfigError for two types with one name.
     """
 
     __slots__ = ("_codec_types", "_codecs", "_dataclasses", "_enums")
@@ -121,12 +122,12 @@ class Codecs:
         self._codec_types = MappingProxyType({c.type: c for c in self._codecs.values()})
         for cls in self._dataclasses.values():
             if not is_dataclass(cls):
-                raise ConfigError(f"{cls.__qualname__} is registered as a dataclass, but is none")
+                raise ConfigError(f"Codecs: {cls.__qualname__} in `dataclasses` is not a dataclass")
         if len(self._codec_types) != len(self._codecs):
-            raise ConfigError(f"two codecs for one type among {sorted(self._codecs)}")
+            raise ConfigError(f"Codecs: two of {sorted(self._codecs)} are for one type")
 
     def joined(self, other: Codecs) -> Codecs:
-        """Both sets together; ConfigError where they use one name for two types."""
+        """Return both sets together; ConfigError if they use one name for two types."""
         return Codecs(
             dataclasses=_joined(self._dataclasses, other._dataclasses),
             enums=_joined(self._enums, other._enums),
@@ -134,19 +135,19 @@ class Codecs:
         )
 
     def dataclass_named(self, name: str) -> type[Any] | None:
-        """The registered dataclass of that name, or None."""
+        """Return the registered dataclass of that name, or None."""
         return self._dataclasses.get(name)
 
     def enum_named(self, name: str) -> type[Enum] | None:
-        """The registered enum of that name, or None."""
+        """Return the registered enum of that name, or None."""
         return self._enums.get(name)
 
     def codec_named(self, name: str) -> Codec | None:
-        """The codec of that name, or None."""
+        """Return the codec of that name, or None."""
         return self._codecs.get(name)
 
     def codec_for(self, cls: type[Any]) -> Codec | None:
-        """The codec of exactly that type, or None."""
+        """Return the codec of exactly that type, or None."""
         return self._codec_types.get(cls)
 
 
@@ -154,7 +155,7 @@ def _by_name(kind: str, named: list[tuple[str, T]]) -> Mapping[str, T]:
     table: dict[str, T] = {}
     for name, value in named:
         if name in table and table[name] is not value:
-            raise ConfigError(f"two {kind}s are registered under the name {name!r}")
+            raise ConfigError(f"Codecs: two {kind}s are named {name!r}; rename one")
         table[name] = value
     return MappingProxyType(table)
 
@@ -170,18 +171,27 @@ def encode_tree(
     codecs: Codecs | None = None,
     on_leaf: EncodeLeaf | None = None,
 ) -> Node:
-    """The node of a tree. Time and memory are linear in its size.
+    """Encode a tree as a node. Time and memory are linear in its size.
 
-    `on_leaf(path, object)` sees every object first, with its path ("a.b.3"; mapping keys and set
-    members are not shown), and returns a node for what it takes (tensors, arrays, markers) or
-    None. Raises PlacementError naming path and type for a type without a form, for a cycle, and
-    for a depth beyond 100. An object that is in the tree twice is stored twice.
+    An object that is in the tree twice is stored twice.
+
+    Args:
+        tree: Plain values, containers, and values of registered types.
+        path: Path of the tree, for messages.
+        codecs: The registered types.
+        on_leaf: Called first with every object and its path ("a.b.3"), except keys of mappings and
+            members of sets. Returns a node for those that it takes (tensors, arrays, markers), else
+            None.
+
+    Raises:
+        PlacementError: A type has no stored form, the tree contains itself, or it is deeper than
+            100 levels. The message names path and type.
     """
     return _Encoder(codecs or Codecs(), on_leaf).encode(tree, path)
 
 
 class _Encoder:
-    """The walk: holds the objects that are open, to see cycles and depth."""
+    """The walk of `encode_tree`; it keeps the open objects to detect cycles and depth."""
 
     def __init__(self, codecs: Codecs, on_leaf: EncodeLeaf | None) -> None:
         self._codecs = codecs
@@ -189,7 +199,7 @@ class _Encoder:
         self._open: list[object] = []
 
     def encode(self, value: object, path: str) -> Node:
-        """First look to the caller, then scalars, then what has parts."""
+        """Encode a value: the caller's `on_leaf` first, then scalars, then containers."""
         if self._on_leaf is not None:
             node = self._on_leaf(path, value)
             if node is not None:
@@ -259,7 +269,7 @@ class _Encoder:
         if isinstance(value, Enum) and self._codecs.enum_named(cls.__qualname__) is cls:
             if value.name in cls.__members__:
                 return {TAG: "enum", "n": cls.__qualname__, "v": value.name}
-            # A combination of flags has no name of its own, only a number.
+            # A combination of flags has no name, only a number.
             return {TAG: "enum", "n": cls.__qualname__, "i": self._plain(value.value, path)}
         if is_dataclass(value) and self._codecs.dataclass_named(cls.__qualname__) is cls:
             return self._dataclass(value, path)
@@ -282,8 +292,8 @@ class _Encoder:
             name = node_bytes(node)
             if name in names:
                 raise PlacementError(
-                    f"{below}: two members of one mapping have keys that are stored alike "
-                    f"({shorten(key)}), though Python holds them to be different; use other keys"
+                    f"{below}: two keys of one mapping have the same stored form "
+                    f"({shorten(key)}), although they differ in Python; use other keys"
                 )
             names.add(name)
             pairs.append([node, self.encode(item, below)])
@@ -294,14 +304,14 @@ class _Encoder:
         if factory is not None and factory not in FACTORIES:
             names = " ".join(f.__name__ for f in FACTORIES)
             raise PlacementError(
-                f"{path}: a defaultdict whose factory is {factory!r} cannot be stored without "
-                f"running code on load; factories that can be: {names}, or convert it to a dict"
+                f"{path}: a defaultdict with the factory {factory!r} cannot be stored without "
+                f"running code on load; use one of {names}, or convert it to a dict"
             )
         name = None if factory is None else factory.__name__
         return {TAG: "defaultdict", "f": name, "v": self._pairs(value, path)}
 
     def _members(self, members: Iterable[object], path: str) -> list[Node]:
-        # By their bytes, not by hash: equal sets must give equal files in every process.
+        # Sorted by bytes, not by hash: equal sets must give equal files in every process.
         return sorted((self._plain(item, path) for item in members), key=node_bytes)
 
     def _numpy_scalar(self, value: np.generic, path: str) -> Node:
@@ -321,8 +331,8 @@ class _Encoder:
         extra = sorted(set(getattr(value, "__dict__", {})) - set(names))
         if missing or extra:
             raise PlacementError(
-                f"{path}: {type(value).__qualname__} has attributes that are no fields {extra} or "
-                f"fields without a value {missing}; they would be lost: register a codec for it"
+                f"{path}: {type(value).__qualname__} has attributes that are not fields {extra} or "
+                f"fields without a value {missing}, which would be lost: register a codec for it"
             )
         parts = {name: self.encode(getattr(value, name), join_path(path, name)) for name in names}
         return {TAG: "dataclass", "n": type(value).__qualname__, "v": parts}
@@ -378,19 +388,26 @@ def decode_tree(
     on_leaf: DecodeLeaf | None = None,
     run_codecs: bool = True,
 ) -> object:
-    """The tree of a node. Time and memory are linear in its size; no code but codecs' own runs.
+    """Decode the tree of a node. Time and memory are linear in its size; only codecs run code.
 
-    `on_leaf(path, node)` is called for tags that are not built in. Raises CorruptionError naming
-    the path for a malformed node, MismatchError for a dataclass, enum or codec that is not
-    registered here or whose definition has changed. Without `run_codecs`, what a codec would be
-    given stands for what it would make (but in dict keys and sets): for a first look, while tensors
-    are not there yet.
+    Args:
+        node: A stored node.
+        path: Path of the node, for messages.
+        codecs: The registered types.
+        on_leaf: Called with path and node for tags that are not built in.
+        run_codecs: If False, the input of a codec takes the place of its result, except in dict
+            keys and sets: for a first look, before the tensors are there.
+
+    Raises:
+        CorruptionError: A node is malformed; the message names the path.
+        MismatchError: A dataclass, enum or codec is not registered here, or its definition has
+            changed.
     """
     return _Decoder(codecs or Codecs(), on_leaf, run_codecs=run_codecs).decode(node, path, 0)
 
 
 class _Decoder:
-    """The walk back; one method per family of tags."""
+    """The walk of `decode_tree`; one method per family of tags."""
 
     def __init__(self, codecs: Codecs, on_leaf: DecodeLeaf | None, *, run_codecs: bool) -> None:
         self._codecs = codecs
@@ -398,7 +415,7 @@ class _Decoder:
         self._run_codecs = run_codecs
 
     def _hashable(self, node: Node, path: str, depth: int) -> object:
-        """A dict key or member of a set, for which codecs always run."""
+        """Decode a dict key or member of a set, for which codecs always run."""
         before, self._run_codecs = self._run_codecs, True
         value = self.decode(node, path, depth)
         self._run_codecs = before
@@ -406,7 +423,7 @@ class _Decoder:
 
     def decode(self, node: Node, path: str, depth: int) -> object:
         if depth > 2 * MAX_DEPTH:
-            raise CorruptionError(f"{shorten(path)}: nested deeper than any stored value can be")
+            raise CorruptionError(f"{shorten(path)}: nested deeper than any stored value")
         if isinstance(node, list):
             return self._items(node, path, depth)
         if not isinstance(node, dict):
@@ -450,7 +467,7 @@ class _Decoder:
                 raise TypeError("a list is expected")
             members = frozenset(self._hashable(item, path, depth + 1) for item in raw)
             if len(members) != len(raw):
-                raise ValueError("a member is there twice")
+                raise ValueError("a member is repeated")
             return members if tag == "frozenset" else set(members)
         _expect(node, *(("max", "v") if tag == "deque" else ("v",)))
         items = self._items(node["v"], path, depth)
@@ -460,7 +477,7 @@ class _Decoder:
         if tag == "slice":
             return slice(start, stop, step)
         if not (type(start) is type(stop) is type(step) is int):
-            raise TypeError("a range is made of three integers")
+            raise TypeError("a range has three integers")
         return range(start, stop, step)
 
     def _mapping(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
@@ -476,7 +493,7 @@ class _Decoder:
             key = self._hashable(raw_key, path, depth + 1)
             below = join_path(path, key_name(key))
             if key in table:
-                raise ValueError(f"the key {key!r} is there twice")
+                raise ValueError(f"the key {key!r} is repeated")
             table[key] = self.decode(raw_item, below, depth + 1)
         return mapping_of(node, table)
 
@@ -503,8 +520,8 @@ class _Decoder:
         known = [field.name for field in fields(cls)]
         if set(known) != set(parts):
             raise MismatchError(
-                f"{path}: dataclass {name} has the fields {sorted(known)} here, "
-                f"{sorted(parts)} were stored; give it a Codec that knows both"
+                f"{path}: dataclass {name} has the fields {sorted(known)} here, but "
+                f"{sorted(parts)} were stored; register a Codec that knows both"
             )
         return dataclass_of(
             cls,
@@ -528,9 +545,9 @@ class _Decoder:
 
 
 def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
-    """A dict's members as the type of mapping that a node is: dict, OrderedDict, Counter, …
+    """Return members as the type of mapping that a node states: dict, OrderedDict, Counter, …
 
-    Raises KeyError or TypeError for a defaultdict of an unknown factory.
+    Raises KeyError or TypeError for a defaultdict with an unknown factory.
     """
     tag = tag_of(node)
     if tag == "odict":
@@ -544,7 +561,7 @@ def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
 
 
 def sequence_of(node: Node, items: list[Any]) -> Any:
-    """Items as the type of sequence that a node is: list, tuple or deque.
+    """Return items as the type of sequence that a node states: list, tuple or deque.
 
     Raises TypeError or ValueError for a malformed deque.
     """
@@ -555,14 +572,14 @@ def sequence_of(node: Node, items: list[Any]) -> Any:
         return items
     longest = node["max"]
     if longest is not None and type(longest) is not int:
-        raise TypeError("max is not a number")
+        raise TypeError("max is not an integer")
     if longest is not None and len(items) > longest:
         raise ValueError("more items than its maximum")
     return deque(items, maxlen=longest)
 
 
 def dataclass_of(cls: type[Any], values: dict[str, Any]) -> Any:
-    """A dataclass with these fields, set as they were: __init__ could compute others."""
+    """Make a dataclass with these fields; `__init__` does not run, as it could change them."""
     value = object.__new__(cls)
     for name, item in values.items():
         object.__setattr__(value, name, item)

@@ -1,8 +1,8 @@
-"""One node from the nodes that several ranks supplied for the same value.
+"""Merge the nodes that several ranks supply for one value.
 
-What several ranks supply must be equal. Two structures may differ and are joined: `per_rank` maps,
-by their labels, and what a rank declares a union, by its members. A union is a node of its own
-between the ranks and the commit, `{"$": "union", "v": mapping}`; it never reaches a manifest.
+What several ranks supply must be equal, with two exceptions: `per_rank` maps are joined by their
+labels, and a mapping that a rank declares a union is joined by its members. Between the ranks and
+the commit a union is a node, `{"$": "union", "v": mapping}`; it never reaches a manifest.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ _ADVICE = (
 
 
 def merge_nodes(named: Named, *, path: str) -> Node:
-    """What ranks supplied as one node: (label, node) pairs, labels such as "rank 3".
+    """Merge (label, node) pairs into one node; a label is such as "rank 3".
 
-    Members of unions and `per_rank` maps are joined; everything else must be equal, type and value.
-    Dicts, Counters and defaultdicts are equal in any order of their members, of which the first
-    label's stays; an OrderedDict's order is part of its value. Raises PlanError naming path, labels
-    and what each has, or which members one lacks. Ranks that supply equal nodes cost one comparison
-    of bytes.
+    Members of unions and `per_rank` maps are joined; everything else must be equal in type and
+    value. Dicts, Counters and defaultdicts are equal in any order of their members, and the order
+    of the first label is kept; the order of an OrderedDict is part of its value.
+
+    Raises:
+        PlanError: Nodes differ. The message names the path, the labels, and what each has or lacks.
+
+    Cost: one comparison of bytes for ranks that supply equal nodes.
     """
     if not named:
-        raise PlanError(f"{path}: no rank supplies it")
+        raise PlanError(f"{path}: no rank supplies a value")
     merged: Node = _merge([((label,), node) for label, node in named], path)
     return merged
 
 
 def without_unions(node: Any) -> Any:
-    """A node with its unions replaced by what is in them; the node itself where there are none."""
+    """Return a node with its unions unwrapped; the node itself if it has none."""
     if _UNION_BYTES not in node_bytes(node):
         return node
     return _unwrapped(node)
@@ -106,7 +109,7 @@ def _merge(supplied: _Groups, path: str) -> Any:
 
 
 def _distinct(supplied: _Groups) -> _Groups:
-    """Each node that differs once, with all labels that supply it, in the order of the first."""
+    """Return each distinct node once, with all its labels, in the order of the first."""
     labels: dict[bytes, tuple[str, ...]] = {}
     nodes: dict[bytes, Any] = {}
     names: dict[int, bytes] = {}  # ranks with equal values share one object
@@ -120,7 +123,7 @@ def _distinct(supplied: _Groups) -> _Groups:
 
 
 def _kind(node: Any) -> str | None:
-    """Tag, "list", or "dict" for one with text keys; None for what must be equal as it is."""
+    """Return tag, "list" or "dict"; None for a node that must be equal as it is."""
     if isinstance(node, list):
         return "list"
     if isinstance(node, dict):
@@ -149,8 +152,8 @@ def _merge_lists(groups: _Groups, path: str) -> list[Any]:
     if len(lengths) != 1:
         (one, here), (other, there) = groups[0], groups[1]
         raise PlanError(
-            f"{path}: ranks supply sequences of different lengths for what must be one: "
-            f"{_ranks(one)} {len(here)} items, {_ranks(other)} {len(there)}; {_ADVICE}"
+            f"{path}: ranks supply sequences of different lengths for one value: {_ranks(one)} "
+            f"{_has(one)} {len(here)} items, {_ranks(other)} {len(there)}; {_ADVICE}"
         )
     return [
         _merge([(labels, node[i]) for labels, node in groups], join_path(path, i))
@@ -174,14 +177,14 @@ def _merge_mappings(groups: _Groups, kind: str | None, path: str) -> Any:
         if kind == "odict" and list(table) != list(tables[0][1]):
             raise PlanError(
                 f"{path}: ranks supply one OrderedDict with its members in different orders: "
-                f"{_ranks(tables[0][0])} {_names(tables[0][1])}, {_ranks(labels)} "
-                f"{_names(table)}; {_ADVICE}"
+                f"{_ranks(tables[0][0])} {_has(tables[0][0])} {_names(tables[0][1])}, "
+                f"{_ranks(labels)} {_has(labels)} {_names(table)}; {_ADVICE}"
             )
     return _joined(groups, tables, path)
 
 
 def _is_one_kind(groups: _Groups) -> bool:
-    """Whether mappings are of one type; a dict is one however its keys make it be written."""
+    """Return True if mappings are of one type; the two stored forms of a dict are one."""
     return len({_PLAIN if is_plain_dict(node) else _frame(node) for _, node in groups}) == 1
 
 
@@ -189,7 +192,7 @@ _PLAIN = node_bytes({TAG: "dict"})
 
 
 def _table(node: Any, path: str) -> dict[bytes, tuple[Node, Any]]:
-    """Bytes of a key -> key and member of a mapping's node, in order."""
+    """Return bytes of a key -> key and member of a mapping's node, in order."""
     try:
         return {node_bytes(key): (key, item) for key, item in pairs_of(node) or ()}
     except CorruptionError:
@@ -202,7 +205,7 @@ def _joined(
     tables: Sequence[tuple[tuple[str, ...], dict[bytes, tuple[Node, Any]]]],
     path: str,
 ) -> Any:
-    """The mapping of all members that any rank has, each merged from those that have it."""
+    """Join the members of all ranks in one mapping, each merged from those that have it."""
     keys: dict[bytes, Node] = {}
     supplied: dict[bytes, list[tuple[tuple[str, ...], Any]]] = {}
     for labels, table in tables:
@@ -231,12 +234,13 @@ def _refuse_equal_keys(
             value = decode_tree(key)
             other = seen.setdefault(value, name)
         except (HoldfastError, TypeError):
-            continue  # a registered type; what it equals is known where it is registered
+            continue  # a registered type: only a reader with its codec can compare it
         if other is not name and value == value:
             raise PlanError(
                 f"{path}: {_ranks(supplied[other][0][0])} has the key "
                 f"{_key_name(keys[other])}, {_ranks(supplied[name][0][0])} the key "
-                f"{_key_name(key)}, which are equal in Python: no dict can hold both; use one type"
+                f"{_key_name(key)}, which are equal in Python: a dict cannot have both; use one "
+                f"type of key"
             )
 
 
@@ -260,8 +264,7 @@ def _require_same_members(
                 f"{_ranks(having)} {_has(having)} {_names(extra)}, which {_ranks(lacking)} {lacks}"
             )
     raise PlanError(
-        f"{path}: ranks supply different members of what must be one mapping: "
-        f"{'; '.join(clauses)}; {_ADVICE}"
+        f"{path}: ranks supply different members of one mapping: {'; '.join(clauses)}; {_ADVICE}"
     )
 
 
@@ -277,9 +280,9 @@ def _ranks(labels: tuple[str, ...]) -> str:
 
 def _raise_conflict(groups: _Groups, path: str) -> NoReturn:
     unions = {_kind(node) == UNION for _, node in groups}
-    declared = " (some ranks declare it a Union, some do not)" if len(unions) > 1 else ""
+    declared = " (some ranks declare it a Union, others do not)" if len(unions) > 1 else ""
     raise PlanError(
-        f"{path}: ranks supply different values for what must be one{declared}: "
+        f"{path}: ranks supply different values for one value{declared}: "
         f"{_supplied(*groups[0])}, {_supplied(*groups[1])}; {_ADVICE}"
     )
 

@@ -1,9 +1,9 @@
-"""Nodes of a stored tree: what kind each is, how it is made, and the one walk through all of them.
+"""Nodes of a stored tree: their kinds, how they are made, walked and keyed.
 
-A *container* has members: a list, a dict, and what is stored as one of them with a tag. A *wrapper*
-is a tag around one node: a codec's, a union. All other nodes are leaves: tensors, which are
-references to keys, and plain values. Only this room knows how a tag is written; other rooms ask
-here.
+A *container* has members: a list, a dict, or a type that is stored as one of them with a tag. A
+*wrapper* is a tag around one node: a codec's value, a union. All other nodes are leaves: tensors,
+which are references to keys, and plain values. Only this room knows how a tag is written; other
+rooms ask here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 from holdfast.errors import CorruptionError
 
 Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
-"""What JSON can hold; see the package text."""
+"""A JSON value; see the text of the package."""
 
 TAG = "$"
 UNION = "union"
-"""Tag of a mapping whose members are spread over ranks; removed where ranks are merged."""
+"""Tag of a mapping whose members are spread over ranks; merging the ranks removes it."""
 MAPPINGS = ("dict", "odict", "counter", "defaultdict")
 """Tags of mappings that are stored as pairs."""
 SEQUENCES = ("tuple", "deque")
@@ -34,38 +34,38 @@ _CONTAINERS = frozenset((*MAPPINGS, *SEQUENCES, *SETS, *_TABLES))
 
 
 def tag_of(node: Any) -> str | None:
-    """The tag of a node; None for a list, a plain dict, a plain value."""
+    """Return the tag of a node; None for a list, a plain dict or a plain value."""
     tag = node.get(TAG) if isinstance(node, dict) else None
     return tag if isinstance(tag, str) else None
 
 
 def is_plain_dict(node: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a node is a dict with text keys, which is stored as it is."""
+    """Return True for a dict with string keys, which is stored as it is."""
     return isinstance(node, dict) and TAG not in node
 
 
 def is_like_a_tag(key: str) -> bool:
-    """Whether a key would be read as a tag in a plain dict."""
+    """Return True if a key would be read as a tag in a plain dict."""
     return key.startswith(TAG)
 
 
 def is_tensor(node: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a node refers to a tensor or an array by its key."""
+    """Return True if a node refers to a tensor or an array by its key."""
     return tag_of(node) in TENSORS
 
 
 def is_per_rank(node: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a node is a value per coordinate."""
+    """Return True if a node is a value per coordinate."""
     return tag_of(node) == "per_rank"
 
 
 def is_container(node: Any) -> TypeGuard[list[Any] | dict[str, Any]]:
-    """Whether a node has members of its own, though it may be empty."""
+    """Return True if a node is a container, even if it is empty."""
     return isinstance(node, list) or is_plain_dict(node) or tag_of(node) in _CONTAINERS
 
 
 def tensor_node(key: str, *, tag: str = "tensor") -> dict[str, Node]:
-    """A reference to a tensor, or with its tag to an array."""
+    """Return a reference to a tensor, or with that tag to an array."""
     return {TAG: tag, "k": key}
 
 
@@ -75,39 +75,39 @@ def leaf_node(tag: str, **attributes: Any) -> dict[str, Any]:
 
 
 def per_rank_node(axes: Iterable[str], values: Mapping[str, Node]) -> dict[str, Node]:
-    """A value per coordinate along axes, by the coordinates' labels."""
+    """Return a value per coordinate along axes, by the coordinates' labels."""
     return {TAG: "per_rank", "axes": [*axes], "v": dict(values)}
 
 
 def union_node(mapping: Node) -> dict[str, Node]:
-    """A mapping whose members are spread over ranks."""
+    """Return a mapping whose members are spread over ranks."""
     return {TAG: UNION, "v": mapping}
 
 
 def transient_node() -> dict[str, Node]:
-    """The place of a value that is not stored."""
+    """Return the node of a value that is not stored."""
     return {TAG: "transient"}
 
 
 def attributes_of(node: dict[str, Any]) -> dict[str, Any]:
-    """What a tagged node states besides its payload: a codec's name, the axes of a value per rank,
-    the longest that a deque may be.
+    """Return the members of a tagged node except its payload: a codec's name, the axes of a value
+    per rank, the maximal length of a deque.
     """
     return {name: item for name, item in node.items() if name not in (TAG, "v")}
 
 
 def wrapped(node: Any) -> Any:
-    """The node in a wrapper; the node itself if it is none."""
+    """Return the node in a wrapper, or the node itself if it is not one."""
     while tag_of(node) in _WRAPPERS:
         node = _payload(node)
     return node
 
 
 def pairs_of(node: Any) -> list[tuple[Node, Any]] | None:
-    """The (key, member) pairs of a stored mapping, keys as nodes; None for anything else.
+    """Return the (key, member) pairs of a stored mapping, keys as nodes; None for any other node.
 
     Raises:
-        CorruptionError: a malformed node; as do `items_of`, `members` and `walk`.
+        CorruptionError: The node is malformed; `items_of`, `members` and `walk` raise it, too.
     """
     if is_plain_dict(node):
         return list(node.items())
@@ -117,12 +117,12 @@ def pairs_of(node: Any) -> list[tuple[Node, Any]] | None:
         return [(key, member) for key, member in _payload(node, list)]
     except (TypeError, ValueError) as error:
         raise CorruptionError(
-            f"the checkpoint holds a malformed {tag_of(node)}: {error!r}"
+            f"the checkpoint has a malformed {tag_of(node)}: {error!r}"
         ) from error
 
 
 def items_of(node: Any) -> list[Any] | None:
-    """The items of a stored list, tuple or deque; None for anything else."""
+    """Return the items of a stored list, tuple or deque; None for any other node."""
     if isinstance(node, list):
         return node
     items: list[Any] | None = _payload(node, list) if tag_of(node) in SEQUENCES else None
@@ -130,7 +130,7 @@ def items_of(node: Any) -> list[Any] | None:
 
 
 def members(node: Any) -> list[tuple[Node, Any]]:
-    """The (name, node) of each member of a container, in order; empty for any other node.
+    """Return (name, node) of each member of a container, in order; empty for other nodes.
 
     A name is the key's node in a mapping, else a position, a coordinate's label or a field.
     """
@@ -145,9 +145,9 @@ def members(node: Any) -> list[tuple[Node, Any]]:
 
 
 def walk(node: Any) -> Iterator[Any]:
-    """A node and every node below it, an outer one before its members, in stored order.
+    """Yield a node and every node below it, an outer one before its members, in stored order.
 
-    Any depth: trees of users may be deeper than Python's stack.
+    Any depth works: a user's tree may be deeper than Python's stack.
     """
     waiting = [node]
     while waiting:
@@ -160,12 +160,12 @@ def walk(node: Any) -> Iterator[Any]:
 
 
 def tensor_keys(node: Any) -> Iterator[str]:
-    """The keys of the tensors to which a tree refers, each as often as it does."""
+    """Yield the keys of the tensors in a tree, one for each reference."""
     return (str(each["k"]) for each in walk(node) if is_tensor(each) and "k" in each)
 
 
 def count_values(node: Any) -> int:
-    """The plain values of a tree: leaves that are stored and are not tensors."""
+    """Count the plain values of a tree: stored leaves that are not tensors."""
     return sum(
         not (is_container(each) or is_tensor(each))
         and tag_of(each) not in ("transient", *_WRAPPERS)
@@ -174,7 +174,7 @@ def count_values(node: Any) -> int:
 
 
 def kind_in_words(node: Any) -> str:
-    """What a stored node is, for a message."""
+    """Describe the kind of a stored node, for a message."""
     tag = tag_of(node)
     if tag == "per_rank":
         return f"a value per {','.join(node['axes'])}"
@@ -185,15 +185,19 @@ def kind_in_words(node: Any) -> str:
 
 
 def _payload(node: dict[str, Any], kind: type = object) -> Any:
-    """What is in a tagged node."""
+    """Return the payload of a tagged node; CorruptionError if it is not of this kind."""
     payload = node.get("v")
     if "v" not in node or not isinstance(payload, kind):
-        raise CorruptionError(f"the checkpoint holds a malformed {tag_of(node)}")
+        raise CorruptionError(f"the checkpoint has a malformed {tag_of(node)}")
     return payload
 
 
 def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
-    """A tree as it is written.
+    """Return a tree without the keys that it implies, as a manifest has it.
+
+    A `tensor` or `array` node has no `k` if its key is its path: the part's name, the names of dict
+    members and the positions in lists on the way to it, joined with dots. Only plain dicts and
+    lists count; below any other node every `k` is written.
 
     Cost: linear; dicts and lists are copied, leaves are shared.
     """
@@ -201,7 +205,7 @@ def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink(node: Any, path: str) -> Any:
-    """A node without the keys that its path implies."""
+    """Return a node without the keys that its path implies."""
     if isinstance(node, list):
         return [_shrink(item, f"{path}.{i}") for i, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -216,7 +220,7 @@ def _shrink(node: Any, path: str) -> Any:
 
 
 class _TreePath:
-    """A path in the tree: its last name, and the path above; joined only when needed."""
+    """A path in the tree: its last name and the path above; joined only when needed."""
 
     __slots__ = ("above", "length", "name")
 
@@ -226,7 +230,7 @@ class _TreePath:
         self.length: int = len(name) + (above.length + 1 if above is not None else 0)
 
     def path(self) -> str:
-        """All names, joined."""
+        """Return all names, joined."""
         names: list[str] = []
         tree_path = self
         while tree_path.above is not None:
@@ -236,10 +240,11 @@ class _TreePath:
 
 
 def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
-    """Put every key in that was left out, in place; any depth.
+    """Add every key that `without_implied_keys` left out, in place, at any depth.
 
     Raises:
-        ValueError: these keys would have more than `limit` characters together.
+        ValueError: These keys would have more than `limit` characters together. A small file must
+            not be able to fill the memory: names may be long and nested.
 
     Cost: linear in the tree and in these characters.
     """
@@ -261,7 +266,7 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
                         continue
                     num_chars += tree_path.length + len(str(name)) + 1
                     _refuse_long_keys(num_chars, limit)
-                    # Joined once for all leaves of a node: that is where most of them are.
+                    # Joined once for all leaves of a container: most leaves have many siblings.
                     path = path or tree_path.path()
                     item[_KEY] = f"{path}.{name}"
                 elif isinstance(item, dict | list):
@@ -273,23 +278,22 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
 
 
 def _refuse_long_keys(num_chars: int, limit: int) -> None:
-    """ValueError where the keys that a tree implies are too long together."""
     if num_chars > limit:
-        raise ValueError(f"the keys that its tree implies have more than {limit} letters")
+        raise ValueError(f"the keys that its tree implies have more than {limit} characters")
 
 
 def join_path(path: str, name: object) -> str:
-    """The path of a child: names are joined with dots."""
+    """Return the path of a child: names are joined with dots."""
     return f"{path}.{name}" if path else str(name)
 
 
 def node_bytes(node: Node) -> bytes:
-    """A node as compact JSON: equal bytes mean equal types, values and key order."""
+    """Encode a node as compact JSON: equal bytes mean equal types, values and key order."""
     return msgspec.json.encode(node)
 
 
 def shorten(value: object, *, limit: int = 80) -> str:
-    """A value for a message, cut in the middle when it is long."""
+    """Return a value as text for a message; a long one is cut in the middle."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except Exception:  # the repr of a foreign type, or of an integer of thousands of digits
@@ -299,9 +303,9 @@ def shorten(value: object, *, limit: int = 80) -> str:
 
 
 def key_name(key: object) -> str:
-    """A dict key as a part of a path: text as it is, anything else as Python writes it.
+    """Return a dict key as a part of a path: a string as it is, anything else by its repr.
 
-    A type whose text is its address in memory, which differs between ranks, gives its name.
+    If the repr is an address in memory, which differs between ranks, the type's name is returned.
     """
     if type(key) is str:
         return key
@@ -310,7 +314,7 @@ def key_name(key: object) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold it: it has no lone surrogate."""
+    """Return True if UTF-8 can encode the text: it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
