@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, case in (QUICK if options.quick else CASES).items():
         if options.only not in (None, label):
             continue
-        ranks = run_ranks(options.ranks, measure, case, timeout_s=900).results
+        ranks = run_ranks(options.ranks, measure, case, timeout_s=900, fresh=True).results
         series = slowest([rank.series for rank in ranks])
         for arm in (BARE, ONE, TWO):
             ratios = ratios_of(series, arm)

@@ -110,7 +110,7 @@ class _Net(nn.Module):
 
 def record() -> dict[str, list[Event]]:
     """Arm -> the events of its second forward and backward, on rank 0 of two."""
-    return run_ranks(NUM_RANKS, _record).results[0]
+    return run_ranks(NUM_RANKS, _record, fresh=True).results[0]
 
 
 def _record(context: RankContext) -> dict[str, list[Event]]:

@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _mean(num_ranks: int, names: list[str] | None) -> dict[str, float]:
     """The mean over ranks of everything counted."""
-    results = run_ranks(num_ranks, count_creation, names, timeout_s=TIMEOUT_S).results
+    results = run_ranks(num_ranks, count_creation, names, timeout_s=TIMEOUT_S, fresh=True).results
     quantities = ("requests", "nbytes", "descriptors", "communicators")
     return {q: sum(getattr(r, q) for r in results) / num_ranks for q in quantities}
 

@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.quick and label != "64 kB":
             continue
         used = replace(case, num_rounds=3) if options.quick else case
-        series = slowest(run_ranks(4, measure, used, timeout_s=900).results)
+        series = slowest(run_ranks(4, measure, used, timeout_s=900, fresh=True).results)
         for what, (ours, other) in PAIRS.items():
             mine, theirs = median_of(series, ours), median_of(series, other)
             table.add_row(

@@ -35,7 +35,7 @@ def measure(results: BenchResults, *, megabytes: int, repeats: int, scratch: Pat
     """Load `megabytes` MiB into each of eight ranks."""
     for name, hosts in (("one host", "aaaaaaaa"), ("two hosts", "aaaabbbb")):
         args = (hosts, megabytes, repeats, scratch)
-        ranks = run_ranks(NUM_RANKS, _load, *args, timeout_s=TIMEOUT_S).results
+        ranks = run_ranks(NUM_RANKS, _load, *args, timeout_s=TIMEOUT_S, fresh=True).results
         _report(results, f"replicated {megabytes} MiB, {name}", ranks, megabytes)
 
 

@@ -114,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         rounds = 3 if options.quick else 90
         with tempfile.TemporaryDirectory() as directory:
-            results = run_ranks(2, measure, directory, width, rounds, timeout_s=900).results
+            results = run_ranks(
+                2, measure, directory, width, rounds, timeout_s=900, fresh=True
+            ).results
         series = slowest(results)
         plain = median_of(series, PLAIN)
         usual = median_of(series, PLAIN, "collectives")

@@ -68,8 +68,7 @@ def measure(
     for number in sorted({*num_ranks, *dcp_ranks}):
         result = run_ranks(
             1, _simulate, number, tensors_a_rank, number in dcp_ranks, repeats,
-            init=False, timeout_s=TIMEOUT_S,
-        ).results[0]  # fmt: skip
+            init=False, timeout_s=TIMEOUT_S, fresh=True).results[0]  # fmt: skip
         series, counted = result.series, result.counted
         point = {"ranks": float(number), "rows": float(number * tensors_a_rank), **counted}
         point |= {name: median_of(series, "holdfast", name) for name in series["holdfast"][0]}

@@ -91,13 +91,23 @@ def measure(
         scratch: an empty directory.
         counts_memory: measure memory and balance, too.
     """
-    saved = run_ranks(4, _save, spec, repeats, counts_memory, scratch, timeout_s=TIMEOUT_S).results
+    saved = run_ranks(
+        4, _save, spec, repeats, counts_memory, scratch, timeout_s=TIMEOUT_S, fresh=True
+    ).results
     _report_saves(results, case, saved, bars)
     _report_balance(results, case, saved, scratch)
     for name, layout in _LOADED_ON.items():
         truth = [each.digests for each in saved] if layout is _SAVED_ON else None
         loaded = run_ranks(
-            layout.world_size, _load, layout, spec, repeats, truth, scratch, timeout_s=TIMEOUT_S
+            layout.world_size,
+            _load,
+            layout,
+            spec,
+            repeats,
+            truth,
+            scratch,
+            timeout_s=TIMEOUT_S,
+            fresh=True,
         ).results
         bar = bars.load if layout is _SAVED_ON else None
         _report_loads(results, case, name, loaded, bar)

@@ -32,7 +32,9 @@ _STEADY_RANKS = 2
 
 def measure(results: BenchResults, *, num_tensors: int, repeats: int, scratch: Path) -> None:
     """One process saves and loads `num_tensors` plain tensors of 64 to 256 bytes."""
-    result = run_ranks(1, _tiny, num_tensors, repeats, scratch, init=False, timeout_s=TIMEOUT_S)
+    result = run_ranks(
+        1, _tiny, num_tensors, repeats, scratch, init=False, timeout_s=TIMEOUT_S, fresh=True
+    )
     rank = result.results[0]
     series, counted = rank.series, rank.counted
 
@@ -110,7 +112,7 @@ def _sweep(scratch: Path) -> None:
 def measure_steady(results: BenchResults, *, num_tensors: int, repeats: int, scratch: Path) -> None:
     """Planning in steady state: `num_tensors` DTensors on each of two ranks."""
     ranks = run_ranks(
-        _STEADY_RANKS, _steady, num_tensors, repeats, scratch, timeout_s=TIMEOUT_S
+        _STEADY_RANKS, _steady, num_tensors, repeats, scratch, timeout_s=TIMEOUT_S, fresh=True
     ).results
     series = slowest([rank.series for rank in ranks])
     plan = [

@@ -213,7 +213,17 @@ def _settings() -> dict[str, Any]:
             len(optimizer._global_optimizer_post_hooks),
         ),
         "process groups": _process_groups(),
+        "plans kept by DCP": _num_plans_of_dcp(),
     }
+
+
+def _num_plans_of_dcp() -> int:
+    """Count the plans that DCP keeps in class attributes, by a name that a later job may use."""
+    planner = sys.modules.get("torch.distributed.checkpoint.planner")
+    if planner is None:
+        return 0
+    kept = vars(planner.SavePlanner)
+    return sum(len(each) for name, each in kept.items() if name.startswith("_cached_"))
 
 
 def _process_groups() -> tuple[object, ...]:
