@@ -41,7 +41,7 @@ from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, 
 from holdfast.format.names import data_file
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.state import flatten_state
-from holdfast.state.markers import coordinate_label
+from holdfast.state.coordinates import coordinate_label
 from holdfast.writer.commit import assemble, build_index
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader, column
 from tests.harness import RankContext, run_ranks

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from holdfast._torch import local_tensor, module_table, parameter_table
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
-from holdfast.state.module.tree import parameter_names
+from holdfast.state.module_tree import parameter_names
 
 Kind = Literal["dense", "experts"]
 Chain = tuple[nn.Module, ...]

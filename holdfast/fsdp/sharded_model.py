@@ -23,7 +23,7 @@ from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.norms import GradientPart, gradient_parts
 from holdfast.optim.reduced import PlainStepper
 from holdfast.parallel import ProcessGroups
-from holdfast.state.module.tree import parameter_names
+from holdfast.state.module_tree import parameter_names
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What is sharded: nothing, and what ZeRO 1 to 3 shard (Rajbhandari et al. 2020)."""

@@ -15,7 +15,7 @@ from holdfast.optim.norms import GradientPart
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
-from holdfast.state.optimizer.protocol import OptimizerParameter
+from holdfast.state.optimizer_protocol import OptimizerParameter
 
 
 class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch's `step` returns a loss

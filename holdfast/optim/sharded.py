@@ -29,8 +29,8 @@ from holdfast.optim.reducer import GradientReducer, Slot, Stage
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
-from holdfast.state.module.tree import parameter_names
-from holdfast.state.optimizer.protocol import OptimizerParameter
+from holdfast.state.module_tree import parameter_names
+from holdfast.state.optimizer_protocol import OptimizerParameter
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

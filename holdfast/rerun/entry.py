@@ -23,8 +23,7 @@ from holdfast.parallel.layout import Layout
 from holdfast.rerun.attempt import Call, Suspect
 from holdfast.rerun.kept_trees import keep_tree, revive_tree
 from holdfast.rerun.replay import ReplayableBatches
-from holdfast.state.coordinates import PerRankRequest, PerRankSource, parse_label
-from holdfast.state.markers import coordinate_label
+from holdfast.state.coordinates import PerRankRequest, PerRankSource, coordinate_label, parse_label
 
 _VERSION = 1
 

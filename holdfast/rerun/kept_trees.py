@@ -27,9 +27,13 @@ from torch import nn
 from holdfast._torch import sparse_members
 from holdfast.errors import ConfigError, CorruptionError, PlacementError
 from holdfast.format.values import Codecs, Node, decode_tree, encode_tree, leaf_node, tag_of
-from holdfast.state.numpy_arrays import array_tensor, tensor_array
-from holdfast.state.tensors import instances_in
-from holdfast.state.torch_dtypes import NAME_TO_TORCH, dtype_name
+from holdfast.state.elements import (
+    NAME_TO_TORCH,
+    array_tensor,
+    dtype_name,
+    instances_in,
+    tensor_array,
+)
 
 _ALIGNMENT = 16
 """Bytes; a multiple of the size of every element, so that offsets stay whole elements."""

@@ -23,7 +23,7 @@ from holdfast.rerun.entry import PendingFault
 from holdfast.rerun.evidence import Evidence, Place
 from holdfast.rerun.journal import FaultHistory, Journal
 from holdfast.rerun.states import ExitCode, Verdict
-from holdfast.state.markers import coordinate_label
+from holdfast.state.coordinates import coordinate_label
 
 
 class Past(msgspec.Struct, frozen=True, array_like=True):

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.errors import CorruptionError, MismatchError
-from holdfast.parallel.layout import Layout
-from holdfast.state.markers import Marked, PerRank, coordinate_label
-from holdfast.state.tensors import instances_in
+from holdfast.errors import CorruptionError, LayoutError, MismatchError, PlacementError
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
+from holdfast.state.elements import instances_in
+from holdfast.state.markers import (
+    Marked,
+    PerRank,
+)
 
 
 class ConsistencyCheck(NamedTuple):
@@ -252,3 +255,22 @@ def _refuse_tensors(template: object, path: str) -> None:
             f"{where}: merge returned nothing for this tensor of the marker's tree, which would "
             f"stay as it was; return one, or leave it out of the tree"
         )
+
+
+def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
+    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
+    known = layout.coordinates(rank)
+    # Sorted, so that the label does not depend on the order in which axes were declared.
+    named = sorted(axes)
+    unknown = [axis for axis in named if axis not in known]
+    if not unknown:
+        return ",".join(f"{axis}={known[axis]}" for axis in named)
+    if set(unknown) <= set(EXPERT_AXES):
+        raise LayoutError(
+            f"{path}: PerRank axes {unknown} are of the expert view, which {layout} does not have; "
+            f"its axes are {', '.join(DENSE_AXES)}"
+        )
+    raise PlacementError(
+        f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
+        f"{', '.join(sorted(known))}"
+    )

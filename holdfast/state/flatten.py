@@ -30,7 +30,9 @@ from holdfast.format.values import (
     union_node,
 )
 from holdfast.parallel.layout import Layout
-from holdfast.state.leaves import FlatState, TensorLeaf, held_tensor
+from holdfast.state.coordinates import coordinate_label
+from holdfast.state.elements import array_tensor
+from holdfast.state.leaves import FlatState, ReplicaSets, TensorLeaf, held_tensor, tensor_leaf
 from holdfast.state.markers import (
     FlatShard,
     Marked,
@@ -42,13 +44,10 @@ from holdfast.state.markers import (
     Stored,
     Transient,
     Union,
-    coordinate_label,
 )
-from holdfast.state.module.part import ModuleState
-from holdfast.state.numpy_arrays import array_tensor
-from holdfast.state.optimizer.part import OptimizerState
+from holdfast.state.module_state import ModuleState
+from holdfast.state.optimizer_state import OptimizerState
 from holdfast.state.parts import Part, check_part_name, is_last, is_left_out, part_of
-from holdfast.state.placement import ReplicaSets, tensor_leaf
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _TENSORS = (torch.Tensor, *get_args(Marked))

@@ -7,7 +7,7 @@ declare placements, so that no check is needed and every mistake has a name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.arguments import check_choice
-from holdfast.errors import LayoutError, PlacementError
+from holdfast.errors import PlacementError
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
+from holdfast.parallel.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -417,22 +417,3 @@ def global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:
     if isinstance(target, FlatShard | Replicated):
         target = target.like if isinstance(target, FlatShard) else target.local
     return tuple(target.shape)
-
-
-def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
-    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
-    known = layout.coordinates(rank)
-    # Sorted, so that the label does not depend on the order in which axes were declared.
-    named = sorted(axes)
-    unknown = [axis for axis in named if axis not in known]
-    if not unknown:
-        return ",".join(f"{axis}={known[axis]}" for axis in named)
-    if set(unknown) <= set(EXPERT_AXES):
-        raise LayoutError(
-            f"{path}: PerRank axes {unknown} are of the expert view, which {layout} does not have; "
-            f"its axes are {', '.join(DENSE_AXES)}"
-        )
-    raise PlacementError(
-        f"{path}: PerRank axes {unknown} are not axes of layout '{layout.name}', which has "
-        f"{', '.join(sorted(known))}"
-    )

@@ -1,14 +1,22 @@
-"""Random streams as a part of the state: one per rank or shared by ranks, keyed by coordinates."""
+"""Random streams as a part of the state: those of a process, or of one module.
+
+A stream is stored once for each rank, or once for all ranks along the axes that share it, under the
+coordinates of the ranks. States of generators are plain trees, without pickle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.values import is_per_rank, is_plain_dict
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
@@ -17,19 +25,125 @@ from holdfast.state.coordinates import (
     PerRankRequest,
     PerRankSource,
     PickedPerRank,
+    coordinate_label,
     parse_label,
 )
-from holdfast.state.generators import (
-    Generator,
-    State,
-    Stream,
-    accessors,
-    check_generator,
-    global_accessors,
-    state_digest,
-)
-from holdfast.state.markers import PerRank, Stored, axis_names, coordinate_label
-from holdfast.state.match.nodes import StoredPart
+from holdfast.state.markers import PerRank, Stored, axis_names
+from holdfast.state.stored import StoredPart
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+State = dict[str, object] | torch.Tensor
+Accessors = tuple[Callable[[], State], Callable[[Any], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A generator of `RNG(generators=...)` that is shared along other axes than the rest.
+
+    Args:
+        generator: A `torch.Generator`, `numpy.random.Generator`, `numpy.random.RandomState` or
+            `random.Random`.
+        shared: As that of `RNG`: ("tp",) for one that ranks along tp share, () for one that differs
+            on every rank (Megatron's model-parallel stream), None for not declared.
+    """
+
+    generator: Generator
+    shared: Sequence[str] | None = None
+
+
+def check_generator(name: str, generator: object) -> None:
+    """ConfigError unless it is a generator whose state can be stored."""
+    if not isinstance(generator, Generator) or isinstance(generator, random.SystemRandom):
+        raise ConfigError(
+            f"RNG: generator '{name}' is a {type(generator).__name__}; it takes torch.Generator, "
+            f"numpy.random.Generator, numpy.random.RandomState and random.Random"
+        )
+
+
+def accessors(generator: Any) -> Accessors:
+    """How to read the state of a generator, arrays and tensors in it new, and how to set it."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        return lambda: dict(bits.state), lambda state: setattr(bits, "state", dict(state))
+    if isinstance(generator, np.random.RandomState):
+        read = partial(generator.get_state, legacy=False)
+        return lambda: dict(read()), lambda state: generator.set_state(dict(state))
+    return (
+        lambda: _python_state(generator.getstate()),
+        lambda state: generator.setstate(_python_tuple(state)),
+    )
+
+
+def global_accessors() -> dict[str, Accessors]:
+    """The streams that every process has: Python's, NumPy's, torch's, the current device's."""
+    streams: dict[str, Accessors] = {
+        "python": accessors(random),
+        "numpy": (_numpy_state, lambda state: np.random.set_state(_numpy_tuple(state))),
+        "torch": accessors(torch.default_generator),
+    }
+    if torch.cuda.is_available():
+        streams["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    return streams
+
+
+def state_digest(state: object) -> str:
+    """16 hex digits, equal for equal states whatever arrays or tensors hold them."""
+    digest = hashlib.blake2b(digest_size=8)
+    _add_to_digest(state, digest)
+    return digest.hexdigest()
+
+
+def _add_to_digest(value: object, digest: hashlib.blake2b) -> None:
+    """Digest a state with the names of its entries, so that no two states look alike."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        digest.update(f"array {value.dtype.str} {value.shape} ".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        for name in sorted(value):
+            digest.update(f"entry {name} ".encode())
+            _add_to_digest(value[name], digest)
+    else:
+        value = value.item() if isinstance(value, np.generic) else value
+        digest.update(f"value {value!r} ".encode())
+
+
+def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
+    """The state of a `random.Random` as a dict."""
+    # 625 words as one array: as a list they would be most of a manifest.
+    version, words, gauss = state
+    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
+
+
+def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What `setstate` takes, from the dict of `_python_state`."""
+    return state["version"], tuple(int(word) for word in state["words"]), state["gauss"]
+
+
+def _numpy_state() -> dict[str, object]:
+    """The state of NumPy's global generator, whose bit generator may have been replaced."""
+    result: Any = np.random.get_state(legacy=False)
+    if result["bit_generator"] != "MT19937":
+        return {"name": str(result["bit_generator"]), "state": result}
+    return {
+        "name": "MT19937",
+        "keys": np.array(result["state"]["key"], dtype=np.uint32),
+        "position": int(result["state"]["pos"]),
+        "has_gauss": int(result["has_gauss"]),
+        "cached": float(result["gauss"]),
+    }
+
+
+def _numpy_tuple(state: Mapping[str, Any]) -> Any:
+    """What `np.random.set_state` takes, from the dict of `_numpy_state`."""
+    if "state" in state:
+        return dict(state["state"])
+    names = ("name", "keys", "position", "has_gauss", "cached")
+    return tuple(state[name] for name in names)
+
 
 DIGESTS = "digests"
 """Key under which the digests of stored streams lie next to them."""
@@ -372,3 +486,94 @@ def _streams_of(group: Any) -> set[str]:
     trees = group["v"] if is_per_rank(group) else {"": group}
     plain = [tree for tree in trees.values() if is_plain_dict(tree)]
     return {name for tree in plain for name in tree if name != DIGESTS}
+
+
+class ModuleRNG(RNG):
+    """Random streams of one module's own: no other module, and nothing outside, draws from them.
+
+        streams = ModuleRNG(seed=1)
+        with streams:
+            features = encoder(images)  # dropout draws from this module's streams
+
+    Python's, NumPy's, torch's and the current CUDA device's global generators are what modules
+    draw from. Inside `with` they are this module's; outside they are what they would be without it.
+    So modules on the same ranks do not shift each other's masks, and a module has the same streams
+    wherever it runs. A part of the state, like `RNG`, in whose place it is stored and loaded; a
+    load sets the streams whether or not they are entered.
+
+    Args:
+        seed: what the streams start from; one for each module, and for ranks that draw
+            differently (see `groups.index("dp_cp")`), equal along `shared`.
+        axes: as of `RNG`.
+        shared: as of `RNG`.
+
+    Raises:
+        ConfigError: A seed that is no integer from 0, entering twice.
+
+    Cost: two copies of some kB at each entry and exit; on a CUDA device it waits for nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        axes: Sequence[str] = DENSE_AXES,
+        shared: Sequence[str] | None = None,
+    ) -> None:
+        """Seed the streams; the global ones are left as they are."""
+        super().__init__(axes=axes, shared=shared)
+        seed = check_int(seed, name="ModuleRNG: seed", least=0)
+        self._held: dict[str, State] = {}
+        self._outer: dict[str, State] | None = None
+        outer = super()._states()
+        try:
+            _seed_global(seed)
+            self._held = super()._states()
+        finally:
+            self._set_global(outer)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the global generators are this module's now."""
+        return self._outer is not None
+
+    def __enter__(self) -> ModuleRNG:
+        """Let everything draw from these streams."""
+        if self._outer is not None:
+            raise ConfigError("the streams of a module were entered twice; leave them first")
+        self._outer = super()._states()
+        self._set_global(self._held)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Keep the streams where they are, and give back what was there before."""
+        if self._outer is None:
+            return
+        self._held = super()._states()
+        outer, self._outer = self._outer, None
+        self._set_global(outer)
+
+    def _states(self) -> dict[str, State]:
+        """The streams of the module, whether entered or not."""
+        return super()._states() if self.is_entered else dict(self._held)
+
+    def _set_state(self, name: str, state: object) -> None:
+        """Set one of the module's streams; MismatchError where the state is of another kind."""
+        if self.is_entered:
+            super()._set_state(name, state)
+            return
+        with self:
+            super()._set_state(name, state)
+
+    def _set_global(self, states: Mapping[str, State]) -> None:
+        for name, state in states.items():
+            super()._set_state(name, state)
+
+
+def _seed_global(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, that of the current device included."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)

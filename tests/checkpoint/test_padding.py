@@ -29,8 +29,8 @@ from holdfast import (
     declare_padding,
 )
 from holdfast.state import OptimizerParameter
-from holdfast.state.module.tree import parameter_names
-from holdfast.state.optimizer.entries import UnshardedOptimizer
+from holdfast.state.module_tree import parameter_names
+from holdfast.state.optimizer_protocol import UnshardedOptimizer
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 

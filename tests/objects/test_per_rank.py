@@ -25,7 +25,7 @@ from holdfast import (
 from holdfast.checkpoint.load.requests import find_dropped, taken_of
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
-from holdfast.state.match.matcher import Matcher
+from holdfast.state.matcher import Matcher
 from tests.harness import RankContext, run_ranks
 
 AXES = ("tp", "cp", "dp", "pp")

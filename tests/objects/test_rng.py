@@ -27,8 +27,8 @@ from holdfast import (
 from holdfast.checkpoint.load.requests import check_consistency
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
-from holdfast.state.match.matcher import Matcher
-from holdfast.state.match.nodes import StoredPart
+from holdfast.state.matcher import Matcher
+from holdfast.state.stored import StoredPart
 from tests.harness import RankContext, run_ranks
 
 BITS = (

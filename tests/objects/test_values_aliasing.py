@@ -24,7 +24,7 @@ from holdfast import (
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint.load import target_memory
 from holdfast.checkpoint.load.target_memory import shared_memory, without_ties
-from holdfast.state.match.result import TensorRequest
+from holdfast.state.matcher import TensorRequest
 
 
 def save_apart(root: Path, **tensors: torch.Tensor) -> Checkpointer:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast import Checkpointer, Layout, MismatchError, OptimizerState, ProcessGroups
 from holdfast.optim import ChainedOptimizer, ShardedOptimizer
-from holdfast.state.module.tree import parameter_names
+from holdfast.state.module_tree import parameter_names
 from tests.checkpoint.common import files_of, full
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import Net, adamw, build, groups_of, sharded, train, whole
@@ -105,7 +105,7 @@ def fill(run: Run) -> None:
 
 def named(run: Run) -> list[tuple[Any, str]]:
     """Held parameters that are trained, with names; torch optimizers hold them whole."""
-    from holdfast.state.optimizer.entries import UnshardedOptimizer
+    from holdfast.state.optimizer_protocol import UnshardedOptimizer
 
     optimizer = run.optimizer
     holder = optimizer if isinstance(optimizer, ShardedOptimizer) else UnshardedOptimizer(optimizer)

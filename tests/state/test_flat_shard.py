@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast import Layout, PlacementError, ProcessGroups
 from holdfast.arrays.intervals import shard_intervals
 from holdfast.state import FlatShard
-from holdfast.state.leaves import TensorLeaf
-from holdfast.state.placement import tensor_leaf
+from holdfast.state.leaves import TensorLeaf, tensor_leaf
 from tests.harness import RankContext, run_ranks
 
 LONE = Layout()

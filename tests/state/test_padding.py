@@ -20,9 +20,8 @@ import holdfast
 from holdfast import Codecs, Layout, Padded, PlacementError, Replicated, Sharded, declare_padding
 from holdfast.state import FlatShard, OptimizerState, flatten_state
 from holdfast.state.flatten import LeafCache
-from holdfast.state.leaves import FlatState, TensorLeaf
-from holdfast.state.module.tree import declared_padding
-from holdfast.state.placement import padding_views, tensor_leaf
+from holdfast.state.leaves import FlatState, TensorLeaf, padding_views, tensor_leaf
+from holdfast.state.module_tree import declared_padding
 
 LONE = Layout()
 

@@ -4,7 +4,7 @@ In come a state with targets and a storage; out come filled targets, restored va
 on all ranks or on none. The phases, each of which ends with an agreement of all ranks:
 
 1. Find (`finding`): the same version of the same step on every rank.
-2. Match (`holdfast.state.match`): the request with what is stored, before a target is touched.
+2. Match (`holdfast.state.matcher`): the request with what is stored, before a target is touched.
 3. Plan (`read_plan`): which rank reads which bytes, from the requests of all (`requests`). Ranks of
    several hosts may send each other what they read: `choose_exchange` decides whether,
    `assign_readers` who reads, `transfers` what goes where.

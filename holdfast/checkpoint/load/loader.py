@@ -47,9 +47,7 @@ from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.flatten import collector_paused
 from holdfast.state.markers import FromPart, OnLayout, Stored
-from holdfast.state.match.matcher import Matcher
-from holdfast.state.match.nodes import StoredPart
-from holdfast.state.match.result import LocalMemory, MatchResult
+from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
 from holdfast.state.parts import (
     OptionalPart,
     TreePart,
@@ -59,6 +57,7 @@ from holdfast.state.parts import (
     is_left_out,
     part_of,
 )
+from holdfast.state.stored import StoredPart
 from holdfast.storage import Storage
 
 _MAX_CANDIDATES = 10_000

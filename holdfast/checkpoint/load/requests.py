@@ -21,9 +21,9 @@ from holdfast.format.values import Codecs, Node, is_per_rank, walk
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.coordinates import ConsistencyCheck, matches
-from holdfast.state.match.nodes import StoredPart, leaf_paths
-from holdfast.state.match.result import MatchResult, PerRankUse
+from holdfast.state.matcher import MatchResult, PerRankUse
 from holdfast.state.parts import Part
+from holdfast.state.stored import StoredPart, leaf_paths
 
 MAX_NAMED = 10
 """How many names a message lists."""

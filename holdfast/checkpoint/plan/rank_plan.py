@@ -28,9 +28,9 @@ from holdfast.format.names import data_file
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
+from holdfast.state.elements import TORCH_TO_NAME
 from holdfast.state.flatten import LeafCache, collector_paused, flatten_state
 from holdfast.state.leaves import FlatState
-from holdfast.state.torch_dtypes import TORCH_TO_NAME
 from holdfast.writer.records import EncodedPlan, PlannedFile, RowBox, column, encode_plan
 
 _ShareMessage = tuple[str, int, int, int, RankShare]

@@ -8,41 +8,49 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast._torch import module_table
 from holdfast.errors import ConfigError, MismatchError, PlacementError
+from holdfast.state.elements import tensors_of
 from holdfast.state.markers import Fresh, Stored, Transient
-from holdfast.state.match.nodes import StoredPart, StoredTensor
-from holdfast.state.match.templates import follow_stored
-from holdfast.state.module.tree import declared_padding, parameter_names
-from holdfast.state.optimizer.entries import (
-    NUM_GROUPS,
-    SHARDING,
-    UnshardedOptimizer,
-    checked,
+from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
+from holdfast.state.optimizer_forms import (
+    TorchForm,
     has_own_form,
-    modules_by_prefix,
-    parameter_facts,
-    refuse_flat_shards,
-    stored_form,
-    with_padding,
+    load_form,
+    read_form,
+    set_group,
+    shows,
+    stored_settings,
 )
-from holdfast.state.optimizer.fresh import absent_groups, as_built, is_nothing, why_fresh
-from holdfast.state.optimizer.inner import inner_optimizers, unwrapped_optimizer
-from holdfast.state.optimizer.own_form import TorchForm, load_form, read_form, shows
-from holdfast.state.optimizer.param_groups import set_group, stored_settings
-from holdfast.state.optimizer.protocol import (
+from holdfast.state.optimizer_protocol import (
     OptimizerParameter,
     OptimizersByModule,
     PartitionedOptimizer,
+    UnshardedOptimizer,
+    inner_optimizers,
+    parameter_facts,
+    stored_form,
+    unwrapped_optimizer,
+    with_padding,
 )
-from holdfast.state.optimizer.targets import (
+from holdfast.state.optimizer_targets import (
+    absent_groups,
+    as_built,
     entry_targets,
+    is_nothing,
     likes_of_others,
     main_target,
     on_device_of,
     placed_like,
     refuse_other_shape,
+    why_fresh,
 )
-from holdfast.state.tensors import tensors_of
+from holdfast.state.stored import StoredPart, StoredTensor, follow_stored
+
+SHARDING = "param_state_sharding_type"
+"""Key of the sharding records, which are stored for people."""
+NUM_GROUPS = "num_groups"
+"""Key of the number of groups of each optimizer inside a sharded one."""
 
 
 class OptimizerState:
@@ -540,3 +548,48 @@ def _owner_of(path: str, names: Mapping[str, object]) -> str | None:
             if name in names:
                 return name
     return None
+
+
+def checked(optimizer: Any) -> Any:
+    """An optimizer, torch's or not, that has what a load and a save need of one."""
+    needed = ("param_groups", "state_dict", "load_state_dict")
+    lacking = [name for name in needed if not hasattr(optimizer, name)]
+    if lacking:
+        raise ConfigError(
+            f"OptimizerState: a {type(optimizer).__name__} is no optimizer: it has no "
+            f"{', '.join(lacking)}"
+        )
+    return optimizer
+
+
+def modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules by what their parameters' names begin with; ConfigError for anything else."""
+    hint = "pass the module whose parameters the optimizer updates, or a dict of modules by name"
+    if isinstance(module, nn.Module):
+        return {"": module}
+    if not isinstance(module, Mapping):
+        raise ConfigError(f"OptimizerState: a {type(module).__name__} is no module; {hint}")
+    for name, each in module.items():
+        if not isinstance(each, nn.Module) or not isinstance(name, str):
+            raise ConfigError(f"OptimizerState: {name!r} is a {type(each).__name__}; {hint}")
+    if not module:
+        raise ConfigError("OptimizerState: a dict of modules needs at least one")
+    return dict(module)
+
+
+def refuse_flat_shards(module: nn.Module) -> None:
+    """PlacementError where FSDP1 has cut parameters into pieces that say nothing of the whole.
+
+    Each rank then has another part of the elements under one name and without a placement.
+    """
+    for _, actual, inner, is_wrapper in walk_all(module):
+        if not is_wrapper or "_fsdp_wrapped_module" not in module_table(inner):
+            continue
+        strategy = getattr(getattr(inner, "sharding_strategy", None), "name", "")
+        if getattr(inner, "world_size", 1) > 1 and strategy != "NO_SHARD":
+            raise PlacementError(
+                f"OptimizerState: {type(inner).__name__} at '{actual or '(root)'}' shards "
+                f"parameters as flat pieces, whose optimizer state has no place in the whole "
+                f"parameter; shard with fully_shard (FSDP2), whose parameters are DTensors, or "
+                f"use NO_SHARD. The module itself can be saved as it is"
+            )

@@ -1,13 +1,23 @@
-"""Matching a load request with a checkpoint's tree, before any target is touched."""
+"""Match what a load requests with what a checkpoint stores, before any target is touched.
+
+In come the user's templates and the stored trees; out come requests for tensors and one list of
+everything that does not fit: missing, mismatched in shape, dtype or kind. After the tensors have
+been read, `Matcher.build` makes the loaded trees.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from holdfast._torch import local_tensor, spec_of
+from holdfast.arrays.boxes import Box
 from holdfast.errors import HoldfastError, MismatchError
 from holdfast.format.values import (
     Codecs,
@@ -23,41 +33,137 @@ from holdfast.format.values import (
 )
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import (
+    ConsistencyCheck,
     PerRankIn,
     PerRankSource,
+    coordinate_label,
     fill_from_merged,
     find_source,
     matches,
     stored_trees,
 )
+from holdfast.state.elements import TORCH_TO_NAME, refused_cast, tensor_array, torch_dtype
+from holdfast.state.leaves import ReplicaSets, clip_leaf, padding_views, tensor_leaf
 from holdfast.state.markers import (
     Fresh,
     Marked,
+    Padded,
     PerRank,
     PerRankValues,
     Stored,
     Transient,
     Union,
-    coordinate_label,
 )
-from holdfast.state.match.nodes import (
-    PLAIN_VALUES,
-    LocalTargets,
+from holdfast.state.stored import (
     Members,
-    RegisteredTypes,
     Token,
     key_token,
     leaf_paths,
     members_of,
     only_names,
-    shape_mismatch,
     stored_kind,
-    unmarked,
     used_paths,
 )
-from holdfast.state.match.result import MatchResult, PerRankUse, TensorRequest
-from holdfast.state.numpy_arrays import tensor_array
-from holdfast.state.torch_dtypes import refused_cast, torch_dtype
+
+
+class TensorRequest(NamedTuple):
+    """One tensor of a load request and what it fills on this rank."""
+
+    path: str
+    """In the state."""
+    tensor: int
+    """Position of the stored tensor in the checkpoint's table."""
+    boxes: tuple[Box, ...] | None
+    """What is filled, in coordinates of the stored tensor; None: the whole."""
+    locals: tuple[torch.Tensor, ...]
+    """The memory of each box; a single tensor where `boxes` is None."""
+    is_fresh: bool = False
+    """Whether the memory was made for this load, so that nothing else refers to it."""
+
+
+class PerRankUse(NamedTuple):
+    """A stored value per coordinate that a request met, and what this rank takes of it."""
+
+    path: str
+    node: Any
+    labels: tuple[str, ...]
+    may_drop: bool
+
+
+@dataclass(slots=True)
+class MatchResult:
+    """How a request and a checkpoint fit together, on one rank."""
+
+    tensors: list[TensorRequest] = field(default_factory=list)
+    """The tensors to fill, in the order of the request; one met again has nothing to fill."""
+    missing: list[str] = field(default_factory=list)
+    """Paths that are requested and not stored."""
+    mismatched: list[str] = field(default_factory=list)
+    """One sentence for each difference in shape, dtype or kind."""
+    cast: list[str] = field(default_factory=list)
+    """Paths of tensors that are converted."""
+    kept: list[str] = field(default_factory=list)
+    """Paths of values per rank whose local value stays by their policy."""
+    allowed: list[str] = field(default_factory=list)
+    """Paths that are absent with the caller's consent."""
+    fresh: list[str] = field(default_factory=list)
+    """What starts fresh with the caller's consent."""
+    unagreed: list[str] = field(default_factory=list)
+    """What would start fresh without consent: path and reason."""
+    touched: set[str] = field(default_factory=set)
+    """Stored leaf paths that the request uses."""
+    cleared: list[TensorRequest] = field(default_factory=list)
+    """Padding that is set to zero in the end."""
+    per_rank_uses: list[PerRankUse] = field(default_factory=list)
+    """The values per coordinate that are requested."""
+    checks: list[ConsistencyCheck] = field(default_factory=list)
+    """What has to be equal on several ranks after the load."""
+    dropped: list[str] = field(default_factory=list)
+    """Stored entries of this rank's coordinate that nothing here can take."""
+
+
+class LocalMemory:
+    """The memory of the local tensors of some requests, as columns in order: looked at once.
+
+    Args:
+        requests: What a load fills, in order.
+
+    Attributes:
+        tensors: (n) the local tensors.
+        request: (n,) the position of the request of each.
+        address: (n,) of the first element.
+        nbytes: (n,) of its elements.
+        is_plain: (n,) whether it is contiguous host memory, neither conjugated nor negated.
+    """
+
+    def __init__(self, requests: Sequence[TensorRequest]) -> None:
+        self.tensors = tensors = [local for entry in requests for local in entry.locals]
+        counts = np.fromiter((len(entry.locals) for entry in requests), np.int64, len(requests))
+        n = len(tensors)
+        self.request = np.repeat(np.arange(len(requests)), counts)
+        self.address = np.fromiter((each.data_ptr() for each in tensors), np.int64, n)
+        self.nbytes = np.fromiter((each.nbytes for each in tensors), np.int64, n)
+        plain = (
+            each.is_cpu and each.is_contiguous() and not each.is_conj() and not each.is_neg()
+            for each in tensors
+        )
+        self.is_plain = np.fromiter(plain, np.bool_, n)
+
+    def is_disjoint(self) -> bool:
+        """Whether all are plain and no two have a byte in common; False may mean either."""
+        if not self.is_plain.all():
+            return False
+        order = np.argsort(self.address, kind="stable")
+        order = order[self.nbytes[order] > 0]
+        start = self.address[order]
+        return bool((start[1:] >= (start + self.nbytes[order])[:-1]).all())
+
+
+PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
+"""Types of values that have a form of their own, so that no codec is asked for them."""
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
+"""Dtype name, global shape, boxes (None: the whole), and what is filled."""
 
 StoredTensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -493,3 +599,144 @@ class Matcher:
     def _own_label(self, node: Mapping[str, Any], path: str) -> str:
         """This rank's coordinate as a stored value per rank names it."""
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
+
+
+class LocalTargets:
+    """The targets of one load on this rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._replica_sets: ReplicaSets = {}
+        self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
+        self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.cleared: list[TensorRequest] = []
+        """The padding that is set to zero in the end."""
+
+    def clear_padding(self, template: Marked) -> None:
+        """Set the padding of a target to zero, if it has any."""
+        for view in self._paddings.get(id(template), ()):
+            view.zero_()
+
+    def local_target(
+        self, template: torch.Tensor | Marked, path: str, layout: Layout
+    ) -> LocalTarget:
+        """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
+
+        Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
+        has the boxes of that one.
+        """
+        if isinstance(template, torch.Tensor) and _is_readable(template):
+            dtype = TORCH_TO_NAME.get(template.dtype)
+            if dtype is not None:
+                return dtype, template.shape, None, (template,)
+        like: tuple[object, ...] | None = None
+        if type(template) is DTensor:
+            # The attributes themselves: the properties of a DTensor cost several times as much.
+            local, spec = local_tensor(template), spec_of(template)
+            shape = template.shape if spec.tensor_meta is None else spec.tensor_meta.shape
+            like = (id(spec.mesh), spec.placements, shape, local.shape)
+            boxes = self._boxes.get(like)
+            dtype = TORCH_TO_NAME.get(local.dtype)
+            if boxes is not None and dtype is not None and _is_readable(local):
+                return dtype, shape, boxes, (local,)
+        leaf = tensor_leaf(
+            template.value if isinstance(template, Padded) else template,
+            key=path,
+            layout=layout,
+            rank=self._rank,
+            replica_sets=self._replica_sets,
+        )
+        if isinstance(template, Padded):
+            if id(template) not in self._paddings:
+                views = self._paddings[id(template)] = padding_views(leaf, template.shape)
+                self.cleared.append(TensorRequest(f"the padding of {path}", -1, None, views))
+            leaf = clip_leaf(leaf, template.shape)
+        if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
+            self._boxes[like] = leaf.boxes
+        return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether `tensor_leaf` takes a plain tensor."""
+    # Of a plain type it is neither lazy nor a subclass: what is left of `unreadable`.
+    if type(tensor) not in PLAIN:
+        return False
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and not (tensor.is_quantized or tensor.is_meta)
+
+
+def shape_mismatch(
+    template: torch.Tensor | Marked, path: str, held: tuple[int, ...], stored: tuple[int, ...]
+) -> str:
+    """In words: the state and the checkpoint differ in shape, and whether padding may be why."""
+    message = f"{path}: the state's shape is {list(held)}, the checkpoint's {list(stored)}"
+    if isinstance(template, Padded):
+        return (
+            f"{message}; the state's is declared as the real one of {list(template.padded_shape)}"
+        )
+    if len(held) == len(stored):
+        message += (
+            "; if they differ by padding alone, declare the real shape where it is saved and where "
+            "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
+        )
+    return message
+
+
+class RegisteredTypes:
+    """The dataclasses and codecs that a load knows, for as long as it takes."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs = codecs
+        self._encoded: dict[int, tuple[object, object]] = {}
+
+    def fields_of(self, template: object) -> object:
+        """What a registered dataclass or a codec's type is made of; None for any other object.
+
+        A codec is asked once for each object: what it gives then is what is filled.
+        """
+        cls = type(template)
+        if cls in PLAIN_VALUES or cls in (list, dict, tuple):
+            return None
+        codec = self._codecs.codec_for(cls)
+        if codec is not None:
+            held = self._encoded.get(id(template))
+            if held is None:  # the object is kept, so that its id stays its own
+                held = self._encoded[id(template)] = (template, codec.encode(template))
+            return held[1]
+        if is_dataclass(cls) and self._codecs.dataclass_named(cls.__qualname__) is cls:
+            names = [each.name for each in fields(cls) if hasattr(template, each.name)]
+            return {name: getattr(template, name) for name in names}
+        return None
+
+    def tag_and_name(self, template: object) -> tuple[str, str]:
+        """How an object that has fields is stored: tag and registered name."""
+        codec = self._codecs.codec_for(type(template))
+        return (
+            ("dataclass", type(template).__qualname__) if codec is None else ("codec", codec.name)
+        )
+
+    def holds_tensors(self, tree: object) -> bool:
+        """Whether a load fills something in a tree in place, or leaves it as it is."""
+        if isinstance(tree, torch.Tensor | Marked | PerRank | Stored | Transient | np.ndarray):
+            return True
+        if isinstance(tree, Union):
+            return self.holds_tensors(tree.mapping)
+        inner = self.fields_of(tree)
+        if inner is not None:
+            return self.holds_tensors(inner)
+        if isinstance(tree, Mapping):
+            return any(self.holds_tensors(child) for child in tree.values())
+        if isinstance(tree, list | tuple | deque):
+            return any(self.holds_tensors(child) for child in tree)
+        return False
+
+
+def unmarked(template: object) -> object:
+    """What stays of a template for which nothing is stored: the tensors as they are."""
+    if isinstance(template, Marked):
+        return template.local
+    if isinstance(template, Union):
+        return unmarked(template.mapping)
+    if type(template) is dict:
+        return {name: unmarked(child) for name, child in template.items()}
+    return template

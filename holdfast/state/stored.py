@@ -1,23 +1,23 @@
-"""Both sides of a match: the nodes that a checkpoint stores, and what a rank's templates are.
+"""What a checkpoint stores of a part, and templates that follow it.
 
 Keys are the same only if type and value are: Python holds 1, True, 1.0 and np.int64(1) to be equal,
-and 0.0 and -0.0; a checkpoint distinguishes them. So the matcher compares keys by a *token*: a text
-key is its own, any other one has the bytes of its node.
+and 0.0 and -0.0; a checkpoint distinguishes them. So keys are compared by a *token*: a text key is
+its own token, any other key has the bytes of its node.
+
+An object with `state_dict` and `load_state_dict` is given everything that the checkpoint holds for
+it. A DTensor or a marker in its *current* state says how the stored tensor of that path is cut
+here; a plain tensor says nothing, and is loaded whole.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import local_tensor, spec_of
-from holdfast.arrays.boxes import Box
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import (
     Codecs,
@@ -34,22 +34,21 @@ from holdfast.format.values import (
     shorten,
     tag_of,
 )
-from holdfast.parallel.layout import Layout
-from holdfast.state.markers import Marked, Padded, PerRank, Stored, Transient, Union
-from holdfast.state.match.result import TensorRequest
-from holdfast.state.placement import ReplicaSets, clip_leaf, padding_views, tensor_leaf
-from holdfast.state.torch_dtypes import TORCH_TO_NAME, torch_dtype
+from holdfast.state.coordinates import PerRankIn
+from holdfast.state.elements import local_of, torch_dtype
+from holdfast.state.markers import (
+    FlatShard,
+    Marked,
+    Padded,
+    PerRank,
+    Replicated,
+    Sharded,
+    Stored,
+)
 
 Token = str | bytes
 Members = dict[Token, tuple[Any, Any]]
 """Token -> (key, node) of each member of a stored mapping, in order."""
-
-PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
-"""Types of values that have a form of their own, so that no codec is asked for them."""
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
-"""Dtype name, global shape, boxes (None: the whole), and what is filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,142 +270,136 @@ def used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Codec
     return leaf_paths({**node, "v": trees}, path, codecs)
 
 
-class LocalTargets:
-    """The targets of one load on this rank."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._replica_sets: ReplicaSets = {}
-        self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
-        self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.cleared: list[TensorRequest] = []
-        """The padding that is set to zero in the end."""
-
-    def clear_padding(self, template: Marked) -> None:
-        """Set the padding of a target to zero, if it has any."""
-        for view in self._paddings.get(id(template), ()):
-            view.zero_()
-
-    def local_target(
-        self, template: torch.Tensor | Marked, path: str, layout: Layout
-    ) -> LocalTarget:
-        """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
-
-        Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
-        has the boxes of that one.
-        """
-        if isinstance(template, torch.Tensor) and _is_readable(template):
-            dtype = TORCH_TO_NAME.get(template.dtype)
-            if dtype is not None:
-                return dtype, template.shape, None, (template,)
-        like: tuple[object, ...] | None = None
-        if type(template) is DTensor:
-            # The attributes themselves: the properties of a DTensor cost several times as much.
-            local, spec = local_tensor(template), spec_of(template)
-            shape = template.shape if spec.tensor_meta is None else spec.tensor_meta.shape
-            like = (id(spec.mesh), spec.placements, shape, local.shape)
-            boxes = self._boxes.get(like)
-            dtype = TORCH_TO_NAME.get(local.dtype)
-            if boxes is not None and dtype is not None and _is_readable(local):
-                return dtype, shape, boxes, (local,)
-        leaf = tensor_leaf(
-            template.value if isinstance(template, Padded) else template,
-            key=path,
-            layout=layout,
-            rank=self._rank,
-            replica_sets=self._replica_sets,
-        )
-        if isinstance(template, Padded):
-            if id(template) not in self._paddings:
-                views = self._paddings[id(template)] = padding_views(leaf, template.shape)
-                self.cleared.append(TensorRequest(f"the padding of {path}", -1, None, views))
-            leaf = clip_leaf(leaf, template.shape)
-        if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
-            self._boxes[like] = leaf.boxes
-        return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
+MakeTarget = Callable[[StoredTensor, object, str], object]
+"""The target for a stored tensor, what is at its place now (or None), and the path."""
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor_leaf` takes a plain tensor."""
-    # Of a plain type it is neither lazy nor a subclass: what is left of `unreadable`.
-    if type(tensor) not in PLAIN:
-        return False
-    is_dense = tensor.layout is torch.strided and not tensor.is_nested
-    return is_dense and not (tensor.is_quantized or tensor.is_meta)
+def follow_stored(
+    stored: StoredPart, current: object, make: MakeTarget, *, path: str = "",
+    is_requested: Callable[[str], bool] = lambda path: True,
+) -> Any:  # fmt: skip
+    """A template of the shape of what is stored, with `make`'s target for each tensor.
+
+    What is no dict, list or tuple is taken as it is stored.
+
+    Args:
+        current: What the owner has in the place; looked up along the same keys.
+        is_requested: Whether the template names an entry of a dict, by path.
+    """
+    info = stored.tensor(stored.node)
+    if info is not None:
+        return make(info, current, path)
+    children = _children(stored, current)
+    if children is None:
+        return Stored()
+    is_mapping = items_of(stored.node) is None
+    made: dict[Any, object] = {}
+    for key, child, now in children:
+        below = f"{path}.{key}" if path else str(key)
+        if not is_mapping or is_requested(below):
+            made[key] = follow_stored(child, now, make, path=below, is_requested=is_requested)
+    if is_mapping:
+        return made
+    if not made:
+        return Stored()
+    return list(made.values()) if isinstance(stored.node, list) else tuple(made.values())
 
 
-def shape_mismatch(
-    template: torch.Tensor | Marked, path: str, held: tuple[int, ...], stored: tuple[int, ...]
-) -> str:
-    """In words: the state and the checkpoint differ in shape, and whether padding may be why."""
-    message = f"{path}: the state's shape is {list(held)}, the checkpoint's {list(stored)}"
-    if isinstance(template, Padded):
-        return (
-            f"{message}; the state's is declared as the real one of {list(template.padded_shape)}"
-        )
-    if len(held) == len(stored):
-        message += (
-            "; if they differ by padding alone, declare the real shape where it is saved and where "
-            "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
-        )
-    return message
-
-
-class RegisteredTypes:
-    """The dataclasses and codecs that a load knows, for as long as it takes."""
-
-    def __init__(self, codecs: Codecs) -> None:
-        self._codecs = codecs
-        self._encoded: dict[int, tuple[object, object]] = {}
-
-    def fields_of(self, template: object) -> object:
-        """What a registered dataclass or a codec's type is made of; None for any other object.
-
-        A codec is asked once for each object: what it gives then is what is filled.
-        """
-        cls = type(template)
-        if cls in PLAIN_VALUES or cls in (list, dict, tuple):
+def _children(stored: StoredPart, current: object) -> list[tuple[Any, StoredPart, object]] | None:
+    """What a stored dict, list or tuple has: key or position, node, and what is there now."""
+    pairs = stored.children(stored.node)
+    if pairs is None:
+        items = None if tag_of(stored.node) == "deque" else items_of(stored.node)
+        if items is None:
             return None
-        codec = self._codecs.codec_for(cls)
-        if codec is not None:
-            held = self._encoded.get(id(template))
-            if held is None:  # the object is kept, so that its id stays its own
-                held = self._encoded[id(template)] = (template, codec.encode(template))
-            return held[1]
-        if is_dataclass(cls) and self._codecs.dataclass_named(cls.__qualname__) is cls:
-            names = [each.name for each in fields(cls) if hasattr(template, each.name)]
-            return {name: getattr(template, name) for name in names}
-        return None
+        pairs = list(enumerate(items))
+        listed = current if isinstance(current, list | tuple) else ()
+        current = dict(enumerate(listed))
+    own = current if isinstance(current, Mapping) else {}
+    return [
+        (key, StoredPart(child, stored.tensors, f"{stored.name}.{key}"), own.get(key))
+        for key, child in pairs
+    ]
 
-    def tag_and_name(self, template: object) -> tuple[str, str]:
-        """How an object that has fields is stored: tag and registered name."""
-        codec = self._codecs.codec_for(type(template))
-        return (
-            ("dataclass", type(template).__qualname__) if codec is None else ("codec", codec.name)
-        )
 
-    def holds_tensors(self, tree: object) -> bool:
-        """Whether a load fills something in a tree in place, or leaves it as it is."""
-        if isinstance(tree, torch.Tensor | Marked | PerRank | Stored | Transient | np.ndarray):
+def zeros_placed_like(like: object, info: StoredTensor) -> torch.Tensor | None:
+    """New memory for a stored tensor, sharded as `like` is; None where that is no such DTensor."""
+    if isinstance(like, DTensor) and tuple(like.shape) == info.shape:
+        return torch.zeros_like(like.detach(), dtype=info.dtype)
+    return None
+
+
+def zeros_like_target(target: torch.Tensor | Marked, dtype: torch.dtype) -> torch.Tensor | Marked:
+    """New memory placed as a tensor or marker is, of a dtype."""
+    if isinstance(target, Padded):
+        value = zeros_like_target(target.value, dtype)
+        assert not isinstance(value, Padded)
+        return Padded(value, target.shape)
+    if isinstance(target, Sharded | FlatShard | Replicated):
+        return replace(target, local=torch.zeros_like(target.local.detach(), dtype=dtype))
+    return torch.zeros_like(target.detach(), dtype=dtype, requires_grad=False)
+
+
+class PlacedTemplates:
+    """Templates for one part's stored tree, placed where its current state says a placement.
+
+    Args:
+        in_place: Whether the object's own DTensors and marked tensors are filled, so that no second
+            copy is needed; a tensor met again, or one that shares its memory, gets its own.
+    """
+
+    def __init__(self, *, in_place: bool) -> None:
+        self._in_place = in_place
+        self._used: set[tuple[torch.device, int]] = set()
+
+    def template(self, current: object, stored: StoredPart) -> object:
+        """What to load a stored node into, where the object holds `current`."""
+        template = self._placed(current, stored)
+        return Stored() if template is None else template
+
+    def _placed(self, current: object, stored: StoredPart) -> object | None:
+        """The template, or None where nothing of the current state says a placement."""
+        info = stored.tensor(stored.node)
+        if info is not None:
+            return self._target(current, info) if isinstance(current, DTensor | Marked) else None
+        if isinstance(current, PerRank):
+            policies = {f.name: getattr(current, f.name) for f in fields(PerRank)}
+            return PerRankIn(**policies | {"tree": Stored()}, local=current.tree)
+        if not isinstance(current, Mapping | list | tuple):
+            return None
+        children = _children(stored, current)
+        # A sequence of another length says nothing of what lies where.
+        if children is None or (not isinstance(current, Mapping) and len(children) != len(current)):
+            return None
+        placed = {key: self._placed(now, child) for key, child, now in children}
+        if all(child is None for child in placed.values()):
+            return None
+        whole = {key: Stored() if child is None else child for key, child in placed.items()}
+        return whole if isinstance(current, Mapping) else list(whole.values())
+
+    def _target(self, current: Any, info: StoredTensor) -> torch.Tensor | Marked | None:
+        """A target of the stored shape: the current one where it may be filled, or a new one."""
+        if _global_shape(current) != info.shape:
+            return None
+        local = local_of(current if isinstance(current, torch.Tensor) else current.local)
+        if self._in_place and local.dtype == info.dtype and self._is_new(local):
+            return current  # type: ignore[no-any-return]
+        return zeros_like_target(current, info.dtype)
+
+    def _is_new(self, local: torch.Tensor) -> bool:
+        """Whether no earlier target has this memory."""
+        if local.is_meta or local.numel() == 0:
             return True
-        if isinstance(tree, Union):
-            return self.holds_tensors(tree.mapping)
-        inner = self.fields_of(tree)
-        if inner is not None:
-            return self.holds_tensors(inner)
-        if isinstance(tree, Mapping):
-            return any(self.holds_tensors(child) for child in tree.values())
-        if isinstance(tree, list | tuple | deque):
-            return any(self.holds_tensors(child) for child in tree)
-        return False
+        memory = (local.device, local.untyped_storage().data_ptr())
+        is_new = memory not in self._used
+        self._used.add(memory)
+        return is_new
 
 
-def unmarked(template: object) -> object:
-    """What stays of a template for which nothing is stored: the tensors as they are."""
-    if isinstance(template, Marked):
-        return template.local
-    if isinstance(template, Union):
-        return unmarked(template.mapping)
-    if type(template) is dict:
-        return {name: unmarked(child) for name, child in template.items()}
-    return template
+def _global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:
+    """The shape of the whole tensor that a target is part of."""
+    if isinstance(target, Padded | Sharded):
+        return tuple(target.shape)
+    if isinstance(target, FlatShard):
+        return tuple(target.like.shape)
+    return tuple((target if isinstance(target, torch.Tensor) else target.local).shape)

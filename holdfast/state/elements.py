@@ -1,0 +1,238 @@
+"""Elements of tensors: their types in the format, casts, bytes, equality, and NumPy arrays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from holdfast.errors import CorruptionError, PlacementError
+from holdfast.format.digest import digest128
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, detached."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a rank's elements in row-major order, as a 1-d uint8 tensor."""
+    local = local_of(tensor)
+    if local.layout is not torch.strided:
+        local = local.to_dense()
+    flat = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A single element is contiguous whatever its stride says, but no view as bytes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """XXH3-128 of a rank's elements; empty for a tensor without data (lazy, meta)."""
+    if is_lazy(tensor) or tensor.is_meta:
+        return ""
+    return digest128(element_bytes(tensor).cpu().numpy().data)
+
+
+def tensors_of(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a tree of mappings and sequences, with their paths."""
+    yield from instances_in(tree, torch.Tensor)
+
+
+def instances_in(tree: object, kinds: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The objects of some types in a tree of mappings and sequences, with their paths."""
+    children: Iterable[tuple[object, object]] = ()
+    if isinstance(tree, kinds):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        children = tree.items()
+    elif isinstance(tree, list | tuple):
+        children = enumerate(tree)
+    for name, child in children:
+        yield from instances_in(child, kinds, f"{path}.{name}" if path else str(name))
+
+
+def equal_trees(one: object, other: object) -> bool:
+    """Whether two trees are equal, tensors by dtype and value; NaN equals NaN.
+
+    Of DTensors only dtype and shape are compared, so that there are no collectives.
+    """
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return False
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if isinstance(one, DTensor) or isinstance(other, DTensor):
+            return True
+        same = one.to(other.device) == other
+        return bool((same | ((one != one) & (other != other)).to(same.device)).all())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal_trees(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(equal_trees, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.complex128: "C128",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex32: "C32",
+}
+if hasattr(torch, "float8_e8m0fnu"):
+    _NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
+
+TORCH_TO_NAME = MappingProxyType(_NAMES)
+NAME_TO_TORCH = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
+
+
+_FLOAT_DIGITS = MappingProxyType(
+    {
+        "F64": 53, "F32": 24, "F16": 11, "BF16": 8, "F8_E4M3": 4, "F8_E4M3FNUZ": 4,
+        "F8_E5M2": 3, "F8_E5M2FNUZ": 3, "F8_E8M0": 1,
+    }
+)  # fmt: skip
+"""Binary digits of the significand: integers of so many bits are exact."""
+_COMPONENT = MappingProxyType({"C32": "F16", "C64": "F32", "C128": "F64"})
+
+
+def dtype_name(dtype: torch.dtype, *, key: str) -> str:
+    """The format's name of a torch dtype; PlacementError naming `key` where there is none."""
+    name = TORCH_TO_NAME.get(dtype)
+    if name is None:
+        raise PlacementError(
+            f"{key}: dtype {dtype} cannot be stored; convert the tensor to one of "
+            f"{', '.join(sorted(NAME_TO_TORCH))} or mark it Transient"
+        )
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a format name; PlacementError where this torch has none."""
+    dtype = NAME_TO_TORCH.get(name)
+    if dtype is None:
+        raise PlacementError(
+            f"dtype {name} of the checkpoint is not known to torch {torch.__version__}"
+        )
+    return dtype
+
+
+def refused_cast(stored: str, target: str) -> str:
+    """Why elements of one dtype are not converted into another, in words; empty where they are.
+
+    | stored | goes into |
+    |---|---|
+    | a float | any float, but `F8_E8M0`, which holds powers of two alone; any complex type |
+    | a complex number | any complex type |
+    | an integer | any integer, float or complex type that has every value of it exactly |
+    | a truth value | any type, but `F8_E8M0`, which has no zero |
+
+    Everything else loses what the stored type is for: imaginary parts, fractions, digits, signs.
+    """
+    if stored == target:
+        return ""
+    if stored == "BOOL":
+        return "F8_E8M0 has no zero" if target == "F8_E8M0" else ""
+    if stored in _COMPONENT:
+        return "" if target in _COMPONENT else f"{target} has no imaginary part"
+    into = _COMPONENT.get(target, target)
+    if stored in _FLOAT_DIGITS:
+        if into not in _FLOAT_DIGITS:
+            return f"{target} has no fractions"
+        return f"{target} holds powers of two alone" if into == "F8_E8M0" else ""
+    if into == "BOOL":
+        return "BOOL tells zero from the rest alone"
+    signed, bits = stored[0] == "I", int(stored[1:])
+    digits = bits - signed
+    if into in _FLOAT_DIGITS:
+        fits = digits <= _FLOAT_DIGITS[into] and into != "F8_E8M0"
+        return "" if fits else f"{target} has not every {stored} exactly"
+    if signed and into[0] == "U":
+        return f"{target} has no negative numbers"
+    room = int(into[1:]) - (into[0] == "I")
+    return "" if digits <= room else f"{target} is too small for some {stored}"
+
+
+_DTYPE = re.compile(r"[<>](i[248]|u[248]|f[248]|c8|c16|[mM]8(\[[0-9A-Za-z]{1,12}\])?)", re.ASCII)
+
+
+def array_tensor(path: str, array: np.ndarray) -> tuple[torch.Tensor, str | None]:
+    """The array's elements as a tensor, and its dtype's code where the tensor's does not say it.
+
+    Shares memory where NumPy's layout allows. Dates and time spans are stored as 64-bit integers,
+    foreign byte orders as the native one; strides and memory order are not kept.
+
+    Raises:
+        PlacementError: Naming `path`, for a subclass, whose mask or names would be lost, and for a
+            dtype of no numbers (objects, texts, records, more than 64 bits).
+    """
+    if type(array) is not np.ndarray:
+        kind = type(array)
+        raise PlacementError(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} is more than its elements (a mask, a "
+            f"file, names), which would be lost; save np.asarray(it) and the rest as values of "
+            f"their own, or register a codec for its type"
+        )
+    dtype = array.dtype
+    if dtype.kind not in "biufcmM" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        raise PlacementError(
+            f"{path}: a NumPy array of dtype {dtype} cannot be stored without pickle; "
+            f"convert it to numbers, or register a codec"
+        )
+    # Through native bytes first: a view as integers must see them.
+    native = array.astype(dtype.newbyteorder("="), copy=False)
+    contiguous = np.ascontiguousarray(native).reshape(native.shape)
+    if dtype.kind in "mM":
+        contiguous = contiguous.view(np.int64)
+    if not contiguous.flags.writeable:
+        contiguous = contiguous.copy()
+    is_plain = dtype.isnative and dtype.kind not in "mM"
+    try:
+        return torch.from_numpy(contiguous), None if is_plain else dtype.str
+    except TypeError as error:
+        raise PlacementError(f"{path}: NumPy dtype {dtype} has no torch dtype") from error
+
+
+def tensor_array(tensor: torch.Tensor, code: object, *, path: str) -> np.ndarray:
+    """The array of `array_tensor` again; shares the tensor's memory where it can.
+
+    Raises:
+        CorruptionError: For a code that `array_tensor` does not write, or that does not fit.
+    """
+    array = tensor.numpy()
+    if code is None:
+        return array
+    if not isinstance(code, str) or not _DTYPE.fullmatch(code):
+        raise CorruptionError(f"{path}: {str(code)[:40]!r} is no dtype of an array")
+    dtype = np.dtype(code)
+    native = dtype.newbyteorder("=")
+    if dtype.kind in "mM":
+        if array.dtype != np.int64:
+            raise CorruptionError(f"{path}: {array.dtype} elements are no {code}")
+        array = array.view(native)
+    elif array.dtype != native:
+        raise CorruptionError(f"{path}: {array.dtype} elements are no {code}")
+    return array.astype(dtype, copy=False)
