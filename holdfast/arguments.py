@@ -1,7 +1,7 @@
-"""Checks of what callers pass: one function for each kind of argument, the same everywhere.
+"""Checks of arguments: one function for each kind, the same everywhere.
 
-Each returns the value in Python's own type, which the caller keeps: numbers of numpy are accepted
-and would not survive encoding. A bool is never a number, and only a bool is a flag.
+Each returns the value as a Python type, which the caller keeps: numpy's numbers are accepted but
+cannot be encoded. A bool is never a number, and only a bool is a flag.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def check_int(
     """Return `value` as an int.
 
     Args:
-        value: an int, or an integer of numpy.
-        name: what messages call it, such as "ReducedOptimizer: divisor".
-        least: the smallest one allowed.
-        below: every one allowed is smaller.
-        hint: ends the message, such as "; 0 for never".
-        error: the class to raise.
+        value: An int, or an integer of numpy.
+        name: Its name in messages, such as "ReducedOptimizer: divisor".
+        least: Inclusive lower limit.
+        below: Exclusive upper limit.
+        hint: End of the message, such as "; 0 for never".
+        error: The class to raise.
 
     Raises:
-        HoldfastError: of class `error`, if it is not an integer in this range.
+        HoldfastError: `value` is not an integer in this range; the class is `error`.
     """
     if not isinstance(value, bool) and isinstance(value, Integral):
         number = int(value)
@@ -65,15 +65,15 @@ def check_number(
     """Return `value` as a float.
 
     Args:
-        value: an int, a float, or a number of numpy.
-        name: what messages call it.
-        least: the smallest one allowed.
-        above: every one allowed is larger.
-        is_finite: refuse infinity; NaN is refused always.
-        hint: ends the message.
+        value: An int, a float, or a number of numpy.
+        name: Its name in messages.
+        least: Inclusive lower limit.
+        above: Exclusive lower limit.
+        is_finite: Refuse infinity; NaN is always refused.
+        hint: End of the message.
 
     Raises:
-        ConfigError: if it is not a number in this range.
+        ConfigError: `value` is not a number in this range.
     """
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
@@ -98,13 +98,13 @@ def check_choice(
     choices: Sequence[T],
     error: type[HoldfastError] = ConfigError,
 ) -> T:
-    """Return the one of `choices` that `value` equals; True is not 1.
+    """Return the choice that equals `value`; True does not equal 1.
 
     Raises:
-        HoldfastError: of class `error`, if it equals none.
+        HoldfastError: `value` is not among `choices`; the class is `error`.
     """
     for choice in choices:
-        # By type first: `==` of an array is an array, and True == 1.
+        # The type first: `==` of an array is an array, and True == 1.
         if isinstance(choice, int) and not isinstance(choice, bool):
             is_same = isinstance(value, Integral) and not isinstance(value, bool)
         else:
@@ -120,13 +120,13 @@ def check_flag(value: object, *, name: str) -> bool:
     """Return `value` if it is True or False.
 
     Raises:
-        ConfigError: if it is anything else, such as 1 or "no".
+        ConfigError: `value` is anything else, such as 1 or "no".
     """
     return check_choice(value, name=name, choices=(True, False))
 
 
 def _shown(value: object) -> str:
-    """Return the repr of a value, shortened: it ends up in a message of one line."""
+    """Return the repr of a value on one line, shortened for a message."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

@@ -1,4 +1,4 @@
-"""The closed error hierarchy of Holdfast, and the form in which an error moves between processes.
+"""The closed error hierarchy of Holdfast, and the form of an error between processes.
 
     HoldfastError            everything Holdfast raises on purpose
     ├── ConfigError          a setting, flag or argument is wrong (also a ValueError)
@@ -6,7 +6,7 @@
     ├── GroupError           a communicator is missing or wrong, or ranks are out of sync
     ├── PlacementError       a tensor or value cannot be stored as declared
     ├── PlanError            the ranks' declarations do not add up to one state
-    │   └── DriftError       ranks hold different bytes of what they all should hold
+    │   └── DriftError       ranks hold different bytes where they should hold the same
     ├── StorageError         the storage refused an operation
     ├── CorruptionError      stored bytes are not the bytes that were saved
     ├── MismatchError        a checkpoint and the state that asks for it do not fit each other
@@ -14,8 +14,8 @@
     └── FaultError           a computation produced a value that the run does not accept
 
 A message states what happened, where (key, rank, file, offset), why, and what to do. It is for
-people; a program reads `details`. Errors that concern a group of ranks are raised on all of them;
-`ErrorRecord` carries them there.
+people; a program reads `details`. An error that concerns a group of ranks is raised on all of them;
+`ErrorRecord` carries it there.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any
 import msgspec
 
 MAX_MESSAGE_LENGTH = 4096
-"""Characters of a message that an `ErrorRecord` keeps."""
+"""Limit of the characters of a message in an `ErrorRecord`."""
 MAX_DETAILS_SIZE = 32 * 1024
-"""Size of all details of an error: 8 for each value, and one for each character of text."""
+"""Limit of the size of an error's details: 8 for each value, 1 for each character of text."""
 _MAX_DEPTH = 4
 _MAX_PLAIN_INT = 2**63
 _INCOMPLETE = "incomplete"
@@ -42,15 +42,15 @@ class HoldfastError(Exception):
     """Base class of everything Holdfast raises on purpose.
 
     Args:
-        args: the message.
-        details: what the message names, as values for a program: `ranks`, `odd_ranks`,
-            `missing_ranks`, `keys`, `steps`, `files`, ... A value of another type than None, bool,
-            int, float, str, or a list or dict of such, is kept as the nearest of these. What is
-            beyond `MAX_DETAILS_SIZE` is left out, and `details["incomplete"]` is then True.
+        args: The message.
+        details: The things that the message names, as values for a program: `ranks`, `odd_ranks`,
+            `missing_ranks`, `keys`, `steps`, `files`, ... Types other than None, bool, int, float,
+            str, list and dict are converted to the nearest of these. Values beyond
+            `MAX_DETAILS_SIZE` are left out, and `details["incomplete"]` is then True.
     """
 
     details: dict[str, Any]
-    """The same on every rank that raises the error. `failed_ranks` are those where it occurred."""
+    """The same on every rank that raises the error; `failed_ranks` are those that caused it."""
 
     def __init__(self, *args: object, details: Mapping[str, object] | None = None) -> None:
         super().__init__(*args)
@@ -66,7 +66,7 @@ class LayoutError(HoldfastError):
 
 
 class GroupError(HoldfastError):
-    """A communicator is missing, is not what the layout says, or ranks disagree in a collective."""
+    """A communicator is missing or contradicts the layout, or ranks disagree in a collective."""
 
 
 class PlacementError(HoldfastError):
@@ -78,7 +78,7 @@ class PlanError(HoldfastError):
 
 
 class DriftError(PlanError):
-    """Ranks that hold one tensor under one key hold different bytes; names the odd ones.
+    """Ranks hold different bytes of one tensor under one key; the message names the odd ranks.
 
     A save raises it on all ranks. `RerunMachine.record_drift` puts it into the machine's report.
     """
@@ -112,11 +112,11 @@ _TYPES: Mapping[str, type[HoldfastError]] = {
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as another process reads it: a class of the hierarchy by name, a message, details.
+    """An error for another process: a class of the hierarchy by name, a message, details.
 
-    Control frames, failure records on storage, outcomes of saves and save proposals all carry this
-    one form. It may have been written by another version or damaged, so no name in it is looked up
-    anywhere but in the hierarchy above.
+    Control frames, failure records on storage, outcomes of saves and save proposals all have this
+    form. A record may be damaged or come from another version, so the name of its class is looked
+    up only in the hierarchy above.
     """
 
     error_type: str
@@ -127,14 +127,14 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def of(
         cls, error: BaseException, *, foreign: type[HoldfastError] = HoldfastError
     ) -> ErrorRecord:
-        """The record of an error.
+        """Record an error.
 
         A subclass defined elsewhere is recorded as its nearest base in the hierarchy.
 
         Args:
-            error: any exception; one whose text cannot be produced is recorded all the same.
-            foreign: the class for an error from outside the hierarchy. Its own class and its notes
-                (`add_note`) are then part of the message.
+            error: Any exception, even one whose text cannot be produced.
+            foreign: The class for an error from outside the hierarchy. The name of its own class
+                and its notes (`add_note`) are then part of the message.
         """
         name = type(error).__name__
         try:
@@ -146,16 +146,16 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             notes = getattr(error, "__notes__", None)
             notes = [n for n in notes if isinstance(n, str)] if isinstance(notes, list) else []
             text = ": ".join([*notes, name, *([text] if text else [])])
-        # Names of files may hold bytes that are no UTF-8, which neither JSON nor msgpack can carry.
+        # Names of files may contain bytes that are not UTF-8, which JSON and msgpack cannot carry.
         text = _encodable(text or name)
         if len(text) > MAX_MESSAGE_LENGTH:
             text = text[: MAX_MESSAGE_LENGTH - 3] + "..."
-        # Another library's `details` mean something else.
+        # The `details` of another library's error mean something else.
         details = plain_details(error.details) if isinstance(error, HoldfastError) else {}
         return cls(error_type=(known or foreign).__name__, message=text, details=details)
 
     def to_error(self) -> HoldfastError:
-        """The error to raise; a HoldfastError that quotes the name where that is not known."""
+        """Return the error to raise; a HoldfastError with the name if the class is unknown."""
         known = _TYPES.get(self.error_type)
         if known is None:
             text = f"{self.message} (recorded as {self.error_type[:100]!r})"
@@ -166,10 +166,10 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 def joined_error(
     by_rank: Mapping[int, ErrorRecord], *, num_ranks: int, phase: str
 ) -> HoldfastError:
-    """One error for the failures of several ranks: of the first one's class, with every message.
+    """Join the failures of several ranks in one error of the first one's class.
 
-    Ranks with equal messages are listed together, so that a failure of all reads as one. Its
-    details are those of all records (see `joined_details`), and `failed_ranks`.
+    The message has every distinct message, with the ranks that have it. The details are those of
+    all records (see `joined_details`), and `failed_ranks`.
     """
     ranks_by_message: dict[str, list[int]] = {}
     for rank, record in by_rank.items():
@@ -189,10 +189,10 @@ def joined_error(
 
 
 def joined_details(all_details: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The details of several errors as those of one.
+    """Join the details of several errors.
 
-    A value that is the same in all of them stays. Otherwise lists are joined, each member once, and
-    single values that differ become a list.
+    A value that is the same in all of them stays. Otherwise lists are joined, with each member
+    once, and single values become a list.
     """
     joined: dict[str, Any] = {}
     for details in all_details:
@@ -206,7 +206,7 @@ def joined_details(all_details: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
-    """The members of all lists in order. Equal ones of other types, as True and 1, differ."""
+    """Return the distinct members of all lists, in order; True and 1 are distinct."""
     members: dict[str, Any] = {}
     for each in lists:
         for member in each:
@@ -215,11 +215,11 @@ def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 def plain_details(details: object, *, max_size: int = MAX_DETAILS_SIZE) -> dict[str, Any]:
-    """Details as values that JSON and msgpack carry, bounded in size; never raises an error."""
+    """Return details as values that JSON and msgpack can carry, bounded in size; never raise."""
     copy = _PlainCopy(max_size)
     try:
         plain = copy.of(details, 0)
-    except Exception:  # foreign objects may raise whatever they are asked
+    except Exception:  # a foreign object may raise anything from any method
         return {_INCOMPLETE: True}
     result = plain if isinstance(plain, dict) else {}
     if copy.is_cut:
@@ -228,14 +228,14 @@ def plain_details(details: object, *, max_size: int = MAX_DETAILS_SIZE) -> dict[
 
 
 class _PlainCopy:
-    """A copy of details, and the size that is left for it."""
+    """A copy of details, and the size that remains for it."""
 
     def __init__(self, max_size: int) -> None:
         self._left = max_size
         self.is_cut = False
 
     def of(self, value: object, depth: int) -> Any:
-        """The nearest plain value; what does not fit any more is left out of lists and dicts."""
+        """Return the nearest plain value; lists and dicts lose what no longer fits."""
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
             result = {}
             for key, item in value.items():
@@ -262,13 +262,13 @@ class _PlainCopy:
         if isinstance(value, Integral):
             number = int(value)
             return number if -_MAX_PLAIN_INT <= number < _MAX_PLAIN_INT else self._text(number)
-        # JSON has no NaN and no infinity.
+        # JSON lacks NaN and infinity.
         if isinstance(value, Real) and math.isfinite(value):
             return float(value)
         return self._text(value)
 
     def _text(self, value: object) -> str:
-        """A value as text, cut off where the size ends."""
+        """Return a value as text, cut at the size that remains."""
         text = _encodable(os.fsdecode(value) if isinstance(value, os.PathLike) else str(value))
         kept = text[: self._left]
         self._left -= len(kept)
@@ -276,7 +276,7 @@ class _PlainCopy:
         return kept
 
     def _take(self, size: int) -> bool:
-        """Take from the size that is left; False if there is too little."""
+        """Take from the size that remains; return False if it is too little."""
         if self._left < size:
             self.is_cut = True
             return False
@@ -285,5 +285,5 @@ class _PlainCopy:
 
 
 def _encodable(text: str) -> str:
-    """A text without lone surrogates, which neither JSON nor msgpack can carry."""
+    """Return a text without lone surrogates, which JSON and msgpack cannot carry."""
     return text.encode(errors="backslashreplace").decode()

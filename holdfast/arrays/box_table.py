@@ -1,9 +1,10 @@
 """Many boxes as columns: equal and overlapping ones, their bytes, and the proof of a tiling.
 
 The proof that boxes cover every element of a tensor once: every coordinate gets a random 64-bit
-potential, 0 at the start of a dim and 1 at its end. A box weighs the product over its dims of the
-potential differences between its two ends, so that neighbours add up to the weight of the box that
-they make. A tensor of shape (4, 2) in five boxes, with potentials p(1), p(2) in dim 0, q(1) in 1:
+potential, 0 at the start of a dim and 1 at its end. The weight of a box is the product over its
+dims of the potential differences between its two ends. So the weights of neighbours add up to the
+weight of the box that they form. A tensor of shape (4, 2) in five boxes, with potentials p(1) and
+p(2) in dim 0 and q(1) in dim 1:
 
     box            weight
     [0:1, 0:1]     (p(1) - 0)    * (q(1) - 0)
@@ -12,10 +13,10 @@ they make. A tensor of shape (4, 2) in five boxes, with potentials p(1), p(2) in
     [2:4, 0:1]     (1 - p(2))    * (q(1) - 0)
     [2:4, 1:2]     (1 - p(2))    * (1 - q(1))     all five: 1, the weight of the tensor
 
-An element covered twice or not at all leaves a product of random words in the sum: boxes tile
-exactly if and only if their weights add up to 1 as polynomials (a multilinear identity test, modulo
-2**64). A wrong table passes with a probability below 2**-90, even one made on purpose, because the
-potentials are drawn in every call. A flaw is then located exactly by bisection.
+An element that is covered twice or not at all leaves a product of random words in the sum. Boxes
+tile exactly if and only if their weights add up to 1 as polynomials (a multilinear identity test,
+modulo 2**64). A wrong table passes with a probability below 2**-90, even if made on purpose,
+because the potentials are drawn in every call. Bisection then locates a flaw exactly.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from holdfast.arrays.types import BoolArray, IntArray, WordArray
 from holdfast.errors import PlacementError
 
 _MAX_CELLS = 1 << 22
-# Words modulo 2**64 are no field, so one sum alone errs with up to 2**-45: two are drawn.
+# Words modulo 2**64 are not a field: one sum alone errs with up to 2**-45, so two are drawn.
 _NUM_DRAWS = 2
 
 
@@ -41,11 +42,11 @@ _NUM_DRAWS = 2
 class BoxTable:
     """Boxes of tensors as columns: n rows, d dims.
 
-    Tensors of fewer than d dims are padded behind their own with offset 0 and extent 1.
+    Tensors of fewer than d dims are padded after their own dims with offset 0 and extent 1.
     """
 
     tensor: IntArray
-    """(n,) number of the tensor; what it counts is the user's."""
+    """(n,) number of the tensor, in a numbering that the caller chooses."""
     offset: IntArray
     """(n, d) first coordinate, in elements."""
     extent: IntArray
@@ -53,7 +54,7 @@ class BoxTable:
 
     @classmethod
     def from_boxes(cls, tensor: Sequence[int], boxes: Sequence[Box], *, num_dims: int) -> BoxTable:
-        """The table of `boxes`, each of the tensor named at its place in `tensor`."""
+        """Return the table of `boxes`; `tensor` has the tensor of each."""
         return cls(
             tensor=np.array(tensor, dtype=np.int64),
             offset=pad_shapes([box.offset for box in boxes], num_dims, fill=0),
@@ -61,7 +62,7 @@ class BoxTable:
         )
 
     def __len__(self) -> int:
-        """Number of boxes."""
+        """Return the number of boxes."""
         return len(self.tensor)
 
     @property
@@ -75,23 +76,23 @@ class BoxTable:
         return self.offset + self.extent
 
     def numel(self) -> IntArray:
-        """(n,) elements of each box."""
+        """Return (n,) elements of each box."""
         product: IntArray = self.extent.prod(axis=1, dtype=np.int64)
         return product
 
     def box(self, row: int, *, ndim: int | None = None) -> Box:
-        """One row as a box of `ndim` dims, by default all of the table's."""
+        """Return one row as a box of `ndim` dims, by default all of the table's."""
         offset, extent = self.offset[row, :ndim].tolist(), self.extent[row, :ndim].tolist()
         return Box(tuple(offset), tuple(extent))
 
     def take(self, rows: IntArray | BoolArray) -> BoxTable:
-        """The chosen rows, in their order."""
+        """Return the chosen rows, in their order."""
         return BoxTable(
             tensor=self.tensor[rows], offset=self.offset[rows], extent=self.extent[rows]
         )
 
     def padded(self, num_dims: int) -> BoxTable:
-        """The same boxes with at least `num_dims` dims."""
+        """Return the same boxes with at least `num_dims` dims."""
         missing = num_dims - self.num_dims
         if missing <= 0:
             return self
@@ -102,16 +103,16 @@ class BoxTable:
         return BoxTable(tensor=self.tensor, offset=offset, extent=extent)
 
     def find(self, others: BoxTable) -> IntArray:
-        """(len(others),) the first row that equals each box, -1 where none does."""
+        """Return (len(others),) the first row that equals each box; -1 if no row does."""
         _, number = unique_boxes(concatenate([self, others]))
         first = np.full(len(number), -1, dtype=np.int64)
-        # Backwards, because of several assignments to one place the last one stays.
+        # Backwards: of several assignments to one place, numpy keeps the last.
         first[number[: len(self)][::-1]] = np.arange(len(self))[::-1]
         return first[number[len(self) :]]
 
 
 def pad_shapes(shapes: Sequence[Sequence[int]], num_dims: int, *, fill: int = 1) -> IntArray:
-    """Shapes (or offsets) as an (n, num_dims) array, padded with `fill` behind their own dims."""
+    """Return shapes (or offsets) as an (n, num_dims) array, padded with `fill` at the end."""
     lengths = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
     padded = np.full((len(shapes), num_dims), fill, dtype=np.int64)
     values = itertools.chain.from_iterable(shapes)
@@ -120,7 +121,7 @@ def pad_shapes(shapes: Sequence[Sequence[int]], num_dims: int, *, fill: int = 1)
 
 
 def concatenate(tables: Sequence[BoxTable]) -> BoxTable:
-    """One table of all rows, in the order given, as wide as the widest."""
+    """Join tables in the order given, as wide as the widest."""
     num_dims = max((table.num_dims for table in tables), default=0)
     wide = [table.padded(num_dims) for table in tables]
     tensor, offset, extent = (
@@ -131,7 +132,7 @@ def concatenate(tables: Sequence[BoxTable]) -> BoxTable:
 
 
 def enumerate_ranges(lengths: IntArray) -> tuple[IntArray, IntArray]:
-    """For ranges laid end to end: the number of its range and its position there, of each item.
+    """Number the items of ranges laid end to end: each item's range, and its position there.
 
     Lengths (2, 0, 3) give ranges (0, 0, 2, 2, 2) and positions (0, 1, 0, 1, 2).
     """
@@ -142,7 +143,7 @@ def enumerate_ranges(lengths: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def unique_boxes(boxes: BoxTable) -> tuple[BoxTable, IntArray]:
-    """The distinct boxes, in order of appearance; and for each row the number of its box.
+    """Return the distinct boxes in order of appearance, and each row's number among them.
 
     Cost: one sort of a hash; about 0.3 s for a million boxes of three dims.
     """
@@ -153,10 +154,10 @@ def unique_boxes(boxes: BoxTable) -> tuple[BoxTable, IntArray]:
     order = np.argsort(words, kind="stable")
     new_box = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
     if not np.array_equal(new_box, words[order[1:]] != words[order[:-1]]):
-        # Two boxes share a hash: sorted by all their columns, equal ones are neighbours for sure.
+        # Two boxes share a hash. Sorted by all columns, equal boxes are certainly neighbours.
         order = np.lexsort(columns.T[::-1])
         new_box = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
-    # The sorts are stable: the first row of each stretch of equal boxes is where the box appears.
+    # The sorts are stable: a box first appears in the first row of its group.
     group = np.concatenate([[0], np.cumsum(new_box)])
     first = order[np.flatnonzero(np.concatenate([[True], new_box]))]
     by_appearance = np.argsort(first)
@@ -167,40 +168,40 @@ def unique_boxes(boxes: BoxTable) -> tuple[BoxTable, IntArray]:
     return boxes.take(first[by_appearance]), number
 
 
-# How `meeting_pairs` finds candidates, on one tensor of shape (8, 4), with one row in `first` and
-# five in `second`:
+# Candidates of `meeting_pairs` for one tensor of shape (8, 4), with one row in `first` and five in
+# `second`:
 #
 #     row of second    dim 0     dim 1     shares with first = box [3:6, 1:3]
 #     0                [0:2]     [0:4]     no: ends before 3
 #     1                [2:4]     [0:4]     yes
 #     2                [4:5]     [0:4]     yes
-#     3                [5:6]     [3:4]     no: dim 1 begins at 3
-#     4                [6:8]     [0:4]     no: begins at 6
+#     3                [5:6]     [3:4]     no: dim 1 starts at 3
+#     4                [6:8]     [0:4]     no: starts at 6
 #
-# Dim 0 has the finer cuts and the longest extent there is 2. Only rows that begin in dim 0 after
-# 3 - 2 = 1 and before 6 can overlap: a binary search leaves rows 1, 2, 3, and comparing all
-# dims of these leaves the pairs (0, 1) and (0, 2).
+# Dim 0 has the finer cuts, and the longest extent in it is 2. Only rows that start in dim 0 after
+# 3 - 2 = 1 and before 6 can overlap. A binary search leaves rows 1, 2, 3, and a comparison of all
+# their dims leaves the pairs (0, 1) and (0, 2).
 def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray]:
-    """All (row of `first`, row of `second`) that share an element, by first, then second.
+    """Return all (row of `first`, row of `second`) that share an element, in that order.
 
-    Neither table may hold an empty box. Each tensor's boxes of `second` are sorted along the dim
-    that cuts them finest, so that only neighbours are compared: about linear for grids.
+    Neither table may contain an empty box. Each tensor's boxes of `second` are sorted along the dim
+    with the finest cuts, so that only neighbours are compared: about linear for grids.
     """
     none = np.empty(0, dtype=np.int64)
     if not len(first) or not len(second):
         return none, none
-    # Rows of `second` tensor by tensor; `heads` is where each tensor begins.
+    # Rows of `second` by tensor; `heads` has the start of each tensor.
     by_tensor = np.argsort(second.tensor, kind="stable")
     tensor = second.tensor[by_tensor]
     heads = np.flatnonzero(np.concatenate([[True], tensor[1:] != tensor[:-1]]))
     known = tensor[heads]
     offset, extent = second.offset[by_tensor], second.extent[by_tensor]
     counts = np.diff(np.append(heads, len(tensor)))
-    # Per tensor the dim in which its boxes overlap least: covered length over sum of lengths.
+    # For each tensor the dim in which its boxes overlap least: covered length over sum of lengths.
     span = np.maximum.reduceat(offset + extent, heads, axis=0)
     fineness = span * counts[:, None] / np.add.reduceat(extent, heads, axis=0)
     dims = fineness.argmax(axis=1)
-    # Rows of `first` whose tensor has boxes in `second`, and which group that is.
+    # Rows of `first` whose tensor has boxes in `second`, and the number of that tensor's group.
     at = np.minimum(np.searchsorted(known, first.tensor), len(known) - 1)
     candidates = np.flatnonzero(known[at] == first.tensor)
     group_of_first = at[candidates]
@@ -208,9 +209,9 @@ def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray
     rows = np.arange(len(tensor))
     lo = offset[rows, dims[group]]
     longest = np.maximum.reduceat(extent[rows, dims[group]], heads)
-    # A box of `first` can only meet those that begin less than the longest extent before it.
-    # One sorted key for all tensors, (group, rank of the begin): coordinates themselves might be
-    # too large to be multiplied with the number of groups.
+    # A box of `first` can only meet boxes that start less than the longest extent before it. One
+    # sorted key serves all tensors: (group, rank of the start). The start itself may be too large
+    # to be multiplied by the number of groups.
     values = np.unique(lo)
     key = group * (len(values) + 1) + np.searchsorted(values, lo)
     order = np.argsort(key, kind="stable")
@@ -234,10 +235,10 @@ def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray
 
 
 def union_nbytes(boxes: BoxTable, itemsize: IntArray) -> int:
-    """Bytes of the elements that lie in at least one of the boxes.
+    """Return the bytes of the elements that are in at least one of the boxes.
 
     Args:
-        boxes: Distinct and not empty. Where they overlap, exact by the grid of their ends.
+        boxes: Distinct and not empty; they may overlap.
         itemsize: Bytes of an element, by tensor.
     """
     if not len(boxes):
@@ -254,7 +255,7 @@ def union_nbytes(boxes: BoxTable, itemsize: IntArray) -> int:
 
 
 def _union_numel(lo: IntArray, hi: IntArray) -> int:
-    """Elements in the union of boxes [lo, hi), which overlap."""
+    """Count the elements in the union of boxes [lo, hi), which overlap."""
     volumes = (hi - lo).prod(axis=1)
     largest = int(volumes.argmax())
     inside = (lo >= lo[largest]).all(axis=1) & (hi <= hi[largest]).all(axis=1)
@@ -263,12 +264,12 @@ def _union_numel(lo: IntArray, hi: IntArray) -> int:
     ends = [np.unique(np.concatenate([lo[:, d], hi[:, d]])) for d in range(lo.shape[1])]
     cells = [max(len(e) - 1, 1) for e in ends]
     if int(np.prod(cells, dtype=np.float64)) > _MAX_CELLS:
-        # Halves along the dim with the most ends: each is a smaller problem of the same kind.
+        # Split along the dim with the most ends into two smaller problems of the same kind.
         dim = int(np.argmax(cells))
         middle = int(ends[dim][len(ends[dim]) // 2])
         bounds = (int(ends[dim][0]), middle, int(ends[dim][-1]))
         return sum(_clipped_union(lo, hi, dim, *pair) for pair in itertools.pairwise(bounds))
-    # Paint a cell for each pair of neighbouring ends, then weigh the cells by their sizes.
+    # Mark the covered cells of the grid of ends, then weigh the cells by their sizes.
     seen = np.zeros(cells, dtype=np.bool_)
     first = [np.searchsorted(e, lo[:, d]) for d, e in enumerate(ends)]
     last = [np.searchsorted(e, hi[:, d]) for d, e in enumerate(ends)]
@@ -296,9 +297,9 @@ class Flaw:
 
     kind: Literal["gap", "overlap", "out_of_bounds"]
     box: Box
-    """Elements that no row covers, that two or more cover, or the box that is out of bounds."""
+    """Elements that no row covers, that two or more rows cover, or the box out of bounds."""
     rows: tuple[int, ...]
-    """The rows involved; none for a gap."""
+    """The rows involved; empty for a gap."""
 
 
 def check_tilings(
@@ -306,37 +307,37 @@ def check_tilings(
 ) -> list[tuple[int, Flaw]]:
     """Prove that the boxes of each tensor cover every element of it exactly once.
 
-    Empty boxes count for nothing but must be in bounds; a tensor without elements needs no boxes.
+    Empty boxes cover nothing but must be in bounds; a tensor without elements needs no boxes.
 
     Args:
-        boxes: Of any number of tensors, in any order; whatever numbers they hold.
-        shapes: Of every tensor; `boxes.tensor` are positions in it.
-        max_flaws: No more flaws than these are looked for.
+        boxes: Boxes of any number of tensors, in any order, with any numbers.
+        shapes: Shape of every tensor; `boxes.tensor` has positions in this list.
+        max_flaws: Limit of the flaws to locate.
 
     Returns:
-        (tensor, its first flaw), by tensor; empty when every tensor is covered exactly.
+        (tensor, its first flaw) by tensor; empty if every tensor is covered exactly.
 
     Raises:
-        PlacementError: A row names a tensor that is not there.
+        PlacementError: A row names a tensor beyond `shapes`.
 
-    Cost: linear in the boxes, well under a second for a million; a flaw some milliseconds.
+    Cost: linear in the boxes, well under a second for a million; some milliseconds for a flaw.
     """
     tensor = boxes.tensor
     if len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) < len(shapes):
-        raise PlacementError(f"a row names a tensor outside the {len(shapes)} tensors given")
+        raise PlacementError(f"a row names a tensor beyond the {len(shapes)} tensors given")
     boxes = boxes.padded(max(map(len, shapes), default=0))
     sizes = pad_shapes(shapes, boxes.num_dims)
     flaws: dict[int, Flaw] = {}
-    # Out of bounds first: such a box says more than the gap or overlap that it causes.
+    # Out of bounds first: such a box explains more than the gap or overlap that it causes.
     bad_rows = np.flatnonzero(_out_of_bounds(boxes, sizes[tensor]).any(axis=1))
     for owner, at in zip(*np.unique(tensor[bad_rows], return_index=True), strict=True):
         if len(flaws) < max_flaws:
             row, ndim = int(bad_rows[at]), len(shapes[owner])
-            # Such rows may hold negative numbers, which a Box refuses: show them clipped.
+            # Such rows may have negative numbers, which a Box refuses: show them clipped.
             offset, extent = (np.maximum(c[row, :ndim], 0) for c in (boxes.offset, boxes.extent))
             box = Box(tuple(offset.tolist()), tuple(extent.tolist()))
             flaws[int(owner)] = Flaw(kind="out_of_bounds", box=box, rows=(row,))
-    # Rows are sorted by tensor only when a flaw is to be located, which is rare.
+    # Sorted by tensor only if there is a flaw to locate, which is rare.
     by_tensor: IntArray | None = None
     for owner in _suspects(boxes, sizes).tolist():
         if owner in flaws or len(flaws) >= max_flaws:
@@ -351,18 +352,18 @@ def check_tilings(
 
 
 def _out_of_bounds(boxes: BoxTable, sizes: IntArray) -> BoolArray:
-    """(n, d) whether a box leaves its tensor; written so that no number given can wrap."""
+    """Return (n, d) True if a box leaves its tensor; no number given can make this wrap."""
     offset, extent = boxes.offset, boxes.extent
     return np.asarray((offset < 0) | (extent < 0) | (offset > sizes) | (extent > sizes - offset))
 
 
 def _suspects(boxes: BoxTable, sizes: IntArray) -> IntArray:
-    """Tensors whose boxes' weights do not add up to the weight of the whole."""
+    """Return the tensors whose boxes' weights do not add up to the weight of the whole."""
     num_tensors = len(sizes)
     tensor, own = boxes.tensor, sizes[boxes.tensor]
     filled = (boxes.extent > 0).all(axis=1)
     partial = (boxes.extent != own).any(axis=1) & filled
-    # Boxes that are their whole tensor weigh one; only the others need potentials.
+    # A box that is the whole tensor has weight 1; only the others need potentials.
     whole = np.bincount(tensor[filled & ~partial], minlength=num_tensors).astype(np.uint64)
     rows = np.flatnonzero(partial)
     lo, hi, owner = boxes.offset[rows], boxes.stop[rows], tensor[rows]
@@ -373,7 +374,7 @@ def _suspects(boxes: BoxTable, sizes: IntArray) -> IntArray:
         weight = np.ones(len(rows), dtype=np.uint64)
         for dim in range(sizes.shape[1]):
             size = own[rows, dim]
-            # A box that spans the dim has the factor 1 - 0 there.
+            # If a box spans the dim, its factor there is 1 - 0.
             cut = np.flatnonzero((hi[:, dim] - lo[:, dim]) != size)
             ids, span = owner[cut], size[cut]
             upper = _potential(hi[cut, dim], ids, span, dim, seed)
@@ -387,8 +388,8 @@ def _suspects(boxes: BoxTable, sizes: IntArray) -> IntArray:
 def _potential(
     coordinate: IntArray, tensor: IntArray, size: IntArray, dim: int, seed: int
 ) -> WordArray:
-    """A random word per (tensor, dim, coordinate); 0 at the start of a dim and 1 at its end."""
-    # The dim is part of the salt: equal potentials in two dims would not tell (0, 1) from (1, 0).
+    """Return a random word per (tensor, dim, coordinate); 0 at a dim's start, 1 at its end."""
+    # With equal potentials in two dims, box (0, 1) would weigh the same as box (1, 0).
     salt = np.uint64((seed + (dim + 1) * 0xD1B54A32D192ED03) & (2**64 - 1))
     word = mix(tensor.astype(np.uint64) + salt)
     word = mix(word ^ coordinate.astype(np.uint64))
@@ -398,10 +399,10 @@ def _potential(
 
 
 def _locate(size: IntArray, boxes: BoxTable, rows: IntArray, ndim: int) -> Flaw | None:
-    """One flawed cell, by bisection of the tensor along its dims, and the box that it is.
+    """Locate one flawed cell by bisection of the tensor along its dims.
 
-    Bisected are the ends of the boxes, not the coordinates: between two neighbouring ends all
-    elements are covered alike. Halves are judged by their weights, like the whole.
+    The ends of the boxes are bisected, not the coordinates: between two neighbouring ends all
+    elements are covered alike. A half is judged by its weight, like the whole.
     """
     rows = rows[(boxes.extent[rows] > 0).all(axis=1)]
     lo, hi = boxes.offset[rows], boxes.stop[rows]
@@ -422,7 +423,7 @@ def _locate(size: IntArray, boxes: BoxTable, rows: IntArray, ndim: int) -> Flaw 
             alive = ((lo < stop) & (hi > start)).all(axis=1)
             rows, lo, hi = rows[alive], lo[alive], hi[alive]
     if len(rows) == 1:
-        return None  # cannot happen while the weights are sound: the cell is covered once
+        return None  # the cell is covered once: impossible if the weights are sound
     kind: Literal["gap", "overlap"] = "gap"
     if len(rows) > 1:
         kind, start, stop = "overlap", lo[:2].max(axis=0), hi[:2].min(axis=0)
@@ -431,7 +432,7 @@ def _locate(size: IntArray, boxes: BoxTable, rows: IntArray, ndim: int) -> Flaw 
 
 
 def _is_flawed(start: IntArray, stop: IntArray, lo: IntArray, hi: IntArray) -> bool:
-    """Whether the boxes, clipped to the region [start, stop), fail to cover the region exactly."""
+    """Return True if the boxes, clipped to [start, stop), do not cover this region exactly."""
     lo, hi = np.maximum(lo, start), np.minimum(hi, stop)
     inside = (lo < hi).all(axis=1)
     lo, hi = lo[inside] - start, hi[inside] - start
@@ -440,7 +441,7 @@ def _is_flawed(start: IntArray, stop: IntArray, lo: IntArray, hi: IntArray) -> b
 
 
 def mix(word: WordArray) -> WordArray:
-    """One step of splitmix64 (Steele, Lea, Flood 2014): a bijection on 64-bit words."""
+    """Return one step of splitmix64 (Steele, Lea, Flood 2014), a bijection on words."""
     word = word + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -448,7 +449,7 @@ def mix(word: WordArray) -> WordArray:
 
 
 def mix_columns(columns: IntArray) -> WordArray:
-    """One word per row of `columns` (n, c); equal rows have equal words."""
+    """Hash each row of `columns` (n, c) to one word; equal rows have equal words."""
     word = np.zeros(len(columns), dtype=np.uint64)
     for column in columns.T:
         word = mix(word ^ column.astype(np.uint64))

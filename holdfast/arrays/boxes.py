@@ -1,7 +1,7 @@
 """One box of a tensor: intersection, flat ranges as boxes, and boxes as runs of memory.
 
-Everything here is arithmetic on integers: no tensors, no files. Many boxes at once are in
-`box_table`, the proof that boxes cover a tensor exactly is in `tiling`.
+Everything here is arithmetic on integers: no tensors, no files. `box_table` has many boxes at once,
+and the proof that boxes cover a tensor exactly.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ class Box:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse boxes whose two tuples disagree in length or hold a negative number."""
+        """Refuse tuples of different lengths and negative numbers."""
         if len(self.offset) != len(self.shape):
             raise PlacementError(
                 f"box offset {self.offset} and shape {self.shape} have different numbers of dims"
             )
         if (self.offset and min(self.offset) < 0) or (self.shape and min(self.shape) < 0):
-            raise PlacementError(f"box offset {self.offset}, shape {self.shape}: negative number")
+            raise PlacementError(
+                f"box offset {self.offset} and shape {self.shape} must not be negative"
+            )
 
     @property
     def ndim(self) -> int:
@@ -49,7 +51,7 @@ class Box:
         return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes of equal ndim, or None when they share no element."""
+        """Return the common part of two boxes of equal ndim; None if they share no element."""
         lo = tuple(map(max, self.offset, other.offset))
         hi = tuple(map(min, self.stop, other.stop))
         shape = tuple(h - o for h, o in zip(hi, lo, strict=True))
@@ -58,14 +60,14 @@ class Box:
         return Box(lo, shape)
 
     def contains(self, other: Box) -> bool:
-        """Whether every coordinate of `other` lies in this box (an empty box must still fit)."""
+        """Return True if `other` lies in this box; an empty box must fit, too."""
         return len(self.shape) == len(other.shape) and all(
             a <= c and d <= b
             for a, b, c, d in zip(self.offset, self.stop, other.offset, other.stop, strict=True)
         )
 
     def relative_to(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """Slices that select this box in an array whose first element has coordinate `origin`."""
+        """Return slices of this box in an array whose first element has coordinate `origin`."""
         return tuple(
             slice(o - base, o - base + s)
             for o, base, s in zip(self.offset, origin, self.shape, strict=True)
@@ -73,11 +75,11 @@ class Box:
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The interval [start, stop) of the row-major tensor as at most max(1, 2 * ndim - 1) boxes.
+    """Split the interval [start, stop) of a row-major tensor into at most 2 * ndim - 1 boxes.
 
-    The boxes are disjoint and in row-major order: their elements, each box row-major, one box
-    after the other, are the elements of the interval. An empty interval has no boxes. Elements
-    [5, 18) of a tensor of shape (6, 4) are the end of row 1, rows 2 and 3, the begin of row 4:
+    A 0-d tensor is one box, and an empty interval has no boxes. The boxes are disjoint and in
+    row-major order: their elements, box after box, are the elements of the interval. Elements
+    [5, 18) of a tensor of shape (6, 4) are the end of row 1, rows 2 and 3, and the start of row 4:
 
         boxes [1:2, 1:4], [2:4, 0:4], [4:5, 0:2]
 
@@ -102,8 +104,8 @@ def _flat_range(
     if depth == len(shape):
         boxes.append(Box(prefix, ones))
         return
-    # One entry of this dim is `stride` elements: an interval is at most a part of a first entry,
-    # a run of whole ones, and a part of a last one.
+    # One entry of this dim has `stride` elements. An interval is a part of a first entry, a run of
+    # whole entries, and a part of a last one; each may be absent.
     inner = shape[depth + 1 :]
     stride = math.prod(inner)
     first, head = divmod(start, stride)
@@ -121,25 +123,25 @@ def _flat_range(
 
 
 def cover(inner: Box, outer: Box, *, max_gap: int) -> tuple[IntArray, int]:
-    """Where `inner` lies in the row-major memory of `outer`: starts of its runs and their length.
+    """Return the runs of `inner` in the row-major memory of `outer`: starts, and their length.
 
     Box [1:3, 1:3, 0:2] in a tensor of shape (4, 4, 2), whose strides are 8, 2, 1 elements:
 
-        dim    count   stride   span so far   gap to its next entry   what is done
+        dim    count   stride   span so far   gap to its next entry   result
         2      2       1        1             0                       span = 2
         1      2       2        2             0                       span = 4
         0      2       8        4             4                       two runs, 8 apart
 
-    They start at 10 and 18 and are 4 long; with `max_gap` of 4 or more, it is one run of 12.
+    They start at 10 and 18 and have length 4. With `max_gap` of 4 or more it is one run of 12.
 
     Args:
-        inner: The box to find; it may be empty, and then has no runs.
-        outer: The box whose memory is meant.
-        max_gap: Runs no more than so many elements apart are joined, gaps included; 0 gives the
+        inner: The box to locate; an empty box has no runs.
+        outer: The box that the memory holds.
+        max_gap: Runs at most this many elements apart are joined, including the gap; 0 gives the
             longest contiguous runs.
 
     Returns:
-        Starts, ascending, and the length of every run: in elements from the first of `outer`.
+        Starts, ascending, in elements from the first of `outer`; and the length of each run.
 
     Raises:
         PlacementError: `inner` is not inside `outer`.
@@ -157,7 +159,7 @@ def cover(inner: Box, outer: Box, *, max_gap: int) -> tuple[IntArray, int]:
         start += (inner.offset[dim] - outer.offset[dim]) * stride
         count = inner.shape[dim]
         if count > 1:
-            # Strides grow outwards: once a gap is too wide, so is every outer one.
+            # Strides grow outwards: once a gap is too wide, every outer gap is, too.
             if stride - span <= max_gap:
                 span += (count - 1) * stride
             else:
@@ -171,9 +173,9 @@ def cover(inner: Box, outer: Box, *, max_gap: int) -> tuple[IntArray, int]:
 
 
 def contiguous_start(inner: Box, outer: Box) -> int | None:
-    """The first element of `inner` in row-major `outer` if it is one run there, else None.
+    """Return the first element of `inner` in row-major `outer` if it is one run, else None.
 
-    Like `cover`, but allocates nothing, however many runs there are; neither box may be empty.
+    Like `cover`, but allocates nothing for any number of runs; neither box may be empty.
     """
     start, span, stride = 0, 1, 1
     for dim in range(inner.ndim - 1, -1, -1):
@@ -189,12 +191,14 @@ def contiguous_start(inner: Box, outer: Box) -> int | None:
 def split_box(box: Box, *, max_numel: int) -> Iterator[Box]:
     """Cut a box into boxes of at most `max_numel` elements, in row-major order.
 
-    Each is one run of the box's row-major elements and begins where the one before ends. An empty
-    box gives none. Box [0:2, 0:5] with at most 3 elements gives [0, 0:3], [0, 3:5], [1, 0:3] and
-    [1, 3:5].
+    Each is one run of the box's row-major elements and starts at the end of the one before. An
+    empty box gives no boxes. Box [0:2, 0:5] with at most 3 elements gives [0, 0:3], [0, 3:5],
+    [1, 0:3] and [1, 3:5].
     """
     if max_numel < 1:
-        raise PlanError(f"a box cannot be cut into boxes of at most {max_numel} elements")
+        raise PlanError(
+            f"a box cannot be cut into boxes of {max_numel} elements; at least 1 is needed"
+        )
     if box.numel == 0:
         return
     dim, inner = box.ndim, 1

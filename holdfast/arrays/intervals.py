@@ -1,7 +1,7 @@
 """Index sets of one dim as ordered intervals, and the boxes that a product of them makes.
 
-Shards that `torch.chunk` cuts are one interval of each dim; strided shards, which are cut along one
-axis inside of the pieces of another, are several.
+A shard cut as by `torch.chunk` is one interval of each dim. A strided shard, which is cut along one
+axis inside the pieces of another, is several.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import itertools
 from holdfast.arrays.boxes import Box
 
 Intervals = tuple[tuple[int, int], ...]
-"""Ordered half-open intervals of one dim: the global indices that a local dim holds, in order."""
+"""Ordered half-open intervals: the global indices of a local dim, in order."""
 
 
 def shard_intervals(
     intervals: Intervals, *, num_chunks: int, index: int, split_factor: int = 1
 ) -> Intervals:
-    """The `index`-th of `num_chunks` pieces of an index set, cut as `torch.chunk` cuts.
+    """Return the `index`-th of `num_chunks` pieces of an index set, cut as by `torch.chunk`.
 
-    With a `split_factor` the piece that torch's `_StridedShard` gives: the set is cut into so many
-    pieces, and each of them again.
+    With a `split_factor` it is the piece of torch's `_StridedShard`: the set is first cut into that
+    many pieces, and then each of them.
 
     Source: torch.distributed.tensor `_StridedShard._split_tensor` (first split, second split,
     concatenation of the `index`-th pieces). Eight rows over two ranks:
@@ -41,7 +41,7 @@ def shard_intervals(
 
 
 def boxes_of(intervals: tuple[Intervals, ...]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes that a product of per-dim index sets makes, each with its place in the local."""
+    """Return the boxes of a product of per-dim index sets, each with its local slices."""
     per_dim: list[list[tuple[int, int, slice]]] = []
     for pieces in intervals:
         stops = itertools.accumulate(stop - start for start, stop in pieces)
@@ -58,13 +58,13 @@ def boxes_of(intervals: tuple[Intervals, ...]) -> list[tuple[Box, tuple[slice, .
 
 
 def _chunk(intervals: Intervals, num_chunks: int, index: int) -> Intervals:
-    """The positions of an ordered index set that `torch.chunk` puts into one of its pieces."""
+    """Return one piece of an ordered index set, cut as by `torch.chunk`."""
     size = -(-num_positions(intervals) // num_chunks)
     return cut_intervals(intervals, size * index, size * (index + 1))
 
 
 def cut_intervals(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """The positions [start, stop) of an ordered index set.
+    """Return the positions [start, stop) of an ordered index set.
 
     Of ((0, 4), (8, 12)), whose positions 0…7 are the indices 0 1 2 3 8 9 10 11:
 
@@ -86,5 +86,5 @@ def cut_intervals(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 
 def num_positions(intervals: Intervals) -> int:
-    """How many positions an index set has."""
+    """Return the number of positions of an index set."""
     return sum(stop - start for start, stop in intervals)

@@ -12,13 +12,13 @@ from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import IntArray
 
 MAX_NBYTES = 1 << 32
-"""Nothing compressed is larger than this when unpacked; more is refused before it is held."""
+"""Limit of unpacked bytes; more are refused before memory is allocated for them."""
 _HEAD = struct.Struct("<Bq")
 _ITEMSIZES = (1, 2, 4, 8)
 
 
 class PackedBoxes(msgspec.Struct, frozen=True, array_like=True):
-    """A `BoxTable` as packed columns; a part of messages."""
+    """A `BoxTable` as packed columns, for messages."""
 
     num_dims: int
     tensor: bytes
@@ -27,7 +27,7 @@ class PackedBoxes(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_ints(values: IntArray) -> bytes:
-    """The column as distances to its least entry, as narrow as they all fit.
+    """Pack a column as distances to its least entry, in the narrowest type that fits all.
 
     One byte for the item size, eight for the least entry, then the distances:
 
@@ -41,12 +41,12 @@ def pack_ints(values: IntArray) -> bytes:
     flat = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
     low = int(flat.min()) if len(flat) else 0
     dtype = np.min_scalar_type(int(flat.max()) - low if len(flat) else 0).newbyteorder("<")
-    # The difference of two extremes wraps in int64, and wraps back when it is seen as unsigned.
+    # The difference of two extremes may wrap in int64; read as unsigned it is right again.
     return _HEAD.pack(dtype.itemsize, low) + (flat - low).astype(dtype).tobytes()
 
 
 def unpack_ints(data: bytes) -> IntArray:
-    """The column of `pack_ints`, flat; ValueError for anything else."""
+    """Unpack the column of `pack_ints`, flat; ValueError for any other bytes."""
     if len(data) < _HEAD.size or data[0] not in _ITEMSIZES:
         raise ValueError("not a packed column")
     itemsize, low = _HEAD.unpack_from(data)
@@ -56,7 +56,7 @@ def unpack_ints(data: bytes) -> IntArray:
 
 
 def pack_boxes(boxes: BoxTable) -> PackedBoxes:
-    """The boxes, column by column; equal tables give equal bytes."""
+    """Pack boxes column by column; equal tables give equal bytes."""
     return PackedBoxes(
         num_dims=boxes.num_dims,
         tensor=pack_ints(boxes.tensor),
@@ -66,7 +66,7 @@ def pack_boxes(boxes: BoxTable) -> PackedBoxes:
 
 
 def unpack_boxes(packed: PackedBoxes) -> BoxTable:
-    """The boxes of `pack_boxes`; ValueError where the columns do not belong to one table."""
+    """Unpack the boxes of `pack_boxes`; ValueError if the columns do not fit one table."""
     tensor = unpack_ints(packed.tensor)
     shape = (len(tensor), packed.num_dims)
     return BoxTable(
@@ -77,17 +77,17 @@ def unpack_boxes(packed: PackedBoxes) -> BoxTable:
 
 
 def squeeze(data: bytes) -> bytes:
-    """The bytes, compressed quickly."""
+    """Compress bytes quickly."""
     return zlib.compress(data, 1)
 
 
 def unsqueeze(data: bytes) -> bytes:
-    """The bytes of `squeeze`; ValueError for anything else, or for more than `MAX_NBYTES`."""
+    """Decompress the bytes of `squeeze`; ValueError for others, or beyond `MAX_NBYTES`."""
     engine = zlib.decompressobj()
     try:
         result = engine.decompress(data, MAX_NBYTES)
     except zlib.error as error:
         raise ValueError(f"not compressed bytes: {error}") from error
     if not engine.eof or engine.unused_data:
-        raise ValueError("compressed bytes that do not end where they should")
+        raise ValueError("compressed bytes are incomplete or have trailing bytes")
     return result

@@ -1,4 +1,4 @@
-"""The array types of this library, by what their elements are."""
+"""The array types of this library, by their elements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-"""Positions, sizes and coordinates: signed, so that a difference cannot wrap."""
+"""Positions, sizes and coordinates; signed, so that a difference cannot wrap."""
 WordArray = npt.NDArray[np.uint64]
 """Hashes and digests."""
 BoolArray = npt.NDArray[np.bool_]

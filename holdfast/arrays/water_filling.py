@@ -1,7 +1,7 @@
 """Water-filling: divisible loads spread over ranks so that the highest total is as low as possible.
 
-The writers of a save and the readers of a load are chosen against the quotas made here. All is
-integer arithmetic, so that every machine gets the same quotas.
+The quotas made here decide the writers of a save and the readers of a load. All arithmetic is on
+integers, so that every machine computes the same quotas.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from holdfast.arrays.types import IntArray
 
 _MAX_SWEEPS = 64
 _TOLERANCE = 1e-3
-"""Sweeps end when none moves more than this share of the mean total."""
+"""Sweeps end once a sweep moves at most this share of the mean total."""
 
 
 def fill(levels: IntArray, amount: int) -> IntArray:
-    """Pour `amount` onto `levels` (n,), lowest first, up to a common level: what each one gets.
+    """Pour `amount` onto `levels` (n,), lowest first, up to a common level; return the shares.
 
     Five ranks with 7, 2, 4, 9 and 2 bytes, and 10 bytes to pour:
 
@@ -29,8 +29,8 @@ def fill(levels: IntArray, amount: int) -> IntArray:
         0             7   13 to raise {1, 4, 2} to 7: too much      0
         3             9                                             0
 
-    Three are filled: (10 + 2 + 2 + 4) // 3 = 6 is their level; a remainder of the division goes
-    one byte each to the lowest of them.
+    Three are filled, to the level (10 + 2 + 2 + 4) // 3 = 6. The remainder of the division goes to
+    the lowest of them, one byte each.
     """
     order = np.argsort(levels, kind="stable")
     height = levels[order]
@@ -39,7 +39,7 @@ def fill(levels: IntArray, amount: int) -> IntArray:
     k = int(np.searchsorted(costs, amount, side="right"))
     level, remainder = divmod(amount + int(height[:k].sum()), k)
     filled = np.zeros(len(levels), dtype=np.int64)
-    # The remainder never lifts one over the next level: that would have been affordable above.
+    # The remainder lifts none over the next level: then the next one would have been filled, too.
     filled[order[:k]] = level - height[:k] + (np.arange(k) < remainder)
     return filled
 
@@ -47,18 +47,18 @@ def fill(levels: IntArray, amount: int) -> IntArray:
 def fill_groups(
     levels: IntArray, groups: Sequence[IntArray], amounts: Sequence[int]
 ) -> list[IntArray]:
-    """Pour each `amounts[i]` onto the members `groups[i]` alone, groups overlapping as they like.
+    """Pour each `amounts[i]` onto the members `groups[i]` alone; groups may overlap.
 
     Args:
-        levels: (ranks,) what each rank has already.
+        levels: (ranks,) load that each rank has already.
         groups: For each amount the ranks that may share it, as positions in `levels`.
-        amounts: What each group is to divide.
+        amounts: Load that each group divides.
 
     Returns:
-        For each group what each of its members gets; sums to the group's amount.
+        For each group the shares of its members, which sum to the group's amount.
 
-    Each sweep pours every group's amount again over what the others left. That lowers the sum of
-    squares of the totals, whose least value is at the most level totals there are, highest first
+    Each sweep pours every group's amount again onto the totals without it. This lowers the sum of
+    squares of the totals, whose minimum has the most level totals possible, highest first
     (Fujishige 1980, lexicographically optimal bases).
 
     Cost: at most 64 sweeps, each O(members of all groups).
@@ -78,7 +78,7 @@ def fill_groups(
             moved = max(moved, int(np.abs(share - shares[i]).max()))
             totals[members] = others + share
             shares[i] = share
-        # One byte may move back and forth between equals: that is no progress.
+        # One byte may move back and forth between equals, which is not progress.
         if moved <= max(tolerance, 1):
             break
     return shares

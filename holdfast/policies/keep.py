@@ -1,4 +1,4 @@
-"""What to keep: small policies that say which checkpoints stay, and why; joined with `|`."""
+"""What to keep: small policies that choose which checkpoints stay, joined with `|`."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class KeepPolicy:
     __slots__ = ()
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """Step -> why it stays, for those that stay; `candidates` come by step, ascending."""
+        """Return step -> why it stays, for those that stay; `candidates` ascend by step."""
         raise NotImplementedError
 
     def __or__(self, other: KeepPolicy) -> AnyOf:
-        """Keep what either keeps."""
+        """Keep what either policy keeps."""
         return AnyOf((self, other))
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(KeepPolicy):
-    """Keep what any of these keeps."""
+    """Keep what any of these policies keeps."""
 
     policies: tuple[KeepPolicy, ...]
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """Every reason of every policy."""
+        """Join the reasons of all policies."""
         reasons: dict[int, str] = {}
         for policy in self.policies:
             for step, reason in policy.keep(candidates, now=now).items():
@@ -55,11 +55,9 @@ class KeepLast(KeepPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        """Refuse less than one."""
         check_int(self.n, name="KeepLast: n", least=1)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """By step number."""
         newest = candidates[-self.n :]
         return {c.step: f"one of the last {self.n}" for c in newest}
 
@@ -71,26 +69,23 @@ class KeepEvery(KeepPolicy):
     m: int
 
     def __post_init__(self) -> None:
-        """Refuse less than one."""
         check_int(self.m, name="KeepEvery: m", least=1)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """By step number."""
         return {c.step: f"every {self.m} steps" for c in candidates if c.step % self.m == 0}
 
 
 @dataclass(frozen=True, slots=True)
 class KeepWithin(KeepPolicy):
-    """Keep what was saved in the last `seconds`, by the time its manifest states."""
+    """Keep the steps that were saved in the last `seconds`, by the time in their manifests."""
 
     seconds: float
 
     def __post_init__(self) -> None:
-        """Refuse a time that is not positive."""
         check_number(self.seconds, name="KeepWithin: seconds", above=0)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """A time that cannot be read counts as now."""
+        """A checkpoint whose time cannot be read stays."""
         kept = {}
         for candidate in candidates:
             created = _parse_time(candidate.created)
@@ -105,9 +100,9 @@ class KeepWithin(KeepPolicy):
 class KeepBest(KeepPolicy):
     """Keep the `n` steps whose number at a path, such as "progress.loss", is best.
 
-    A checkpoint without a number there (or nan) is not among the best; when not one has it, all
-    are kept, because a metric that is misspelt must not cost the checkpoints. Of equals the newer
-    is better.
+    A checkpoint without a number there (or with nan) is not among the best. If no checkpoint has a
+    number there, all are kept, because a misspelt metric must not cost the checkpoints. Of equals
+    the newer one is better.
     """
 
     metric: str
@@ -115,12 +110,11 @@ class KeepBest(KeepPolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Refuse less than one, and an unknown mode."""
         check_int(self.n, name="KeepBest: n", least=1)
         check_choice(self.mode, name="KeepBest: mode", choices=("min", "max"))
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """By the number in the manifest; tensors are not read."""
+        """See `KeepPolicy.keep`; the number is in the manifest, and no tensor is read."""
         sign = 1 if self.mode == "min" else -1
         ranked = []
         for candidate in candidates:
@@ -138,12 +132,11 @@ class KeepBest(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepTagged(KeepPolicy):
-    """Keep steps that have a tag; with `names`, only those whose tag matches one (`*`, `?`)."""
+    """Keep tagged steps; with `names`, only those with a tag that matches one (`*`, `?`)."""
 
     names: tuple[str, ...] = ()
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """By the tags in the directory of the checkpoints."""
         kept = {}
         for candidate in candidates:
             tags = [tag for tag in candidate.tags if self._matches(tag)]
@@ -156,9 +149,9 @@ class KeepTagged(KeepPolicy):
 
 
 def number_at(parts: Mapping[str, Node], path: str) -> float | None:
-    """The number stored at a path like "progress.loss", or None: no such path, no number, or nan.
+    """Return the number stored at a path like "progress.loss"; None if there is no number, or nan.
 
-    Values that differ by rank and numbers kept as tensors have no one number here.
+    A value per rank and a tensor do not count as numbers.
     """
     try:
         return _number(dict(parts), path) if path else None
@@ -167,7 +160,7 @@ def number_at(parts: Mapping[str, Node], path: str) -> float | None:
 
 
 def _number(node: Node, path: str) -> float | None:
-    """The number at a path below a node, or None."""
+    """Return the number at a path below a node, or None."""
     if not path:
         return _as_number(node)
     inside = [] if is_per_rank(node) or tag_of(node) in SETS else members(node)
@@ -181,7 +174,7 @@ def _number(node: Node, path: str) -> float | None:
 
 
 def _as_number(node: Node) -> float | None:
-    """A node as a float, or None; a bool is no number."""
+    """Return a node as a float, or None; a bool is not a number."""
     if isinstance(node, dict):
         if tag_of(node) not in _SCALARS:
             return None
@@ -203,7 +196,7 @@ def _as_number(node: Node) -> float | None:
 
 
 def _parse_time(text: str) -> datetime | None:
-    """The time of a manifest, UTC where it states no zone; None when it cannot be read."""
+    """Parse the time of a manifest, in UTC by default; None if it cannot be read."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
@@ -212,7 +205,7 @@ def _parse_time(text: str) -> datetime | None:
 
 
 def _in_time(seconds: float) -> str:
-    """A length of time in words."""
+    """Return a length of time in its largest whole unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:g} {unit}"

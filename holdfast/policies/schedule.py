@@ -1,4 +1,4 @@
-"""One decision about saving for all ranks, made of what each of them sees."""
+"""One decision about saving for all ranks, from the votes of each."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from holdfast.parallel.ranks import disagreement
 from holdfast.policies.save import Moment, SavePolicy
 
 PHASE = "save when: decide"
-"""The phase of the collective, by which `Control` names ranks that wait in it."""
+"""Name of the collective's phase; `Control` names ranks that wait in it by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveDecision:
-    """Whether to save at a step, the same on all ranks."""
+    """The decision about saving at a step, the same on all ranks."""
 
     step: int
     """The step just finished."""
     save: bool
-    """Whether to save now."""
+    """True to save now."""
     stop: bool
-    """Whether a policy asks the run to stop; save first if `save` says so."""
+    """True if a policy asks the run to stop, after the save if `save` is True."""
     reason: str
-    """Which policies asked, in words; empty if none did."""
+    """The reasons of the policies that voted for a save; empty if none did."""
     stop_vote: int
     """The largest vote of the policies that stop the run, a signal's number for signals; else 0."""
 
 
 class _Ballot(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank sends: where it is, which policies it has, and their votes."""
+    """The message of one rank: its step, its policies, and their votes."""
 
     step: int
     policies: str
@@ -43,15 +43,15 @@ class _Ballot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveSchedule:
-    """Asks the policies after each step, and makes one decision of the answers on all ranks.
+    """Collects the votes of the policies after each step, and makes one decision on all ranks.
 
     Args:
-        policy: one policy, or several joined with `|`; the same on all ranks.
-        control: of the ranks that save together.
-        clock: seconds; what `EveryMinutes` measures with.
+        policy: One policy, or several joined with `|`; the same on all ranks.
+        control: The control of the ranks that save together.
+        clock: Returns seconds, for `EveryMinutes`.
 
     Raises:
-        ConfigError: a policy cannot begin to watch.
+        ConfigError: A policy cannot start to watch.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SaveSchedule:
         self._saved_step: int | None = None
         self._fired: set[int] = set()
         self._is_first = True
-        # No call at the end: the only one of `decide`, where there is one, has all ranks in step.
+        # The guard needs no call at the end: if `decide` makes one, it has all ranks in step.
         self._guard: Guard[SaveDecision] = Guard(
             control, "maybe_save", is_complete=lambda answers: PHASE in answers
         )
@@ -85,23 +85,23 @@ class SaveSchedule:
             raise
 
     def decide(self, step: int) -> SaveDecision:
-        """Whether to save after this step. Collective: every rank calls it after every step.
+        """Decide whether to save after this step. Collective: every rank calls it after each step.
 
-        A step that was saved or loaded last is not saved again; a policy that stops the run asks
-        for that once.
+        The step that was last saved or loaded is not saved again. A policy that stops the run asks
+        for it only once.
 
         Raises:
-            PlanError: ranks are at different steps, or have different policies.
-            HoldfastError: what a policy raised on any rank, on all of them.
+            PlanError: Ranks are at different steps, or have different policies.
+            HoldfastError: The error of a policy on any rank, on all of them.
 
-        Cost: nothing where only the step decides; else, at the steps that a policy's `check_every`
-        divides, one collective of some 50 bytes a rank. One at the first call, which compares the
-        policies.
+        Cost: nothing if only the step decides. Otherwise, at the steps that a policy's
+        `check_every` divides, one collective of about 50 bytes per rank. The first call always
+        makes one, which compares the policies.
         """
         return self._guard.run(lambda: self._decide(step))
 
     def saved(self, step: int) -> None:
-        """A save of this step was begun, or it was loaded: it need not be saved again."""
+        """Record that a save of this step started or that it was loaded."""
         self._saved_step, self._began = step, self._clock()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class SaveSchedule:
             policy.close()
 
     def _decide(self, step: int) -> SaveDecision:
-        """The decision of one step; communicates where a policy needs it."""
+        """Decide about one step; communicate if a policy needs it."""
         looks = [
             number not in self._fired and step % policy.check_every == 0
             for number, policy in enumerate(self._policies)
@@ -132,7 +132,7 @@ class SaveSchedule:
         return self._conclude(step, votes)
 
     def _votes(self, step: int, looks: Sequence[bool]) -> bytes:
-        """This rank's vote for each policy; 0 where another rank's counts."""
+        """Return this rank's vote for each policy; 0 if another rank's counts."""
         moment = Moment(step=step, seconds_since_save=self._clock() - self._began)
         return bytes(
             policy.vote(moment)
@@ -142,7 +142,7 @@ class SaveSchedule:
         )
 
     def _count(self, error: Exception | None, step: int, votes: bytes) -> bytes:
-        """The votes of all ranks as one; all raise if one cannot vote or is somewhere else."""
+        """Join the votes of all ranks; all raise if one cannot vote or is at another step."""
         policies = "; ".join(each.shared() for each in self._policies) if self._is_first else ""
         payload = msgspec.msgpack.encode(_Ballot(step, policies, votes))
         answers = self._control.agree(error, phase=PHASE, payload=payload)
@@ -157,7 +157,7 @@ class SaveSchedule:
         return bytes(map(max, zip(*(ballot.votes for ballot in ballots), strict=True)))
 
     def _conclude(self, step: int, votes: bytes) -> SaveDecision:
-        """The decision that the votes of all ranks make."""
+        """Make the decision from the joined votes."""
         asking = [number for number, vote in enumerate(votes) if vote]
         stopping = [number for number in asking if self._policies[number].stop]
         self._fired.update(stopping)
@@ -165,7 +165,7 @@ class SaveSchedule:
         if save:
             self.saved(step)
         elif step != self._saved_step:
-            # The run is past it: the same number later (another run from step 0) is another state.
+            # The run has passed it: if the number comes again (from step 0), the state differs.
             self._saved_step = None
         return SaveDecision(
             step=step,

@@ -1,7 +1,8 @@
-"""Remove checkpoints safely: tags, leases, and never the newest verified step. Torch-free.
+"""Remove checkpoints safely, and never the newest sound one; tags. Torch-free.
 
-It is not part of `checkpoint/`: the command prunes without a training run, without torch, groups or
-a plan.
+In come committed checkpoints and a policy; out comes a plan of what stays and what goes, and its
+result. The room is not part of `checkpoint/`, because `holdfast prune` removes checkpoints without
+a training run, torch, groups or a plan of a save.
 
 Read first: `removal.py`, `tags.py`.
 """

@@ -1,9 +1,9 @@
-"""Removing old checkpoints by a policy, without ever risking the one a run would restart from.
+"""Remove old checkpoints by a policy, and never the one from which a run would restart.
 
-Whatever fails, this stays: the newest checkpoint that proves sound and everything newer (saves
-in progress, damaged or uncommitted steps), every checkpoint that is being read, that cannot be
-judged, or that has changed since the plan was made; and nothing is followed or removed through a
-link. A checkpoint is renamed before it is removed, so that it is either whole or gone.
+Whatever fails, these stay: the newest checkpoint that proves sound and everything newer (saves in
+progress, damaged or uncommitted steps), and every checkpoint that is being read, that cannot be
+judged, or that has changed since the plan was made. Links are never followed. A checkpoint is
+renamed before it is removed, so that it is either whole or gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.storage import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a policy sees of a checkpoint: step, time, the trees of its values, its tags."""
+    """A checkpoint as a policy sees it: step, time, the trees of its values, its tags."""
 
     step: int
     created: str
@@ -40,10 +40,10 @@ class Candidate:
 
 
 class ChoosesKept(Protocol):
-    """The one thing that a removal asks of a policy; `holdfast.policies.keep` has policies."""
+    """The method of a policy that a removal calls; `holdfast.policies.keep` has policies."""
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
-        """Return step -> why it stays, for those that stay."""
+        """Return step -> why it stays, for the steps that stay."""
         ...
 
 
@@ -61,16 +61,16 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPlan:
-    """What a policy keeps and what it removes."""
+    """The checkpoints that stay and those that go."""
 
     keep: Mapping[int, str]
     """Step -> why it stays."""
     remove: tuple[Removal, ...]
     """Oldest first."""
     spared: Mapping[str, str]
-    """Directory -> why no policy was asked about it: damaged, uncommitted, unreadable, a link."""
+    """Directory -> why the policy does not decide on it: damaged, uncommitted, a link, …"""
     newest: int | None
-    """The newest sound step, which stays in any case; without one, nothing is removed."""
+    """The newest sound step, which always stays; if it is None, nothing is removed."""
     newest_stamp: str
     """Digest of the newest sound step's manifest."""
 
@@ -81,17 +81,17 @@ class RetentionResult:
 
     removed: list[int] = field(default_factory=list)
     spared: dict[int, str] = field(default_factory=dict)
-    """Step -> why it was not removed, though planned."""
+    """Step -> why it was not removed as planned."""
     failed: dict[int, str] = field(default_factory=dict)
     """Step -> why its removal failed."""
     pointer_problem: str | None = None
-    """Why the pointer file may name a step that is gone; None when it does not."""
+    """Why the pointer file may name a step that is gone; None if it does not."""
 
 
 def prove_sound(storage: Storage, directory: str) -> str | None:
-    """What is wrong with a checkpoint, or None: records prove out, files have their sizes.
+    """Return what is wrong with a checkpoint's records or file sizes, or None.
 
-    Reads manifest and index, no tensor; see `verify_snapshot` for every byte.
+    Reads manifest and index, and no tensor; `verify_snapshot` checks every byte.
     """
     try:
         with Snapshot.open(storage, directory) as snapshot:
@@ -110,15 +110,15 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
 def plan_retention(
     storage: Storage, policy: ChoosesKept, *, now: datetime | None = None
 ) -> RetentionPlan:
-    """Decide what stays and what goes; touches nothing.
+    """Decide what stays and what goes; change nothing.
 
     Args:
         storage: The directory of checkpoints.
-        policy: Chooses among the newest sound step and the older ones.
-        now: The time that ages are counted from; by default this machine's.
+        policy: Policy that chooses among the newest sound step and older ones.
+        now: The present time, for ages; by default this machine's.
 
     Raises:
-        CorruptionError: A tag cannot be read: what it protects is unknown.
+        CorruptionError: A tag cannot be read, so that the step that it protects is unknown.
         StorageError: The directory cannot be listed.
 
     Cost: every manifest once, the index of the newest step or steps.
@@ -153,17 +153,17 @@ def plan_retention(
 
 
 def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
-    """Remove what a plan says, oldest first, checking each again before it is removed.
+    """Remove the checkpoints of a plan, oldest first, and check each again before.
 
-    A checkpoint that is being read, was saved again or tagged since, or has become a link is
-    spared; so is every one when the newest sound checkpoint is no longer as it was. One that cannot
-    be removed does not stop the others; nothing is raised: see `failed`.
+    A checkpoint is spared if it is being read, was saved again or tagged since the plan, or has
+    become a link. All are spared if the newest sound checkpoint has changed. A failed removal does
+    not stop the others and is not raised: see `failed` of the result.
 
     Args:
         storage: The directory of checkpoints.
-        plan: From `plan_retention`.
+        plan: The result of `plan_retention`.
 
-    Cost: per removal two small files, one rename, the deletions.
+    Cost: for each removal two small files, one rename, and the deletions.
     """
     result = RetentionResult()
     for removal in plan.remove:
@@ -186,7 +186,7 @@ def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
 
 
 def _not_committed(storage: Storage, committed: set[int]) -> dict[str, str]:
-    """Names of steps that are no checkpoints, and why: never touched, but reported."""
+    """Return names of steps that are not checkpoints, and why; they are only reported."""
     spared = {}
     for name in storage.list(""):
         step = parse_step_dir(name)
@@ -198,7 +198,7 @@ def _not_committed(storage: Storage, committed: set[int]) -> dict[str, str]:
 
 
 def _tags_of_steps(storage: Storage) -> dict[int, tuple[str, ...]]:
-    """The tags of each step that has any."""
+    """Return the tags of each step that has any."""
     tags: dict[int, tuple[str, ...]] = {}
     for name, step in list_tags(storage).items():
         tags[step] = (*tags.get(step, ()), name)
@@ -206,7 +206,7 @@ def _tags_of_steps(storage: Storage) -> dict[int, tuple[str, ...]]:
 
 
 def _newest_sound(storage: Storage, steps: list[int], spared: dict[str, str]) -> int | None:
-    """The newest step that proves sound; those newer than it are added to `spared`."""
+    """Return the newest step that proves sound; add the newer ones to `spared`."""
     for step in reversed(steps):
         problem = prove_sound(storage, step_dir(step))
         if problem is None:
@@ -216,12 +216,12 @@ def _newest_sound(storage: Storage, steps: list[int], spared: dict[str, str]) ->
 
 
 def _stamp(storage: Storage, directory: str) -> str:
-    """The digest of a manifest, which says that a checkpoint is still the same."""
+    """Return the digest of a manifest, by which a checkpoint is known to be the same."""
     return digest128(read_manifest(storage, directory)[0])
 
 
 def _read_step(storage: Storage, step: int, tags: tuple[str, ...]) -> tuple[Candidate, Removal]:
-    """A step whose manifest is good: what policies see of it, and its removal."""
+    """Read the manifest of a step; return its candidate for policies and its removal."""
     data, manifest = read_manifest(storage, step_dir(step))
     if manifest.step != step:
         raise CorruptionError(f"its manifest is of step {manifest.step}")
@@ -236,7 +236,7 @@ def _read_step(storage: Storage, step: int, tags: tuple[str, ...]) -> tuple[Cand
 
 
 def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | None:
-    """Remove one checkpoint, or say why it must not be removed."""
+    """Remove one checkpoint, or return why it must not be removed."""
     directory = removal.directory
     if plan.newest is None or removal.step >= plan.newest:
         return "not older than the newest sound checkpoint"
@@ -244,7 +244,7 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
         if readers:
             return f"being read by {', '.join(readers)}"
         if not storage.exists(directory):
-            return "gone already: another process removed it"
+            return "another process removed it"
         if not storage.is_dir(directory):
             return "a link or a file: not followed"
         if _stamp(storage, directory) != removal.stamp:
@@ -253,8 +253,9 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
         if tags:
             return f"tagged {', '.join(sorted(tags))} since the plan was made"
         if _stamp(storage, step_dir(plan.newest)) != plan.newest_stamp:
-            return f"step {plan.newest}, which would be restarted from, has changed meanwhile"
-        # Checked once more when it has lost its name: a version saved since must not be removed.
+            return f"step {plan.newest}, from which a run would restart, has changed since"
+        # Checked once more after it has lost its name: from here on no save can replace it, and a
+        # version saved between the check above and the renaming must not be removed.
         storage.remove_tree(
             directory, only_if=lambda aside: _stamp(storage, aside) == removal.stamp
         )

@@ -18,13 +18,14 @@ _STEP = re.compile(rb"([0-9]{1,18})\n", re.ASCII)
 def set_tag(storage: Storage, name: str, *, step: int) -> None:
     """Give a committed step a name; a tag of that name moves.
 
-    Durable when it returns; a reader sees the old or the new step, and a retention at the same
-    time either sees the tag or has removed the step before.
+    It is durable when this returns. A reader sees the old or the new step. A removal at the same
+    time either sees the tag, or has removed the step before.
 
     Raises:
-        ConfigError: No tag can have that name, or the step is not committed.
+        ConfigError: The name is not allowed, or the step is not committed.
     """
     path = _path(name)
+    # A lease like a reader's: a removal that started before is waited for, a later one sees it.
     with read_lease(storage, step_dir(step)):
         steps = list_steps(storage)
         if step not in steps:
@@ -37,7 +38,7 @@ def set_tag(storage: Storage, name: str, *, step: int) -> None:
 
 
 def remove_tag(storage: Storage, name: str) -> None:
-    """Remove a tag, not the checkpoint; ConfigError when there is none of that name."""
+    """Remove a tag, not the checkpoint; ConfigError if no tag has that name."""
     path = _path(name)
     if not storage.exists(path):
         known = ", ".join(list_tags(storage)) or "none"
@@ -47,10 +48,10 @@ def remove_tag(storage: Storage, name: str) -> None:
 
 
 def list_tags(storage: Storage) -> dict[str, int]:
-    """Every tag and its step, by name; a step may have several names, or be gone.
+    """Return every tag and its step, by name; a step may have several tags, or be gone.
 
     Raises:
-        CorruptionError: The file of a tag cannot be read: what it protects is unknown.
+        CorruptionError: A tag cannot be read, so that the step that it protects is unknown.
         StorageError: `tags` is a link or a file.
     """
     if not storage.exists(TAGS_DIR):
@@ -64,7 +65,7 @@ def list_tags(storage: Storage) -> dict[str, int]:
         match = _STEP.fullmatch(data)
         if match is None:
             raise CorruptionError(
-                f"{storage.describe(path)}: {data[:40]!r} is no step; set the tag again or "
+                f"{storage.describe(path)}: {data[:40]!r} is not a step; set the tag again or "
                 f"remove it"
             )
         tags[name] = int(match[1])
@@ -72,10 +73,10 @@ def list_tags(storage: Storage) -> dict[str, int]:
 
 
 def _path(name: str) -> str:
-    """The file of a tag; ConfigError for a name that no tag can have."""
+    """Return the file of a tag; ConfigError if the name is not allowed."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
-            f"tag {name!r} must be 1 to 100 of the characters 0-9 A-Z a-z _ . + - "
-            "and begin with a letter, a digit or _"
+            f"tag {name!r} must be 1 to 100 characters of 0-9 A-Z a-z _ . + - "
+            "and start with a letter, a digit or _"
         )
     return f"{TAGS_DIR}/{name}"

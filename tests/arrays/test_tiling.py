@@ -187,7 +187,7 @@ def test_no_tensors_and_no_rows() -> None:
 
 def test_a_row_of_a_tensor_that_is_not_there_is_refused() -> None:
     for owner in (-1, 1):
-        with pytest.raises(PlacementError, match="outside"):
+        with pytest.raises(PlacementError, match="beyond"):
             check_tilings(BoxTable.from_boxes([owner], [Box((0,), (1,))], num_dims=1), [(1,)])
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of each format version as it was written once: readable permanently, byte for byte.
+"""A checkpoint of each format version as it was written once, from version 1 on: read forever.
 
 `python -m tests.format.test_golden DIRECTORY` writes one again; that is only right before a release
 of a new format version, into its own directory.

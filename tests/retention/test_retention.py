@@ -143,7 +143,7 @@ def test_what_changed_since_the_plan_stays(tmp_path: Path) -> None:
     assert result.removed == [4]  # it had its tag when the plan was made
     assert result.spared == {
         1: "saved again since the plan was made",
-        2: "gone already: another process removed it",
+        2: "another process removed it",
         3: "tagged dear since the plan was made",
     }
 
@@ -159,7 +159,7 @@ def test_nothing_goes_once_the_newest_has_changed(tmp_path: Path) -> None:
     put(storage, 3, progress={"another": 1})
     result = apply_retention(storage, plan)
     assert result.removed == []
-    assert "has changed meanwhile" in result.spared[1]
+    assert "has changed since" in result.spared[1]
 
 
 def test_a_plan_that_would_remove_the_newest_is_not_carried_out(tmp_path: Path) -> None:

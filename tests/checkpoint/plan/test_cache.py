@@ -343,7 +343,7 @@ def test_a_rejected_plan_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         path.write_bytes(b"x")
         Checkpointer(tmp_path).save(4, state)
         assert (
-            "is not used: it cannot be read: compressed bytes that do not end" in caplog.messages[0]
+            "is not used: it cannot be read: compressed bytes are incomplete" in caplog.messages[0]
         )
 
 
