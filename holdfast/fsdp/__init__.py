@@ -1,6 +1,6 @@
 """Fully sharded models: torch's FSDP2 on the communicators of a layout, with its traps closed.
 
-In comes a model with declared units and experts; out comes a `ShardedModel`. `plan.py` gives each
+A model with declared units and experts comes in; a `ShardedModel` goes out. `plan.py` gives each
 parameter to the innermost unit around all of its places, so that a tied one is whole wherever it is
 used. `data_axes.py` makes the mesh of each kind: dense over `dp_cp`, experts over `expt_dp`.
 `agreement.py` compares structure and bytes of all parameters between ranks before anything changes,

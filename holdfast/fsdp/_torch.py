@@ -1,8 +1,8 @@
 """Every private name of torch's FSDP2 that this package needs, in one place.
 
-Why not `fully_shard` alone: it puts all parameters of a unit into one group, refuses two dtypes in
-it, keeps a tied parameter of two units apart, and takes no all-gather of one's own where a unit
-has several groups. Its pieces do all of that, so units are made of these.
+`fully_shard` alone is insufficient: it puts all parameters of a unit into one group, refuses two
+dtypes in it, does not join a parameter that is tied between units, and accepts no custom all-gather
+if a unit has several groups. Its pieces do all of that, so units are made of these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ except ImportError:  # an older torch, or a newer one that has moved them
 
 
 def check_version() -> None:
-    """ConfigError for a torch whose FSDP2 is not built of the pieces used here."""
+    """Raise ConfigError if this torch's FSDP2 does not have the pieces used here."""
     if not _IS_KNOWN:
         raise ConfigError(
             f"fully_shard_model needs FSDP2 as torch 2.13 has it; this is torch "
@@ -42,12 +42,12 @@ def check_version() -> None:
 
 
 def is_sharded_module(module: nn.Module) -> bool:
-    """Whether FSDP2 has this module as a unit already."""
+    """Return True if this module is already a unit of FSDP2."""
     return isinstance(module, FSDPModule)
 
 
 def mesh_info(mesh: DeviceMesh, *, shards: bool) -> Any:
-    """How parameters lie on a mesh: (replicas, shards), shards only, or replicas only."""
+    """Describe a mesh to FSDP2: (replicas, shards), only shards, or only replicas."""
     if not shards:
         return DDPMeshInfo(mesh, replicate_mesh_dim=0)
     if mesh.ndim == 2:
@@ -58,8 +58,8 @@ def mesh_info(mesh: DeviceMesh, *, shards: bool) -> Any:
 class GatherOn:
     """All-gathers on a second communicator of the same ranks, so that none waits for a reduction.
 
-    On the CPU it is launched and not waited for, whatever FSDP2 asks: there are no streams there,
-    so this is what lets it run concurrently with the computation. FSDP2 waits before it reads.
+    On the CPU it is always asynchronous, whatever FSDP2 requests: without streams, only that makes
+    it run concurrently with the computation. FSDP2 waits before it reads.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, is_on_host: bool) -> None:
@@ -69,7 +69,7 @@ class GatherOn:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for what is gathered."""
+        """Return memory for the gathered tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -79,7 +79,7 @@ class GatherOn:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Launch it; `group` is the main communicator, which is left alone."""
+        """Launch it; `group` is the main communicator, which is not used."""
         del group
         work: dist.Work | None = dist.all_gather_single(
             output_tensor, input_tensor, group=self._group, async_op=async_op or self._is_on_host
@@ -129,9 +129,9 @@ def add_parameters(
 def set_reduction(group: Any, *, divisor: int) -> None:
     """Divide the sum of gradients by `divisor`, and reduce also what a rank did not use.
 
-    Where each rank holds all of a parameter FSDP2 divides by a factor once, twice or three times,
-    which depends on the dtype and on whether sums are asked for (`foreach_reduce`). So it is given
-    the factor 1 there, and a hook behind the reduction divides.
+    If each rank holds all of a parameter, FSDP2 divides by a factor once, twice or three times,
+    depending on the dtype and on `force_sum_reduction_for_comms` (`foreach_reduce`). So it is given
+    the factor 1 then, and a hook after the reduction divides.
     """
     is_cut = num_shards(group) > 1
     group.gradient_divide_factor = float(divisor) if is_cut else 1.0
@@ -156,7 +156,7 @@ class Divide:
 
 
 def reduction_of(group: Any) -> tuple[object, ...]:
-    """What `set_reduction` has set."""
+    """Return what `set_reduction` has set."""
     return (
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
@@ -171,41 +171,41 @@ def set_gather(group: Any, gather: GatherOn) -> None:
 
 
 def gather_of(group: Any) -> object:
-    """What gathers the parameters of a group."""
+    """Return what gathers the parameters of a group."""
     return group._all_gather_comm
 
 
 def num_shards(group: Any) -> int:
-    """Into how many shards the parameters of a group are cut."""
+    """Return the number of shards that the parameters of a group are cut into."""
     return group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
 
 
 def param_groups(unit: nn.Module) -> list[Any]:
-    """The groups of parameters of a unit."""
+    """Return the groups of parameters of a unit."""
     groups: list[Any] = _state(unit)._fsdp_param_groups
     return groups
 
 
 def sharded_parameters(group: Any) -> list[nn.Parameter]:
-    """The parameters of a group as the optimizer sees them."""
+    """Return the parameters of a group as the optimizer sees them."""
     return [each.sharded_param for each in group.fsdp_params]
 
 
 def whole_parameters(group: Any) -> Iterator[tuple[Any, nn.Parameter]]:
-    """(parameter of FSDP2, whole tensor) of a group; the latter is made once, at the first use."""
+    """Yield (parameter of FSDP2, whole tensor); the latter is made once, at the first use."""
     for each in group.fsdp_params:
         if hasattr(each, "_unsharded_param"):
             yield each, each._unsharded_param
 
 
 def is_whole(group: Any) -> bool:
-    """Whether the whole parameters of a group are kept at this moment."""
+    """Return True if the whole parameters of a group are kept at this moment."""
     whole: bool = group.is_unsharded
     return whole
 
 
 def versions(group: Any) -> list[tuple[int, int]]:
-    """Counts of the writes to each shard of a group: through the DTensor, and to its elements."""
+    """Count the writes to each shard of a group: through the DTensor, and to its elements."""
     return [
         (each.sharded_param._version, each._sharded_local_tensor._version)
         for each in group.fsdp_params
@@ -213,7 +213,7 @@ def versions(group: Any) -> list[tuple[int, int]]:
 
 
 def set_microbatch(root: nn.Module, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
-    """What the next backward does; for all units below `root`."""
+    """Choose what the next backward does, for all units below `root`."""
     unit: Any = root
     unit.set_requires_gradient_sync(reduces)
     unit.set_requires_all_reduce(reduces and reduces_outer)
@@ -221,7 +221,7 @@ def set_microbatch(root: nn.Module, *, reduces: bool, reduces_outer: bool, resha
 
 
 def is_idle(group: Any) -> bool:
-    """Whether a group is neither in a forward nor in a backward."""
+    """Return True if a group is neither in a forward nor in a backward."""
     name: str = group._training_state.name
     return name == "IDLE"
 
@@ -232,7 +232,7 @@ def _state(unit: nn.Module) -> Any:
 
 
 def set_prefetch(unit: nn.Module, *, ahead: list[nn.Module], behind: list[nn.Module]) -> None:
-    """Which units are gathered while this one computes; `behind` empty: as FSDP2 chooses."""
+    """Choose the units to gather while this one computes; FSDP2 chooses if `behind` is empty."""
     module: Any = unit
     module.set_modules_to_forward_prefetch(ahead)
     module.set_modules_to_backward_prefetch(behind)

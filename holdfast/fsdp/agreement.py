@@ -1,7 +1,7 @@
-"""What the ranks compare before a model is sharded: structure, and the bytes of parameters.
+"""Comparison of ranks before a model is sharded: structure, and the bytes of parameters.
 
-Shards are cut by position from what each rank holds. Ranks with other values (another seed, an
-expert that nobody declared) would make one tensor of pieces of several, and never notice.
+Shards are cut by position from what each rank holds. If ranks had other values (another seed, an
+undeclared expert), one tensor would silently consist of pieces of several.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from holdfast.state.elements import tensor_digest
 
 _PHASE = "fully_shard_model"
 _OVER = {"plain": "tp-cp-dp", "dense": "dp_cp", "experts": "expt_dp"}
-"""Ranks that must hold the same: by section of the description."""
+"""Groups of ranks that must hold the same, by section of the description."""
 _MAX_NAMED = 3
 
 Section = dict[str, list[object]]
 Description = dict[str, Section]
-"""Section -> name of a parameter -> what is compared of it."""
+"""Section -> name of a parameter -> its properties to compare."""
 
 
 def check_declarations(plan: UnitPlan, groups: ProcessGroups) -> None:
-    """ConfigError for a parameter whose own declaration does not fit its kind.
+    """Raise ConfigError for a parameter whose placement does not fit its kind.
 
-    A dense parameter that is cut over ranks of its data axis is one that other ranks hold another
-    part of: an expert that was not declared.
+    If a dense parameter is cut over ranks of its data axis, other ranks hold other parts of it, so
+    it is an undeclared expert.
     """
     layout = groups.layout
     for each in plan.parameters:
@@ -57,7 +57,7 @@ def check_declarations(plan: UnitPlan, groups: ProcessGroups) -> None:
             if placement.is_replicate() or (placement.is_shard() and is_apart):
                 continue
             hint = (
-                "an expert belongs into experts=[...]"
+                "an expert belongs in experts=[...]"
                 if each.kind == "dense"
                 else "it is declared as an expert, but is split as dense parameters are"
             )
@@ -69,15 +69,15 @@ def check_declarations(plan: UnitPlan, groups: ProcessGroups) -> None:
 
 
 def compare_ranks(plan: UnitPlan, groups: ProcessGroups, *, settings: str) -> None:
-    """ConfigError on all ranks unless those that share shards have the same model and values.
+    """Raise ConfigError on all ranks unless those that share shards have the same model and values.
 
     Args:
         plan: of this rank.
         groups: all ranks of the layout take part.
-        settings: what every rank must have passed alike.
+        settings: the arguments, as text; equal on all ranks.
 
     Cost: one hash of this rank's parameters; one all-gather of some hundred bytes over the layout,
-    and where something differs another one of all names.
+    and another one of all names if something differs.
     """
     described = _describe(plan, groups)
     control = groups.control
@@ -95,7 +95,7 @@ def compare_ranks(plan: UnitPlan, groups: ProcessGroups, *, settings: str) -> No
         if other != answers[0][0]:
             raise ConfigError(
                 f"fully_shard_model: rank {rank} was called with {other}, rank "
-                f"{control.ranks[0]} with {answers[0][0]}; call it alike on all ranks"
+                f"{control.ranks[0]} with {answers[0][0]}; call it with the same arguments on all ranks"
             )
     differs = any(
         by_rank[rank][1][section] != by_rank[members[0]][1][section]
@@ -107,7 +107,7 @@ def compare_ranks(plan: UnitPlan, groups: ProcessGroups, *, settings: str) -> No
 
 
 def _compare_names(described: Description, groups: ProcessGroups) -> None:
-    """The second exchange: ConfigError with the names of what differs."""
+    """Exchange all names, and raise ConfigError with those of parameters that differ."""
     control = groups.control
     payloads = control.all_gather(_json(described), phase=f"{_PHASE}: names")
     by_rank: dict[int, Description] = {
@@ -126,7 +126,7 @@ def _compare_names(described: Description, groups: ProcessGroups) -> None:
 
 
 def _differences(first: Section, other: Section, *, ranks: tuple[int, int]) -> list[str]:
-    """What two ranks have that should be the same, in words."""
+    """Describe what two ranks have that should be the same."""
     problems = []
     for name in first.keys() | other.keys():
         mine, theirs = first.get(name), other.get(name)
@@ -135,7 +135,7 @@ def _differences(first: Section, other: Section, *, ranks: tuple[int, int]) -> l
         if mine is None or theirs is None:
             has, lacks = ranks if theirs is None else ranks[::-1]
             problems.append(
-                f"parameter '{name}' is on rank {has} and not on rank {lacks}, though they share "
+                f"parameter '{name}' is on rank {has} but not on rank {lacks}, though they share "
                 f"shards; if it is an expert, pass it in experts=[...]"
             )
         elif mine[:-1] != theirs[:-1]:
@@ -146,15 +146,15 @@ def _differences(first: Section, other: Section, *, ranks: tuple[int, int]) -> l
         else:
             problems.append(
                 f"parameter '{name}' has other values on rank {ranks[1]} than on rank {ranks[0]}, "
-                f"though they would hold shards of one tensor; an expert that ranks hold "
-                f"different ones of belongs into experts=[...], anything else has to be "
-                f"initialised alike (one seed, or a broadcast)"
+                f"though they would hold shards of one tensor. Experts, which differ "
+                f"between ranks, belong in experts=[...]; all other parameters must have the "
+                f"same initial values (one seed, or a broadcast)"
             )
     return sorted(problems)
 
 
 def _same_experts(by_rank: Mapping[int, Description], groups: ProcessGroups) -> list[str]:
-    """Plain experts that several expt_dp groups have under one name, as if they were one."""
+    """Describe plain experts that several expt_dp groups have under one name."""
     layout = groups.layout
     if layout.ep == 1 or not layout.has_expert_view:
         return []
@@ -175,7 +175,7 @@ def _same_experts(by_rank: Mapping[int, Description], groups: ProcessGroups) -> 
 
 
 def _describe(plan: UnitPlan, groups: ProcessGroups) -> Description:
-    """This rank's parameters by section; the last entry of each is the digest of its bytes."""
+    """Return this rank's parameters by section; the last entry is the digest of the bytes."""
     described: Description = {"plain": {}, "dense": {}, "experts": {}}
     for each in plan.parameters:
         is_plain = each.kind == "dense" and not isinstance(each.parameter, DTensor)
@@ -184,7 +184,7 @@ def _describe(plan: UnitPlan, groups: ProcessGroups) -> Description:
 
 
 def _entry(each: PlannedParameter, plan: UnitPlan, groups: ProcessGroups) -> list[object]:
-    """What ranks compare of one parameter."""
+    """Return the properties of one parameter that ranks compare."""
     parameter = each.parameter
     placement = None
     if isinstance(parameter, DTensor):
@@ -200,7 +200,7 @@ def _entry(each: PlannedParameter, plan: UnitPlan, groups: ProcessGroups) -> lis
 
 
 def _peers(groups: ProcessGroups) -> Iterable[tuple[str, Sequence[int]]]:
-    """(section, ranks) that must be the same: of all ranks, so that all raise the same."""
+    """Yield (section, ranks that must have the same), for all ranks, so that all raise the same."""
     for section, over in _OVER.items():
         if section != "experts" or groups.layout.has_expert_view:
             for members in groups.layout.groups(over):

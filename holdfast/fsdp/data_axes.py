@@ -20,38 +20,37 @@ from holdfast.optim.shard_groups import gather_group
 from holdfast.parallel import ProcessGroups
 
 WHOLE = {"dense": "dp_cp", "experts": "expt_dp"}
-"""The data axis of each kind."""
+"""Data axis of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAxis:
-    """Where the parameters of one kind are sharded, gathered and reduced."""
+    """The mesh and communicators on which parameters of one kind are sharded and reduced."""
 
     kind: Kind
     names: tuple[str, ...]
-    """Groups of the mesh: the one to shard over; with replicas, before it the one between slices.
-    """
+    """Groups of the mesh: the one to shard over; with replicas, the one between slices first."""
     root: DeviceMesh
-    """The mesh with the data axis and all axes that parameters are split over."""
+    """Mesh with the data axis and all axes that parameters are split over."""
     mesh: DeviceMesh
-    """The data axis alone."""
+    """Data axis alone."""
     info: Any
     """FSDP2's description of the mesh."""
     gather: _torch.GatherOn | None
-    """Gathers on a communicator of its own; None: on the one that reduces."""
+    """Gathers on its own communicator; None gathers on the one that reduces."""
     divisor: int
-    """Of the sum of gradients: the number of ranks whose losses are averaged, dp * cp."""
+    """Number of ranks whose losses are averaged, dp * cp: divides the sum of gradients."""
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """Device of its parameters."""
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
 
 def names_of(kind: Kind, groups: ProcessGroups, *, shards: bool) -> tuple[str, ...]:
-    """The groups that the mesh of a kind consists of."""
+    """Return the names of the groups that make the mesh of a kind."""
     whole = WHOLE[kind]
     if shards and groups.layout.replicas > 1:
         return (f"{whole}_inter", f"{whole}_intra")
@@ -59,7 +58,7 @@ def names_of(kind: Kind, groups: ProcessGroups, *, shards: bool) -> tuple[str, .
 
 
 def is_overlap_requested(kinds: Sequence[Kind], groups: ProcessGroups, *, shards: bool) -> bool:
-    """Whether any of the axes has a communicator for gathering; then every one has to have it."""
+    """Return True if any axis has a communicator for gathering; then every one must have it."""
     return shards and any(
         groups.has(f"{names_of(kind, groups, shards=shards)[-1]}_ag") for kind in kinds
     )
@@ -73,7 +72,7 @@ def make_axis(
     shards: bool,
     overlaps: bool,
 ) -> DataAxis:
-    """The data axis of one kind; every group is checked before the first collective on it.
+    """Make the data axis of one kind; check every group before the first collective on it.
 
     Raises:
         ConfigError: Naming a parameter whose mesh cannot be joined with the data axis.
@@ -85,7 +84,6 @@ def make_axis(
     gather = None
     if overlaps and groups.size(names[-1]) > 1:
         group = gather_group(groups, over=names[-1], name=f"{names[-1]}_ag")
-        _check_members(group, groups.group(names[-1]), name=f"{names[-1]}_ag")
         is_on_host = groups.mesh(names[-1]).device_type == "cpu"
         gather = _torch.GatherOn(group, is_on_host=is_on_host)
     root = _mesh(kind, planned, names=names, groups=groups)
@@ -104,16 +102,6 @@ def make_axis(
     )
 
 
-def _check_members(gather: dist.ProcessGroup, main: dist.ProcessGroup, *, name: str) -> None:
-    """GroupError unless both communicators, as torch has them, are of equal ordered ranks."""
-    members, expected = (dist.get_process_group_ranks(each) for each in (gather, main))
-    if members != expected:
-        raise GroupError(
-            f"Communicator {name!r} has ranks {members}, the main one {expected}: shards are cut "
-            f"by position, so both must be the same in order."
-        )
-
-
 def _mesh(
     kind: Kind,
     planned: Sequence[PlannedParameter],
@@ -121,10 +109,10 @@ def _mesh(
     names: tuple[str, ...],
     groups: ProcessGroups,
 ) -> DeviceMesh:
-    """The mesh of the data axis and of every axis that a parameter is split over besides.
+    """Make the mesh of the data axis and of every other axis that a parameter is split over.
 
-    torch joins slices of one mesh only, and its caches may give a DTensor on an equal slice of
-    another one. So parameters are put on slices of a mesh made here, after these were found equal.
+    torch joins only slices of one mesh, and its caches may give a DTensor on an equal slice of
+    another one. So parameters are put on slices of a mesh made here, which are first compared.
     """
     declared = [each for each in planned if isinstance(each.parameter, DTensor)]
     others: dict[str, None] = {}
@@ -138,7 +126,7 @@ def _mesh(
         listed = ", ".join(f"'{each.name}'" for each in declared[:3])
         raise ConfigError(
             f"fully_shard_model: parameters {listed} are on meshes with the dims "
-            f"{', '.join(others)}, which make no mesh with {', '.join(names)}: {error}"
+            f"{', '.join(others)}, which cannot form a mesh with {', '.join(names)}: {error}"
         ) from error
     for each in declared:
         dims = _model_dims(each, kind)
@@ -146,8 +134,8 @@ def _mesh(
         if dims and _slice(own, dims) != _slice(mesh, dims):
             example = ", ".join(repr(name) for name in (*names, *others))
             raise ConfigError(
-                f"fully_shard_model: parameter '{each.name}' is on {own}, which is no slice of a "
-                f"mesh with the data axis on the communicators of these groups. Make "
+                f"fully_shard_model: parameter '{each.name}' is on {own}, which is not a slice of "
+                f"a mesh with the data axis on the communicators of these groups. Make "
                 f"mesh = groups.mesh({example}) and put {kind} parameters on "
                 f"mesh[{', '.join(repr(dim) for dim in dims)}]"
             )
@@ -155,7 +143,7 @@ def _mesh(
 
 
 def _model_dims(each: PlannedParameter, kind: Kind) -> tuple[str, ...]:
-    """The dims of a parameter's mesh that are not of its data axis."""
+    """Return the dims of a parameter's mesh that are not of its data axis."""
     mesh = cast("DTensor", each.parameter).device_mesh
     if mesh.mesh_dim_names is None:
         raise ConfigError(
@@ -166,18 +154,18 @@ def _model_dims(each: PlannedParameter, kind: Kind) -> tuple[str, ...]:
 
 
 def _slice(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Some dims of a mesh; itself if these are all."""
+    """Return some dims of a mesh; the mesh itself if these are all."""
     if names == mesh.mesh_dim_names:
         return mesh
     return mesh[names[0] if len(names) == 1 else names]
 
 
 def _check_mesh(mesh: DeviceMesh, names: tuple[str, ...], groups: ProcessGroups) -> None:
-    """GroupError unless each dim of a mesh is on the communicator of the groups."""
+    """Raise GroupError unless each dim of a mesh is on the communicator of the groups."""
     for dim, name in enumerate(names):
         ranks = dist.get_process_group_ranks(mesh.get_group(dim))
         is_own = not groups.has(name) or mesh.get_group(dim) is groups.group(name)
-        # A mesh made by the groups is right; this is against a torch that makes groups of its own.
+        # Some versions of torch make their own groups for a mesh.
         if not is_own or tuple(ranks) != groups.ranks(name):
             raise GroupError(
                 f"Dim {name!r} of the mesh of the parameters is on a communicator of ranks "
@@ -188,10 +176,10 @@ def _check_mesh(mesh: DeviceMesh, names: tuple[str, ...], groups: ProcessGroups)
 
 @torch.no_grad()
 def put_on_mesh(each: PlannedParameter, axis: DataAxis) -> PlannedParameter:
-    """A parameter that is a DTensor, on the mesh of its axis and without the data dims.
+    """Return a DTensor parameter on the mesh of its axis, without the data dims.
 
-    FSDP2 adds these itself, where a parameter is declared as replicated over them. The new
-    parameter takes the old one's places.
+    FSDP2 adds these itself to a parameter that is replicated over them. The new parameter takes the
+    old one's places in the model.
     """
     parameter = each.parameter
     if not isinstance(parameter, DTensor):

@@ -13,11 +13,11 @@ from holdfast.fsdp import _torch
 
 
 class UnitGuard:
-    """Watches one unit: its whole weights are those of its shards, its reduction is as set up.
+    """Watches one unit: whole weights must be those of its shards, the reduction as set up.
 
-    FSDP2 keeps whole weights where it is not to free them (`set_reshard_after_backward(False)`, a
-    root after a forward without backward). A step, a load or any other write then changes the
-    shards alone, and the next forward computes with the old weights; the loss never changes.
+    FSDP2 keeps whole weights after `set_reshard_after_backward(False)`, and those of a root after a
+    forward without backward. A step, a load or any other write then changes only the shards, and
+    the next forward computes with the old weights; the loss never changes.
 
     Cost: some microseconds a forward and parameter.
     """
@@ -35,7 +35,7 @@ class UnitGuard:
         unit.register_forward_pre_hook(self._after_gather)
 
     def check_settings(self) -> None:
-        """ConfigError if the reduction of this unit is not what the layout says it has to be."""
+        """Raise ConfigError if the reduction of this unit is not what the layout says."""
         reductions = [_torch.reduction_of(group) for group in self.groups]
         if reductions != self._reductions:
             raise ConfigError(
@@ -57,7 +57,7 @@ class UnitGuard:
             )
 
     def check_weights(self) -> None:
-        """ConfigError if shards were written while whole weights of them were kept."""
+        """Raise ConfigError if shards were written while whole weights of them were kept."""
         for group, versions in zip(self.groups, self._versions, strict=True):
             if _torch.is_whole(group) and versions and _torch.versions(group) != versions:
                 raise ConfigError(
@@ -69,21 +69,21 @@ class UnitGuard:
                 )
 
     def used(self) -> set[nn.Parameter]:
-        """Parameters, as the optimizer sees them, that a backward here has given a gradient."""
+        """Return the parameters, as the optimizer sees them, that got a gradient in this unit."""
         return {member.sharded_param for member in self._used}
 
     def forget_used(self) -> None:
-        """Begin again to note them."""
+        """Forget which parameters got a gradient."""
         self._used.clear()
 
     def reshard(self) -> None:
-        """Free whole weights, if there are any: what comes next sees the shards."""
+        """Free whole weights, if there are any, so that what comes next reads the shards."""
         for group in self.groups:
             if _torch.is_idle(group):
                 group.reshard()
 
     def _before_gather(self, module: nn.Module, args: Any) -> None:
-        """The first use in a forward: whole weights there are must be those of the shards."""
+        """Check whole weights before their first use in a forward."""
         del module, args
         self.check_weights()
         for number, group in enumerate(self.groups):
@@ -91,7 +91,7 @@ class UnitGuard:
                 self._versions[number] = _torch.versions(group)
 
     def _after_gather(self, module: nn.Module, args: Any) -> None:
-        """Note which parameters get a gradient; FSDP2 makes the whole ones at their first use."""
+        """Note which parameters get a gradient; FSDP2 creates the whole one at its first use."""
         del module, args
         for group in self.groups:
             for member, whole in _torch.whole_parameters(group):

@@ -41,12 +41,12 @@ def fully_shard_model(
 
     Dense parameters lie over `dp_cp`, experts over `expt_dp`; with replicas in the layout over
     `dp_cp_intra` and `expt_dp_intra`, and gradients are also summed over `dp_cp_inter` and
-    `expt_dp_inter`. Parameters are gathered on the `_ag` clone of the same group where the groups
-    hold it (they do by default), concurrently with reductions; there is no other switch for that.
+    `expt_dp_inter`. Parameters are gathered on the `_ag` clone of the same group if the groups
+    have it (they do by default), concurrently with reductions; there is no other switch for that.
     Gradients are averaged over dp * cp, those of experts too. For an example see `ShardedModel`.
 
-    What ranks share shards of is compared first, values included: a model that ranks have
-    initialised otherwise, or an expert that was not declared, is refused by name.
+    Ranks that share shards first compare names, shapes and values: a model that a rank initialised
+    differently, or an expert that was not declared, is refused by name.
 
     Args:
         model: changed in place; its parameters become DTensors, so optimizers are built afterwards.
@@ -56,14 +56,14 @@ def fully_shard_model(
         groups: the communicators; each data axis of several ranks is needed.
         experts: modules and parameters of experts, also under other names; () for none.
         units: modules of the model whose parameters are gathered and freed together, such as its
-            layers; each runs on all ranks of the data axis or on none, and has to be called for
-            its parameters to be used. The model itself is always one, for what is left.
-        strategy: what is sharded.
-        outer_reduction: with replicas: when gradients are summed between slices.
+            layers. Each runs on all ranks of the data axis or on none, and must be called for its
+            parameters to be used. The model itself is always a unit, for all other parameters.
+        strategy: the tensors to shard, see `Strategy`.
+        outer_reduction: with replicas, when to sum gradients between slices.
         precision: dtypes of computation and reduction; shards keep the parameters' own.
-        num_prefetched: how many units are gathered ahead, in the order of the module tree in
-            forward, and against it in backward. 0: none in forward, and in backward the unit that
-            ran before.
+        num_prefetched: number of units to gather ahead, in the order of the module tree in forward,
+            and against it in backward. 0 gathers none ahead in forward, and in backward the unit
+            that ran before.
 
     Raises:
         ConfigError: On all ranks: a parameter cannot be sharded, a declaration does not fit, or
@@ -149,7 +149,7 @@ def _shard(
 def _make_units(
     plan: UnitPlan, axes: dict[Kind, DataAxis], *, precision: MixedPrecisionPolicy, regathers: bool
 ) -> list[UnitGuard]:
-    """Make every unit, innermost first, and put its parameters into it."""
+    """Make every unit, innermost first, and give it its parameters."""
     guards = []
     root = next(iter(plan.units))
     if not axes:
@@ -180,7 +180,7 @@ def _set_prefetch(units: list[nn.Module], num_prefetched: int) -> None:
     """Gather the next units while one computes.
 
     FSDP2's own choice in backward, the unit before in the order in which they ran, leaves out all
-    but one of the groups of that unit where this one has a single group.
+    but one of the groups of that unit if this one has a single group.
     """
     if not num_prefetched or len(units) < 2:
         return
@@ -195,7 +195,7 @@ def _set_prefetch(units: list[nn.Module], num_prefetched: int) -> None:
 
 
 def _check_devices(plan: UnitPlan, axes: dict[Kind, DataAxis]) -> None:
-    """ConfigError for a parameter that is neither where it is used nor on the meta device."""
+    """Raise ConfigError unless parameters are on the communicators' or on the meta device."""
     for each in plan.parameters:
         actual, expected = each.parameter.device, axes[each.kind].device
         if actual != expected and actual.type != "meta":

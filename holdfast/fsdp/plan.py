@@ -1,4 +1,4 @@
-"""Which parameter is gathered by which unit, and along which data axis; nothing is changed here."""
+"""The unit that gathers each parameter, and its kind; planning changes nothing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Chain = tuple[nn.Module, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedParameter:
-    """One parameter: who gathers it, with which others, and where it is registered."""
+    """One parameter, the unit that gathers it, and the places where it is registered."""
 
     name: str
     parameter: nn.Parameter
     kind: Kind
     unit: nn.Module
     places: tuple[tuple[nn.Module, str], ...]
-    """Every (module, attribute) that has it; several where it is tied."""
+    """Every (module, attribute) that has it; several if it is tied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class UnitPlan:
     parameters: tuple[PlannedParameter, ...]
 
     def of(self, unit: nn.Module) -> dict[tuple[Kind, torch.dtype], list[PlannedParameter]]:
-        """The parameters that a unit gathers, in one collective for each kind and dtype."""
+        """Return the parameters that a unit gathers, by kind and dtype; one collective for each."""
         result: dict[tuple[Kind, torch.dtype], list[PlannedParameter]] = {}
         for each in self.parameters:
             if each.unit is unit:
@@ -55,7 +55,7 @@ def plan_units(
     units: Iterable[nn.Module],
     experts: Iterable[nn.Module | nn.Parameter],
 ) -> UnitPlan:
-    """Read what the caller declared.
+    """Plan which unit gathers each parameter, from the caller's declarations.
 
     A parameter belongs to the innermost unit around it. One that is tied between units belongs to
     the innermost unit around all of its places, so that it is whole whenever one of them is used.
@@ -100,7 +100,7 @@ def _read_experts(
     *,
     names: dict[nn.Parameter, str],
 ) -> set[nn.Parameter]:
-    """The declared parameters, those of declared modules included."""
+    """Return the declared parameters, including those of declared modules."""
     inside = set(model.modules())
     chosen: set[nn.Parameter] = set()
     for each in experts:
@@ -115,14 +115,14 @@ def _read_experts(
                 else f"{type(each).__name__} {each if isinstance(each, str) else ''}".strip()
             )
             raise ConfigError(
-                f"fully_shard_model: experts= has {what}, which is no module or parameter of the "
-                f"model; pass the modules or parameters themselves, not names"
+                f"fully_shard_model: experts= has {what}, which is not a module or a parameter of "
+                f"the model; pass the modules or parameters themselves, not names"
             )
     return chosen
 
 
 def _read_units(model: nn.Module, units: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Units in the order of the module tree, outermost first, with their names."""
+    """Return units in the order of the module tree, outermost first, with their names."""
     declared = set(units)
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
@@ -135,10 +135,11 @@ def _read_units(model: nn.Module, units: Iterable[nn.Module]) -> dict[nn.Module,
             names[module] = name
     for unit in declared - set(names):
         raise ConfigError(
-            f"fully_shard_model: units= has a {type(unit).__name__} that is no module of the model"
+            f"fully_shard_model: units= has a {type(unit).__name__} that is not a module of the "
+            f"model"
         )
     for unit, name in names.items():
-        # A compiled module has its forward as an attribute of its own.
+        # A compiled module has its forward as an attribute.
         if type(unit).forward is nn.Module.forward and "forward" not in vars(unit):
             raise ConfigError(
                 f"fully_shard_model: unit '{name}' is a {type(unit).__name__} without a forward, "
@@ -150,7 +151,7 @@ def _read_units(model: nn.Module, units: Iterable[nn.Module]) -> dict[nn.Module,
 def _places(
     module: nn.Module, units: frozenset[nn.Module], chain: Chain
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter, Chain]]:
-    """Every place of every parameter, with the units around it; shared modules come again."""
+    """Yield every place of every parameter, with the units around it; a shared module repeats."""
     if module in units:
         chain = (*chain, module)
     for attribute, parameter in parameter_table(module).items():
@@ -162,7 +163,7 @@ def _places(
 
 
 def _innermost(chains: list[Chain]) -> nn.Module:
-    """The innermost unit around all places."""
+    """Return the innermost unit around all places: the last one common to all chains."""
     first = chains[0]
     if all(chain[-1] is first[-1] for chain in chains):
         return first[-1]
@@ -176,7 +177,7 @@ def _innermost(chains: list[Chain]) -> nn.Module:
 
 
 def _check_parameter(each: PlannedParameter) -> None:
-    """ConfigError for a parameter that FSDP2 refuses later, or without its name."""
+    """Raise ConfigError for a parameter that FSDP2 would refuse later, without its name."""
     parameter = each.parameter
     where = f"fully_shard_model: parameter '{each.name}'"
     if parameter.ndim == 0:

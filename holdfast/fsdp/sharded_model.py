@@ -26,21 +26,21 @@ from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-"""What is sharded: nothing, and what ZeRO 1 to 3 shard (Rajbhandari et al. 2020)."""
+"""Nothing is sharded, or what ZeRO 1, 2 or 3 shards (Rajbhandari et al. 2020)."""
 OuterReduction = Literal["microbatch", "step"]
-"""With replicas, when gradients are summed between slices: after each microbatch, or the last."""
+"""With replicas, gradients are summed between slices after each microbatch, or after the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySchedule:
-    """When a strategy gathers parameters and reduces gradients."""
+    """The times at which a strategy gathers parameters and reduces gradients."""
 
     shards: bool
-    """Whether parameters lie in shards between steps, and with them gradients and state."""
+    """True if parameters, gradients and state are in shards between steps."""
     regathers: bool
-    """Whether whole parameters are freed after each use; otherwise they stay until the step."""
+    """True if whole parameters are freed after each use; otherwise they stay until the step."""
     reduces_each_microbatch: bool
-    """Whether gradients are reduced after every microbatch; otherwise whole ones add up."""
+    """True if gradients are reduced after every microbatch; otherwise whole ones add up."""
 
 
 SCHEDULES: Mapping[Strategy, StrategySchedule] = MappingProxyType(
@@ -59,7 +59,7 @@ whole to its end; between steps they are in shards, as gradients and state are.
 
 
 class ShardedModel:
-    """A model that `fully_shard_model` has sharded: what microbatches and steps go through.
+    """A model that `fully_shard_model` has sharded, with its microbatches and steps.
 
         sharded = fully_shard_model(model, groups, experts=(), units=model.layers)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -68,10 +68,10 @@ class ShardedModel:
                 loss(model(batch)).backward()
         outcome = sharded.step(optimizer, max_norm=1.0)
 
-    Checkpoints need nothing of it: save the model and `OptimizerState(optimizer, model)`. Names of
+    Checkpoints do not need it: save the model and `OptimizerState(optimizer, model)`. Names of
     parameters are those of the bare model.
 
-    Not for callers to build. `groups` are the communicators, `model` the model itself.
+    Callers do not build it. `groups` are the communicators, `model` is the model itself.
     """
 
     def __init__(
@@ -92,21 +92,21 @@ class ShardedModel:
         self._outer_reduction = outer_reduction
         self._is_pending = False
         self._stepper: ShardedModelStepper | None = None
-        """Of the optimizer of the last `step`."""
+        """Stepper with the optimizer of the last `step`."""
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward of one microbatch; every rank enters the same contexts.
+        """Enter around forward and backward of one microbatch; every rank enters the same contexts.
 
         Without it every backward reduces, between slices too, and frees whole parameters.
 
         Args:
-            is_last: whether a step follows. Before it, gradients are kept as the strategy says.
+            is_last: True if a step follows. Otherwise gradients are kept as the strategy says.
 
         Raises:
             ConfigError: The reduction of a unit was changed since the model was sharded.
 
-        Cost: the collectives of a backward; a reduction only where the strategy says so.
+        Cost: the collectives of a backward; a reduction only if the strategy says so.
         """
         for guard in self._guards:
             guard.check_settings()
@@ -139,11 +139,11 @@ class ShardedModel:
         anywhere. A parameter that no rank used keeps its value and its state, as in one process.
 
         Args:
-            optimizer: of the sharded model's parameters, whatever torch optimizer.
+            optimizer: any torch optimizer of the sharded model's parameters.
             max_norm: gradients are scaled down to this 2-norm; 0 or infinity for no limit.
-            scaler: has scaled the loss; it learns whether gradients were finite.
-            count_zeros: whether to count the elements of the gradient that are exactly zero.
-            is_finite: whether this rank's loss is finite.
+            scaler: the one that scaled the loss; it is updated by the decision of all ranks.
+            count_zeros: count the elements of the gradient that are exactly zero.
+            is_finite: True if this rank's loss is finite.
 
         Raises:
             ConfigError: On all ranks, before anything is updated: the optimizer has parameters that
@@ -163,7 +163,7 @@ class ShardedModel:
         )
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> ShardedModelStepper:
-        """What steps this model together with other modules, in a `MultiModuleOptimizer`.
+        """Return the stepper of this model, to be an entry of a `MultiModuleOptimizer`.
 
         Args:
             optimizer: of the sharded model's parameters, as for `step`.
@@ -175,7 +175,7 @@ class ShardedModel:
         return ShardedModelStepper(self, optimizer)
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, those of microbatches that are not reduced included."""
+        """Forget all gradients, including those of microbatches that are not reduced."""
         self._is_pending = False
         for guard in self._guards:
             guard.forget_used()
@@ -183,7 +183,7 @@ class ShardedModel:
                 _torch.drop_gradients(group)
 
     def reshard(self) -> None:
-        """Free whole parameters that are kept; what is written to shards then counts."""
+        """Free whole parameters that are kept, so that later writes to shards count."""
         for guard in self._guards:
             guard.check_weights()
             guard.reshard()
@@ -192,8 +192,8 @@ class ShardedModel:
     def materialize(self) -> None:
         """Allocate the shards of a model that was built on the meta device; no whole tensor.
 
-        They are filled with NaN (integers: zeros), so that what no load fills is seen at once. Load
-        a checkpoint next. Buffers that are stored are allocated alike.
+        They are filled with NaN (integers with zeros), so that anything that no load fills shows at
+        once. Load a checkpoint next. Stored buffers are allocated the same way.
 
         Raises:
             ConfigError: A buffer on the meta device is not stored, so no load would fill it.
@@ -214,7 +214,8 @@ class ShardedModel:
     # ---- for `ShardedModelStepper` ----
 
     def kinds(self) -> dict[nn.Parameter, Kind]:
-        """Every parameter as it is now: moving or materializing a model replaces them."""
+        """Return the kind of every parameter."""
+        # Not kept: moving or materializing a model replaces its parameters.
         return {
             parameter: kind
             for guard in self._guards
@@ -225,11 +226,11 @@ class ShardedModel:
         }
 
     def used(self) -> set[nn.Parameter]:
-        """The parameters that got a gradient from this rank."""
+        """Return the parameters that got a gradient from this rank."""
         return {p for guard in self._guards for p in guard.used()}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """ConfigError for an optimizer of other parameters than the sharded model's."""
+        """Raise ConfigError if an optimizer has parameters that are not the sharded model's."""
         known = self.kinds().keys()
         members = [p for group in optimizer.param_groups for p in group["params"]]
         stray = [p for p in members if p not in known and p.numel()]
@@ -244,9 +245,10 @@ class ShardedModel:
             )
 
     def gradient_parts(self) -> list[GradientPart]:
-        """This rank's shares of the gradients, with how many ranks hold the same elements.
+        """Return this rank's shards of the gradients, with the number of ranks that hold the same.
 
-        Raises ConfigError if some are not reduced.
+        Raises:
+            ConfigError: Some are not reduced.
         """
         if self._is_pending:
             raise ConfigError(
@@ -276,8 +278,8 @@ class ShardedModel:
 class ShardedModelStepper(PlainStepper):
     """Steps a `ShardedModel`, alone or as an entry of a `MultiModuleOptimizer`.
 
-    Gradients are reduced in the backward, and parameters gathered in the next forward, so that only
-    which parameters are in use is exchanged here. `ShardedModel.stepper` makes one.
+    Gradients are reduced in the backward and parameters are gathered in the next forward, so ranks
+    only exchange here which parameters were used. `ShardedModel.stepper` makes one.
     """
 
     def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -286,38 +288,27 @@ class ShardedModelStepper(PlainStepper):
 
     @property
     def kind(self) -> str:
-        """The classes of both."""
         return f"ShardedModel with {type(self.optimizer).__name__}"
 
     @property
     def divisor(self) -> int:
-        """What the sum of gradients is divided by: the data ranks, whatever the parameter."""
         return self.groups.size("dp_cp")
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        """That state is sharded like the parameters, which are DTensors."""
         return {"optimizer": {"type": "fully_sharded", "num_data_ranks": self.divisor}}
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """As `ShardedModel.microbatch`."""
         return self._sharded.microbatch(is_last=is_last)
 
     def gradient_parts(self) -> list[GradientPart]:
-        """This rank's shards of the gradients.
-
-        Raises:
-            ConfigError: Some are not reduced, or the optimizer has parameters that are not the
-                model's.
-        """
         self._sharded.check_optimizer(self.optimizer)
         return self._sharded.gradient_parts()
 
     def usage(self) -> tuple[int, int]:
-        """How many parameters got a gradient from this rank, and how many are trained."""
         return len(self._sharded.used()), len(self._trained())
 
     def exchange_used(self) -> None:
-        """Take the gradients of zeros off parameters that no rank of their data axis used.
+        """Remove the gradients, all zeros, of parameters that no rank of their data axis used.
 
         Cost: for each data axis an all-reduce of a number per parameter.
         """
@@ -334,12 +325,10 @@ class ShardedModelStepper(PlainStepper):
                     parameter.grad = None
 
     def update(self, factor: float) -> None:
-        """Update this rank's shards with its gradients times `factor`."""
         self._sharded.reshard()
         super().update(factor)
 
     def drop_gradients(self) -> None:
-        """As `ShardedModel.drop_gradients`."""
         self._sharded.drop_gradients()
 
     def _trained(self) -> list[nn.Parameter]:
@@ -347,13 +336,13 @@ class ShardedModelStepper(PlainStepper):
 
 
 def _is_one_of_many(parameter: Tensor) -> bool:
-    """Whether a sharded expert does not declare `ep`: it was a plain tensor of its own name."""
+    """Return True if a sharded expert does not declare `ep`: it was a plain tensor."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     return "ep" not in (names or ())
 
 
 def _filled(meta: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor on the meta device; NaN where its dtype has it."""
+    """Return memory for a tensor on the meta device, filled with NaN if its dtype has it."""
     new = torch.empty_like(meta, device=device)
     value = float("nan") if new.is_floating_point() or new.is_complex() else 0
     return new.fill_(value)

@@ -1,15 +1,15 @@
 """Optimizers whose state is sharded over data parallelism, and the one step of all kinds.
 
-In come gradients, from autograd's hooks or from `.grad`; out go updated parameters and a
-`StepOutcome` that is the same on every rank. Read `engine.py` first (the phases of a step, and what
-they ask of a `Stepper`), then `step_sum.py` (what the ranks contribute), then `sharded.py`.
+Gradients come in, from autograd's hooks or from `.grad`. Updated parameters go out, and a
+`StepOutcome` that is the same on every rank. Read first `engine.py` (the phases of a step, and the
+`Stepper` that they call), then `step_sum.py` (the contribution of a rank), then `sharded.py`.
 
 A step waits for the other ranks three times: for its share of the gradients; for one small sum, by
-which all is decided before anything is updated; and, while shares are gathered, for one number,
-whether the update worked. Which parameters got a gradient is exchanged only if the sum says that
-some rank lacks one, and settings only if it says that they differ. Sums are made in the order of a
-group's ranks over gloo, so their bits depend neither on the size of buckets nor on the algorithm of
-the backend.
+which everything is decided before anything is updated; and for one number that says whether the
+update worked, while shares are gathered. Ranks exchange which parameters got a gradient only if the
+sum shows that a rank lacks one, and settings only if it shows that they differ. Over gloo sums are
+made in the order of a group's ranks, so their bits depend neither on the size of buckets nor on the
+algorithm of the backend.
 """
 
 from holdfast.optim.chained import ChainedOptimizer

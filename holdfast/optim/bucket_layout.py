@@ -1,4 +1,4 @@
-"""How parameters lie in flat buckets, and which rank updates what. Pure arithmetic, torch-free.
+"""Positions of parameters in flat buckets, and the elements each rank updates; torch-free.
 
 A bucket is a row of elements, cut into equal shares, one for each rank of a group. Each parameter
 lies whole in one bucket, so that the parameter's own memory can be a view of it; its elements may
@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpan:
-    """Where one parameter lies: elements [start, start + numel) of its bucket."""
+    """The elements [start, start + numel) of a bucket, which are one parameter."""
 
     item: int
     """Position in the list of sizes that was packed."""
@@ -31,7 +31,7 @@ class ParameterSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedSpan:
-    """The elements [start, stop) of one parameter that lie in one share."""
+    """The elements [start, stop) of one parameter that are in one share."""
 
     start: int
     stop: int
@@ -58,7 +58,7 @@ class BucketLayout:
         return self.share * self.num_shares
 
     def owned(self, span: ParameterSpan, index: int) -> OwnedSpan | None:
-        """The elements of a parameter that lie in share `index`; None where there are none.
+        """Return the elements of a parameter that are in share `index`, or None.
 
         A parameter without elements has an empty span in every share, so that its state is kept.
 
@@ -82,15 +82,15 @@ class BucketLayout:
 def lay_out(
     sizes: Sequence[int], *, num_shares: int, limit: int, align: int = 1
 ) -> tuple[BucketLayout, ...]:
-    """Consecutive sizes into buckets of at most `limit` elements, or of one larger parameter.
+    """Pack consecutive sizes into buckets of at most `limit` elements, or of one larger parameter.
 
     The same arguments give the same buckets on every rank.
 
     Args:
-        sizes: elements of each parameter.
-        num_shares: ranks that own one share each.
-        limit: elements of a bucket at most.
-        align: every parameter and every share begins at a multiple of this many elements.
+        sizes: number of elements of each parameter.
+        num_shares: number of ranks, each of which owns one share.
+        limit: the most elements of a bucket.
+        align: every parameter and every share starts at a multiple of this many elements.
 
     Raises:
         ConfigError: A number is below 1.

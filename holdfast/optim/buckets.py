@@ -26,20 +26,20 @@ from holdfast.state.elements import local_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """Parameters that go into one bucket, in order, and how they lie there."""
+    """The parameters of one bucket, in order, and their positions in it."""
 
     parameters: tuple[nn.Parameter, ...]
     layout: BucketLayout
     is_tied: bool
-    """Whether ranks of two pipeline stages share the parameters."""
+    """True if ranks of two pipeline stages share the parameters."""
 
 
 class Bucket:
     """Some parameters of this rank as views of one flat tensor, and their gradients in another.
 
     `values`: the parameters, in their dtype; after an all-gather equal on all ranks of the group.
-    `main`: what this rank updates, one share: a view of `values`, or for parameters narrower than
-    float32 a float32 copy of its own. `gradient`: this rank's share of the reduced gradients, in
+    `main`: the share that this rank updates: a view of `values`, or for parameters narrower than
+    float32 a separate float32 copy. `gradient`: this rank's share of the reduced gradients, in
     float32 or wider. Padding is zero everywhere and always.
 
     Memory per rank: the parameters, a share of gradients and, with `keeps_whole`, whole gradients;
@@ -56,6 +56,8 @@ class Bucket:
         first = local_of(self.parameters[0])
         self.values = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self._classes = [type(parameter) for parameter in self.parameters]
+        # Any thread may read a parameter in flight (autograd's, a data loader's), and waits for its
+        # bucket by this lock. Reentrant: to show parameters is to touch them.
         self._lock = threading.RLock()
         self._views = [self._make_view(i) for i in range(len(self.parameters))]
         self._pointers = [view.data_ptr() for view in self._views]
@@ -63,9 +65,9 @@ class Bucket:
         self.owned = tuple(
             self.layout.owned(span, shard_groups.index) for span in self.layout.spans
         )
-        begin = shard_groups.index * self.layout.share
-        end = begin + self.layout.share
-        self.share = self.values[begin:end]
+        start = shard_groups.index * self.layout.share
+        end = start + self.layout.share
+        self.share = self.values[start:end]
         wide = torch.promote_types(torch.float32, first.dtype)
         self.main = self.share if wide == first.dtype else self.share.to(wide)
         self.gradient = torch.zeros(self.layout.share, dtype=wide, device=first.device)
@@ -85,26 +87,26 @@ class Bucket:
         # gathered for a while after the wait, which `num_storage_uses` would count as a view.
         as_bytes = self.values.view(torch.uint8)
         self._for_gather = torch.utils.dlpack.from_dlpack(as_bytes).view(self.values.dtype)
-        self._share_for_gather = self._for_gather[begin:end]
+        self._share_for_gather = self._for_gather[start:end]
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a gather is in progress that has not been waited for."""
+        """True if a gather was started that has not been waited for."""
         return self._gathering is not None
 
     @property
     def has_main(self) -> bool:
-        """Whether the main parameters are a copy, not the parameters themselves."""
+        """True if the main parameters are a copy, not the parameters themselves."""
         return self.main is not self.share
 
     def all_owned(self) -> Iterator[tuple[nn.Parameter, OwnedSpan]]:
-        """The parameters of which this rank updates elements, and which."""
+        """Yield the parameters of which this rank updates elements, and which elements."""
         for parameter, owned in zip(self.parameters, self.owned, strict=True):
             if owned is not None:
                 yield parameter, owned
 
     def check_views(self, names: Mapping[nn.Parameter, str]) -> None:
-        """ConfigError naming a parameter whose memory is not the bucket any more."""
+        """Raise ConfigError that names a parameter whose memory is not in the bucket any more."""
         for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
             local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
             if local.data_ptr() != pointer or local.dtype != self.values.dtype:
@@ -115,11 +117,8 @@ class Bucket:
                 )
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
-        """Take the local gradient of a parameter, adding to what came before.
-
-        A reduction in progress still reads the memory: it is waited for.
-        """
-        self.finish_reduction()
+        """Take the local gradient of a parameter, adding to what came before."""
+        self.finish_reduction()  # it still reads the memory
         if self._unreduced is None:
             self._use_unreduced(None)
         target = self._targets[number]
@@ -132,13 +131,13 @@ class Bucket:
             self._arrived.add(number)
 
     def launch_reduction(self) -> None:
-        """Start reducing what has arrived; parameters without a gradient count as zero.
+        """Start reducing the gradients that have arrived; a missing one counts as zero.
 
         An earlier reduction of the same step is waited for first. Cost: one reduce-scatter.
         """
         self.finish_reduction()
         unreduced = self._use_unreduced(None) if self._unreduced is None else self._unreduced
-        # The memory is used again in every step: what no gradient overwrites is of the last one.
+        # The memory is used again in every step: what no gradient overwrites is from the last one.
         for number in set(range(len(self._targets))).difference(self._arrived):
             self._targets[number].zero_()
         self._arrived.clear()
@@ -147,13 +146,13 @@ class Bucket:
             if unreduced is not self.gradient:
                 self._partial = unreduced
             return
-        # `gradient` holds the sum of earlier microbatches then, which the result is added to.
+        # If `gradient` holds the sum of earlier microbatches, the result must not overwrite it.
         out = self.gradient if not self._is_summed else torch.empty_like(self.gradient)
         self._partial = out if self._is_summed else None
         self._reducing = collectives.reduce_scatter(out, unreduced, self._shard_groups.reduce)
 
     def finish_reduction(self) -> None:
-        """Wait for a reduction in progress and add it to the share's sum; else nothing happens."""
+        """Wait for a reduction in progress, if there is one, and add it to the share's sum."""
         if not self._is_reducing:
             return
         self._is_reducing = False
@@ -173,7 +172,7 @@ class Bucket:
             self._unreduced, self._targets = None, []
 
     def drop_gradients(self) -> None:
-        """Forget all gradients; the next step begins."""
+        """Forget all gradients, and get ready for the next step."""
         self.finish_reduction()
         self._arrived.clear()
         self._is_summed = False
@@ -198,17 +197,17 @@ class Bucket:
             )
 
     def hide(self, *, num_other_uses: int) -> bool:
-        """Make every read of the parameters wait for the gather; whether that worked.
+        """Make every read of the parameters wait for the gather.
 
         Each parameter gets a class that waits (`in_flight_class`).
 
         Args:
-            num_other_uses: how many views of the memory are known, and read only after
+            num_other_uses: the number of known views of the memory that are read only after
                 `synchronize`.
 
         Returns:
-            False, and nothing is changed, where other code holds a view of the memory, or the class
-            of a parameter cannot be exchanged.
+            False, with nothing changed, if other code holds a view of the memory or the class of a
+            parameter cannot be exchanged.
         """
         if self._gathering is None:
             return True
@@ -228,7 +227,7 @@ class Bucket:
         return True
 
     def finish_gather(self) -> None:
-        """Wait for the parameters to be whole; nothing happens the second time.
+        """Wait until the parameters are whole; a second call does nothing.
 
         A gather that failed fails again at every later call, and for every reader.
         """
@@ -251,15 +250,15 @@ class Bucket:
             self._gathering = None
 
     def bump_versions(self) -> None:
-        """Let autograd know that parameters change: a graph that saved them is stale."""
+        """Let autograd know that parameters change, so that a graph that saved them is stale."""
         local = [local_tensor(p) for p in self.parameters if isinstance(p, DTensor)]
         torch.autograd.graph.increment_version([*self.parameters, *local])
 
     def take_written_values(self) -> None:
-        """Set main parameters that do not round to what this rank's share of parameters holds.
+        """Set main parameters that do not round to the parameters of this rank's share.
 
-        So what was written to parameters since the last step (clipped weights, a loaded model)
-        counts, and the others keep the bits that parameters have no room for.
+        So writes to parameters since the last step (clipped weights, a loaded model) count, and all
+        others keep the bits that parameters have no room for.
         """
         if self.has_main:
             written = self.main.to(self.share.dtype) != self.share
@@ -269,7 +268,9 @@ class Bucket:
     def refresh_main(self, number: int, *, exactly: bool) -> None:
         """Set main parameters from the parameter, which was loaded or assigned to.
 
-        `exactly`: all of them; otherwise only those that do not round to what the parameter holds.
+        Args:
+            number: of the parameter.
+            exactly: set all of them, not only those that do not round to the parameter's values.
         """
         owned = self.owned[number]
         if owned is None or not self.has_main:
@@ -282,7 +283,7 @@ class Bucket:
             main.copy_(torch.where(main.to(rounded.dtype) == rounded, main, rounded.to(main.dtype)))
 
     def set_own_uses(self) -> None:
-        """Count the present references to the memory as the bucket's and its optimizer's own."""
+        """Count the present references to the memory as those of the bucket and its optimizer."""
         self._num_own_uses = num_storage_uses(self.values)
 
     def _make_view(self, number: int) -> Tensor:
@@ -294,7 +295,7 @@ class Bucket:
         return view
 
     def _use_unreduced(self, memory: Tensor | None) -> Tensor:
-        """Take memory for whole gradients, by default new memory of zeros."""
+        """Use memory for whole gradients, by default new memory of zeros."""
         if memory is None:
             memory = torch.zeros(
                 self.layout.numel, dtype=self.gradient.dtype, device=self.values.device
@@ -310,17 +311,17 @@ class Bucket:
 def plan_buckets(
     parameters: Sequence[nn.Parameter], *, num_shares: int, bucket_nbytes: int, align_nbytes: int
 ) -> list[BucketPlan]:
-    """Parameters into buckets, in the order in which backward is expected to fill them.
+    """Assign parameters to buckets, in the order in which backward is expected to fill them.
 
-    One bucket holds parameters of one dtype, device and *pattern of replication* only. So ranks
+    One bucket holds parameters of only one dtype, device and *pattern of replication*. So ranks
     that hold the same parameters (of one tensor-parallel group, or the two stages of a tied
-    embedding) cut them alike, whatever else they hold.
+    embedding) cut them the same way, whatever else they hold.
 
     Args:
         parameters: the trained ones, in the model's order.
         num_shares: ranks that hold one share of each bucket.
-        bucket_nbytes: bytes of gradient; a larger parameter has a bucket of its own.
-        align_nbytes: what parameters and shares begin at multiples of, in bytes of parameter.
+        bucket_nbytes: bytes of gradient; a larger parameter has its own bucket.
+        align_nbytes: parameters and shares start at multiples of this many bytes of parameter.
     """
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     order = {id(p): i for i, p in enumerate(reversed(parameters))}
@@ -353,7 +354,7 @@ def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
 
 
 def _is_tied(parameter: DTensor) -> bool:
-    """Whether the stages at both ends of the pipeline hold the same elements of it."""
+    """Return True if the stages at both ends of the pipeline hold the same elements of it."""
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
     if "embd" not in names:

@@ -1,4 +1,4 @@
-"""What an optimizer refuses before it touches anything: when it is built, and in a step."""
+"""Checks that an optimizer makes before it changes anything, when it is built and in a step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NOT_ELEMENTWISE = (
     *("Adafactor", "DistributedShampoo", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon"),
     *("SOAP", "Shampoo", "SparseAdam"),
 )
-"""Names of classes that join elements, however they are built; others are tried (`elementwise`)."""
+"""Names of classes that always join elements; all others are tried (`elementwise`)."""
 
 
 def read_groups(
     parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Parameter groups as torch takes them; ConfigError for a parameter given twice."""
+    """Return parameter groups as torch takes them; raise ConfigError if a parameter is in two."""
     items: Sequence[Any] = list(parameters)
     mappings = [dict(item) for item in items if isinstance(item, Mapping)]
     if mappings and len(mappings) != len(items):
@@ -39,7 +39,7 @@ def read_groups(
         group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
         for parameter in group["params"]:
             if not isinstance(parameter, nn.Parameter):
-                raise ConfigError(f"a {type(parameter).__name__} is no parameter of a module")
+                raise ConfigError(f"a {type(parameter).__name__} is not a parameter of a module")
             if parameter in seen:
                 raise ConfigError(
                     f"a parameter of shape {list(parameter.shape)} is in the groups twice"
@@ -67,7 +67,7 @@ def check_settings(
 def check_inner(
     inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], *, name: str
 ) -> None:
-    """ConfigError for an optimizer that is not one of exactly these groups of tensors."""
+    """Raise ConfigError unless an optimizer has exactly these groups of tensors."""
     kind = type(inner).__name__
     if not isinstance(inner, torch.optim.Optimizer) or len(inner.param_groups) != len(groups):
         raise ConfigError(
@@ -83,19 +83,19 @@ def check_inner(
 
 
 def check_kind(inner: torch.optim.Optimizer, *, name: str) -> None:
-    """ConfigError for an optimizer that is known to join elements, by its class or an ancestor."""
+    """Raise ConfigError if an optimizer, or an ancestor of its class, is known to join elements."""
     for ancestor in type(inner).__mro__:
         if ancestor.__name__ in _NOT_ELEMENTWISE:
             kind = type(inner).__name__
             what = kind if ancestor is type(inner) else f"{kind} (a {ancestor.__name__})"
             raise ConfigError(
                 f"optimizer '{name}': {what} does not update elements one by one, so parts "
-                f"of a tensor would be updated otherwise than the whole"
+                f"of a tensor would not be updated like the whole"
             )
 
 
 def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Parameter, str]) -> None:
-    """ConfigError for a parameter whose gradients another sharded optimizer takes."""
+    """Raise ConfigError if another sharded optimizer takes the gradients of a parameter."""
     for parameter in parameters:
         hook = gradient_hook(parameter)
         if hook is not None:
@@ -121,7 +121,7 @@ def check_scaler(
     layouts: Container[str],
     trained: Iterable[str],
 ) -> float | None:
-    """The one loss scale of a step, None without a scaler; ConfigError if there are several.
+    """Return the loss scale of a step, None without a scaler; raise ConfigError if scales differ.
 
     Args:
         scaler: one for all modules, or one for each by name.
@@ -131,7 +131,7 @@ def check_scaler(
     if isinstance(scaler, Mapping):
         for module in scaler:
             if module not in layouts:
-                raise ConfigError(f"scaler: there is no module {module!r}")
+                raise ConfigError(f"scaler: {module!r} is not a module")
         missing = [module for module in trained if module not in scaler]
         if missing or not scaler:
             raise ConfigError(
@@ -154,7 +154,7 @@ def check_scaler(
 def distinct_scalers(
     scaler: LossScaler | Mapping[str, LossScaler] | None,
 ) -> Sequence[LossScaler]:
-    """The scalers of a step, each once."""
+    """Return the scalers of a step, each once."""
     if scaler is None:
         return []
     listed = scaler.values() if isinstance(scaler, Mapping) else [scaler]
@@ -164,7 +164,7 @@ def distinct_scalers(
 def check_tokens(
     num_tokens: int | None, *, module: str | None, layouts: Mapping[str, Layout], rank: int
 ) -> int | None:
-    """The count as a plain number; ConfigError if it is not a count, or of no use on this rank.
+    """Return the count as an int; raise ConfigError if it is not one, or not for this rank.
 
     Args:
         num_tokens: of this rank, or None.
@@ -200,7 +200,7 @@ def check_parameter(
     shard_groups: ShardGroups,
     groups: ProcessGroups,
 ) -> None:
-    """ConfigError for a parameter that is not repeated over exactly the ranks that reduce it."""
+    """Raise ConfigError unless a parameter is repeated over exactly the ranks that reduce it."""
     if parameter not in names:
         raise ConfigError(
             f"a parameter of shape {list(parameter.shape)} is not one of the module's"
@@ -218,7 +218,7 @@ def check_parameter(
     local = local_tensor(parameter)
     if not local.is_contiguous():
         raise ConfigError(
-            f"{name}: the local tensor of a DTensor has to be contiguous, its strides are "
+            f"{name}: the local tensor of a DTensor must be contiguous, its strides are "
             f"{list(local.stride())}; make it with .contiguous()"
         )
     mesh = parameter.device_mesh

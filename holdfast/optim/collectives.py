@@ -27,21 +27,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _TAG = 1_886
-"""Of the messages made here, so that what a model sends over the same communicator is not taken."""
+"""Of the messages made here, to tell them from those that a model sends on the communicator."""
 
 _SMALL_NBYTES = 1 << 16
-"""Up to here an all-reduce is messages of the whole: what counts is how often ranks wait."""
+"""Up to this size an all-reduce sends the whole tensor: the number of waits counts, not bytes."""
 
 
 class Pending(Protocol):
     """A collective that was started: torch's `Work`, or `_Messages`."""
 
     def wait(self) -> Any:
-        """Return when it is complete."""
+        """Wait until it is complete."""
 
 
 def _untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that torch.compile calls: it traces what hooks of a compiled model call."""
+    """Keep torch.compile from tracing a function, which hooks of a compiled model call."""
     disabled = untraced(function)
 
     @wraps(function)
@@ -52,7 +52,7 @@ def _untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Messages:
-    """Messages between ranks that make up one collective; `finish` is called when all are there."""
+    """Messages between ranks that make up one collective; `finish` is called after the last one."""
 
     def __init__(
         self, works: Sequence[Pending], finish: Callable[[], object] = lambda: None
@@ -82,6 +82,8 @@ def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Pending:
         work: Pending = call(out, source, group=group, async_op=True)
         return work
     index, shares = group.rank(), torch.split(source, out.numel())
+    # `out` receives the share of the first other rank: the sum starts with it, so that only the
+    # others need memory.
     first = 1 if index == 0 else 0
     arriving = [out if i in (index, first) else torch.empty_like(out) for i in range(len(shares))]
     works = _send(shares, arriving, group)
@@ -113,8 +115,8 @@ def all_gather(out: Tensor, share: Tensor, group: ProcessGroup) -> Pending:
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
     """Start summing a tensor over the group, in place.
 
-    Cost: one all-reduce of its bytes; over gloo, where it is small, a message of it to and from
-    each other rank.
+    Cost: one all-reduce of its bytes; over gloo, if it is small, a message of it to and from each
+    other rank.
     """
     if not (_sends_directly(tensor, group) and tensor.nbytes <= _SMALL_NBYTES):
         work: Pending | None = dist.all_reduce(_real(tensor), group=group, async_op=True)
@@ -124,7 +126,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
     arriving = [torch.empty_like(tensor) for _ in range(group.size())]
     works = _send([tensor] * len(arriving), arriving, group)
     arriving[group.rank()] = tensor
-    # in the order of the group on every rank, so that all have the same bits
+    # In the order of the group on every rank: floating-point sums depend on it, in their last bits.
     return _Messages(works, lambda: tensor.copy_(torch.stack(arriving).sum(dim=0)))
 
 
@@ -138,18 +140,19 @@ def _send(
 ) -> list[Pending]:
     """Start sending to, and receiving from, every other rank of a group, by position in it."""
     others = [i for i in range(len(leaving)) if i != group.rank()]
+    # Receives first: gloo holds a message back until the other rank has posted its receive.
     works: list[Pending] = [group.recv([arriving[i]], i, _TAG) for i in others]
     works += [group.send([leaving[i]], i, _TAG) for i in others]
     return works
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A flat tensor as real numbers, two for each complex one: backends sum real ones only."""
+    """Return a flat tensor as real numbers, two for a complex one: backends sum only these."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def wait(work: Pending, what: str) -> None:
-    """Wait for a collective; DeadlineError that says `what` it was if it fails or is late."""
+    """Wait for a collective; raise DeadlineError that names it, `what`, if it fails or is late."""
     try:
         work.wait()
     except HoldfastError:
@@ -179,5 +182,5 @@ def count_ranks(flags: Sequence[bool], group: ProcessGroup | None, *, what: str)
 
 
 def flag_device(group: ProcessGroup) -> torch.device:
-    """The device on which a group takes small tensors: NCCL takes none on the host."""
+    """Return the device on which a group takes small tensors: NCCL takes none on the host."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

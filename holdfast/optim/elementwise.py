@@ -1,4 +1,4 @@
-"""Proof that an optimizer updates elements one by one: the same values, whole and in two pieces."""
+"""Trial that an optimizer updates elements one by one: a whole and its two pieces must agree."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from holdfast.errors import ConfigError
 _SHAPES = ((130,), (67, 3), (5, 8, 16), (40, 500))
 """Whole parameters of the trial: of 1 to 3 dims; the last one has several blocks of any kind."""
 _CUTS = (64, 128, 640, 6464)
-"""How many elements the first piece has; multiples of 64, so that vector units see the same lanes.
+"""Elements of each first piece: multiples of 64, so that vector units see the same lanes.
 
 A piece as large as the whole leaves nothing for the other.
 """
 _NUM_STEPS = 7
 """RAdam changes its formula at the sixth step, Lookahead synchronizes at the sixth."""
 _MAX_GROUPS = 8
-"""Where there are more, those with the same settings are tried once."""
+"""If there are more, groups with the same settings are tried once."""
 
 
 class _NotElementwise(Exception):
-    """Why an optimizer was found to join elements."""
+    """An optimizer joins elements; the text says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """An optimizer and the tensors it updates, one for each shape, or None where it has none."""
+    """An optimizer and the tensors it updates: one for each shape and group, or None."""
 
     optimizer: torch.optim.Optimizer
     tensors: list[Tensor | None]
@@ -46,14 +46,14 @@ def check_elementwise(
     like: Sequence[Tensor],
     name: str,
 ) -> None:
-    """ConfigError unless an optimizer of `make` treats pieces of tensors as it does the whole.
+    """Raise ConfigError unless an optimizer of `make` updates pieces of tensors like the whole.
 
     Three more optimizers are made of the same groups: of four small parameters each, and of their
     first and their other elements, as two ranks would hold them. All take a few steps with the same
     gradients; parameters and state have to be the same bits, and state tensors to have one element
-    for each of the parameter's, or none. Norms, factored or blockwise state, numbers drawn at
-    random and whatever else joins elements are detected that way. Random states are restored,
-    the real optimizer is not touched.
+    for each of the parameter's, or be scalars. That detects norms, factored or blockwise state,
+    random numbers and whatever else joins elements. Random states are restored, and the real
+    optimizer is not touched.
 
     Args:
         make: gives an optimizer for parameter groups.
@@ -71,15 +71,15 @@ def check_elementwise(
                 _try(make, listed, like=kind)
     except _NotElementwise as reason:
         raise ConfigError(
-            f"optimizer '{name}': {reason}, so parts of a tensor would be updated otherwise than "
-            f"the whole. Take an optimizer that updates elements one by one; if you are sure "
-            f"that this one does, say ShardedOptimizer(..., elementwise=True)"
+            f"optimizer '{name}': {reason}, so parts of a tensor would not be updated like the "
+            f"whole. Take an optimizer that updates elements one by one; if you are sure that "
+            f"this one does, pass ShardedOptimizer(..., elementwise=True)"
         ) from None
     except Exception as error:
         raise ConfigError(
-            f"optimizer '{name}': whether it updates elements one by one could not be tried, since "
-            f"a step of it on small tensors failed ({type(error).__name__}: {error}); if you are "
-            f"sure that it does, say ShardedOptimizer(..., elementwise=True)"
+            f"optimizer '{name}': a trial that it updates elements one by one failed in a step on "
+            f"small tensors ({type(error).__name__}: {error}); if you are sure that it does, "
+            f"pass ShardedOptimizer(..., elementwise=True)"
         ) from error
 
 
@@ -109,7 +109,7 @@ def _try(
         before = torch.get_rng_state()
         _step(whole, gradients)
         if not torch.equal(before, torch.get_rng_state()):
-            raise _NotElementwise(f"{kind} draws random numbers, other ones for other pieces")
+            raise _NotElementwise(f"{kind} draws random numbers, which differ between pieces")
         _step(first, [g.flatten()[:cut] for g, cut in zip(gradients, cuts, strict=True)])
         _step(second, [g.flatten()[cut:] for g, cut in zip(gradients, cuts, strict=True)])
         for position, tensor in enumerate(whole.tensors):
@@ -122,7 +122,7 @@ def _try(
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
-    """Values of both signs, with some zeros, that grow a thousandfold from first to last."""
+    """Return values of both signs, with some zeros, that grow a thousandfold to the last one."""
     dtype = torch.complex64 if like.is_complex() else torch.float32
     value = torch.randn(shape, generator=generator, dtype=dtype).flatten()
     value *= torch.logspace(-2, 1, value.numel())
@@ -142,7 +142,7 @@ def _trial(
     ]
     optimizer = make(groups)
     train: Any = getattr(optimizer, "train", None)
-    if callable(train):  # schedule-free optimizers step in that mode only
+    if callable(train):  # schedule-free optimizers step only in that mode
         train()
     for group in optimizer.param_groups:
         rate = group.get("lr")
@@ -161,7 +161,7 @@ def _step(trial: _Trial, gradients: Sequence[Tensor]) -> None:
 
 
 def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kind: str) -> None:
-    """_NotElementwise for an entry that is neither one value per element nor a single one."""
+    """Raise _NotElementwise for an entry that is neither one value per element nor a scalar."""
     tensor = whole.tensors[position]
     entries = {} if tensor is None else whole.optimizer.state.get(tensor, {})
     held = [(part, part.tensors[position]) for part in parts]
@@ -170,7 +170,7 @@ def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kin
     ]
     for entry, value in entries.items():
         if any(entry not in state for _, state in pieces):
-            raise _NotElementwise(f"{kind} keeps '{entry}' for some tensors only")
+            raise _NotElementwise(f"{kind} keeps '{entry}' only for some tensors")
         if not isinstance(value, Tensor):
             continue
         for piece, state in pieces:
@@ -187,11 +187,11 @@ def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kin
             else not any(is_scalar) and _same(value, of_pieces)
         )
         if not same:
-            raise _NotElementwise(f"{kind} has another '{entry}' for pieces of a tensor")
+            raise _NotElementwise(f"{kind} computes another '{entry}' for pieces of a tensor")
 
 
 def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether the parts one after the other are the whole: equal values, NaN where it has NaN."""
+    """Return True if the parts, joined, equal the whole; NaN equals NaN."""
     whole_again, flat = (
         torch.cat([part.detach().flatten() for part in parts]),
         whole.detach().flatten(),
@@ -205,7 +205,7 @@ def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Every generator that code may draw from without naming one, put back afterwards."""
+    """Restore, on exit, every generator that code may draw from without naming it."""
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()

@@ -1,4 +1,4 @@
-"""Classes of parameters whose values or gradients are not where plain code would read them.
+"""Classes of parameters whose values or gradients are not at the place that plain code reads.
 
 Two states of a parameter must not be read as if they were ordinary: between `step` and the end of
 the gather its memory is partly old, and between backward and `step` its gradient is not in `.grad`.
@@ -49,11 +49,11 @@ _HARMLESS = frozenset(
         _tensor.register_post_accumulate_grad_hook,
     }
 )
-"""What reads neither the values nor the memory of a parameter."""
+"""Functions that read neither the values nor the memory of a parameter."""
 
 
 def storage_of(parameter: nn.Parameter) -> Tensor:
-    """The local tensor itself, not a view of it."""
+    """Return the local tensor itself, not a view of it."""
     return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.data
 
 
@@ -66,7 +66,7 @@ def set_storage(parameter: nn.Parameter, local: Tensor) -> None:
 
 
 gradient_of: Callable[[Tensor], Tensor | None] = _tensor.grad.__get__
-"""What lies in `.grad`, whatever class the parameter has at the moment."""
+"""Return what is in `.grad`, whatever class the parameter has at the moment."""
 
 
 def forget_gradient(parameter: Tensor) -> None:
@@ -75,7 +75,7 @@ def forget_gradient(parameter: Tensor) -> None:
 
 
 def in_flight_class(base: type[Tensor], finish: Callable[[], None]) -> type[Tensor]:
-    """A class whose tensors call `finish` before anything reads or writes their values.
+    """Make a class whose tensors call `finish` before anything reads or writes their values.
 
     Args:
         base: the tensors' own class.
@@ -145,8 +145,8 @@ class Hiding:
         finish: Callable[[], None],
     ) -> None:
         in_flight = {kind: in_flight_class(kind, finish) for kind in set(kinds)}
-        # One NaN, expanded: code that reads the tensor past Python (an extension that takes it as
-        # it is) gets NaN, not a mixture of old and new values.
+        # One NaN, expanded: native code that reads the memory without the class (an extension) gets
+        # NaN, not a mixture of old and new values.
         self._nan = torch.full((), torch.nan, dtype=views[0].dtype, device=views[0].device)
         self._members = [
             (parameter, kind, view, in_flight[kind], self._nan.expand(view.shape))
@@ -155,15 +155,15 @@ class Hiding:
         self._is_hidden = False
 
     def hide(self) -> None:
-        """Make every read wait; TypeError or RuntimeError where a class cannot be exchanged."""
-        self._nan.fill_(torch.nan)  # past Python one of no dims can be written to
+        """Make every read wait; raise TypeError or RuntimeError if a class cannot be exchanged."""
+        self._nan.fill_(torch.nan)  # native code can write to it if it has no dims
         self._is_hidden = True
         for parameter, _, _, in_flight, placeholder in self._members:
             set_storage(parameter, placeholder)
             change_class(parameter, in_flight)
 
     def show(self) -> None:
-        """Give parameters their class and their memory back, where they were hidden."""
+        """Give parameters their class and their memory back, if they were hidden."""
         if self._is_hidden:
             for parameter, kind, view, _, _ in self._members:
                 change_class(parameter, kind)
@@ -178,14 +178,14 @@ class GradientHook:
     """The optimizer's."""
 
     def on_read(self) -> None:
-        """Called before `.grad` is read where the parameter is of a bucketed class."""
+        """Called before `.grad` of a parameter of a bucketed class is read."""
 
     def on_clear(self) -> None:
-        """Called before it is set to None there."""
+        """Called before it is set to None."""
 
 
 def gradient_hook(parameter: Tensor) -> GradientHook | None:
-    """The hook by which a sharded optimizer takes the gradients of a parameter, if one does."""
+    """Return the hook by which a sharded optimizer takes the gradients of a parameter, or None."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return next((hook for hook in hooks.values() if isinstance(hook, GradientHook)), None)
 
@@ -234,7 +234,7 @@ class BucketedParameter(nn.Parameter):
 
 
 class BucketedDTensor(DTensor):
-    """As `BucketedParameter`, for a parameter that is a DTensor."""
+    """A parameter that is a DTensor and whose gradient is in a bucket."""
 
     __slots__ = ()
     grad = property(_read_gradient, _write_gradient, _delete_gradient)
@@ -249,14 +249,14 @@ class BucketedDTensor(DTensor):
 BUCKETED: Mapping[type[Tensor], type[Tensor]] = MappingProxyType(
     {nn.Parameter: BucketedParameter, DTensor: BucketedDTensor}
 )
-"""The class for parameters whose `.grad` must not be read; there is none for users' own classes.
+"""Class of parameters whose `.grad` must not be read, by their own class; not for users' classes.
 
-Autograd itself, which writes gradients, is not affected, and torch.compile finds it by name.
+It does not affect autograd, which writes gradients, and torch.compile finds it by name.
 """
 
 
 def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
-    """Give a tensor another class of the same layout; TypeError where it has another one."""
+    """Give a tensor another class of the same layout; raise TypeError if the layout differs."""
     parameter.__class__ = kind
 
 
@@ -264,8 +264,8 @@ def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
 class ModuleHook:
     """A hook on a module that belongs to one optimizer: copies of the module get none.
 
-    Copied or pickled with its module it becomes a hook that does nothing, so that the copy is a
-    plain model of its own and no process group travels along.
+    Copied or pickled with its module it becomes a hook that does nothing, so that the copy is an
+    independent plain model, without process groups.
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -286,7 +286,7 @@ class ModuleHook:
 
 
 def no_hook(*args: Any, **kwargs: Any) -> None:
-    """What a copy of a model has in place of its optimizer's hooks."""
+    """Do nothing: the hook of a copied model."""
 
 
 def _give_no_hook() -> object:

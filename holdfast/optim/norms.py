@@ -23,10 +23,10 @@ _WORLD = ("tp", "dp_cp", "pp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """What this rank holds of some gradients, and on how many ranks the same elements are."""
+    """The part of some gradients on this rank, and the number of ranks that hold the same part."""
 
     local: Tensor
-    """Any shape, no padding but zeros that `num_padding` counts."""
+    """Of any shape, without padding except zeros that `num_padding` counts."""
     num_copies: int
     num_padding: int = 0
 
@@ -44,24 +44,24 @@ class GradientNorm:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element on every rank is finite."""
+        """True if every element on every rank is finite."""
         return not self.bad_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSums:
-    """Sums over all ranks of one layout of what they hold of the gradients; equal on all ranks."""
+    """Sums of the gradients over all ranks of one layout; equal on all ranks."""
 
     square: float
-    """Of the squares of all elements, without those of `bad_ranks`."""
+    """Sum of the squares of all elements, without those of `bad_ranks`."""
     num_zeros: int
-    """Elements that are exactly zero; 0 where they were not counted."""
+    """Elements that are exactly zero; 0 if they were not counted."""
     bad_ranks: tuple[int, ...]
     """Global ranks that hold an infinity or a NaN, ascending."""
 
 
 def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
-    """On how many ranks of the layout each element of a parameter is.
+    """Return the number of ranks of the layout that hold each element of a parameter.
 
     A DTensor declares that, and is assumed to be replicated over the ranks of its pipeline stages
     that its mesh leaves out; a plain tensor is assumed to be on every rank of its stage.
@@ -88,9 +88,10 @@ def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
 def gradient_parts(
     parameters: Iterable[nn.Parameter], *, groups: ProcessGroups
 ) -> list[GradientPart]:
-    """The parts of gradients that lie in `.grad`, reduced already; parameters without are skipped.
+    """Return the parts of gradients in `.grad`, which are reduced; skip parameters without.
 
-    Raises ConfigError for a DTensor gradient that is a sum not yet reduced.
+    Raises:
+        ConfigError: A DTensor gradient is a sum not yet reduced.
     """
     parts = []
     for parameter in parameters:
@@ -108,8 +109,7 @@ class LayoutSum:
     """Sums a few numbers over all ranks of a layout, to the same bits on every rank.
 
     Args:
-        groups: the layout, and its communicators `tp`, `dp_cp` and `pp` where they have several
-            ranks.
+        groups: the layout, and its communicators `tp`, `dp_cp` and `pp` if they have several ranks.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -122,7 +122,7 @@ class LayoutSum:
         self.is_on_host = all(device.type == "cpu" for _, device in self._steps)
 
     def __call__(self, values: Sequence[float], *, what: str) -> list[float]:
-        """The sum of each value over the ranks, in float64; as many values on every rank.
+        """Return the sum of each value over the ranks, in float64; as many values on every rank.
 
         Cost: one all-reduce over each of the communicators.
         """
@@ -132,7 +132,7 @@ class LayoutSum:
             try:
                 work = collectives.all_reduce(total, group)
             except RuntimeError as error:  # a connection that broke earlier is seen here
-                raise DeadlineError(f"{what} cannot begin: {error}") from error
+                raise DeadlineError(f"{what} cannot start: {error}") from error
             collectives.wait(work, what)
         sums: list[float] = total.tolist()
         return sums
@@ -141,19 +141,19 @@ class LayoutSum:
 class NormTerms:
     """The numbers of each rank whose sums are the `GradientSums` of one layout.
 
-    They may travel in one sum with those of other layouts: a rank that is not of this layout, or
+    They may be part of one sum with those of other layouts: a rank that is not in this layout, or
     has nothing to add, contributes zeros.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._unit = 2 * layout.world_size
-        """A number that any number of copies divides, so that zeros stay whole numbers."""
+        """A multiple of any number of copies, so that counts of zeros stay whole numbers."""
         self.size = 3 + layout.world_size
-        """How many numbers there are."""
+        """Number of the numbers."""
 
     def of(self, parts: Iterable[GradientPart], *, rank: int, count_zeros: bool) -> list[float]:
-        """What a rank of the layout adds; ConfigError for copies that do not divide the ranks."""
+        """Return the numbers of a rank; raise ConfigError if copies do not divide the ranks."""
         flags = [0.0] * self._layout.world_size
         square, zeros = _local_sums(
             parts, layout=self._layout, unit=self._unit, count_zeros=count_zeros
@@ -164,7 +164,7 @@ class NormTerms:
         return [square, *divmod(zeros, _WORD), *flags]
 
     def read(self, sums: Sequence[float]) -> GradientSums:
-        """What the sums of all ranks' numbers say."""
+        """Return what the sums of all ranks' numbers mean."""
         square, high, low, *flags = sums
         bad = tuple(sorted(r for r, f in zip(self._layout.ranks, flags, strict=True) if f))
         zeros = (int(high) * _WORD + int(low)) // self._unit
@@ -175,7 +175,7 @@ class NormTerms:
 def _local_sums(
     parts: Iterable[GradientPart], *, layout: Layout, unit: int, count_zeros: bool
 ) -> tuple[float, int]:
-    """This rank's sum of squares, and `unit` times its zeros, both divided by the copies."""
+    """Return this rank's sum of squares, and `unit` times its zeros, divided by the copies."""
     square, zeros = 0.0, 0
     for part in parts:
         if part.num_copies < 1 or unit % part.num_copies:
@@ -188,7 +188,7 @@ def _local_sums(
 
 
 def share_square(parts: Iterable[GradientPart], *, layout: Layout) -> float:
-    """What this rank adds to the square of the norm; not finite where an element it holds is not.
+    """Return what this rank adds to the square of the norm; not finite if an element is not.
 
     Cost: reads this rank's parts once; no collective.
     """

@@ -1,4 +1,4 @@
-"""Hooks on modules, by which parameters are complete before any forward, save or load uses them."""
+"""Hooks on modules that complete parameters before a forward, save or load uses them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ParameterWatch:
 
     A module's forward waits for each bucket that holds one of its parameters, as soon as *any* of
     the modules that share the bucket is entered. A bucket may stay in flight after a step only if
-    *all* of them were entered through their hooks since the last one: what is called past its hooks
-    (compiled, scripted, or called directly by its parent) would not wait.
+    *all* of them were entered through their hooks since the last one: a module that is called
+    without its hooks (compiled, scripted, or its forward called directly) would not wait.
 
     Args:
         module: the model.
         buckets: hold the watched parameters.
         names: of the parameters, for messages.
-        before_read: called before forwards and saves, on all ranks alike.
+        before_read: called before forwards and saves, on all ranks.
         after_load: called with the buckets of a module whose weights were loaded.
     """
 
@@ -60,16 +60,16 @@ class ParameterWatch:
         self._hook()
 
     def was_entered(self, position: int) -> bool:
-        """Whether all modules of a bucket were called through their hooks since `begin`."""
+        """Return True if hooks saw a call of every module of a bucket since `restart`."""
         owners = self._owners[position]
         return bool(owners) and owners <= self._called
 
-    def begin(self) -> None:
-        """Parameters are about to change: calls count from here."""
+    def restart(self) -> None:
+        """Forget the calls so far: parameters change now."""
         self._called.clear()
 
     def check(self) -> None:
-        """ConfigError naming a parameter that is not its module's any more."""
+        """Raise ConfigError that names a parameter which its module does not have any more."""
         for inner, name, parameter in self._places:
             if parameter_table(inner).get(name) is not parameter:
                 raise ConfigError(
@@ -80,7 +80,7 @@ class ParameterWatch:
                 )
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -34,23 +34,20 @@ class PlainStepper(Stepper):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer."""
         return self._optimizer
 
     @property
     def groups(self) -> ProcessGroups:
-        """The module's communicators."""
         return self._groups
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
-        """Scale what is in `.grad`, and step."""
         scale_gradients(self.parameters(), factor)
         self.optimizer.step()
 
 
 class ReducedOptimizer(PlainStepper):
-    """A plain torch optimizer of one module whose gradients something else reduces, for a step.
+    """A plain torch optimizer of one module whose gradients something else reduces.
 
         optimizer = ReducedOptimizer(torch.optim.AdamW(model.parameters()), groups, reduce=sum_up)
         loss(model(batch)).backward()
@@ -68,7 +65,7 @@ class ReducedOptimizer(PlainStepper):
         reduce: makes gradients equal on all ranks that hold the parameter, once in each step; None
             if that has happened by then. It leaves parameters that no rank used without a gradient,
             or gives them zeros.
-        divisor: what the sum over data ranks is divided by then. Of no matter without `num_tokens`.
+        divisor: `reduce` divides the sum over data ranks by it. Needed for `num_tokens` alone.
 
     Raises:
         ConfigError: `divisor` is not an integer of at least 1, or `optimizer` is not a torch
@@ -90,7 +87,7 @@ class ReducedOptimizer(PlainStepper):
         ):
             raise ConfigError(
                 f"ReducedOptimizer: a {type(optimizer).__name__} is not a plain torch optimizer; a "
-                f"sharded or chained one steps as it is, alone and in a MultiModuleOptimizer"
+                f"sharded or chained one needs no wrapper, alone or in a MultiModuleOptimizer"
             )
         check_int(divisor, name="ReducedOptimizer: divisor", least=1)
         super().__init__(optimizer, groups)
@@ -100,26 +97,23 @@ class ReducedOptimizer(PlainStepper):
 
     @property
     def divisor(self) -> int:
-        """What the sum over data ranks is divided by."""
         return self._divisor
 
     def stage_description(self) -> str:
-        """Digest of whole shapes and dtypes: what is taken for equal on all ranks looks so."""
+        """Return a digest of whole shapes and dtypes, which are the same on all ranks."""
         looks = [[list(p.shape), str(p.dtype), p.requires_grad] for p in self.parameters()]
         digest = hashlib.blake2b(json.dumps(looks).encode(), digest_size=8).hexdigest()
         return f"{len(looks)} parameters of digest {digest}"
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        """That every rank has the state of all that it holds."""
         return {"optimizer": {"type": "whole"}}
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing happens during a backward."""
-        del is_last
+        del is_last  # nothing happens during a backward
         return nullcontext()
 
     def gradient_parts(self) -> list[GradientPart]:
-        """Reduce what is in `.grad`, once until `drop_gradients`, and take it.
+        """Reduce what is in `.grad`, once until `drop_gradients`, and return it.
 
         A `reduce` that fails on one rank cannot be joined there: the other ranks get the timeout of
         its communicator.
@@ -130,7 +124,6 @@ class ReducedOptimizer(PlainStepper):
         return gradient_parts(self.parameters(), groups=self.groups)
 
     def usage(self) -> tuple[int, int]:
-        """Parameters with a gradient, and those that can get one."""
         trained = [p for p in self.parameters() if p.requires_grad]
         return sum(p.grad is not None for p in trained), len(trained)
 
@@ -169,7 +162,6 @@ class ReducedOptimizer(PlainStepper):
             raise error
 
     def drop_gradients(self) -> None:
-        """Forget what is in `.grad`."""
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False
 

@@ -34,12 +34,12 @@ _MAX_IN_FLIGHT = 2
 
 
 _MACHINERY = ("torch._", "torch.distributed.pipelining")
-"""Modules that check whether `.grad` is None and work either way: compilers, schedules."""
+"""Modules of torch that read `.grad` and work whether it is None or not: compilers, schedules."""
 
 
 @dataclass(eq=False)
 class Slot(GradientHook):
-    """A parameter's place in the buckets, and what is known of its gradient in this step."""
+    """A parameter's place in the buckets, and the state of its gradient in this step."""
 
     name: str
     """The optimizer's."""
@@ -51,31 +51,32 @@ class Slot(GradientHook):
     number: int
     """In the bucket."""
     is_used: bool = False
-    """Whether there was a gradient: here, after `exchange_used` on any rank that shares it."""
+    """True if there was a gradient: on this rank, after `exchange_used` on any that shares it."""
     is_missing: bool = True
-    """Whether the gradient of this microbatch has not come yet."""
+    """True until the gradient of this microbatch comes."""
     kind: type[Tensor] | None = None
-    """The parameter's own class while it has the one of `BUCKETED`."""
+    """The parameter's own class while it has a class of `BUCKETED`."""
 
     def __call__(self, parameter: Tensor) -> None:
-        """Autograd has put a gradient into `.grad`: it moves into its bucket."""
+        """Move the gradient that autograd has put into `.grad` into its bucket."""
         gradient = gradient_of(parameter)
         if gradient is not None:
             self.reducer.on_gradient(self, gradient)
 
     def on_read(self) -> None:
-        """An error or a warning, unless torch's own code reads."""
+        """Raise or warn, unless torch's own code reads."""
         if not _is_machinery():
             self.reducer.gradient_read(self)
 
     def on_clear(self) -> None:
-        """An error, unless torch's own code clears."""
+        """Raise, unless torch's own code clears."""
         if not _is_machinery():
             self.reducer.gradient_forgotten(self)
 
 
 def _is_machinery() -> bool:
-    """Whether torch's own code accesses `.grad`: two frames above the property of a class."""
+    """Return True if torch's own code accesses `.grad`."""
+    # This function, `on_read` or `on_clear`, the property of the class, and the code that uses it.
     caller = str(sys._getframe(3).f_globals.get("__name__", ""))
     return caller.startswith(_MACHINERY)
 
@@ -91,7 +92,7 @@ class GradientReducer:
         buckets: hold the parameters, in the order in which they are reduced.
         shard_groups: over which communicators.
         stage: 1 or 2, see `ShardedOptimizer`.
-        divisor: what the sum of gradients is divided by.
+        divisor: the sum of gradients is divided by it.
         names: of the parameters, for messages.
         name: the optimizer's.
     """
@@ -117,7 +118,7 @@ class GradientReducer:
             for position, bucket in enumerate(buckets)
             for number, parameter in enumerate(bucket.parameters)
         ]
-        """One for each parameter whose gradients are taken, bucket by bucket."""
+        """One for each trained parameter, bucket by bucket."""
         self._next = 0
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
         self._is_eager = False
@@ -132,11 +133,11 @@ class GradientReducer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether shares hold the averaged gradients of this step."""
+        """True if shares hold the averaged gradients of this step."""
         return self._is_finished
 
     def close(self) -> None:
-        """Take the hooks off, and forget gradients not used."""
+        """Remove the hooks, and forget unused gradients."""
         self.drop()
         for handle in self._handles:
             handle.remove()
@@ -144,7 +145,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Around the backward of one microbatch, see `ShardedOptimizer.microbatch`."""
+        """Enter around the backward of one microbatch, see `ShardedOptimizer.microbatch`."""
         if self._is_inside:
             raise ConfigError(
                 "microbatch(...) inside of microbatch(...): leave the first one first"
@@ -174,9 +175,9 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what is not reduced yet and wait: shares hold the averaged gradients then.
+        """Reduce what is not reduced yet and wait; then shares hold the averaged gradients.
 
-        Nothing happens the second time in a step. Every rank makes the same calls.
+        A second call in the same step does nothing. Every rank makes the same calls.
 
         Cost: a reduce-scatter per bucket not launched yet, and with hybrid sharding or tied stages
         an all-reduce per bucket.
@@ -191,7 +192,7 @@ class GradientReducer:
         if not self._is_reduced:
             self._finish_round()
         self._is_reduced = True
-        self._take_rest()  # raises where there is one: its bucket has been reduced
+        self._take_rest()  # raises for any that came late: its bucket has been reduced
         self._finish_reductions()
         if self.divisor != 1:
             for bucket in self._buckets:
@@ -199,9 +200,9 @@ class GradientReducer:
 
     @torch.no_grad()
     def join(self) -> None:
-        """Make the collectives of this step's reductions that are left, taking no gradient more.
+        """Make the remaining collectives of this step's reductions, without taking more gradients.
 
-        For a rank that has failed, whose shares no rank uses then: the others do not wait for it.
+        For a rank that has failed: no rank uses its shares, and no rank waits for it.
 
         Cost: as `finish`.
         """
@@ -213,7 +214,7 @@ class GradientReducer:
         self._finish_reductions()
 
     def drop(self) -> None:
-        """Forget all gradients: the next step begins."""
+        """Forget all gradients, and get ready for the next step."""
         for bucket in self._buckets:
             bucket.drop_gradients()
         self.show_gradients()
@@ -224,7 +225,7 @@ class GradientReducer:
         self._is_reduced = self._is_finished = False
 
     def show_gradients(self) -> None:
-        """Reading `.grad` is harmless from here on."""
+        """Give parameters their own class back: from here on reading `.grad` is harmless."""
         for slot in self.slots:
             if slot.kind is not None:
                 change_class(slot.parameter, slot.kind)
@@ -232,7 +233,7 @@ class GradientReducer:
         self._has_warned = False
 
     def on_gradient(self, slot: Slot, gradient: Tensor) -> None:
-        """Move a gradient that autograd has made into its bucket, and launch what is full."""
+        """Move a gradient that autograd has made into its bucket, and launch full buckets."""
         self._take(slot, gradient)
         self._mark_bucketed(slot)
         if self._is_eager:
@@ -249,8 +250,8 @@ class GradientReducer:
                 f"{self._names[slot.parameter]}: a gradient came after its bucket was reduced, and "
                 f"would be lost. Make one backward call in each microbatch(...), mark only the "
                 f"last one is_last=True, and step() before the next. (A model in "
-                f"DistributedDataParallel is reduced twice: take it out, the sharded optimizer "
-                f"reduces gradients itself)"
+                f"DistributedDataParallel is reduced twice: take it out of that, the sharded "
+                f"optimizer reduces gradients itself)"
             )
         forget_gradient(slot.parameter)
         slot.is_used = True
@@ -261,14 +262,14 @@ class GradientReducer:
         slot.bucket.add_gradient(slot.number, gradient)
 
     def _take_rest(self) -> None:
-        """Move what lies in `.grad`, put there past autograd's hooks, into buckets."""
+        """Move gradients into buckets that were put into `.grad` without autograd's hooks."""
         for slot in self.slots:
             gradient = gradient_of(slot.parameter)
             if gradient is not None:
                 self._take(slot, gradient)
 
     def _local(self, parameter: nn.Parameter, gradient: DTensor) -> Tensor:
-        """This rank's own gradient, placed like the parameter but for what the reduction adds up.
+        """Return this rank's gradient, placed like the parameter except for what is still reduced.
 
         Autograd may produce another placement than the parameter's (a sum not yet reduced over
         tensor ranks, or a whole where the parameter is split); it is redistributed here.
@@ -286,7 +287,7 @@ class GradientReducer:
         return gradient.to_local()
 
     def _adds_up(self, mesh: DeviceMesh, dim: int) -> bool:
-        """Whether the reduction, not autograd, adds gradients up along a dim of a mesh."""
+        """Return True if the reduction, not autograd, adds gradients up along a dim of a mesh."""
         names = mesh.mesh_dim_names or ()
         if names and names[dim] in ("embd", self._shard_groups.over):
             return True
@@ -294,10 +295,10 @@ class GradientReducer:
         return set(dist.get_process_group_ranks(along)) <= self._shard_groups.data_ranks
 
     def _mark_bucketed(self, slot: Slot) -> None:
-        """From here to the end of the step, reading `.grad` is an error or a warning.
+        """Make reading `.grad` an error or a warning, to the end of the step.
 
-        It is None there, as if backward had found no gradient: torch's `clip_grad_norm_` would
-        return 0 and clip nothing. Parameters of classes of their own are left as they are.
+        It is None, as if backward had found no gradient: torch's `clip_grad_norm_` would return 0
+        and clip nothing. Parameters of users' own classes stay as they are.
         """
         slot.bucket.finish_gather()
         kind = type(slot.parameter)
@@ -306,10 +307,10 @@ class GradientReducer:
             change_class(slot.parameter, BUCKETED[kind])
 
     def gradient_read(self, slot: Slot) -> None:
-        """Before `.grad` of a marked parameter is read.
+        """Raise or warn before `.grad` of a marked parameter is read.
 
-        Outside of `microbatch` more may come into `.grad`, put there by a schedule that looks
-        first: there it is a warning, once a step.
+        Outside of `microbatch` it is a warning, once a step: a schedule may read `.grad` before it
+        adds to it.
         """
         if self._is_reduced or self._is_inside:
             raise ConfigError(self._where_gradients_are(slot))
@@ -318,7 +319,7 @@ class GradientReducer:
             warnings.warn(self._where_gradients_are(slot), RuntimeWarning, stacklevel=4)
 
     def gradient_forgotten(self, slot: Slot) -> None:
-        """Before `.grad` of a marked parameter is set to None, which would forget nothing."""
+        """Raise before `.grad` of a marked parameter is set to None, which would forget nothing."""
         raise ConfigError(self._where_gradients_are(slot))
 
     def _where_gradients_are(self, slot: Slot) -> str:
@@ -330,7 +331,7 @@ class GradientReducer:
         )
 
     def _finish_round(self) -> None:
-        """Launch every bucket not launched yet, with what lies in `.grad`, in order."""
+        """Launch every bucket not launched yet, with what is in `.grad`, in order."""
         self._take_rest()
         self._launch_rest()
 
@@ -340,7 +341,7 @@ class GradientReducer:
         self._next = 0
 
     def _finish_reductions(self) -> None:
-        """Wait for all reductions of the step: shares hold the sums of all ranks then."""
+        """Wait for all reductions of the step; then shares hold the sums of all ranks."""
         for bucket in self._buckets:
             bucket.finish_reduction()
         self._sum_between()
@@ -353,7 +354,7 @@ class GradientReducer:
         self._next += 1
 
     def _sum_between(self) -> None:
-        """Add shares up over the groups that hold the same ones: hybrid slices, tied stages."""
+        """Add shares up over the groups that hold the same: hybrid slices, tied stages."""
         filled = [bucket for bucket in self._buckets if bucket.gradient.numel()]
         tied = [bucket for bucket in filled if bucket.is_tied]
         for group, buckets, what in (
@@ -366,7 +367,7 @@ class GradientReducer:
                     collectives.wait(work, f"the reduction of gradients {what}")
 
     def exchange_used(self) -> None:
-        """Find the parameters that got a gradient on any rank; the others are left alone.
+        """Find the parameters that got a gradient on any rank; the update leaves out the others.
 
         Cost: an all-reduce of one number per parameter over the ranks that share them.
         """

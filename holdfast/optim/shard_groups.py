@@ -18,13 +18,13 @@ _BETWEEN = {"dp_cp_intra": "dp_cp_inter", "expt_dp_intra": "expt_dp_inter"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroups:
-    """The communicators of one sharded optimizer on one rank; None where a group has one rank."""
+    """The communicators of one sharded optimizer on one rank; None for a group of one rank."""
 
     over: str
     """The group whose ranks hold one share each."""
     ranks: tuple[int, ...]
     data_ranks: frozenset[int]
-    """The ranks whose gradients are added up: those of `over`, and of the other slices."""
+    """Ranks whose gradients are added up: those of `over`, and of the other slices."""
     index: int
     """Of this rank's share."""
     reduce: ProcessGroup | None
@@ -37,7 +37,7 @@ class ShardGroups:
 
     @property
     def num_shares(self) -> int:
-        """Ranks that hold one share each."""
+        """Number of ranks, each of which holds one share."""
         return len(self.ranks)
 
     @classmethod
@@ -45,7 +45,7 @@ class ShardGroups:
         """Look up and check every communicator before the first collective.
 
         Raises:
-            ConfigError: Shards cannot lie over that group.
+            ConfigError: Shards cannot be over that group.
             GroupError: A communicator is missing, is the reducing one itself, or has other ranks or
                 another order.
         """
@@ -72,7 +72,7 @@ class ShardGroups:
 
 
 def gather_group(groups: ProcessGroups, *, over: str, name: str) -> ProcessGroup:
-    """The communicator on which parameters are gathered, checked against that of `over`.
+    """Return the communicator that gathers parameters, checked against that of `over`.
 
     Raises:
         GroupError: It is missing, is that of `over` itself, or has other ranks or another order.
@@ -81,7 +81,7 @@ def gather_group(groups: ProcessGroups, *, over: str, name: str) -> ProcessGroup
         group = groups.group(name)
     except GroupError as error:
         raise GroupError(
-            f"Parameters are gathered on a communicator of their own, so that they do not wait "
+            f"Parameters are gathered on their own communicator, so that they do not wait "
             f"behind gradients: {name!r} is missing. Make it with groups.clone({over!r}, "
             f"purpose={name!r}), or create it with the others. {error}"
         ) from error

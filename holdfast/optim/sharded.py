@@ -41,7 +41,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     Parameters, plain tensors or DTensors, are laid into flat buckets and become views of them; each
     rank of `over` updates one share of each bucket and the updated shares are gathered in place
     (Rajbhandari et al. 2020). Gradients are taken from autograd as they come: `.grad` is None after
-    backward, and reading it before `step` is an error (outside of `microbatch`: a warning). In the
+    backward, and reading it before `step` is an error (outside of `microbatch`, a warning). In the
     last microbatch full buckets are reduce-scattered concurrently with the backward.
 
         optimizer = ShardedOptimizer(
@@ -57,32 +57,32 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     is saved by `OptimizerState(optimizer, model)`. Parameters may be read and written at any time,
     as with any optimizer: what is written to them before the next step counts.
 
-    Where something else calls backward (pipeline schedules, which then need `scale_grads=False`),
-    `microbatch` is left out and `step` reduces everything at its beginning.
+    If something else calls backward (a pipeline schedule, which then needs `scale_grads=False`),
+    leave `microbatch` out: `step` reduces everything when it starts.
 
     Args:
         module: owns the parameters; its modules' forward waits for parameters in flight.
         parameters: parameters, or groups of them as torch takes them. Frozen ones are left alone.
         make: gives the torch optimizer for groups of 1-d tensors, e.g. `functools.partial`.
         groups: needs `over`, its clone for gathering and, with hybrid sharding, the `_inter` group,
-            each where it has several ranks.
+            each if it has several ranks.
         over: `dp_cp` for dense parameters, `expt_dp` for experts; `dp_cp_intra` or
             `expt_dp_intra` to shard inside a slice and reduce between slices.
-        divisor: what the sum of gradients is divided by. Every rank's loss is a mean over its own
+        divisor: the sum of gradients is divided by it. Every rank's loss is a mean over its own
             rows, so that is the size of `dp_cp`, for experts too.
         gather: communicator for parameters; by default `over` with `_ag` appended.
         stage: 1 keeps whole gradients between microbatches; 2 reduces after each microbatch and
-            keeps a share (needs `microbatch` around each for that).
-        bucket_nbytes: gradient bytes per collective; a larger parameter has a bucket of its own.
-        align_nbytes: what parameters and shares begin at multiples of, in bytes.
+            keeps a share, which needs `microbatch` around each.
+        bucket_nbytes: gradient bytes per collective; a larger parameter has its own bucket.
+        align_nbytes: parameters and shares start at multiples of this number of bytes.
         overlap: gather parameters concurrently with the next forward. No code sees one before it is
             whole: modules wait for their own when they are called, and any other read or write
-            waits for the parameter's bucket. A bucket is not overlapped where waiting could be
-            evaded: if a module of it was not called through its hooks since the last step
-            (compiled, scripted, functional), or views of its memory are held elsewhere. Off: `step`
-            waits.
-        elementwise: states that the optimizer updates elements one by one; without it a trial on
-            small tensors has to show it (some milliseconds, `make` is called three times more).
+            waits for the parameter's bucket. A bucket is not overlapped if some code could read it
+            without waiting: one of its modules was not called through its hooks since the last step
+            (compiled, scripted, functional), or other code holds views of its memory. Without
+            `overlap` the step waits.
+        elementwise: a declaration that the optimizer updates elements one by one; without it a
+            trial on small tensors has to show that (some milliseconds, three more calls of `make`).
         name: for messages and stored records.
 
     Raises:
@@ -179,7 +179,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return [member.parameter for member in self._parameters]
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around one microbatch with one backward; the last one reduces during the backward.
+        """Enter around one microbatch with one backward; the last one reduces during the backward.
 
         Every rank enters the same contexts. Raises ConfigError after the last one.
 
@@ -189,7 +189,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return self._reducer.microbatch(is_last=is_last)
 
     def finish_gradients(self) -> None:
-        """Reduce what is not reduced yet and wait; `step` calls it.
+        """Reduce the gradients that are not reduced yet, and wait; `step` calls it.
 
         Cost: a reduce-scatter per bucket not launched yet.
         """
@@ -209,14 +209,13 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._reducer.finish()
 
     def gradient_parts(self) -> list[GradientPart]:
-        """This rank's shares of the gradients, all of them reduced."""
         self.finish_gradients()
         return self._parts
 
     def join_reductions(self) -> None:
-        """Make the collectives of `finish_gradients` that are left, after a failure of this rank.
+        """Make the remaining collectives of `finish_gradients`, after a failure of this rank.
 
-        Its shares are of no use then; forget them with `drop_gradients`. Cost: as there.
+        Its shares are useless then; forget them with `drop_gradients`. Cost: as there.
         """
         if not self._is_closed:
             self.synchronize()
@@ -231,7 +230,6 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
-        """Update this rank's shares with its gradients times `factor`; nothing is gathered yet."""
         self._reducer.show_gradients()
         for bucket in self._buckets:
             bucket.take_written_values()
@@ -244,7 +242,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._main_requested = self._main_loaded = False
 
     def launch_gathers(self) -> None:
-        """Start gathering the updated parameters; every rank calls this, whatever happened.
+        """Start gathering the updated parameters; every rank calls this, even after a failure.
 
         Cost: an all-gather per bucket.
         """
@@ -254,8 +252,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def publish(self) -> None:
         """Let parameters be used again.
 
-        With overlap a bucket stays in flight where no code can read it unnoticed; any other one
-        is waited for here.
+        With overlap a bucket stays in flight if no code can read it without waiting. All others are
+        waited for here.
         """
         for position, bucket in enumerate(self._buckets):
             is_kept = (
@@ -265,24 +263,22 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             )
             if not is_kept:
                 bucket.finish_gather()
-        self._watch.begin()
+        self._watch.restart()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients; `step` calls it."""
         self._reducer.drop()
         for _, updated, _ in self._gradients:
             updated.grad = None
 
     def synchronize(self) -> None:
-        """Wait until this rank's parameters are whole and up to date."""
         self._gather_loaded()
         for bucket in self._buckets:
             bucket.finish_gather()
 
     def close(self) -> None:
-        """Take all hooks off; parameters stay views of the buckets. Nothing the second time.
+        """Remove all hooks; parameters stay views of the buckets. A second call does nothing.
 
-        Gradients not used are forgotten, and another optimizer can be built over the parameters.
+        Unused gradients are forgotten, and another optimizer can be built over the parameters.
         """
         if self._is_closed:
             return
@@ -295,17 +291,17 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
-        """Every parameter with the elements of it that this rank updates."""
+        """Return every parameter with the elements of it that this rank updates."""
         return self._parameters
 
     def num_groups(self) -> dict[str, int]:
-        """How many parameter groups there are, by this optimizer's name."""
+        """Return the number of parameter groups, by this optimizer's name."""
         return {self.name: len(self.param_groups)}
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        """Stage, bucket size and group of the shards, by this optimizer's name.
+        """Return stage, bucket size and group of the shards, by this optimizer's name.
 
-        Nothing that the layout decides: the record is the same wherever the module is.
+        The record has no entry that the layout decides: it is the same wherever the module is.
         """
         return {
             self.name: {
@@ -317,16 +313,16 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         }
 
     def begin_load(self, *, with_main: bool) -> None:
-        """A load begins; main parameters, if it brings any, take precedence over the module's."""
+        """Prepare for a load; its main parameters take precedence over the module's parameters."""
         self._main_requested = with_main
 
     def finish_load(self, *, with_main: bool) -> None:
-        """Main parameters were loaded: the model's are rounded from them before their next use."""
+        """Follow up a load: with main parameters, the model's are rounded from them before use."""
         self._main_requested = False
         self._main_loaded = self._is_stale = with_main
 
     def refresh_main(self) -> None:
-        """Copy the model's parameters, after something other than a step changed them."""
+        """Set main parameters from the model's, after other code than a step changed these."""
         for bucket in self._buckets:
             for number in range(len(bucket.parameters)):
                 bucket.refresh_main(number, exactly=True)
@@ -334,7 +330,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     # ---- inside ----
 
     def _gather_loaded(self) -> None:
-        """After a load of main parameters: round and gather them, on all ranks."""
+        """Round and gather main parameters, on all ranks, after they were loaded."""
         if self._is_stale:
             self._is_stale = False
             self.launch_gathers()
@@ -342,7 +338,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 bucket.finish_gather()
 
     def _make_buckets(self, bucket_nbytes: int, align_nbytes: int) -> list[Bucket]:
-        """Move the trained parameters into buckets, equal ones on all ranks of a group."""
+        """Move the trained parameters into buckets, which are equal on all ranks of a group."""
         for parameter, _ in self._all:
             check_parameter(
                 parameter,
@@ -367,7 +363,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             ]
 
     def _agree_on_plans(self, plans: Sequence[BucketPlan]) -> None:
-        """ConfigError on all ranks if ranks of one group plan other buckets, or divisors differ."""
+        """Raise ConfigError on all ranks if ranks of one group plan other buckets or divisors."""
         described = [
             (
                 [(self._names[p], list(p.shape), str(p.dtype)) for p in plan.parameters],
@@ -386,8 +382,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         if differing:
             error = ConfigError(
                 f"optimizer '{self.name}': ranks {differing} have other parameters, stage or "
-                f"buckets than rank {control.rank}, though they share {over!r}; build it alike on "
-                f"all of them"
+                f"buckets than rank {control.rank}, though they share {over!r}; build it "
+                f"with the same arguments on all of them"
             )
         for rank, (divisor, _) in answers.items():
             if divisor != self._divisor and error is None:
@@ -400,7 +396,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         control.agree(error, phase="optimizer: buckets")
 
     def _updated_views(self) -> dict[nn.Parameter, Tensor]:
-        """What this rank updates of each parameter: views of the buckets' main parameters."""
+        """Return the elements that this rank updates: views of the buckets' main parameters."""
         return {
             parameter: bucket.main[owned.offset : owned.offset + owned.numel]
             for bucket in self._buckets
@@ -408,7 +404,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         }
 
     def _gradient_views(self) -> list[tuple[Slot, Tensor, Tensor]]:
-        """What this rank updates of each parameter, with its gradient."""
+        """Return the elements that this rank updates, with their gradients."""
         owned = [owned for bucket in self._buckets for owned in bucket.owned]
         return [
             (slot, self._updated[slot.parameter], slot.bucket.gradient[at.offset :][: at.numel])
@@ -417,7 +413,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         ]
 
     def _make_parts(self) -> list[GradientPart]:
-        """This rank's shares of gradients, with how many ranks of the layout have the same."""
+        """Return this rank's shares of gradients, with the number of ranks that hold the same."""
         return [
             GradientPart(
                 local=bucket.gradient,
@@ -471,15 +467,15 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return parameters
 
     def _bucket_markers(self) -> list[list[Sized]]:
-        """By bucket, the views of it that saves keep; these are read after `synchronize` only."""
+        """Return, by bucket, the views of it that saves keep and read only after `synchronize`."""
         markers = {member.parameter: member.markers for member in self._parameters}
         return [[markers[p] for p in bucket.parameters] for bucket in self._buckets]
 
     @torch.no_grad()
     def _after_load(self, buckets: Sequence[Bucket], owner: nn.Module) -> None:
-        """Weights were loaded into a module: main parameters are set from them.
+        """Set main parameters from weights that were loaded into a module.
 
-        Where main parameters were loaded, too, those that round to the weights are kept.
+        If main parameters were loaded, too, those that round to the weights are kept.
         """
         exactly = not (self._main_requested or self._main_loaded)
         own = set(parameter_table(owner).values())

@@ -15,7 +15,7 @@ from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
 
 _FAILED = 0.0
-"""In the place of a digest, which is at least 1."""
+"""The digest of a rank that failed; a real one is at least 1."""
 _REASONS = {
     "max_norm": "one limit holds for the norm of the whole gradient",
     "count_zeros": "zeros are counted on all ranks or on none",
@@ -26,12 +26,12 @@ _REASONS = {
 
 @dataclass(slots=True, kw_only=True)
 class Contribution:
-    """What one rank contributes to the sum."""
+    """The contribution of one rank to the sum."""
 
     has_failed: bool = False
-    """Whether this rank cannot continue. Nothing else of it counts then."""
+    """True if this rank cannot continue; then nothing else of it counts."""
     is_finite: bool = True
-    """Whether the loss is, as far as this rank knows."""
+    """False if the loss of this rank is not finite."""
     max_norm: float = 0.0
     scale: float | None = None
     """Of the loss; None without a scaler."""
@@ -39,7 +39,7 @@ class Contribution:
     num_tokens: int | None = None
     """Loss tokens of this rank; None if it has no loss, or nothing is normalised by them."""
     terms: dict[str, list[float]] = field(default_factory=dict)
-    """By module, what `NormTerms` makes of this rank's gradients."""
+    """By module, the numbers that `NormTerms` makes of this rank's gradients."""
     usage: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By module, parameters that got a gradient on this rank, and trained ones."""
     hyperparameters: dict[str, list[dict[str, object]]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Contribution:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What is equal on all ranks, by the name that a message gives it."""
+        """Settings that must be equal on all ranks, by their names in messages."""
         return {
             "max_norm": self.max_norm,
             "loss scale": self.scale,
@@ -55,13 +55,13 @@ class Contribution:
         }
 
     def described(self) -> bytes:
-        """Everything that ranks may differ in, for `StepSum.refuse_differences`."""
+        """Return everything that ranks may differ in, for `StepSum.refuse_differences`."""
         return _text([self.settings, self.hyperparameters])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSums:
-    """What all ranks know after the sum; the same on every one."""
+    """The sums over all ranks; the same on every rank."""
 
     gradients: Mapping[str, GradientSums]
     """By module."""
@@ -70,7 +70,7 @@ class StepSums:
     failed: tuple[int, ...]
     """Ranks that cannot continue."""
     differ: bool
-    """Whether ranks differ in settings, or those of one pipeline stage in hyperparameters."""
+    """True if ranks differ in settings, or those of one pipeline stage in hyperparameters."""
     num_bad_losses: int
     """Ranks whose loss is not finite."""
     tokens: Mapping[int, int | None]
@@ -79,11 +79,11 @@ class StepSums:
     def norm(
         self, *, divisor: float, weights: Mapping[str, float]
     ) -> tuple[GradientNorm, dict[str, float]]:
-        """The norm over all modules, and that of each; NaN where it is not finite.
+        """Return the norm over all modules, and that of each; NaN if it is not finite.
 
         Args:
-            divisor: what gradients are divided by: the loss scale, the number of tokens.
-            weights: by module, what its gradients are multiplied by.
+            divisor: gradients are divided by it: the loss scale times the number of tokens.
+            weights: by module, a factor of its gradients.
         """
         squares = {
             module: math.nan if each.bad_ranks else each.square * weights[module] ** 2
@@ -98,7 +98,7 @@ class StepSums:
         return norm, {module: math.sqrt(each) / divisor for module, each in squares.items()}
 
     def check_used(self, *, name: str) -> None:
-        """ConfigError if parameters are trained and none of any module got a gradient."""
+        """Raise ConfigError if parameters are trained and none of any module got a gradient."""
         trained = [module for module, (_, count) in self.usage.items() if count]
         if trained and not any(count for count, _ in self.usage.values()):
             named = ", ".join(repr(module) for module in trained if module)
@@ -110,22 +110,22 @@ class StepSums:
 
 
 class StepSum:
-    """Which number of the sum means what.
+    """The meaning of each number in the sum.
 
-    Settings are compared by digests of 48 bits, each rank's in a slot of its own: the sum of a
-    number and zeros is exact, and ranks that differ are known from it.
+    Settings are compared by digests of 48 bits, each rank's in its own slot: the sum of a number
+    and zeros is exact in float64, and shows which ranks differ.
 
     Args:
         layouts: of all modules.
-        ranks: of all modules, in one order.
-        loss_module: whose ranks count tokens; None if nothing is normalised by them.
+        ranks: of all modules, in the same order on every rank.
+        loss_module: the one whose ranks count tokens; None without tokens.
     """
 
     def __init__(
         self, layouts: Mapping[str, Layout], *, ranks: Sequence[int], loss_module: str | None
     ) -> None:
         self.terms = {module: NormTerms(layout) for module, layout in layouts.items()}
-        """By module, what of its gradients is summed."""
+        """By module, the numbers of its gradients."""
         self._layouts = dict(layouts.items())
         self._ranks = ranks
         self._loss_module = loss_module
@@ -133,12 +133,12 @@ class StepSum:
         self._stages = [
             (module, ranks) for module, layout in layouts.items() for ranks in _stages(layout)
         ]
-        """Ranks of one stage of a module: stages may have hyperparameters of their own."""
+        """Ranks of one stage of a module: each stage may have its own hyperparameters."""
         self._digests: dict[str | None, tuple[str, float]] = {}
         """By module, and None for the settings of the step: the last entries and their digest."""
 
     def pack(self, mine: Contribution, *, rank: int) -> list[float]:
-        """This rank's numbers: as many on every rank."""
+        """Return this rank's numbers; every rank has the same number of them."""
 
         def slots(ranks: Iterable[int], value: float) -> list[float]:
             return [value if each == rank else 0.0 for each in ranks]
@@ -151,12 +151,12 @@ class StepSum:
             values += mine.usage.get(module, (0, 0))
             digest = self._digest(module, mine.hyperparameters.get(module, []))
             values += slots(self._layouts[module].ranks, digest)
-        # One more than the tokens, so that none at all is not the same as no answer.
+        # One more than the tokens: 0 is the slot of a rank that does not count.
         count = 0 if mine.num_tokens is None else mine.num_tokens + 1
         return values + slots(self._loss_ranks, float(count))
 
     def read(self, sums: Sequence[float]) -> StepSums:
-        """The inverse of `pack`, of the sums of all ranks' numbers."""
+        """Return what the sums of all ranks' numbers mean: the inverse of `pack`."""
         rest = iter(sums)
 
         def slots(ranks: Sequence[int]) -> dict[int, float]:
@@ -189,7 +189,7 @@ class StepSum:
 
         Args:
             described: by rank, `Contribution.described`.
-            name: of what steps.
+            name: of the optimizer.
         """
         answers = {rank: json.loads(each) for rank, each in described.items()}
         refuse_different({rank: answers[rank][0] for rank in self._ranks}, where=name)
@@ -199,7 +199,7 @@ class StepSum:
         raise ConfigError(f"{name}: ranks differ in settings of the step. Nothing was updated")
 
     def _digest(self, key: str | None, entries: Any) -> float:
-        """An integer from 1 on that a float64 holds exactly; equal for equal entries."""
+        """Return an integer of at least 1 that a float64 holds exactly; equal for equal entries."""
         now = repr(entries)
         before, digest = self._digests.get(key, ("", _FAILED))
         if before != now:  # seldom: a digest takes longer than `repr`
@@ -209,10 +209,10 @@ class StepSum:
         return digest
 
     def total_tokens(self, sums: StepSums) -> int | None:
-        """Loss tokens of all data ranks, each once; None where no rank has counted any.
+        """Return the loss tokens of all data ranks, each counted once; None if no rank counts them.
 
-        Every data rank (coordinate of `dp_cp`) of the module with the loss has a count, which is
-        equal on all its ranks that pass one (tensor ranks, pipeline stages); others pass None.
+        A data rank is a coordinate of `dp_cp` of the module with the loss. Those of its ranks that
+        pass a count (tensor ranks, pipeline stages) pass the same; the others pass None.
 
         Raises:
             ConfigError: On all ranks: counts of one data rank differ, a data rank has none while
@@ -227,8 +227,8 @@ class StepSum:
             if not counts:
                 raise ConfigError(
                     f"{where}: none of the ranks {shorten_ranks(ranks)}, which have the same "
-                    f"samples, has passed a count, and other ranks have; ranks with the loss pass "
-                    f"num_tokens= in each step, 0 where there is no token"
+                    f"samples, has passed a count, but other ranks have; ranks with the loss pass "
+                    f"num_tokens= in each step, 0 if they have no token"
                 )
             if len(set(counts.values())) > 1:
                 listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
@@ -239,9 +239,9 @@ class StepSum:
             total += next(iter(counts.values())) or 0
         if not total:
             raise ConfigError(
-                f"{where}: no data rank has any token in this step, so that its gradient has no "
-                f"mean; nothing was updated, and gradients are forgotten: leave such a batch out, "
-                f"or catch this error on all ranks and go on with the next one"
+                f"{where}: no data rank has any token in this step, so its gradient has no mean. "
+                f"Nothing was updated, and gradients are forgotten. Leave such a batch out, or "
+                f"catch this error on all ranks and continue with the next one"
             )
         return total
 
@@ -250,7 +250,7 @@ class StepSum:
         return () if self._loss_layout is None else self._loss_layout.ranks
 
     def _data_ranks(self) -> list[list[int]]:
-        """The ranks of the module with the loss by their coordinate of `dp_cp`."""
+        """Return the ranks of the module with the loss by their coordinate of `dp_cp`."""
         layout = self._loss_layout
         if layout is None:
             return []
@@ -262,7 +262,7 @@ class StepSum:
 
 
 def _stages(layout: Layout) -> Iterable[list[int]]:
-    """The ranks of a layout by pipeline stage."""
+    """Return the ranks of a layout by pipeline stage."""
     by_stage: dict[int, list[int]] = {}
     for rank in layout.ranks:
         by_stage.setdefault(layout.coordinates(rank)["pp"], []).append(rank)
@@ -270,7 +270,7 @@ def _stages(layout: Layout) -> Iterable[list[int]]:
 
 
 def refuse_different(by_rank: Mapping[int, Mapping[str, Any]], *, where: str) -> None:
-    """ConfigError for the first entry, by its name, that is not equal on all ranks."""
+    """Raise ConfigError that names the first entry that is not equal on all ranks, if any."""
     for key in dict.fromkeys(key for entries in by_rank.values() for key in entries):
         ranks_of: dict[str, list[int]] = {}
         for rank, entries in by_rank.items():
@@ -278,14 +278,14 @@ def refuse_different(by_rank: Mapping[int, Mapping[str, Any]], *, where: str) ->
             ranks_of.setdefault(shown, []).append(rank)
         if len(ranks_of) > 1:
             listed = "; ".join(f"{v} on ranks {shorten_ranks(r)}" for v, r in ranks_of.items())
-            reason = _REASONS.get(key, "ranks that share parameters update them alike")
+            reason = _REASONS.get(key, "ranks that share parameters make the same updates")
             raise ConfigError(
                 f"{where}: ranks differ in {key}: {listed}; {reason}. Nothing was updated"
             )
 
 
 def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Hyperparameters by the name that a message gives them."""
+    """Return hyperparameters by their names in messages."""
     return {
         f"{key} of parameter group {number}": value
         for number, group in enumerate(groups)
@@ -294,12 +294,12 @@ def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _text(entries: object) -> bytes:
-    """Equal on two ranks if, and only if, the entries are."""
+    """Return a text that is equal on two ranks if, and only if, the entries are."""
     return json.dumps(_plain(entries), default=repr).encode()
 
 
 def _plain(value: object) -> object:
-    """A value with one form for equal ones: 1 and 1.0, a tuple and a list are the same setting."""
+    """Return one form for equal values: 1 and 1.0, a tuple and a list are the same setting."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -310,6 +310,6 @@ def _plain(value: object) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value in as few digits as show it exactly."""
+    """Return a value in the fewest digits that show it exactly."""
     is_short = isinstance(value, float) and float(f"{value:g}") == value
     return f"{value:g}" if is_short else str(value)

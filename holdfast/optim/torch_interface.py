@@ -13,42 +13,42 @@ from torch import Tensor
 from holdfast.errors import ConfigError
 
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of torch's optimizers that say how to compute, and not what."""
+"""Settings of torch's optimizers that choose an implementation; the results are the same."""
 _VALUES = (bool, int, float, str, tuple, list, Tensor)
-"""Types of settings; others may look different in each process."""
+"""Types of settings; values of others may print differently in each process."""
 
 
 class TorchInterface(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` by type, whose groups and state are those of optimizers inside.
 
     Learning rate schedulers take it as it is: they set entries of `param_groups` and count calls of
-    `step`, and step hooks work as on any optimizer. Whatever cannot mean here what it means for a
-    torch optimizer raises ConfigError with what to do.
+    `step`, and step hooks work as on any optimizer. A method that cannot do what
+    it does for a torch optimizer raises ConfigError, which says what to do instead.
     """
 
     def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
         self.inners = tuple(inners)
         """The torch optimizers inside."""
-        # hooks and profiling marks of the base; its own __init__ would keep groups of its own
+        # Sets up hooks and profiling marks of the base, whose __init__ would keep its own groups.
         super().__setstate__({})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the torch optimizers inside; setting `group["lr"]` and the like works."""
+        """Groups of the torch optimizers inside; setting `group["lr"]` and other entries works."""
         if len(self.inners) == 1:
             return self.inners[0].param_groups
         return [group for inner in self.inners for group in inner.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the torch optimizers inside, by the tensor of elements it belongs to."""
+        """State of the torch optimizers inside, by the tensor of elements it belongs to."""
         if len(self.inners) == 1:
             return self.inners[0].state
         return ChainMap(*(inner.state for inner in self.inners))
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults that all torch optimizers inside have."""
+        """Defaults that all torch optimizers inside have."""
         first, *others = (inner.defaults for inner in self.inners)
         return {k: v for k, v in first.items() if all(k in other for other in others)}
 
@@ -63,7 +63,7 @@ class TorchInterface(torch.optim.Optimizer):
         """Forget all gradients, those in buckets too; `step` does so itself."""
         if not set_to_none:
             raise ConfigError(
-                f"{type(self).__name__}.zero_grad(set_to_none=False): gradients lie in buckets, "
+                f"{type(self).__name__}.zero_grad(set_to_none=False): gradients are in buckets, "
                 f"never in .grad; call zero_grad() or drop_gradients()"
             )
         self.drop_gradients()
@@ -73,14 +73,14 @@ class TorchInterface(torch.optim.Optimizer):
         """Forget all gradients."""
 
     def state_dict(self) -> NoReturn:
-        """ConfigError: one rank's share, numbered by position, would be no state to go on from."""
+        """Raise ConfigError: no run could continue from one rank's share, numbered by position."""
         raise ConfigError(
             f"{type(self).__name__}.state_dict(): this rank holds a share of the state; save "
             f"OptimizerState(optimizer, model) with a Checkpointer, which loads under any layout"
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """ConfigError, as for `state_dict`."""
+        """Raise ConfigError: a torch state dict has no shares."""
         del state_dict
         raise ConfigError(
             f"{type(self).__name__}.load_state_dict(): this rank holds a share of the state; load "
@@ -88,7 +88,7 @@ class TorchInterface(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """ConfigError: buckets are laid out once."""
+        """Raise ConfigError: buckets are laid out once."""
         del param_group
         raise ConfigError(
             f"{type(self).__name__}.add_param_group(): parameters are laid into buckets when the "
@@ -110,9 +110,9 @@ class TorchInterface(torch.optim.Optimizer):
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Settings of each parameter group that decide an update, by name.
+    """Return the settings of each parameter group that decide an update, by name.
 
-    Those that the class declares; not how it computes, nor what schedulers note in groups.
+    These are the declared ones, without the choice of an implementation and schedulers' notes.
     """
     inners = optimizer.inners if isinstance(optimizer, TorchInterface) else (optimizer,)
     return [
@@ -127,7 +127,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]
 
 
 def refuse_closure(closure: Callable[[], object] | None) -> None:
-    """ConfigError for a closure: backward belongs into `microbatch`, before the step."""
+    """Raise ConfigError for a closure: backward belongs in `microbatch`, before the step."""
     if closure is not None:
         raise ConfigError(
             "step(closure) of a sharded optimizer: call backward yourself (inside "

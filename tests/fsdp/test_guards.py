@@ -173,7 +173,7 @@ CASES: list[tuple[str, Callable[[ProcessGroups], None], type[HoldfastError], tup
     ("experts", declared_without_ep, ConfigError, ("layers.0.special.mix", "'ep'")),
     ("dense", a_name, ConfigError, ("layers.0.special", "not names")),
     ("dense", another_seed, ConfigError, ("layers.1.up.weight", "rank 3", "seed")),
-    ("dense", another_strategy, ConfigError, ("rank 2", "optim_grads", "alike")),
+    ("dense", another_strategy, ConfigError, ("rank 2", "optim_grads", "with the same")),
     ("dense", one_rank_without, ConfigError, ("layers.2.gain", "rank 1")),
     ("dense", a_scalar, ConfigError, ("layers.0.scale", "(1,)")),
     ("dense", a_container, ConfigError, ("'layers'", "ModuleList", "forward")),

@@ -162,7 +162,7 @@ JOINING: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
     "row state": (RowState, r"keeps 'counts' of shape \[3\]"),
     "noisy": (Noisy, "draws random numbers"),
     "distance": (Distance, "does not update elements one by one"),
-    "closure": (NeedsClosure, "could not be tried.*closure.*elementwise=True"),
+    "closure": (NeedsClosure, "a trial that .*closure.*elementwise=True"),
     "lbfgs": (lambda g: MyLBFGS(g[0]["params"]), r"MyLBFGS \(a LBFGS\) does not"),
     "adafactor": (MyAdafactor, r"MyAdafactor \(a Adafactor\) does not"),
 }
