@@ -95,7 +95,8 @@ def compare_ranks(plan: UnitPlan, groups: ProcessGroups, *, settings: str) -> No
         if other != answers[0][0]:
             raise ConfigError(
                 f"fully_shard_model: rank {rank} was called with {other}, rank "
-                f"{control.ranks[0]} with {answers[0][0]}; call it with the same arguments on all ranks"
+                f"{control.ranks[0]} with {answers[0][0]}; call it with the same "
+                f"arguments on all ranks"
             )
     differs = any(
         by_rank[rank][1][section] != by_rank[members[0]][1][section]

@@ -177,7 +177,7 @@ CASES: list[tuple[str, Callable[[ProcessGroups], None], type[HoldfastError], tup
     ("dense", one_rank_without, ConfigError, ("layers.2.gain", "rank 1")),
     ("dense", a_scalar, ConfigError, ("layers.0.scale", "(1,)")),
     ("dense", a_container, ConfigError, ("'layers'", "ModuleList", "forward")),
-    ("dense", a_stranger, ConfigError, ("Linear", "no module of the model")),
+    ("dense", a_stranger, ConfigError, ("Linear", "not a module of the model")),
     ("dense", transposed, ConfigError, ("'table'", "contiguous")),
     ("dense", twice, ConfigError, ("already",)),
     ("dense", torchs_own, ConfigError, ("layers.0", "already")),
