@@ -112,14 +112,14 @@ PER_COORDINATE = PlacementInfo(kind="per_coordinate")
 IRREGULAR = PlacementInfo(kind="irregular")
 
 
-class TensorInfo(_StrictStruct, frozen=True, kw_only=True):
+class TensorInfo(_StrictStruct, frozen=True, array_like=True, kw_only=True):
     """One logical tensor: key, element type (`DTYPES`), global shape, and the positions of its
-    layout and placement in the manifest's lists."""
+    layout and placement in the manifest's lists. An array in the file; see `_tensor_row`."""
 
     key: str
     dtype: str
     shape: list[int]
-    layout: int
+    layout: int = 0
     placement: int = 0
     fingerprint: str | None = None
 
@@ -161,17 +161,6 @@ class Totals(_StrictStruct, frozen=True, kw_only=True):
     stored_nbytes: int
 
 
-class _TensorRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `TensorInfo` as it is written: trailing members that are 0 or null are left out."""
-
-    key: str
-    dtype: str
-    shape: list[int]
-    layout: int = 0
-    placement: int = 0
-    fingerprint: str | None = None
-
-
 class _Members(_StrictStruct, frozen=True, kw_only=True):
     """The members of a manifest in the order in which they are written."""
 
@@ -186,7 +175,7 @@ class _Members(_StrictStruct, frozen=True, kw_only=True):
     signature: str
     block_nbytes: int
     placements: list[PlacementInfo]
-    tensors: list[Any]
+    tensors: list[TensorInfo]
     parts: dict[str, Any]
     files: list[FileInfo]
     index: IndexInfo
@@ -200,14 +189,7 @@ class Manifest(_Members, frozen=True, kw_only=True):
         metadata: The user's own JSON object, which is stored among the `parts`; may be empty.
     """
 
-    tensors: list[TensorInfo]
     metadata: dict[str, Any] = {}
-
-
-class _Written(_Members, frozen=True, kw_only=True):
-    """A manifest as it is written."""
-
-    tensors: list[_TensorRow]
 
 
 class _Peek(msgspec.Struct):
@@ -281,7 +263,7 @@ def _members(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensor_row(tensor: TensorInfo) -> list[Any]:
-    """Return a tensor as it is written."""
+    """Return a tensor as it is written: trailing members that are 0 or null are left out."""
     row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
     if tensor.fingerprint is not None:
         return [*row, tensor.layout, tensor.placement, tensor.fingerprint]
@@ -292,23 +274,12 @@ def _tensor_row(tensor: TensorInfo) -> list[Any]:
 
 def _decode(text: bytes) -> Manifest:
     """Decode the text of a manifest whose digest was checked."""
-    decoded = msgspec.json.decode(text, type=_Written)
+    decoded = msgspec.json.decode(text, type=_Members)
     table = {name: getattr(decoded, name) for name in _Members.__struct_fields__}
     node = decoded.parts.pop(METADATA_PART, None)
     if node is not None:
         table["metadata"] = decode_metadata(node)
     fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
-    table["tensors"] = [
-        TensorInfo(
-            key=row.key,
-            dtype=row.dtype,
-            shape=row.shape,
-            layout=row.layout,
-            placement=row.placement,
-            fingerprint=row.fingerprint,
-        )
-        for row in decoded.tensors
-    ]
     return Manifest(**table)
 
 
