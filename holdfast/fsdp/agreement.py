@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.format.digest import digest128
 from holdfast.fsdp.plan import PlannedParameter, UnitPlan
+from holdfast.optim.shard_groups import mesh_lines
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import EXPERT_AXES
 from holdfast.state.elements import tensor_digest
@@ -48,11 +48,8 @@ def check_declarations(plan: UnitPlan, groups: ProcessGroups) -> None:
             continue
         over = "expt_dp" if each.kind == "experts" else "dp_cp"
         reduced = set(groups.ranks(over))
-        mesh = parameter.device_mesh
-        for dim, placement in enumerate(parameter.placements):
-            line = torch.distributed.get_process_group_ranks(mesh.get_group(dim))
-            shared = (set(line) & reduced) - {groups.rank}
-            name = (mesh.mesh_dim_names or ("?",) * mesh.ndim)[dim]
+        for name, placement, line in mesh_lines(parameter):
+            shared = reduced.intersection(line) - {groups.rank}
             is_apart = not shared and not (each.kind == "dense" and name in EXPERT_AXES[:2])
             if placement.is_replicate() or (placement.is_shard() and is_apart):
                 continue

@@ -14,7 +14,7 @@ from holdfast.arguments import check_choice, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import gradient_hook
 from holdfast.optim.scaler import LossScaler
-from holdfast.optim.shard_groups import ShardGroups
+from holdfast.optim.shard_groups import ShardGroups, mesh_lines
 from holdfast.parallel import Layout, ProcessGroups
 
 _NOT_ELEMENTWISE = (
@@ -221,22 +221,22 @@ def check_parameter(
             f"{name}: the local tensor of a DTensor must be contiguous, its strides are "
             f"{list(local.stride())}; make it with .contiguous()"
         )
-    mesh = parameter.device_mesh
     reduced = shard_groups.data_ranks
-    for dim, placement in enumerate(parameter.placements):
-        line = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
-        shared = (line & reduced) - {groups.rank}
-        dim_name = (mesh.mesh_dim_names or ())[dim : dim + 1]
-        if placement.is_replicate() and (not shared or line <= reduced):
-            is_data = bool(dim_name) and dim_name[0].startswith(("dp", "expt_dp"))
-            if len(line) == 1 or shared or not is_data:
-                continue
-        elif not placement.is_replicate() and not shared:
+    for dim, placement, line in mesh_lines(parameter):
+        shared = reduced.intersection(line) - {groups.rank}
+        if not placement.is_replicate():
+            fits = not shared  # else other parts would be added to this one
+        elif shared:
+            fits = reduced.issuperset(line)  # else copies would get different sums
+        else:
+            # Copies that this reduction does not reach: right along tp, wrong along a data axis.
+            fits = len(line) == 1 or not dim.startswith(("dp", "expt_dp"))
+        if fits:
             continue
         hint = "dense parameters" if is_expert else "experts"
         other = "dp_cp" if is_expert else "expt_dp"
         raise ConfigError(
-            f"{name}: along mesh dim {dim} {dim_name} (ranks {sorted(line)}) it is {placement}, "
-            f"which does not fit a reduction over {shard_groups.over!r} (ranks {sorted(reduced)}); "
-            f"{hint} take over={other!r}"
+            f"{name}: along mesh dim {dim!r} (ranks {sorted(line)}) it is {placement}, which does "
+            f"not fit a reduction over {shard_groups.over!r} (ranks {sorted(reduced)}); {hint} "
+            f"take over={other!r}"
         )

@@ -16,6 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.engine import Stepper
 from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
+from holdfast.optim.shard_groups import mesh_lines
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
 
@@ -173,10 +174,5 @@ def _data_axis(parameter: nn.Parameter) -> str:
     """
     if not isinstance(parameter, DTensor):
         return "dp_cp"
-    names = parameter.device_mesh.mesh_dim_names or ()
-    cut = {
-        name
-        for name, placed in zip(names, parameter.placements, strict=False)
-        if not placed.is_replicate()
-    }
+    cut = {dim for dim, placement, _ in mesh_lines(parameter) if not placement.is_replicate()}
     return "dp_cp" if cut.isdisjoint(("ep", "expt_tp")) else "expt_dp"

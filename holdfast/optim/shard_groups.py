@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Placement
 
 from holdfast.arguments import check_choice
 from holdfast.errors import GroupError
@@ -93,3 +97,14 @@ def gather_group(groups: ProcessGroups, *, over: str, name: str) -> ProcessGroup
     if group is groups.group(over):
         raise GroupError(f"{name!r} is the communicator {over!r} itself, not a second one.")
     return group
+
+
+def mesh_lines(parameter: DTensor) -> Iterator[tuple[str, Placement, list[int]]]:
+    """Yield each dim of a parameter's mesh: name, placement, and the ranks along it from here.
+
+    A mesh without names of dims has the name '?' for each.
+    """
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("?",) * mesh.ndim
+    for dim, (name, placement) in enumerate(zip(names, parameter.placements, strict=True)):
+        yield name, placement, dist.get_process_group_ranks(mesh.get_group(dim))
