@@ -226,6 +226,8 @@ class CheckpointFiles:
     ) -> list[int]:
         """Return the pieces, end to end in `data`, that have a block with a wrong digest."""
         block, digest = self._block_nbytes, self.index.digest
+        # [first, last) are a piece's digests in the index. Pieces start at blocks; a payload's last
+        # block may be short, so the division of its end is rounded up: a - -b // c.
         pointers = self.index.digest_ptr[np.asarray(rows, dtype=np.int64)]
         start, stop = np.asarray(bounds, dtype=np.int64).T
         first, last = pointers + start // block, pointers - -stop // block

@@ -246,6 +246,7 @@ class ChunkIndex(BoxTable):
 
     def is_held_by(self, rank: int) -> BoolArray:
         """Return (n,) True if the rank held the row's box; vector work over rows and sets."""
+        # Position p of `holder` belongs to the last set that starts at or before p.
         is_member = np.zeros(len(self.holder_ptr) - 1, dtype=np.bool_)
         members = np.flatnonzero(self.holder == rank)
         is_member[np.searchsorted(self.holder_ptr, members, side="right") - 1] = True
@@ -403,6 +404,7 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
     num_dims = index.offset.shape[1]
     if len(ndim) and int(ndim.max()) > num_dims:
         raise CorruptionError(f"the index has {num_dims} dims, but a tensor has {int(ndim.max())}")
+    # Zeros and ones there let every check below work on all columns, whatever a tensor's dims.
     behind = np.arange(num_dims) >= ndim[index.tensor][:, None]
     is_padding = (index.offset == 0) & (index.extent == 1)
     _require(
@@ -454,6 +456,7 @@ def _check_copies(index: ChunkIndex, manifest: Manifest) -> None:
         index, manifest, has_primary[number],
         lambda row: "it is a copy of a box without a primary", rows=rows,
     )  # fmt: skip
+    # Sorted by box and copy, a copy that is listed twice has an equal neighbour.
     order = np.lexsort((copy, number))
     is_new = (np.diff(number[order]) != 0) | (np.diff(copy[order]) != 0)
     _require(index, manifest, is_new, lambda row: "this copy is listed twice", rows=rows[order[1:]])
@@ -487,6 +490,7 @@ def _check_files(index: ChunkIndex, manifest: Manifest) -> None:
         + ("overlap" if index.start[row] < expected[row] else "gap"),
         rows=rows,
     )  # fmt: skip
+    # The rows follow each other without gap; now the last row of each file must end with the file.
     filled = header.copy()
     np.maximum.at(filled, file, stop)
     for number in np.flatnonzero(filled != size).tolist():

@@ -194,6 +194,7 @@ class Snapshot(CheckpointFiles):
             row = np.array([self.choose_copy(r, prefer_files) for r in row.tolist()])
         row = row[owner]
         place = index.start[row] + start
+        # By file and byte: reads then go forwards, and small neighbours are joined in one read.
         order = np.lexsort((place, index.file[row]))
         cuts = join_neighbours(index.file[row[order]], place[order], (stop - start)[order])
         source, at, length = overlaps.run_copies(owner, start, stop)
@@ -205,6 +206,7 @@ class Snapshot(CheckpointFiles):
         for a, b in pairwise(cuts.tolist()):
             rows, bounds = [p[0] for p in pieces[a:b]], [(p[1], p[2]) for p in pieces[a:b]]
             *_, to, count, _, direct = pieces[a]
+            # The whole piece lies in the box as it lies in the file: no buffer, no copy.
             if b == a + 1 and direct:
                 self.read_pieces(rows, bounds, target[to : to + count], verify=verify)
                 continue
@@ -220,7 +222,7 @@ class Snapshot(CheckpointFiles):
                 data = data[end - begin :]
 
     def _scratch(self, nbytes: int) -> memoryview:
-        """Return `nbytes` of this thread's buffer."""
+        """Return `nbytes` of this thread's buffer, which grows and is never zeroed."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             capacity = max(nbytes, min(PIECE_NBYTES, 4 * nbytes))

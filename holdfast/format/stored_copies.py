@@ -104,6 +104,7 @@ def _differing(index: ChunkIndex, rows: IntArray, ptr: IntArray, box: IntArray) 
     primary = ptr[:-1][box]
     # In a proven index they have equally many; this index may not be proven yet.
     is_odd = counts != counts[primary]
+    # Every digest of every copy, next to the digest of the same block of the primary.
     entry, block = enumerate_ranges(np.where(is_odd, 0, counts))
     words = index.digest[begin[entry] + block]
     is_odd[entry[words != index.digest[begin[primary[entry]] + block]]] = True
@@ -154,9 +155,12 @@ def choose_copies(
     is_open = np.zeros(len(is_own), dtype=np.bool_)
     is_open[index.file[np.delete(rows, chosen)]] = True
     cost = np.where(is_own, 0, np.where(is_open, 1, np.where(is_near, 2, 3)))
+    # All copies of the chosen boxes end to end: `entry` is the position in `chosen`, `place` the
+    # number of the copy. Sorted by entry, cost and turn, the head of each entry is its best copy.
     first, counts = copies.ptr[box[chosen]], np.diff(copies.ptr)[box[chosen]]
     entry, place = enumerate_ranges(counts)
     candidates = copies.row[first[entry] + place]
+    # Ranks start at different copies, so that equal costs spread over the files.
     turn = (place - position) % counts[entry]
     order = np.lexsort((turn, cost[index.file[candidates]], entry))
     heads = np.cumsum(counts) - counts

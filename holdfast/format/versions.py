@@ -56,7 +56,7 @@ _POLL_S = 0.05
 
 Kind = Literal["read", "remove"]
 _PEEK_NBYTES = 512
-_TAIL_NBYTES = 48
+_TAIL_NBYTES = 48  # of a manifest: its last member is the digest of all others
 _NUM_LOOKS = 5
 
 
@@ -306,6 +306,7 @@ def read_lease(
         lease.problem = f"{directory!r} is not the name of a step"
         yield lease
         return
+    # The lease first and the look for removers second: see the text of the module.
     lease.path = _new_path(directory, "read")
     try:
         lease.renew()
@@ -351,6 +352,7 @@ def announce_removal(
     It may be removed in the body, only if the list is empty. Raises StorageError if the
     announcement cannot be written.
     """
+    # The announcement first and the look for readers second: see the text of the module.
     path = _new_path(directory, "remove")
     Lease(storage=storage, directory=directory, path=path, life_s=life_s).renew()
     try:
@@ -428,6 +430,7 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         content = msgspec.json.decode(data, type=_LeaseFile)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return f"an unknown process ({storage.describe(path)} cannot be decoded; remove the file)"
+    # A lease that cannot be examined counts as live: wrongly kept files cost space, lost ones data.
     try:
         is_expired = renewed_ago_s(storage, path, stamp=content.renewed) >= content.life_s
     except StorageError:

@@ -207,6 +207,7 @@ def _tags_of_steps(storage: Storage) -> dict[int, tuple[str, ...]]:
 
 def _newest_sound(storage: Storage, steps: list[int], spared: dict[str, str]) -> int | None:
     """Return the newest step that proves sound; add the newer ones to `spared`."""
+    # Newest first, and no further than the first sound one: an index is large.
     for step in reversed(steps):
         problem = prove_sound(storage, step_dir(step))
         if problem is None:
@@ -240,6 +241,7 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
     directory = removal.directory
     if plan.newest is None or removal.step >= plan.newest:
         return "not older than the newest sound checkpoint"
+    # Everything is checked after the announcement: a reader that comes later sees it and waits.
     with announce_removal(storage, directory) as readers:
         if readers:
             return f"being read by {', '.join(readers)}"

@@ -44,6 +44,7 @@ def remove_tag(storage: Storage, name: str) -> None:
         known = ", ".join(list_tags(storage)) or "none"
         raise ConfigError(f"{storage.describe('')} has no tag {name!r}; it has {known}")
     storage.remove_tree(path)
+    # `remove_tree` syncs the names of directories only; a tag is a file.
     storage.sync_dir(TAGS_DIR)
 
 
