@@ -39,9 +39,9 @@ def fully_shard_model(
 ) -> ShardedModel:
     """Shard a model over data parallelism with FSDP2; called by all ranks of the layout.
 
-    Dense parameters lie over `dp_cp`, experts over `expt_dp`; with replicas in the layout over
-    `dp_cp_intra` and `expt_dp_intra`, and gradients are also summed over `dp_cp_inter` and
-    `expt_dp_inter`. Parameters are gathered on the `_ag` clone of the same group if the groups
+    Dense parameters are sharded over `dp_cp`, experts over `expt_dp`. If the layout has replicas,
+    these are `dp_cp_intra` and `expt_dp_intra`, and gradients are also summed over `dp_cp_inter`
+    and `expt_dp_inter`. Parameters are gathered on the `_ag` clone of the same group if the groups
     have it (they do by default), concurrently with reductions; there is no other switch for that.
     Gradients are averaged over dp * cp, those of experts too. For an example see `ShardedModel`.
 

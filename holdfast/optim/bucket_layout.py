@@ -1,7 +1,7 @@
 """Positions of parameters in flat buckets, and the elements each rank updates; torch-free.
 
 A bucket is a row of elements, cut into equal shares, one for each rank of a group. Each parameter
-lies whole in one bucket, so that the parameter's own memory can be a view of it; its elements may
+is whole in one bucket, so that the parameter's own memory can be a view of it; its elements may
 belong to several ranks. Between parameters and at the end there is padding, which is zero, belongs
 to no parameter and is never stored. The end padding may be larger than a share.
 """

@@ -71,7 +71,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     @property
     def divisor(self) -> int:
-        """What the sum of gradients is divided by; ConfigError if the optimizers differ in it."""
+        """Divisor of the sum of gradients; ConfigError if the optimizers differ in it."""
         divisors = {name: each.divisor for name, each in self._optimizers.items()}
         if len(set(divisors.values())) > 1:
             raise ConfigError(

@@ -3,8 +3,8 @@
 Callers use them through the module (`collectives.all_gather`), so that tests can replace them.
 
 Gloo makes a reduce-scatter from a copy, an all-reduce of the whole and another copy, and gathers
-into memory of its own first. On the host shares are therefore sent directly between the ranks,
-each to where it is needed: half the bytes of a sum, and no copy.
+into its own memory first. So on the host each rank sends shares directly to the ranks that need
+them, which takes half the bytes of a sum, and no copy.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def change_class(parameter: Tensor, kind: type[Tensor]) -> None:
     parameter.__class__ = kind
 
 
-@mark_eager  # what is called in a graph must not count as called
+@mark_eager  # a call inside a compiled graph must not count as a call
 class ModuleHook:
     """A hook on a module that belongs to one optimizer: copies of the module get none.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class MultiModuleOptimizer(TorchInterface):
     rank, and one that got no gradient in a step take part in all of it.
 
     It is a `torch.optim.Optimizer` by type, whose parameter groups are those of the modules here,
-    in the modules' order: a scheduler takes it, or each `optimizer["vision"]` takes one of its own.
+    in the modules' order: a scheduler takes it, or each `optimizer["vision"]` has its own one.
     State is saved per module, under the module's name: `OptimizerState(optimizer["vision"],
     vision)`.
 
@@ -206,33 +206,20 @@ class MultiModuleOptimizer(TorchInterface):
         """Return how each optimizer is sharded, by module and by the optimizer's name."""
         return {module: stepper.sharding_records() for module, stepper in self._steppers.items()}
 
-    def state_dict(self) -> NoReturn:
-        """Raise ConfigError: state is saved per module."""
-        raise ConfigError(
-            f"MultiModuleOptimizer.state_dict(): save the state of each module under the module's "
-            f"name, OptimizerState(optimizer[module], ...); this rank has {self._listed()}"
-        )
-
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Raise ConfigError: state is loaded per module."""
-        del state_dict
-        raise ConfigError(
-            f"MultiModuleOptimizer.load_state_dict(): load the state of each module under the "
-            f"module's name, OptimizerState(optimizer[module], ...); this rank has {self._listed()}"
-        )
-
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Defaults that all optimizers have in common; empty if no module here is trained."""
         return super().defaults if self.inners else {}
 
-    # ---- inside ----
+    def _state_hint(self, verb: str) -> str:
+        listed = ", ".join(map(repr, self._steppers)) or "none"
+        return (
+            f"{verb} the state of each module under the module's name, "
+            f"OptimizerState(optimizer[module], ...); this rank has {listed}"
+        )
 
-    def _listed(self) -> str:
-        return ", ".join(map(repr, self._steppers)) or "none"
 
-
-# ---- what is given for each module, checked here and between ranks ----
+# ---- checks of the entries, on this rank and between ranks ----
 
 
 def _choose_loss_module(layouts: ModuleLayouts, name: str | None) -> str | None:

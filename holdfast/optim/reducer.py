@@ -184,7 +184,7 @@ class GradientReducer:
         """
         if self._is_inside:
             raise ConfigError(
-                "step() inside of microbatch(...), where gradients are still taken: leave the "
+                "step() inside of microbatch(...), which still takes gradients: leave the "
                 "context first"
             )
         if self._is_finished:
@@ -272,7 +272,7 @@ class GradientReducer:
         """Return this rank's gradient, placed like the parameter except for what is still reduced.
 
         Autograd may produce another placement than the parameter's (a sum not yet reduced over
-        tensor ranks, or a whole where the parameter is split); it is redistributed here.
+        tensor ranks, or a whole if the parameter is split); it is redistributed here.
         """
         if not isinstance(parameter, DTensor):
             return gradient.full_tensor()

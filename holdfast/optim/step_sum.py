@@ -234,7 +234,7 @@ class StepSum:
                 listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
                 raise ConfigError(
                     f"{where}: ranks with the same samples count different tokens: {listed}; "
-                    f"tensor ranks pass equal counts, context ranks those of their own positions"
+                    f"tensor ranks pass equal counts, context ranks count their own positions"
                 )
             total += next(iter(counts.values())) or 0
         if not total:

@@ -74,17 +74,17 @@ class TorchInterface(torch.optim.Optimizer):
 
     def state_dict(self) -> NoReturn:
         """Raise ConfigError: no run could continue from one rank's share, numbered by position."""
-        raise ConfigError(
-            f"{type(self).__name__}.state_dict(): this rank holds a share of the state; save "
-            f"OptimizerState(optimizer, model) with a Checkpointer, which loads under any layout"
-        )
+        raise ConfigError(f"{type(self).__name__}.state_dict(): {self._state_hint('save')}")
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
         """Raise ConfigError: a torch state dict has no shares."""
         del state_dict
-        raise ConfigError(
-            f"{type(self).__name__}.load_state_dict(): this rank holds a share of the state; load "
-            f"OptimizerState(optimizer, model) with a Checkpointer, from a sharded run or another"
+        raise ConfigError(f"{type(self).__name__}.load_state_dict(): {self._state_hint('load')}")
+
+    def _state_hint(self, verb: str) -> str:
+        return (
+            f"this rank holds a share of the state; {verb} OptimizerState(optimizer, model) with a "
+            f"Checkpointer, which loads under any layout"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
