@@ -553,7 +553,7 @@ def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
     if tag == "odict":
         return OrderedDict(table)
     if tag == "counter":
-        return _counter(table)
+        return Counter(table)
     if tag == "defaultdict" and isinstance(node, dict):
         factories: dict[Node, type | None] = {f.__name__: f for f in FACTORIES} | {None: None}
         return defaultdict(factories[node["f"]], table)
@@ -645,13 +645,6 @@ def _decode_numpy(code: Node, raw: Node) -> object:
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not one {code}")
     return np.frombuffer(data, dtype=dtype)[0]
-
-
-def _counter(table: dict[Any, Any]) -> Counter[Any]:
-    counter: Counter[Any] = Counter()
-    for key, count in table.items():
-        counter[key] = count
-    return counter
 
 
 def _as_dict(node: Node) -> dict[str, Node]:
