@@ -15,8 +15,10 @@ import torch
 
 import holdfast
 from holdfast import RNG, Checkpointer, Layout, PerRank, ProcessGroups, Sharded, Stored
-from holdfast.checkpoint.plan import rank_plan as local_module
+from holdfast.checkpoint.plan import planner as local_module
+from holdfast.checkpoint.plan.rank_plan import LocalState
 from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
+from holdfast.format.values import Codecs
 from holdfast.storage import PosixStorage
 from holdfast.writer import job
 from holdfast.writer.memory import SharedMemory
@@ -484,14 +486,14 @@ def hold_different_plans(context: RankContext, root: str) -> list[bool]:
     with ProcessGroups.create(LAYOUT) as groups, Checkpointer(root, groups=groups) as checkpointer:
         state = make_state(LAYOUT, context.rank)
         planned.append(checkpointer.save(1, state).planned)
-        plans = checkpointer._saver._handshake.plans._plans
+        plans = checkpointer._saver._handshake.planner._plans
         for step, save in ((2, checkpointer.save), (4, checkpointer.save_async)):
             if context.rank == 1:
                 # A plan that fits this rank and is not the one that the others hold.
                 object.__setattr__(plans[False], "plan_digest", "f" * 32)
             planned.append(_finished(save(step, state)).planned)
             planned.append(checkpointer.save(step + 1, state).planned)
-            plans = checkpointer._saver._handshake.plans._plans
+            plans = checkpointer._saver._handshake.planner._plans
         blank = make_state(LAYOUT, context.rank, blank=True)
         checkpointer.load(blank)
         assert_equal(blank, LAYOUT, context.rank)
@@ -552,16 +554,9 @@ class Clones:
     def load_state_dict(self, state: dict[str, object]) -> None: ...
 
 
-def _taken_apart(state: dict[str, object], before: Any, cache: Any) -> Any:
-    from holdfast.format.values import Codecs
-
-    return local_module.flatten_local_state(
-        state,
-        groups=ProcessGroups.single(),
-        codecs=Codecs(),
-        block_nbytes=1 << 20,
-        cache=cache,
-        previous=before,
+def _planner(root: Path) -> local_module.Planner:
+    return local_module.Planner(
+        PosixStorage(root), ProcessGroups.single(), codecs=Codecs(), block_nbytes=1 << 20
     )
 
 
@@ -602,10 +597,8 @@ def test_fresh_tensors_of_equal_structure_keep_table_and_plan(
         assert calls["claims_of"] == 2
 
 
-def test_what_is_used_again_is_what_would_be_made_again() -> None:
+def test_what_is_used_again_is_what_would_be_made_again(tmp_path: Path) -> None:
     """Over many small changes of structure and memory, with and without the save before."""
-    from holdfast.state.flatten import LeafCache
-
     generator = torch.Generator().manual_seed(7)
 
     def draw(high: int) -> int:
@@ -613,7 +606,8 @@ def test_what_is_used_again_is_what_would_be_made_again() -> None:
 
     shapes = [(), (3,), (0, 2), (2, 2), (4, 3)]
     tree: dict[str, object] = {}
-    cache, before = LeafCache(), None
+    planner = _planner(tmp_path)
+    before: LocalState | None = None
     num_kept = 0
     for _ in range(400):
         key = f"k{draw(6)}"
@@ -631,8 +625,8 @@ def test_what_is_used_again_is_what_would_be_made_again() -> None:
             case _:
                 tree = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tree.items()}
         state: dict[str, object] = {"part": dict(tree)}
-        found = _taken_apart(state, before, cache)
-        fresh = _taken_apart(state, None, LeafCache())
+        found = planner.flatten(state)
+        fresh = _planner(tmp_path).flatten(state)
         num_kept += before is not None and found.table is before.table
         assert found.signature == fresh.signature
         assert found.names == fresh.names

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import msgspec
 import torch
 
-from holdfast.arrays.packed_ints import squeeze, unsqueeze
-from holdfast.checkpoint.plan.claims import (
-    ClaimedRows,
-    RankClaims,
-    claims_message,
-    claims_of,
-    decode_claims,
-    encode_claims,
-    read_claims_messages,
-    signature,
-)
-from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
+from holdfast.checkpoint.plan.claims import ClaimedRows, RankClaims
+from holdfast.checkpoint.plan.make_plan import RankShare
 from holdfast.errors import PlanError
-from holdfast.format.digest import digest128
 from holdfast.format.index import Image, ImageEntry, chunk_name, layout_image
 from holdfast.format.names import data_file
-from holdfast.format.stored_copies import CopyPolicy
-from holdfast.format.values import Codecs
-from holdfast.parallel import ProcessGroups
 from holdfast.state.elements import TORCH_TO_NAME
-from holdfast.state.flatten import LeafCache, collector_paused, flatten_state
 from holdfast.state.leaves import FlatState
-from holdfast.writer.records import EncodedPlan, PlannedFile, RowBox, column, encode_plan
-
-_ShareMessage = tuple[str, int, int, int, RankShare]
-"""Plan digest, total bytes, bytes of copies, number of tensors, share."""
+from holdfast.writer.records import EncodedPlan, PlannedFile, RowBox, column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,57 +38,6 @@ class LocalState:
     def source(self, row: int) -> torch.Tensor:
         """The tensor of a row of `table`."""
         return self.flat.local(*self.rows[row])
-
-
-def flatten_local_state(
-    state: Mapping[str, object],
-    *,
-    groups: ProcessGroups,
-    codecs: Codecs,
-    block_nbytes: int,
-    cache: LeafCache,
-    previous: LocalState | None,
-    copies: CopyPolicy | None = None,
-) -> LocalState:
-    """Flatten the state on this rank.
-
-    Args:
-        cache: Of the previous save.
-        previous: Of the previous save; where every leaf claims what it did then, its table and
-            signature are used again.
-        copies: What is stored more than once.
-
-    Cost: no collectives, no tensor bytes copied; about 3 µs a tensor where nothing changed.
-    """
-    with collector_paused():
-        flat = flatten_state(
-            state, layout=groups.layout, rank=groups.rank, codecs=codecs, cache=cache
-        )
-        values = msgspec.json.encode(flat.nodes)
-        # Nothing is encoded and hashed again where the structure is the same, as in most saves.
-        if previous is not None and previous.flat.structure is flat.structure:
-            return replace(previous, flat=flat, values=values)
-        table, rows = claims_of(flat)
-    encoded = encode_claims(table)
-    return LocalState(
-        flat=flat,
-        table=table,
-        rows=rows,
-        encoded=encoded,
-        names=digest128(table.names),
-        signature=signature(encoded, choices=choices(groups, block_nbytes, copies)),
-        values=values,
-    )
-
-
-def choices(
-    groups: ProcessGroups, block_nbytes: int, copies: CopyPolicy | None = None
-) -> list[str]:
-    """What a signature covers besides the claims: layout, bytes per digest, policy of copies."""
-    words = [groups.layout.digest(), str(block_nbytes)]
-    if copies is not None and copies.axes:
-        words += [*copies.axes, f"{copies.max_fraction:g}"]
-    return words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,102 +94,6 @@ class RankPlan:
         for index, where in self.cuts:
             sources[index] = sources[index][where]
         return sources
-
-
-def plan_together(
-    local: LocalState,
-    *,
-    groups: ProcessGroups,
-    names: Sequence[str],
-    block_nbytes: int,
-    compare_all: bool,
-    copies: CopyPolicy | None = None,
-) -> tuple[RankPlan, list[bytes] | None]:
-    """Gather all claims, prove them and assign writers on the coordinator, take this rank's share.
-
-    Args:
-        names: Digest of every rank's names, from the proposals: each distinct one is sent once.
-        compare_all: Declared replicas are compared by content, too.
-        copies: What is stored more than once.
-
-    Returns:
-        The rank's plan, and on the coordinator the claims that it was made from.
-
-    Raises:
-        PlanError: On all ranks, naming key, box and ranks.
-
-    Cost: collective; one gather of the claims, one scatter of the shares, O(rows) vector work on
-    the coordinator.
-    """
-    control = groups.control
-    # Of the ranks with equal names the first one sends them; all know that from the proposals.
-    sends_names = list(names).index(local.names) == control.index
-    message = claims_message(local.encoded, local.table.names if sends_names else None)
-    gathered = control.gather(message, phase="save: tables")
-    messages: list[bytes] | None = None
-    commit: EncodedPlan | None = None
-    if gathered is not None:
-        commit, shares = plan_from_claims(
-            gathered,
-            groups=groups,
-            block_nbytes=block_nbytes,
-            compare_all=compare_all,
-            copies=copies,
-        )
-        plan = commit.plan
-        facts = (commit.digest, plan.total_nbytes, plan.copies_nbytes, len(plan.keys))
-        messages = [squeeze(msgspec.msgpack.encode((*facts, share))) for share in shares]
-    # Only the share is sent: the plan of all ranks is as large as all shares together.
-    data = unsqueeze(control.scatter(messages, phase="save: shares"))
-    digest, total_nbytes, copies_nbytes, num_tensors, share = msgspec.msgpack.decode(
-        data, type=_ShareMessage
-    )
-    own = rank_plan(
-        local,
-        share,
-        plan_digest=digest,
-        compare_all=compare_all,
-        total_nbytes=total_nbytes,
-        copies_nbytes=copies_nbytes,
-        num_tensors=num_tensors,
-        commit=commit,
-    )
-    return own, gathered
-
-
-def plan_from_claims(
-    messages: Sequence[bytes],
-    *,
-    groups: ProcessGroups,
-    block_nbytes: int,
-    compare_all: bool,
-    copies: CopyPolicy | None = None,
-) -> tuple[EncodedPlan, list[RankShare]]:
-    """The plan of all ranks and the share of each, from their claims; equal on every rank.
-
-    Raises:
-        PlanError: Naming key, box and ranks.
-
-    Cost: O(rows of all ranks) vector work.
-    """
-    ranks, layout = groups.control.ranks, groups.layout
-    encoded_claims, names = read_claims_messages(messages, ranks)
-    options = choices(groups, block_nbytes, copies)
-    # Of the ranks' own signatures, in order: it changes if any rank's structure does.
-    signatures = [signature(data, choices=options) for data in encoded_claims]
-    plan, shares = make_plan(
-        [
-            decode_claims(data, rank=rank, names=names)
-            for data, rank in zip(encoded_claims, ranks, strict=True)
-        ],
-        ranks=ranks,
-        coordinates=tuple(layout.coordinates(rank) for rank in ranks),
-        compare_all=compare_all,
-        signature=digest128("\0".join(signatures).encode()),
-        block_nbytes=block_nbytes,
-        copies=copies,
-    )
-    return encode_plan(plan), shares
 
 
 def rank_plan(

@@ -11,21 +11,14 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
-from holdfast.checkpoint.plan.cache import PlanCache
-from holdfast.checkpoint.plan.rank_plan import (
-    LocalState,
-    RankPlan,
-    flatten_local_state,
-    plan_together,
-)
+from holdfast.checkpoint.plan.planner import Planner
+from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.reports import SaveReport
 from holdfast.checkpoint.save.budget import check_budget
 from holdfast.checkpoint.save.pending import (
-    InFlightSave,
-    not_raised,
+    UnreportedSaves,
     raise_failures,
     shortened,
-    wait_until,
 )
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError
@@ -34,7 +27,6 @@ from holdfast.format.names import saving_dir, step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
-from holdfast.state.flatten import LeafCache
 from holdfast.storage import Storage
 from holdfast.writer.leftovers import repair
 from holdfast.writer.outcomes import discard_save
@@ -42,11 +34,11 @@ from holdfast.writer.outcomes import discard_save
 BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
 BUDGET = "save: budget"
-"""The phase of the last collective where the structure is planned."""
+"""The phase of the last collective of a save that makes a plan."""
 
 
 class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank proposes at the beginning of a save; small enough for one collective.
+    """What each rank proposes at the start of a save; small enough for one collective.
 
     Args:
         plan: token of the plan at hand, empty for none.
@@ -88,8 +80,8 @@ class Proposals:
         directory: where it is written before its commit.
         is_skipped: whether some rank is busy, so that nothing is saved.
         is_unchanged: whether all ranks hold one and the same plan, which is used again.
-        num_saves: the count of saves that all go on from; a rank that missed a failed one catches
-            up.
+        num_saves: the count of saves that all continue from; a rank that missed a failed one
+            catches up.
         failed: by id, each earlier failure that some rank has not raised.
     """
 
@@ -109,13 +101,13 @@ class Proposals:
                 self.failed.setdefault(save_id, error)
 
     def refuse_disagreement(self, ranks: Sequence[int]) -> None:
-        """PlanError where the ranks do not request the same."""
+        """Raise PlanError if the ranks do not request the same."""
         for what, values in self._to_agree_on().items():
             if len(set(values)) > 1:
                 raise disagreement("save", what, values, ranks=ranks)
 
     def agrees(self) -> bool:
-        """Whether the ranks request the same, and no failure is to be raised."""
+        """Return True if all ranks request the same and no failure is to be raised."""
         return not self.failed and all(
             len(set(values)) == 1 for values in self._to_agree_on().values()
         )
@@ -133,7 +125,7 @@ class Proposals:
 
 
 def is_staging(answers: Mapping[str, Sequence[bytes]]) -> bool:
-    """Whether an asynchronous save has all its collectives behind it, from the answers by phase."""
+    """Return True if an asynchronous save has made all its collectives, by the answers so far."""
     if BUDGET in answers:
         return True
     if BEGIN not in answers:
@@ -147,7 +139,7 @@ class AgreedSave:
     """A save that all ranks have agreed on: what to stage, under which plan.
 
     Args:
-        plan: None where some rank is busy and the save is skipped.
+        plan: None if some rank is busy and the save is skipped.
         directory: where it is written before its commit.
         planned: whether the structure was planned for it.
     """
@@ -159,7 +151,7 @@ class AgreedSave:
     planned: bool
 
     def plan_or_raise(self) -> RankPlan:
-        """The plan; PlanError where the save is skipped."""
+        """Return the plan; raise PlanError if the save is skipped."""
         if self.plan is None:
             raise PlanError("the save was skipped, there is no plan for it")
         return self.plan
@@ -181,9 +173,9 @@ class AgreedSave:
 
 
 class Handshake:
-    """Brings all ranks to one save: flattens the state, compares requests, plans where needed.
+    """Brings all ranks to one save: what each has, what each requests, and the plan for it.
 
-    Keeps plans, and the asynchronous saves whose outcome not every rank knows, between saves.
+    Keeps the plans, and the asynchronous saves whose outcome not every rank knows, between saves.
 
     Args:
         storage: where the checkpoints are.
@@ -204,22 +196,18 @@ class Handshake:
     ) -> None:
         self._storage = storage
         self._groups = groups
-        self._codecs = codecs
         self._options = options
         self._buffers = buffers
-        self.plans = PlanCache(
-            storage, groups, block_nbytes=options.block_nbytes, copies=options.copies
+        self.planner = Planner(
+            storage,
+            groups,
+            codecs=codecs,
+            block_nbytes=options.block_nbytes,
+            copies=options.copies,
         )
-        self.unreported: list[InFlightSave] = []
+        self.unreported = UnreportedSaves()
         self._num_saves = 0
         self._is_repaired = False
-        self._cache = LeafCache()
-        self._local: LocalState | None = None
-
-    def forget_state(self) -> None:
-        """Let go of the plans and of the state that was saved last."""
-        self.plans.clear()
-        self._local, self._cache = None, LeafCache()
 
     def agree(
         self,
@@ -229,26 +217,32 @@ class Handshake:
         *,
         in_flight: int = 0,
     ) -> AgreedSave:
-        """Everything up to staging.
+        """Do everything up to staging.
 
         Args:
+            request: what the caller asks for.
+            state: of this rank.
             seconds: receives the time of each phase.
             in_flight: how many asynchronous saves may be in flight on a rank.
 
-        Cost: one small collective; three more and O(rows) vector work where it is planned.
+        Cost: one small collective; three more and O(rows) vector work if a plan is made.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
         if request.when_busy == "wait":
             with timed(seconds, "wait"):
-                wait_until(self.unreported, in_flight)
-        encoded = request.encoded_metadata
-        metadata = digest128(encoded)[:16] if encoded else ""
-        running = tuple(pending.save_id for pending in self.unreported if not pending.done())
-        failed = not_raised(self.unreported)
+                self.unreported.wait_until(in_flight)
+        running = tuple(save.save_id for save in self.unreported.running())
+        failed = self.unreported.not_raised()
+        # Phase 1, on each rank: take the state apart, and look up the plan at hand for it.
         with timed(seconds, "flatten"):
             compares = self._compares(request, self._num_saves)
-            local, plan = self._flatten(request, state, compares)
+            self._groups.require_complete()
+            if self._groups.control.is_coordinator and request.kind != "prepare":
+                self._prepare_storage(request)
+            local = self.planner.flatten(state)
+            plan = self._plan_at_hand(local, compares)
+        # Phase 2, one collective: every rank learns what all request, and which plan each holds.
         with timed(seconds, "plan"):
             proposals = self._propose(
                 SaveProposal(
@@ -262,12 +256,13 @@ class Handshake:
                     num_saves=self._num_saves,
                     nonce=secrets.token_hex(6),
                     options=self._options.in_words(),
-                    metadata=metadata,
+                    metadata=_digest(request.encoded_metadata),
                     busy=len(running) > in_flight,
                     failed=tuple((each.save_id, shortened(error)) for each, error in failed),
                     running=running,
                 )
             )
+            # Phase 3, three collectives: plan with all ranks, unless all hold one and the same.
             if not (proposals.is_skipped or proposals.is_unchanged):
                 plan = self._make_plan(local, proposals, request)
         if not (proposals.is_skipped or request.kind == "prepare"):
@@ -280,30 +275,16 @@ class Handshake:
             planned=not proposals.is_unchanged,
         )
 
-    def _flatten(
-        self, request: SaveRequest, state: Mapping[str, object], compares: bool
-    ) -> tuple[LocalState, RankPlan | None]:
-        """The state on this rank, and the plan at hand for it, if there is one and room for it."""
-        self._groups.require_complete()
-        if self._groups.control.is_coordinator and request.kind != "prepare":
-            self._check_target(request)
-        self._local = local = flatten_local_state(
-            state,
-            groups=self._groups,
-            codecs=self._codecs,
-            block_nbytes=self._options.block_nbytes,
-            cache=self._cache,
-            previous=self._local,
-            copies=self._options.copies,
-        )
-        plan = self.plans.lookup(local, compare_all=compares)
-        if not isinstance(plan, RankPlan):
-            return local, None
-        self._check_room(plan)
-        return local, plan
+    def _compares(self, request: SaveRequest, num_saves: int) -> bool:
+        """Return True if declared replicas are compared: on request, or after so many saves."""
+        every = self._options.check_replicas_every
+        is_due = every > 0 and (num_saves + 1) % every == 0 and request.kind != "prepare"
+        return request.check_replicas or is_due
 
-    def _check_target(self, request: SaveRequest) -> None:
-        """On the coordinator: the root is there, the step is free, what a dead run left is gone."""
+    # ---- Phase 1: on each rank ----
+
+    def _prepare_storage(self, request: SaveRequest) -> None:
+        """Create the root, remove what dead runs have left, and refuse a step that exists."""
         final = step_dir(request.step)
         self._storage.make_dir("")
         if self._storage.exists(final) and not request.overwrite:
@@ -315,14 +296,16 @@ class Handshake:
             repair(self._storage)
             self._is_repaired = True
 
-    def _compares(self, request: SaveRequest, num_saves: int) -> bool:
-        """Whether declared replicas are compared: as requested, or due after so many saves."""
-        every = self._options.check_replicas_every
-        is_due = every > 0 and (num_saves + 1) % every == 0 and request.kind != "prepare"
-        return request.check_replicas or is_due
+    def _plan_at_hand(self, local: LocalState, compares: bool) -> RankPlan | None:
+        """Return the plan that fits the state, if there is one; StorageError if it has no room."""
+        plan = self.planner.lookup(local, compare_all=compares)
+        if not isinstance(plan, RankPlan):
+            return None
+        self._check_room(plan)
+        return plan
 
     def _check_room(self, plan: RankPlan) -> None:
-        """StorageError where disk, memory or descriptors are insufficient for the plan."""
+        """Raise StorageError if disk, memory or descriptors are insufficient for the plan."""
         check_budget(
             self._storage,
             image_nbytes=plan.image.nbytes,
@@ -330,8 +313,10 @@ class Handshake:
             total_nbytes=(plan.total_nbytes + plan.copies_nbytes) * (plan.commit is not None),
         )
 
+    # ---- Phase 2: one collective ----
+
     def _propose(self, proposal: SaveProposal) -> Proposals:
-        """One collective: the proposals of all ranks, which request one save; none has failed."""
+        """Exchange proposals; raise on all ranks if one has failed, or if they differ."""
         control = self._groups.control
         proposals = Proposals(
             control.agree(None, phase=BEGIN, payload=msgspec.msgpack.encode(proposal))
@@ -341,39 +326,38 @@ class Handshake:
         return proposals
 
     def _close_earlier(self, proposals: Proposals) -> None:
-        """Where an earlier save failed and some rank has not raised that, all ranks do, together.
+        """Forget the earlier saves that are over on all ranks, and remove what failed ones left.
 
-        What all have raised, or what succeeded, is forgotten, and what is left of it removed.
+        If some rank has not raised the failure of one, all ranks raise it, together.
         """
         running = {save_id for proposal in proposals.by_rank for save_id in proposal.running}
-        over = [p for p in self.unreported if p.done() and p.save_id not in running]
         failed = proposals.failed
-        own = [each for each in not_raised(self.unreported) if each[0].save_id in failed]
-        self.unreported = [p for p in self.unreported if p not in over]
-        if self._groups.control.is_coordinator:
-            for pending in over:
-                if pending.ticket is not None and pending.error() is not None:
-                    discard_save(self._storage, pending.ticket.job.directory)
-        if failed:
-            known = {pending.save_id for pending, _ in own}
-            raise_failures(
-                own, [error for save_id, error in failed.items() if save_id not in known]
-            )
+        own = [each for each in self.unreported.not_raised() if each[0].save_id in failed]
+        for save in self.unreported.forget_over(running):
+            ticket = save.ticket if save.error() is not None else None
+            if ticket is not None and self._groups.control.is_coordinator:
+                discard_save(self._storage, ticket.job.directory)
+        known = {save.save_id for save, _ in own}
+        raise_failures(own, [error for save_id, error in failed.items() if save_id not in known])
+
+    # ---- Phase 3: plan with all ranks ----
 
     def _make_plan(self, local: LocalState, proposals: Proposals, request: SaveRequest) -> RankPlan:
-        """Plan with all ranks."""
-        plan, claims = plan_together(
+        """Plan, check that every rank has room for its share, and keep the plan."""
+        plan, claims = self.planner.plan_together(
             local,
-            groups=self._groups,
             names=[proposal.names for proposal in proposals.by_rank],
-            block_nbytes=self._options.block_nbytes,
             compare_all=self._compares(request, proposals.num_saves),
-            copies=self._options.copies,
         )
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
-        self.plans.add(plan, claims)
+        self.planner.add(plan, claims)
         return plan
+
+
+def _digest(metadata: bytes) -> str:
+    """Return a short digest of the caller's metadata; empty for none."""
+    return digest128(metadata)[:16] if metadata else ""
 
 
 @contextmanager

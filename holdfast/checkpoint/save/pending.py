@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -190,17 +190,52 @@ class InFlightSave:
         return replace(report, seconds={**report.seconds, **written})
 
 
-def wait_until(saves: Sequence[InFlightSave], in_flight: int) -> None:
-    """Wait until at most so many of the saves are in flight."""
-    running = [pending for pending in saves if not pending.done()]
-    for pending in running[: max(len(running) - in_flight, 0)]:
-        pending.wait()
+class UnreportedSaves:
+    """The asynchronous saves of one rank whose outcome not every rank knows."""
 
+    def __init__(self) -> None:
+        self._saves: list[InFlightSave] = []
 
-def not_raised(saves: Sequence[InFlightSave]) -> list[tuple[InFlightSave, HoldfastError]]:
-    """The saves that failed, as far as known, without their failure being raised here."""
-    failed = [(pending, pending.error()) for pending in saves]
-    return [(p, error) for p, error in failed if error is not None and not p.was_raised]
+    def __contains__(self, save: InFlightSave) -> bool:
+        """Return whether it is one of them."""
+        return save in self._saves
+
+    def add(self, save: InFlightSave) -> None:
+        """Keep a save until every rank knows its outcome."""
+        self._saves.append(save)
+
+    def running(self) -> list[InFlightSave]:
+        """Return those that are not done, in the order of their start."""
+        return [save for save in self._saves if not save.done()]
+
+    def wait_until(self, in_flight: int) -> None:
+        """Wait until at most so many of them are in flight."""
+        running = self.running()
+        for save in running[: max(len(running) - in_flight, 0)]:
+            save.wait()
+
+    def not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
+        """Return those that failed, as far as known, and whose failure was not raised here."""
+        failed = [(save, save.error()) for save in self._saves]
+        return [(p, error) for p, error in failed if error is not None and not p.was_raised]
+
+    def forget_over(self, running: Collection[str]) -> list[InFlightSave]:
+        """Forget the saves that are over on all ranks, and return them.
+
+        Args:
+            running: ids of the saves that are in flight on some rank.
+        """
+        over = [save for save in self._saves if save.done() and save.save_id not in running]
+        self._saves = [save for save in self._saves if save not in over]
+        return over
+
+    def close(self) -> list[tuple[InFlightSave, HoldfastError]]:
+        """Wait for all of them and forget them; return the failures that were not raised here."""
+        for save in self._saves:
+            save.wait()
+        failures = self.not_raised()
+        self._saves = []
+        return failures
 
 
 def raise_failures(

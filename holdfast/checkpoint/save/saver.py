@@ -21,7 +21,6 @@ from holdfast.checkpoint.save.handshake import (
 from holdfast.checkpoint.save.pending import (
     InFlightSave,
     PendingSave,
-    not_raised,
     raise_failures,
 )
 from holdfast.checkpoint.save.staging import StagingBuffer
@@ -81,7 +80,7 @@ class Saver:
     @property
     def num_in_flight(self) -> int:
         """Asynchronous saves that are not done."""
-        return sum(not pending.done() for pending in self._handshake.unreported)
+        return len(self._handshake.unreported.running())
 
     @property
     def num_allocations(self) -> int:
@@ -90,15 +89,11 @@ class Saver:
 
     def close(self) -> None:
         """Wait for the saves in flight, stop the writer, free the memory; raise a failure."""
-        unreported = self._handshake.unreported
-        for pending in unreported:
-            pending.wait()
-        failures = not_raised(unreported)
+        failures = self._handshake.unreported.close()
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
             self._writer = None
-        self._handshake.forget_state()
-        unreported.clear()
+        self._handshake.planner.forget()
         for buffer in self._buffers:
             buffer.reset()
         raise_failures(failures)
@@ -125,7 +120,7 @@ class Saver:
         answers = self.save_guard.answers.get(BEGIN)
         if answers is None:
             return
-        self._handshake.plans.clear()
+        self._handshake.planner.clear()
         self._undo_prepare()
         proposals = Proposals(answers)
         if self._groups.control.is_coordinator and proposals.agrees():
@@ -168,7 +163,7 @@ class Saver:
 
     def _report_later(self, pending: InFlightSave) -> None:
         """Keep it until every rank knows its outcome, which is counted when this rank does."""
-        self._handshake.unreported.append(pending)
+        self._handshake.unreported.add(pending)
         pending.when_done(partial(self._count_outcome, pending))
 
     def _count_outcome(self, pending: InFlightSave) -> None:
@@ -201,7 +196,7 @@ class Saver:
         step, overwrite = proposals.by_rank[0].step, proposals.by_rank[0].overwrite
         pending = InFlightSave(step=step, save_id=proposals.save_id, failure=failure)
         self._report_later(pending)
-        self._handshake.plans.clear()
+        self._handshake.planner.clear()
         self._undo_prepare()
         if not proposals.is_skipped:
             request = SaveRequest(kind="save_async", step=step, overwrite=overwrite)
@@ -243,8 +238,8 @@ class Saver:
         """What the coordinator does when a checkpoint is committed: keep its plan, clear away."""
         if plan.commit is None:
             return
-        if plan.plan_digest in self._handshake.plans.not_kept:
-            self._handshake.plans.keep(plan)
+        if plan.plan_digest in self._handshake.planner.not_kept:
+            self._handshake.planner.keep(plan)
         self._retain()
 
     def _retain(self) -> None:

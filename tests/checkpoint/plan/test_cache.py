@@ -23,7 +23,6 @@ from holdfast import (
     Union,
 )
 from holdfast.arrays.packed_ints import squeeze, unsqueeze
-from holdfast.checkpoint.plan.cache import PLANS_DIR, PlanCache, Rejected
 from holdfast.checkpoint.plan.claims import (
     claims_message,
     decode_claims,
@@ -31,6 +30,9 @@ from holdfast.checkpoint.plan.claims import (
     encode_claims,
     read_claims_messages,
 )
+from holdfast.checkpoint.plan.planner import PLANS_DIR, Planner, Rejected
+from holdfast.checkpoint.plan.rank_plan import RankPlan
+from holdfast.format.values import Codecs
 from holdfast.format.verifier import verify_snapshot
 from holdfast.writer.records import seal, unseal
 from tests.checkpoint.common import assert_equal, make_state
@@ -198,7 +200,7 @@ def _changed(context: RankContext, root: str, notes: str) -> dict[str, list[bool
         run("block size", _base, block_nbytes=1 << 19)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:  # one rank cannot read it: none uses it
-                patch.setattr(PlanCache, "_plan_again", lambda *arguments: Rejected("unread"))
+                patch.setattr(Planner, "_plan_again", lambda *arguments: Rejected("unread"))
             run("unread on one rank", _base)
     return found
 
@@ -348,39 +350,31 @@ def test_a_rejected_plan_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_lookup_gives_a_plan_or_the_reason(tmp_path: Path) -> None:
-    from holdfast.checkpoint.plan.rank_plan import RankPlan, flatten_local_state, plan_together
-    from holdfast.format.values import Codecs
-    from holdfast.state.flatten import LeafCache
+    def new_planner() -> Planner:
+        return Planner(
+            PosixStorage(tmp_path), ProcessGroups.single(), codecs=Codecs(), block_nbytes=4096
+        )
 
-    groups, storage = ProcessGroups.single(), PosixStorage(tmp_path)
-
-    def flat(numel: int) -> object:
-        return flatten_local_state(
-            {"t": {"x": torch.ones(numel)}}, groups=groups, codecs=Codecs(), block_nbytes=4096,
-            cache=LeafCache(), previous=None,
-        )  # fmt: skip
-
-    local, other = flat(3), flat(4)
-    cache = PlanCache(storage, groups, block_nbytes=4096)
-    assert cache.lookup(local, compare_all=False) == Rejected("no plan is kept")
-    assert cache.lookup(local, compare_all=False) == Rejected("no plan was made yet")
-    plan, claims = plan_together(
-        local, groups=groups, names=[local.names], block_nbytes=4096, compare_all=False
-    )
-    cache.add(plan, claims)
-    assert cache.lookup(local, compare_all=False) is plan
+    planner = new_planner()
+    local = planner.flatten({"t": {"x": torch.ones(3)}})
+    other = planner.flatten({"t": {"x": torch.ones(4)}})
+    assert planner.lookup(local, compare_all=False) == Rejected("no plan is kept")
+    assert planner.lookup(local, compare_all=False) == Rejected("no plan was made yet")
+    plan, claims = planner.plan_together(local, names=[local.names], compare_all=False)
+    planner.add(plan, claims)
+    assert planner.lookup(local, compare_all=False) is plan
     changed = Rejected("the structure of the state has changed")
-    assert cache.lookup(other, compare_all=False) == changed
-    assert isinstance(cache.lookup(local, compare_all=True), Rejected)
-    cache.keep(plan)
-    again = PlanCache(storage, groups, block_nbytes=4096).lookup(local, compare_all=False)
+    assert planner.lookup(other, compare_all=False) == changed
+    assert isinstance(planner.lookup(local, compare_all=True), Rejected)
+    planner.keep(plan)
+    again = new_planner().lookup(local, compare_all=False)
     assert isinstance(again, RankPlan)
     assert (again.plan_digest, again.rows) == (plan.plan_digest, plan.rows)
     assert again.commit is not None
     assert plan.commit is not None
     assert again.commit.data == plan.commit.data
-    cache.clear()
-    assert isinstance(cache.lookup(local, compare_all=False), Rejected)
+    planner.clear()
+    assert isinstance(planner.lookup(local, compare_all=False), Rejected)
 
 
 def test_few_plans_are_kept_and_no_unnamed_files(tmp_path: Path) -> None:

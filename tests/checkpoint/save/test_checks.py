@@ -20,7 +20,7 @@ from holdfast import (
     Sharded,
     Stored,
 )
-from holdfast.checkpoint.plan.cache import PlanCache
+from holdfast.checkpoint.plan.planner import Planner
 from tests.harness import RankContext, run_ranks
 
 Change = Callable[[int], dict[str, object]]
@@ -120,7 +120,7 @@ def _lie(
                 with pytest.MonkeyPatch.context() as patch:
                     if lying:
                         patch.setattr(
-                            PlanCache,
+                            Planner,
                             "lookup",
                             lambda self, _, *, compare_all: self._plans[compare_all],
                         )
