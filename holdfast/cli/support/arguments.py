@@ -1,8 +1,7 @@
 """Command lines made from dataclasses: each field is an option, its docstring the help text.
 
-Parsing is one pass over the words, so that every mistake is a `ConfigError` of one line, the same
-on a terminal and through a pipe. Only the layout of the help text is left to argparse, whose own
-messages, abbreviations and rules for negative numbers do not suit a command line of 90 options.
+argparse parses the words and lays out the help text. Every mistake is a `ConfigError` of one line,
+the same on a terminal and through a pipe, that names the option, what it needs and what was meant.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -213,13 +212,29 @@ def parse_arguments(
         print(_help(kind, prog=prog, about=about, default=default, has_pairs=has_pairs), end="")
         sys.exit(0)
     try:
-        values = _Parser(options_of(kind, default), stray=stray).parse(words)
+        values = _values(options_of(kind, default), words, stray=stray)
     except ConfigError as error:
         see = f"See `{prog} --help`"
         raise ConfigError(
             f"{error} {see}" if error.details.get("hint") else f"{error}; {see.lower()}"
         ) from None
     return kind(**values) if default is None else _replaced(default, values)
+
+
+def _values(options: Sequence[Option], words: Sequence[str], *, stray: str) -> dict[str, object]:
+    """Return the values that were given, by field; ConfigError if a required one is missing."""
+    ahead = list(words)
+    end = ahead.index("--") if "--" in ahead else len(ahead)
+    parser = _Parser(options)
+    values, others = parser.parse(ahead[:end])
+    for word in others:
+        if _is_option(word):
+            written = word.partition("=")[0]
+            hint = parser.hint(written)
+            raise ConfigError(f"unknown option {written}{hint}", details={"hint": hint})
+    values |= _placed([*others, *ahead[end + 1 :]], options, stray=stray)
+    _check_required(options, values)
+    return values
 
 
 def _replaced(default: Any, values: dict[str, object]) -> Any:
@@ -234,100 +249,99 @@ def _replaced(default: Any, values: dict[str, object]) -> Any:
     return replace(default, **changes)
 
 
-class _Parser:
-    """One pass over a command line."""
+class _Parser(argparse.ArgumentParser):
+    """Options alone: words by position are what argparse does not know, in their order."""
 
-    def __init__(self, options: Sequence[Option], *, stray: str) -> None:
-        self._named = {option.shown: option for option in options if not option.is_positional}
-        self._positional = [option for option in options if option.is_positional]
-        self._switches = {
-            f"--{prefix}{name[2:]}": (option.field, not prefix)
-            for name, option in self._named.items()
-            if option.kind is bool
-            for prefix in ("", "no-")
-        }
-        self._stray = stray
-        self._num_placed = 0
-        self._values: dict[str, object] = {}
-
-    def parse(self, words: Sequence[str]) -> dict[str, object]:
-        """The values given, by field; ConfigError when a required one is missing."""
-        rest = list(words)
-        while rest:
-            word = rest.pop(0)
-            if word == "--":
-                for plain in rest:
-                    self._place(plain)
-                break
-            if _is_option(word):
-                self._option(word, rest)
+    def __init__(self, options: Sequence[Option]) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        # The default is False: argparse then prints nothing and leaves the process alone.
+        self.exit_on_error = False
+        self._by_name = {option.shown: option for option in options if not option.is_positional}
+        for name, option in self._by_name.items():
+            if option.kind is bool:
+                self.add_argument(name, dest=option.field, action="store_true")
+                off = f"--no-{name[2:]}"
+                self.add_argument(off, dest=option.field, action="store_false")
             else:
-                self._place(word)
-        self._check_required()
-        return self._values
+                nargs = "+" if option.is_many else None
+                self.add_argument(name, dest=option.field, nargs=nargs)
 
-    def _option(self, word: str, rest: list[str]) -> None:
-        """Take an option and the words that are its values."""
-        written, equals, value = word.partition("=")
-        name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
-        if name in self._switches:
-            if equals:
-                raise ConfigError(f"{name} takes no value: write {name} alone, or leave it out")
-            field, is_on = self._switches[name]
-            self._values[field] = is_on
-            return
-        option = self._named.get(name)
-        if option is None:
-            hint = self._hint(name)
-            raise ConfigError(f"unknown option {written}{hint}", details={"hint": hint})
-        given = [value] if equals else []
-        while not equals and rest and not _is_option(rest[0]) and (option.is_many or not given):
-            given.append(rest.pop(0))
-        if not given:
+    def parse(self, words: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+        """Return the values of options by field, and the words that belong to none."""
+        try:
+            given, others = self.parse_known_args(self._prepared(words))
+        except argparse.ArgumentError as error:  # a value for a flag, or an option without one
+            name = str(error.argument_name).partition("/")[0]
+            option = self._by_name.get(name)
+            if option is None or option.kind is bool:
+                raise ConfigError(
+                    f"{name} takes no value: write {name} alone, or leave it out"
+                ) from None
             needs = "one value or several" if option.is_many else option.needs
-            raise ConfigError(f"{name} needs {needs} after it")
-        values = tuple(map(option.convert, given))
-        self._values[option.field] = values if option.is_many else values[0]
+            raise ConfigError(f"{name} needs {needs} after it") from None
+        values: dict[str, object] = {}
+        for option in self._by_name.values():
+            word = getattr(given, option.field, None)
+            if word is not None:
+                many = tuple(map(option.convert, word)) if option.is_many else ()
+                is_flag = option.kind is bool
+                values[option.field] = many or (word if is_flag else option.convert(word))
+        return values, others
 
-    def _place(self, word: str) -> None:
-        """Take a word by its position."""
-        if self._num_placed == len(self._positional):
-            names = " ".join(option.shown for option in self._positional)
-            taken = f"only {names} is taken" if names else "only options are taken"
-            raise ConfigError(f"unexpected {word!r}: {self._stray or taken}")
-        option = self._positional[self._num_placed]
-        self._values[option.field] = option.convert(word)
-        self._num_placed += 1
-
-    def _check_required(self) -> None:
-        """ConfigError that names every missing option, with its help text."""
-        missing = [
-            option
-            for option in (*self._positional, *self._named.values())
-            if option.default is MISSING and option.field not in self._values
-        ]
-        if missing and missing[0].is_positional:
-            for option in self._named.values():
-                if option.is_many and option.field in self._values:
-                    name = missing[0].shown
-                    raise ConfigError(
-                        f"missing {name}: {option.shown} took all words after it; put {name} "
-                        f"before {option.shown}"
-                    )
-        if missing:
-            about = {owner: _docstrings(owner) for owner in {option.owner for option in missing}}
-            names = [f"{o.shown} ({about[o.owner][o.field].rstrip('.')})" for o in missing]
-            raise ConfigError(f"missing {' and '.join(names)}")
-
-    def _hint(self, name: str) -> str:
-        """What the writer of an unknown option may have meant; empty where nothing is near."""
-        names = [*self._named, *(self._switches if name.startswith("--no") else ())]
+    def hint(self, name: str) -> str:
+        """Return what the writer of an unknown option may have meant; empty if nothing is near."""
+        switches = [f"--no-{n[2:]}" for n, option in self._by_name.items() if option.kind is bool]
+        names = [*self._by_name, *(switches if name.startswith("--no") else ())]
         if name.startswith("-") and not name.startswith("--") and f"-{name}" in names:
             return f"; did you mean -{name}?"
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.65)
         if not near:
             near = [known for known in names if name[2:] and known[2:].startswith(name[2:])][:3]
         return f"; did you mean {' or '.join(near)}?" if near else ""
+
+    def _prepared(self, words: Sequence[str]) -> list[str]:
+        """Write --a_b as --a-b, and join an option and a number such as -inf.
+
+        argparse takes -1 for a number, but -1e3 and -inf for options.
+        """
+        prepared = [""]
+        for word in words:
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-") if name.startswith("--") else name
+            option = self._by_name.get(prepared[-1])
+            if option is not None and not option.is_many and _NUMBER.match(word):
+                prepared[-1] += f"={word}"
+            else:
+                prepared.append(f"{name}{equals}{value}")
+        return prepared[1:]
+
+
+def _placed(words: Sequence[str], options: Sequence[Option], *, stray: str) -> dict[str, object]:
+    """Return the values that words stand for by their position, by field."""
+    positional = [option for option in options if option.is_positional]
+    if len(words) > len(positional):
+        names = " ".join(option.shown for option in positional)
+        taken = f"only {names} is taken" if names else "only options are taken"
+        raise ConfigError(f"unexpected {words[len(positional)]!r}: {stray or taken}")
+    return {o.field: o.convert(word) for o, word in zip(positional, words, strict=False)}
+
+
+def _check_required(options: Sequence[Option], values: Mapping[str, object]) -> None:
+    """Raise ConfigError that names every missing option, with its help text."""
+    missing = [o for o in options if o.default is MISSING and o.field not in values]
+    missing.sort(key=lambda option: not option.is_positional)
+    if not missing:
+        return
+    for option in options if missing[0].is_positional else ():
+        if option.is_many and option.field in values:
+            name = missing[0].shown
+            raise ConfigError(
+                f"missing {name}: {option.shown} took all words after it; put {name} before "
+                f"{option.shown}"
+            )
+    about = {owner: _docstrings(owner) for owner in {option.owner for option in missing}}
+    names = [f"{o.shown} ({about[o.owner][o.field].rstrip('.')})" for o in missing]
+    raise ConfigError(f"missing {' and '.join(names)}")
 
 
 def _is_option(word: str) -> bool:
