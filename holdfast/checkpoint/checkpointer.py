@@ -63,7 +63,7 @@ class Checkpointer:
             axes get none. Names do not change, and any layout loads with or without copies.
         max_copy_fraction: the most bytes that copies may add, as a fraction of the bytes without
             them; more is a PlanError of the save. 0.05 is ample for norms, routers and biases.
-        on_drift: what to do where copies of one tensor differ: "raise" (a save commits nothing, a
+        on_drift: what to do if copies of one tensor differ: "raise" (a save commits nothing, a
             load raises CorruptionError), or "warn": a load then takes the first copy on all ranks.
 
     Raises:
@@ -124,7 +124,7 @@ class Checkpointer:
 
     @property
     def storage(self) -> Storage:
-        """Where the checkpoints are."""
+        """The root of the checkpoints."""
         return self._storage
 
     @property
@@ -157,7 +157,7 @@ class Checkpointer:
     def preempted(self) -> str:
         """Why the run is to stop, the same on all ranks; empty while it is not.
 
-        Set by `maybe_save` and `should_save` where a policy of `save_when` stops the run
+        Set by `maybe_save` and `should_save` when a policy of `save_when` stops the run
         (`OnSignal`, `AtDeadline`). The state of that step is saved or in flight: leave the loop and
         `close`.
         """
@@ -182,7 +182,7 @@ class Checkpointer:
                 cover each tensor exactly, and values that several ranks supply must be equal.
             overwrite: replace an existing checkpoint of the step, which survives until the new one
                 is durable.
-            check_replicas: compare the bytes of every box that several ranks hold, also where a
+            check_replicas: compare the bytes of every box that several ranks hold, even if a
                 placement declares them equal; the error names key, ranks and, by majority, the odd
                 ones out. Costs one hash of all local bytes.
             metadata: a JSON object of your own (a commit hash, a loss), at most 64 KiB, the same on
@@ -271,13 +271,13 @@ class Checkpointer:
             step, state, overwrite, metadata, when_busy: as of `save_async`.
 
         Returns:
-            The save; None where no policy asks for one, or the step was saved or loaded already.
+            The save; None if no policy asks for one, or the step was saved or loaded already.
 
         Raises:
             ConfigError: the checkpointer was made without `save_when`.
             HoldfastError: on all ranks, as of `should_save` and `save_async`.
 
-        Cost: that of `should_save`, and of `save_async` where it saves.
+        Cost: that of `should_save`, and of `save_async` if it saves.
         """
         if not self.should_save(step):
             return None
@@ -288,7 +288,7 @@ class Checkpointer:
         )
 
     def should_save(self, step: int) -> bool:
-        """Whether a policy of `save_when` says to save now, the same on all ranks.
+        """Return True if a policy of `save_when` says to save now; the same on all ranks.
 
         The decision of `maybe_save`, for a loop that saves by itself. Call it after every step.
 
@@ -358,7 +358,7 @@ class Checkpointer:
                 the control communicator; False: each rank reads for itself; "auto": the faster of
                 both for what ranks of several hosts ask for (`HOLDFAST_HOST_ID` in the guide),
                 measured if that is 256 MiB or more.
-            max_fallbacks: how many older checkpoints may be tried where the newest is damaged or
+            max_fallbacks: how many older checkpoints may be tried if the newest is damaged or
                 incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
                 most n older ones; None, any number. All ranks take the same one, which overwrites
                 what the damaged one wrote; `LoadReport.fell_back` says what was given up and why.
@@ -366,7 +366,7 @@ class Checkpointer:
         Raises:
             MismatchError: state and checkpoint differ in what is not allowed.
             CorruptionError: damage; the message lists the targets that were written to before.
-            StorageError: there is no such checkpoint, or it cannot be read.
+            StorageError: the checkpoint does not exist, or cannot be read.
             ConfigError: an argument is wrong. All of these on all ranks.
 
         Cost: five small collectives, one of them a broadcast of manifest and index. An exchange:
@@ -419,10 +419,10 @@ class Checkpointer:
         return report
 
     def inspect(self, step: int | None = None) -> CheckpointInfo:
-        """What checkpoint `step` (the newest committed one by default) says about itself.
+        """Return what checkpoint `step` (by default the newest committed one) says about itself.
 
         Raises:
-            StorageError: there is no such checkpoint.
+            StorageError: the checkpoint does not exist.
             CorruptionError: its manifest is damaged.
 
         Cost: one read of the manifest; no collectives.
@@ -471,7 +471,7 @@ class Checkpointer:
 
 
 def _check_mapping(state: object) -> None:
-    """ConfigError for what is no state to load into."""
+    """Raise ConfigError if `state` cannot be loaded into."""
     if not isinstance(state, Mapping):
         why = "the state must map names to parts; load_all() needs no state"
         raise ConfigError(f"load({type(state).__name__.removesuffix('Type')}): {why}")

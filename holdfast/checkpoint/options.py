@@ -1,4 +1,4 @@
-"""What a `Checkpointer` can be asked to do differently, checked in one place."""
+"""The options of a `Checkpointer`, of a save and of a load, checked in one place."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.policies.keep import KeepPolicy
 
 WhenBusy = Literal["wait", "skip"]
-"""What `save_async` does while no staging buffer is free: wait for one, or skip the save."""
+"""The choice of `save_async` while no staging buffer is free: wait for one, or skip the save."""
 
 OnDrift = Literal["raise", "warn"]
-"""What to do where stored copies of one tensor differ: fail, or log a warning and go on."""
+"""The reaction to stored copies of one tensor that differ: fail, or log a warning."""
 
 NUM_STEPS = 10**18
 """Steps are below this: a directory's name has at most eighteen digits."""
@@ -30,7 +30,7 @@ _AXES = tuple(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverOptions:
-    """How a `Checkpointer` saves. The same on all ranks.
+    """The options of a `Checkpointer`'s saves; the same on all ranks.
 
     Raises:
         ConfigError: a value out of range; the message names the argument.
@@ -39,14 +39,14 @@ class SaverOptions:
     block_nbytes: int = DEFAULT_BLOCK_NBYTES
     """Bytes per digest, at least 4096. A reader of a slice reads and hashes whole blocks."""
     staging_buffers: int = 1
-    """How many staging buffers, 1 or 2, each as large as this rank's share of a save. With 2, a
+    """Number of staging buffers, 1 or 2, each as large as this rank's share of a save. With 2, a
     save is staged while the one before it is written."""
     deadline_s: float = 600.0
     """Seconds that a save may take from staged to committed; DeadlineError after that."""
     retention: KeepPolicy | None = None
     """Which checkpoints to keep, applied by the coordinator after each commit; None keeps all."""
     fingerprints: bool = False
-    """Whether to store a digest of each tensor that does not depend on its sharding."""
+    """True to store a digest of each tensor that does not depend on its sharding."""
     check_replicas_every: int = 0
     """Every so many saves, compare the bytes of declared replicas, too; 0 for never."""
     replicate_over: Sequence[str] = ()
@@ -54,7 +54,7 @@ class SaverOptions:
     max_copy_fraction: float = 1.0
     """The most bytes that these copies may add, as a fraction of the bytes without them."""
     on_drift: OnDrift = "raise"
-    """What to do where copies of one tensor differ, at a save and at a load."""
+    """The reaction to copies of one tensor that differ, at a save and at a load."""
 
     def __post_init__(self) -> None:
         """Refuse what no save could be made with."""
@@ -87,13 +87,13 @@ class SaverOptions:
 
     @property
     def copies(self) -> CopyPolicy:
-        """What is stored more than once."""
+        """The policy of copies: what is stored more than once."""
         return CopyPolicy(
             axes=tuple(self.replicate_over), max_fraction=float(self.max_copy_fraction)
         )
 
     def in_words(self) -> str:
-        """What all ranks have to choose alike, in one line."""
+        """Return what all ranks have to choose alike, in one line."""
         words = [f"block_nbytes={self.block_nbytes}"]
         if self.replicate_over:
             axes = "-".join(self.replicate_over)
@@ -105,7 +105,7 @@ class SaverOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What one save is asked to do.
+    """The arguments of one save.
 
     Raises:
         ConfigError: a value of a wrong type or out of range; the message names the argument.
@@ -116,13 +116,13 @@ class SaveRequest:
     step: int = 0
     """The checkpoint's."""
     overwrite: bool = False
-    """Whether it may replace a checkpoint of that step."""
+    """True if it may replace a checkpoint of that step."""
     check_replicas: bool = False
-    """Whether declared replicas are compared, too."""
+    """True if declared replicas are compared, too."""
     metadata: Mapping[str, object] | None = None
     """The caller's JSON object."""
     when_busy: WhenBusy = "wait"
-    """What to do while no staging buffer is free."""
+    """The choice while no staging buffer is free."""
     encoded_metadata: bytes = field(init=False)
     """The metadata as it is stored; empty for none."""
 
@@ -159,10 +159,10 @@ class LoadOptions:
     verify: bool = True
     """Check the digest of every block that is read."""
     exchange: bool | Literal["auto"] = "auto"
-    """Whether bytes that several ranks ask for are read once and sent between the ranks; "auto":
-    those that ranks of several hosts ask for, where sending is faster."""
+    """True if bytes that several ranks ask for are read once and sent between the ranks; "auto":
+    those that ranks of several hosts ask for, if sending is faster."""
     max_fallbacks: int | None = 0
-    """How many older checkpoints may be tried in place of a damaged one; None for any number."""
+    """Number of older checkpoints that may be tried instead of a damaged one; None for any."""
 
     def __post_init__(self) -> None:
         """Refuse what a caller cannot have meant."""

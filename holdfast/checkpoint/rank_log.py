@@ -1,6 +1,6 @@
 """Log what each rank did in a save or a load, next to the checkpoints; `holdfast view` draws it.
 
-Every rank appends to a file of its own, so that a line costs no communication and no two ranks
+Every rank appends to its own file, so that a line costs no communication and no two ranks
 write to one file.
 """
 
@@ -26,7 +26,7 @@ class RankLog:
     """
 
     def __init__(self, directory: str | Path | None, *, groups: ProcessGroups) -> None:
-        """Note where to write; the file is made with its first line.
+        """Keep the path; the file is created with its first line.
 
         Args:
             directory: of the run's checkpoints; None logs nothing.

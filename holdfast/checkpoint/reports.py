@@ -1,4 +1,4 @@
-"""What saves and loads did, for people and for programs."""
+"""Reports of saves and loads, for people and for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _MAX_SUMMARY = 150
 _NAMES = ("loaded", "missing", "fresh", "unexpected", "cast", "kept", "dropped", "replaced")
-"""Fields of a load report that list paths of one rank, or lines that begin with one."""
+"""Fields of a load report that list paths of one rank, or lines that start with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,30 +24,30 @@ class SaveReport:
     step: int
     """The step of the checkpoint."""
     path: str
-    """Where the checkpoint is."""
+    """Path of the checkpoint, as its storage describes it."""
     nbytes: int
     """Staged and written by this rank."""
     total_nbytes: int
     """Of all tensors of the checkpoint, each once."""
     copies_nbytes: int
-    """What copies of replicated tensors add to that (`replicate_over`)."""
+    """Bytes that copies of replicated tensors add to that (`replicate_over`)."""
     num_tensors: int
     """Tensors of the checkpoint."""
     planned: bool
-    """Whether the structure had to be planned for this save."""
+    """True if a plan was made for this save."""
     seconds: Mapping[str, float]
     """By phase (`wait`, `flatten`, `plan`, `lay out`, `stage`, `compare`, `write`, `commit`;
     `total` of a synchronous save, `stall` of an asynchronous one)."""
     skipped: bool = False
-    """Whether nothing was saved, because an earlier save was in progress."""
+    """True if nothing was saved, because an earlier save was in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReading:
-    """What all ranks of a load read together; the same on each of them."""
+    """The bytes that all ranks of a load read together; the same on each of them."""
 
     nbytes_unique: int | None = None
-    """Of the elements that at least one rank requested, each once; None where nothing was exchanged
+    """Of the elements that at least one rank requested, each once; None if nothing was exchanged
     (see `exchange=`): then no rank knows what the others requested."""
     nbytes_needed: int = 0
     """Sum over the ranks of what each requested."""
@@ -64,7 +64,7 @@ class JobReading:
     def amplification(self) -> float | None:
         """Bytes read from storage for each byte that some rank requested; 1.0 is the best.
 
-        None where `nbytes_unique` is.
+        None if `nbytes_unique` is.
         """
         if self.nbytes_unique is None:
             return None
@@ -78,7 +78,7 @@ class FellBack:
     step: int
     """Its step."""
     path: str
-    """Where it is."""
+    """Path of the checkpoint."""
     why: str
     """The whole error."""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -100,13 +100,13 @@ class LoadReport:
     step: int
     """The step that was loaded."""
     path: str
-    """Where the checkpoint is."""
+    """Path of the checkpoint, as its storage describes it."""
     loaded: tuple[str, ...] = ()
     """Tensors that were filled."""
     missing: tuple[str, ...] = ()
     """Requested, absent, and allowed: their targets keep what they had."""
     fresh: tuple[str, ...] = ()
-    """What the saved run did not have and what therefore starts fresh, as allowed: a parameter
+    """Entries that the saved run did not have and that start fresh, as allowed: a parameter
     that is new to its optimizer, a new hyperparameter."""
     unexpected: tuple[str, ...] = ()
     """Stored, requested by no rank, and allowed."""
@@ -122,11 +122,11 @@ class LoadReport:
     values: Mapping[str, object] = field(default_factory=dict)
     """Part name -> loaded tree, for parts that are plain trees."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What was given as `metadata=` to the save; empty for none."""
+    """The `metadata=` of the save; empty if it had none."""
     nbytes_needed: int = 0
     """Of tensor data, requested on this rank."""
     nbytes_read: int = 0
-    """Of tensor data, read from storage by this rank: more than needed where a digest covers more
+    """Of tensor data, read from storage by this rank: more than needed if a digest covers more
     than the slice, or for other ranks."""
     nbytes_received: int = 0
     """Of tensor data, received from other ranks."""
@@ -146,10 +146,10 @@ class LoadReport:
     """Wall time."""
 
     def of(self, name: str) -> LoadReport:
-        """What the report says of one module of several, or of one part, by the name before a dot.
+        """Return the report of one module of several, or of one part, by the name before a dot.
 
-        Lists and values are those whose paths begin with `name`; all else, bytes included, is that
-        of the whole load. A name that nothing begins with gives empty lists.
+        Lists and values are those whose paths start with `name`; all else, bytes included, is that
+        of the whole load. If no path starts with the name, the lists are empty.
         """
         lists: dict[str, Any] = {
             field: _below(getattr(self, field), name) for field in (*_NAMES, "not_requested")
@@ -207,7 +207,7 @@ class LoadReport:
 
 
 def _below(paths: Sequence[str], name: str) -> tuple[str, ...]:
-    """The paths that are a name or begin with it and a dot."""
+    """Return the paths that are a name or start with it and a dot."""
     return tuple(path for path in paths if path == name or path.startswith(f"{name}."))
 
 
@@ -228,11 +228,11 @@ class CheckpointerStats:
     num_failed_loads: int
     """Loads that raised."""
     num_plans: int
-    """How often the structure was planned."""
+    """Number of plans that were made."""
     num_plan_reuses: int
     """Saves under a plan that was there."""
     num_allocations: int
-    """How often staging memory was allocated."""
+    """Number of times staging memory was allocated."""
     nbytes_saved: int
     """Tensor bytes that this rank wrote for committed checkpoints."""
     nbytes_loaded: int

@@ -17,14 +17,14 @@ from holdfast.arrays.water_filling import fill
 from holdfast.checkpoint.load.choose_exchange import Choose
 
 _SLACK_SHARE = 32
-"""A rank may read more than its share by this fraction of it, where that is in its own file."""
+"""A rank may read more than its share by this fraction of it if the excess is in its own file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestedRanges:
     """Byte ranges of chunks' payloads, each requested by one set of ranks; n ranges, disjoint.
 
-    Ranges begin at a block of their payload and end at one or with the payload. Ranks are given by
+    Ranges start at a block of their payload and end at one or with the payload. Ranks are given by
     their position among the ranks of the load.
 
     Args:
@@ -101,7 +101,7 @@ def assign_readers(
     """Assign every range to ranks that request it, so that all read about equally much.
 
     What ranks of one host alone request, each of them reads: they share its page cache. What ranks
-    of several hosts request is read once where `choose` says so, and divided set by set, small ones
+    of several hosts request is read once if `choose` says so, and divided set by set, small ones
     first, because large ones have more freedom to even out: the bytes of a set are filled onto its
     least loaded ranks, cut between blocks. A rank is assigned what it wrote itself first (it opens
     that file anyway, and may still have it in its page cache), and all of it where that exceeds
@@ -258,7 +258,7 @@ def _cut(slices: Slices, at: Sequence[int], grain: int) -> list[Slices]:
         above = min(below + grain, int(size[which]))
         nearest = above if 2 * (inside - below) > above - below else below
         cuts.append((which, int(slices.start[which]) + nearest))
-    # Parts begin where a slice begins and at every cut; those without bytes are left out below.
+    # Parts start where a slice starts and at every cut; those without bytes are left out below.
     cut_columns = np.array(cuts, dtype=np.int64).reshape(-1, 2)
     owner = np.concatenate([np.arange(len(size)), cut_columns[:, 0]])
     start = np.concatenate([slices.start, cut_columns[:, 1]])

@@ -1,7 +1,7 @@
 """With `exchange="auto"`: which bytes are read once and sent on, by what that costs here.
 
-Neither rule alone is right: where the storage is slower than the network, reading on every host
-multiplies the time by the number of hosts; where it is faster, sending to every rank multiplies it
+Neither rule alone is right: if the storage is slower than the network, reading on every host
+multiplies the time by the number of hosts; if it is faster, sending to every rank multiplies it
 by the ranks of a host. So the first megabytes of a large load are timed, and the rates agreed on,
 so that all ranks decide the same.
 """
@@ -130,7 +130,7 @@ def _send(control: Control, pairs: Sequence[tuple[int, int]], *, nbytes: int) ->
 
 
 def _probe_storage(files: CheckpointFiles, control: Control) -> tuple[int, float, float]:
-    """Bytes read of a data file, seconds to open it, seconds to read them; zeros where it fails.
+    """Return bytes read of a data file, seconds to open it and to read them; zeros if it fails.
 
     Ranks read different files, or different places of one: what another rank has just read
     would come from a cache.

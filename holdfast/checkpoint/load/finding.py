@@ -20,13 +20,13 @@ from holdfast.storage import Storage
 from holdfast.writer.leftovers import wait_for_writers
 
 HOST_ID = "HOLDFAST_HOST_ID"
-"""Environment variable: names the host of a process, where the kernel's boot id would be wrong."""
+"""Environment variable: names the host of a process if the kernel's boot id would be wrong."""
 
 _NUM_TRIES = 8
-"""How often to look for a checkpoint that is replaced or removed meanwhile."""
+"""Times to look again for a checkpoint that is replaced or removed meanwhile."""
 _MAX_NAMED = 10
 _ALIVE_S = 5.0
-"""Writers write a heartbeat every two seconds; one without for so long is no longer running."""
+"""Writers write a heartbeat every two seconds; a writer that is silent for so long has ended."""
 _FIRST = "load: find"
 """The phase of the first collective of every load, so that ranks can compare what they load."""
 
@@ -69,7 +69,7 @@ class Finder:
             rank, by position.
 
         Raises:
-            StorageError: There is no such checkpoint.
+            StorageError: The checkpoint does not exist.
             CorruptionError: Its records are damaged.
             PlanError: The settings of the ranks differ.
 
@@ -99,9 +99,9 @@ class Finder:
         return chosen, files, [host for _, host, _ in proposals]
 
     def was_replaced(self) -> bool:
-        """Whether the version found last has been replaced since.
+        """Return True if the version found last has been replaced since.
 
-        For all ranks together, after an error that all of them raise; where this cannot be found
+        For all ranks together, after an error that all of them raise; if this cannot be found
         out, the answer is no, so that they raise that error.
 
         Cost: one collective if a version had been found.
@@ -117,7 +117,7 @@ class Finder:
                 report = b"0"
         try:
             reports = self._groups.control.agree(None, phase="load: replaced", payload=report)
-        except HoldfastError:  # some rank was interrupted, or cannot go on
+        except HoldfastError:  # some rank was interrupted, or cannot continue
             return False
         return reports[0] == b"1"
 
@@ -132,7 +132,7 @@ class Finder:
             settings: See `find`.
 
         Returns:
-            The newest step that has not failed, None when there is none or too many have failed;
+            The newest step that has not failed; None if every step has, or if too many have failed;
             and the failed steps that are still there. A step that retention has removed meanwhile
             was not damaged, and there is a newer one.
 
@@ -141,7 +141,7 @@ class Finder:
         candidate: Candidate = (None, [])
         control = self._groups.control
         if control.is_coordinator:
-            # The first time, as any load: an empty directory is an error of its own.
+            # The first time, as any load: an empty directory has its own error.
             if not failed:
                 self._choose(None)
             steps = list_steps(self._storage)
@@ -179,7 +179,7 @@ class Finder:
         raise StorageError(f"{self._storage.describe('')}: no checkpoint there stays long enough")
 
     def _choose(self, step: int | None) -> int:
-        """The step to load, None for the newest; StorageError where there is none."""
+        """Return the step to load, None for the newest; StorageError if no checkpoint exists."""
         storage = self._storage
         # Once per run: what a crashed writer left may be a checkpoint to finish.
         if self._settle_s > 0 and storage.is_dir(""):
@@ -192,7 +192,7 @@ class Finder:
                 raise
             where = storage.describe("")
             raise StorageError(
-                f"{where} is not a directory: there is no checkpoint to load"
+                f"{where} is not a directory, so it has no checkpoint to load"
             ) from None
         if steps and (step is None or step in steps):
             return steps[-1] if step is None else step
@@ -206,9 +206,9 @@ class Finder:
 
 
 def host_id() -> str:
-    """What distinguishes the machine of this process, whose page cache it shares, from others.
+    """Return a name of the machine of this process, whose page cache it shares.
 
-    Containers of one machine have names of their own, but the kernel's boot id in common.
+    Containers of one machine have different names, but the kernel's boot id in common.
     """
     given = os.environ.get(HOST_ID)
     if given:
@@ -221,7 +221,7 @@ def host_id() -> str:
 
 
 def _read_proposals(answers: Sequence[bytes], ranks: Sequence[int]) -> list[LoadProposal]:
-    """The proposals of all ranks; PlanError where they are to load different things."""
+    """Return the proposals of all ranks; raise PlanError if they are to load different things."""
     proposals = [msgspec.msgpack.decode(data, type=LoadProposal) for data in answers]
     settings = proposals[0][0]
     if any(each != settings for each, _, _ in proposals):

@@ -1,4 +1,4 @@
-"""What a load would read of which file, from the plan that it would make; nothing is read."""
+"""Predict what a load would read of which file, from the plan it would make; nothing is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.format.stored_copies import choose_copies
 def forecast_reads(
     files: CheckpointFiles, tables: Sequence[BoxTable], *, ranks: Sequence[int]
 ) -> IntArray:
-    """Bytes that each rank reads from each data file, where every rank reads for itself.
+    """Return the bytes that each rank reads from each data file if every rank reads for itself.
 
     So do ranks of one host (`exchange="auto"`), which is assumed for the choice between copies, and
     all ranks with `exchange=False`; with verification.

@@ -128,7 +128,7 @@ class Loader:
             if step is None:
                 break
             try:
-                # Under a guard of its own, so that all ranks try the next one, or none does.
+                # Under its own guard, so that all ranks try the next one, or none does.
                 control, name = self._groups.control, f"load: step {step}"
                 guard = Guard[LoadReport](control, name, retry_if=self.was_replaced)
                 report = guard.run(partial(attempt, step))
@@ -215,7 +215,7 @@ class Loader:
         )
 
     def _settings(self, options: LoadOptions) -> dict[str, object]:
-        """What all ranks must request alike."""
+        """Return what all ranks must request alike."""
         return {
             "step": options.step,
             "verify": options.verify,
@@ -278,7 +278,7 @@ class Loader:
         return executor, unexpected, dropped
 
     def _may_share(self, hosts: Sequence[str], options: LoadOptions) -> bool:
-        """Whether ranks may send each other what they read, so must know all requests."""
+        """Return True if ranks may send each other what they read, so must know all requests."""
         if options.exchange == "auto":
             # Ranks of one host share its page cache: none needs what another one has read.
             return len(set(hosts)) > 1 or not self._is_cached
@@ -298,7 +298,7 @@ class Loader:
     def _match(
         self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions
     ) -> tuple[Matcher, list[PartRequest], LocalMemory]:
-        """Match the state with what is stored; no target is written."""
+        """Match the state with what is stored, without writing to a target."""
         requested = {name: each for name, each in state.items() if not is_left_out(each)}
         entries = {n: _unwrap(each, n, self._groups.layout) for n, each in requested.items()}
         tensors = {info.key: (info.dtype, tuple(info.shape)) for info in files.manifest.tensors}
@@ -344,7 +344,7 @@ class Loader:
         # The caller's memory, before anything is written to it.
         result = matcher.result
         memory = LocalMemory(result.tensors)
-        # Nearly every state is contiguous host tensors, each with memory of its own.
+        # Nearly every state is contiguous host tensors, each with its own memory.
         if result.cleared or not memory.is_disjoint():
             result.tensors = without_ties(result.tensors)
             result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
@@ -407,7 +407,7 @@ class Loader:
 
 
 def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None:
-    """CorruptionError if a load of this step would leave a target that was written as it is."""
+    """Raise CorruptionError if a load of this step would leave a written target as it is."""
     left = sorted(written - {each.path for each in result.tensors})
     if left:
         raise CorruptionError(
@@ -496,5 +496,5 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
 
 
 def _patterns(unagreed: Sequence[str]) -> str:
-    """What `allow_missing` could be for these entries."""
+    """Return what `allow_missing` could be for these entries."""
     return str([f"{each.split(' (')[0]}*" for each in unagreed[:MAX_NAMED]])

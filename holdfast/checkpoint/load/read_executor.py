@@ -40,16 +40,16 @@ _ALONE = -1
 
 
 _Kept = tuple[int, int, int, bool, int, int, int, int]
-"""What this rank keeps of one piece for one requested box.
+"""Columns: what this rank keeps of one piece for one requested box.
 
     piece       among those that this rank reads, in their order
     overlap     of the plan
     box         requested box
     is_run      whether it is one run of bytes; otherwise it is copied with strides
-    start       byte of the joint read at which the run begins, or the whole piece without one
+    start       byte of the joint read at which the run starts, or the whole piece without one
     at          byte of the box where the run goes
     nbytes      of the run
-    address     where it goes in plain memory; -1 where a `Target` takes it
+    address     where it goes in plain memory; -1 if a `Target` takes it
 """
 
 
@@ -62,7 +62,7 @@ class LoadExecutor:
         requests: What this rank fills.
         memory: The local tensors of the requests.
         hosts: Of each rank, by position.
-        on_drift: "raise" or "warn", where copies of a box that is read differ.
+        on_drift: "raise" or "warn", if copies of a box that is read differ.
         verify: Check the digests of what is read.
         num_threads: How many threads read and hash.
 
@@ -111,7 +111,7 @@ class LoadExecutor:
         """Plan the reads, without communication but for that of `choose`.
 
         Args:
-            boxes: What each rank requests, by position; None where each rank reads for itself.
+            boxes: What each rank requests, by position; None if each rank reads for itself.
             hosts: Of each rank; what only ranks of one host request, each of them reads for itself.
                 None: what several ranks request is read once, wherever they are.
             choose: Which of what is shared is sent; None: all of it.
@@ -164,7 +164,7 @@ class LoadExecutor:
                 error = caught
         else:
             # Reading releases the interpreter, and so does hashing: threads help on one core, too,
-            # where a round is read while another one is exchanged.
+            # since a round is read while another one is exchanged.
             pool = ThreadPoolExecutor(self._num_threads, "holdfast-load")
             try:
                 error = self._run_rounds(pool)
@@ -204,7 +204,7 @@ class LoadExecutor:
 
         Returns:
             `kept`, what this rank keeps, in the order of its pieces; and the byte of the joint read
-            at which each one's piece begins.
+            at which each one's piece starts.
         """
         self._plan = plan
         files, index = self._files, self._files.index
@@ -218,7 +218,7 @@ class LoadExecutor:
         start, stop, rounds = plan.start[pieces], plan.stop[pieces], plan.round[pieces]
         self._rows: list[int] = row[order].tolist()
         self._bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
-        # Pieces are read together where they are neighbours, in one round and one file.
+        # Neighbouring pieces of one round and one file are read together.
         place_of_round = (rounds + 1) * len(files.manifest.files) + file[order]
         self._cuts = join_neighbours(place_of_round, place[order], stop - start)
         self._round_of_cut = rounds[self._cuts[:-1]]
@@ -229,7 +229,7 @@ class LoadExecutor:
         self._kept_ptr: list[int] = np.searchsorted(
             number[plan.piece[kept]], np.arange(len(pieces) + 1)
         ).tolist()
-        # Where each piece begins in the bytes that are read together.
+        # Where each piece starts in the bytes that are read together.
         size = stop - start
         before = np.cumsum(size) - size
         group = np.searchsorted(self._cuts, np.arange(len(pieces)), side="right") - 1
@@ -237,7 +237,7 @@ class LoadExecutor:
         return kept, begin[number[plan.piece[kept]]]
 
     def _refuse_drift(self, rows: IntArray) -> None:
-        """CorruptionError, or a warning, where stored copies of one of these rows differ."""
+        """Raise CorruptionError, or warn, if stored copies of one of these rows differ."""
         files = self._files
         drift = files.copies.drift(files.index, files.manifest, rows)
         if drift and self._on_drift == "raise":
@@ -268,7 +268,7 @@ class LoadExecutor:
     def _find_places(
         self, plan: ReadPlan, numbers: IntArray, kept: IntArray, begin: IntArray, *, is_alone: bool
     ) -> None:
-        """Where the kept bytes go: by address into plain memory, else through a `Target`.
+        """Return where the kept bytes go: by address into plain memory, else through a `Target`.
 
         Args:
             plan: Of the load.
@@ -301,7 +301,7 @@ class LoadExecutor:
         self._targets = make_targets(
             self._requests, np.where(is_direct, -1, numbers).tolist(), stored
         )
-        # A kept run goes to an address where its box is plain memory, and it lies inside.
+        # A kept run goes to an address if its box is plain memory and the run lies inside.
         fits = (address[box] >= 0) & (at + size <= nbytes[box])
         place = np.where(fits, address[box] + at, -1)
         start = begin + np.where(is_run, source, 0)
@@ -372,7 +372,7 @@ class LoadExecutor:
         bounds = self._bounds[numbers.start : numbers.stop]
         nbytes = sum(stop - start for start, stop in bounds)
         first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
-        # Straight into the target where possible: no copy, and no page of a buffer to touch first.
+        # Straight into the target if possible: no copy, and no page of a buffer to touch first.
         data, target = self._whole_place(first, last, nbytes)
         is_in_place = data is not None
         if data is None:
@@ -441,7 +441,7 @@ def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> Bo
     tensor = np.repeat(tensors, counts)
     offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
     extent = pad_shapes(shapes, num_dims)[tensor]
-    # Most requests are for whole tensors: only the others need a step of their own.
+    # Most requests are for whole tensors: only the others need a separate step.
     first = (np.cumsum(counts) - counts).tolist()
     cut = [(row + i, box) for each, row in zip(requests, first, strict=True)
            for i, box in enumerate(each.boxes or ())]  # fmt: skip

@@ -148,7 +148,7 @@ def plan_reads(
         itemsize: (tensors,) bytes of an element.
         writer: (files,) position of the rank that wrote each file, -1 where it is none of these.
         hosts: (ranks,) see `assign_readers`; of one rank, which reads for itself.
-        grain: Reads begin at multiples of so many bytes of a payload.
+        grain: Reads start at multiples of so many bytes of a payload.
         copies: The boxes that are stored more than once; None for none.
         choose: See `assign_readers`.
 
@@ -280,8 +280,8 @@ def _assign_rounds(
 ) -> IntArray:
     """The round of each piece: `_ROUND_NBYTES` for each rank, the readers of a set taking turns.
 
-    A set begins where all of its ranks have finished the sets before it; so sets without a rank in
-    common are sent in the same rounds, and no rank is in two sets at a time. Example, one set with
+    A set starts when all of its ranks have finished the sets before it; so sets without a rank in
+    common are sent in the same rounds, and a rank is in one set at a time. Example, one set with
     readers 0 and 1, pieces of 40 bytes and rounds of 100:
 
         piece    reader    turn    bytes before    round

@@ -1,4 +1,4 @@
-"""What the ranks of a load request: each rank's message, all boxes as columns, and joint checks.
+"""The requests of a load: each rank's message, all boxes as columns, and joint checks.
 
 Every rank checks the same messages in the same way, so all of them raise or none does.
 """
@@ -26,11 +26,11 @@ from holdfast.state.parts import Part
 from holdfast.state.stored import StoredPart, leaf_paths
 
 MAX_NAMED = 10
-"""How many names a message lists."""
+"""Names that a message lists at most."""
 
 
 class TakenLabels(NamedTuple):
-    """What one rank loads of one stored value per coordinate.
+    """The part that one rank loads of one stored value per coordinate.
 
     Args:
         part: The part it is stored in.
@@ -73,12 +73,12 @@ class PartRequest:
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank requests, sent to all ranks.
+    """The request of one rank, sent to all ranks.
 
     Args:
         used: By stored part (or path of one's branch, see `FromPart`) a bit for each stored entry,
-            1 where the rank requests it; None for a part of which it loads everything.
-        boxes: See `encode_boxes`; empty where nothing is exchanged.
+            1 if the rank requests it; None for a part of which it loads everything.
+        boxes: See `encode_boxes`; empty if nothing is exchanged.
         taken: What it takes of values per coordinate.
         checks: What has to be equal on several ranks after the load.
     """
@@ -105,13 +105,13 @@ def decode_boxes(data: bytes) -> BoxTable:
 def encode_request(
     parts: Sequence[PartRequest], result: MatchResult, codecs: Codecs, *, boxes: BoxTable | None
 ) -> bytes:
-    """What this rank requests, as a message: see `LoadRequest`.
+    """Return this rank's request as a message: see `LoadRequest`.
 
     Args:
         parts: The parts of its state.
         result: How they match.
         codecs: The user's types.
-        boxes: The boxes that it requests; None where no other rank needs to know them.
+        boxes: The boxes that it requests; None if no other rank needs to know them.
     """
     used: dict[str, bytes | None] = {}
     by_source: dict[str, list[np.ndarray]] = {}
@@ -160,7 +160,7 @@ def find_unexpected(
         all     1 1 1 0    the last entry is unexpected
     """
     unexpected = []
-    # A source that is no part is a branch of one, given with `FromPart`.
+    # A source that is not a part is a branch of one, given with `FromPart`.
     branches = {source for request in requests for source in request.used} - parts.keys()
     for source in (*parts, *sorted(branches)):
         used = [request.used[source] for request in requests if source in request.used]
@@ -191,7 +191,7 @@ def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[Take
         uses: What the matcher met.
         nodes: The stored trees of the parts it requests, by name.
     """
-    # Nodes have no names that other ranks know: they are numbered in stored order, which is equal
+    # Other ranks do not know the names of nodes: they are numbered in stored order, which is equal
     # on all ranks because they decode the same manifest.
     if not uses:
         return []
@@ -207,7 +207,7 @@ def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[Take
 def find_dropped(
     parts: Mapping[str, Node], taken: Sequence[TakenLabels], *, allow: Sequence[str]
 ) -> list[str]:
-    """Paths of stored coordinates that no rank loads; MismatchError where that is not allowed."""
+    """Return the paths of stored coordinates that no rank loads; MismatchError if not allowed."""
     # A value counts as lost only if it is lost on all ranks together.
     by_node: dict[tuple[str, int], list[TakenLabels]] = {}
     for each in taken:
@@ -242,7 +242,7 @@ def find_dropped(
 def check_consistency(
     ranks: Sequence[int], checks: Sequence[Sequence[ConsistencyCheck]], *, warn: bool
 ) -> None:
-    """MismatchError where ranks that share a value would have different ones after the load.
+    """Raise MismatchError if ranks that share a value would have different ones after the load.
 
     Args:
         ranks: All ranks of the load.
@@ -253,7 +253,7 @@ def check_consistency(
     for rank, own in zip(ranks, checks, strict=True):
         for check in own:
             by_label.setdefault((check.what, check.label), []).append((rank, check))
-    # By certainty: an error where sharing is declared, a warning where it is only likely.
+    # By certainty: an error if sharing is declared, a warning if it is only likely.
     sentences: dict[bool, list[str]] = {True: [], False: []}
     for (what, label), held in by_label.items():
         if len({check.digest for _, check in held}) > 1:

@@ -37,7 +37,7 @@ class Target:
         path: Its path in the state, for messages.
         stored: Name of the dtype in the checkpoint.
 
-    Cost: a host buffer of the box's stored bytes where it cannot be written in place.
+    Cost: a host buffer of the box's stored bytes if it cannot be written in place.
     """
 
     __slots__ = ("_left", "_lock", "_stored", "_tensor", "_view", "is_direct", "is_touched", "path")
@@ -126,7 +126,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 def make_targets(
     requests: Sequence[TensorRequest], numbers: Sequence[int], stored: Sequence[str]
 ) -> dict[int, list[Target]]:
-    """What to fill with each requested box, by its number.
+    """Return what to fill with each requested box, by its number.
 
     Args:
         requests: Of this rank.
@@ -155,7 +155,7 @@ def without_ties(requests: Sequence[TensorRequest]) -> list[TensorRequest]:
     A target is the same if memory, shape, strides, dtype, stored tensor and box are: `.data` ties
     and fresh views. (An object that is met twice has been left out by the matcher.)
     """
-    # Nearly every state has no ties: then distinct addresses are all there is to check.
+    # Hardly a state has ties: without them distinct addresses are all there is to check.
     addresses = [local.data_ptr() for entry in requests for local in entry.locals]
     if len(set(addresses)) == len(addresses):
         return list(requests)
@@ -195,7 +195,7 @@ def shared_memory(requests: Sequence[TensorRequest]) -> list[str]:
     Args:
         requests: As `without_ties` returns them.
 
-    Cost: a sort of the targets' byte ranges; where ranges of strided targets overlap, another one
+    Cost: a sort of the targets' byte ranges; if ranges of strided targets overlap, another one
     of their contiguous runs, and beyond some millions of these one byte for each element between
     the first and the last.
     """
@@ -229,7 +229,7 @@ def _message_of_one(path: str) -> str:
     """The sentence for a tensor whose elements share memory."""
     return (
         f"{path}: several elements of the state's tensor share memory (an expanded or overlapping "
-        f"view), so that no load can fill them; give it memory of its own with .clone()"
+        f"view), so that no load can fill them; give it its own memory with .clone()"
     )
 
 
@@ -259,7 +259,7 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     # `reach` is where everything up to a tensor ends, by first byte: one pass finds neighbours.
     order = np.lexsort((stop, start))
     reach = np.maximum.accumulate(stop[order])
-    # A cluster begins where everything before has ended; within one, ranges overlap.
+    # A cluster starts where everything before has ended; within one, ranges overlap.
     first = np.flatnonzero(np.concatenate([[True], start[order][1:] >= reach[:-1]]))
     sizes = np.diff(first, append=len(order))
     strided = np.array([not each.is_contiguous() for each in tensors], dtype=np.bool_)[order]
@@ -268,7 +268,7 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     for cluster in np.flatnonzero((sizes > 1) | np.logical_or.reduceat(strided, first)).tolist():
         members = order[first[cluster] : first[cluster] + sizes[cluster]]
         if strided[first[cluster] : first[cluster] + sizes[cluster]].any():
-            # Byte ranges overlap where elements need not: two columns of one matrix, say.
+            # Byte ranges may overlap although elements do not: two columns of one matrix, say.
             pair = _common_bytes([tensors[i] for i in members.tolist()])
         else:
             ends = np.maximum.accumulate(stop[members])[:-1]
@@ -289,7 +289,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _common_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Two of the tensors (or one, twice) that have a byte in common; None where there are none."""
+    """Return two tensors (or one, twice) that have a byte in common; None if no two have."""
     runs = [_runs_of(each) for each in tensors]
     if sum(math.prod(n for n, _ in outer) for _, outer in runs) > _MAX_RUNS:
         return _common_bytes_by_map(tensors)
@@ -334,7 +334,7 @@ def _runs_of(tensor: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _common_bytes_by_map(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """As `_common_bytes`, with a map of the memory between the first and the last element.
+    """Like `_common_bytes`, with a map of the memory between the first and the last element.
 
     Its memory is one byte for each unit that all addresses and sizes are multiples of.
     """
@@ -366,7 +366,7 @@ def _common_bytes_by_map(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | N
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor, taken: torch.Tensor) -> bool:
-    """Whether two views of the map have an element in common; clears the map."""
+    """Return True if two views of the map have an element in common; clear the map."""
     taken.zero_()
     one.fill_(1)
     return bool(other.any())

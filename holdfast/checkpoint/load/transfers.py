@@ -1,4 +1,4 @@
-"""What one rank of a load sends and receives of the pieces read, and the messages for it."""
+"""The transfers of one rank of a load: which pieces it sends and receives, and the messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Targets = Mapping[int, Sequence[Target]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfers:
-    """What pieces hold of requested boxes, as columns; n transfers.
+    """The parts of pieces that belong to requested boxes, as columns; n transfers.
 
     Args:
         piece: (n,) piece of the plan.
@@ -60,7 +60,7 @@ class Transfers:
         return Transfers(**{name: getattr(self, name)[chosen] for name in self.__slots__})
 
     def by_peer(self) -> list[tuple[int, range]]:
-        """(peer, numbers of its transfers) where the transfers are sorted by peer."""
+        """Yield (peer, numbers of its transfers); the transfers are sorted by peer."""
         if not len(self):
             return []
         heads = np.flatnonzero(np.concatenate([[True], self.peer[1:] != self.peer[:-1]]))
@@ -69,7 +69,7 @@ class Transfers:
 
 
 class RankTransfers:
-    """What one rank sends and receives.
+    """The transfers that one rank sends and receives.
 
     Each rank works out the messages of both sides from the plan: so sender and receiver agree on
     every byte without exchanging tables. Example, three ranks, a box requested by ranks 0 and 1
@@ -196,7 +196,7 @@ class Round:
         return messages
 
     def pack(self, piece: int, data: memoryview) -> None:
-        """Copy what is sent of a piece to its messages; large transfers stay where they are."""
+        """Copy what is sent of a piece to its messages; large transfers are sent in place."""
         sent = self._outgoing
         for number, buffer in self._by_piece.get(piece, ()):
             at, nbytes = int(sent.at[number]), int(sent.nbytes[number])
@@ -287,5 +287,5 @@ def host_memory(nbytes: int) -> memoryview:
 
 
 def _takes_as_it_is(targets: Sequence[Target]) -> bool:
-    """Whether a large transfer is received straight into its only target."""
+    """Return True if a large transfer is received straight into its only target."""
     return len(targets) == 1 and targets[0].is_direct

@@ -1,4 +1,4 @@
-"""Who writes which box: whole boxes where that balances, pieces of large ones where it does not.
+"""Assign writers to boxes: whole boxes if that balances, pieces of large ones if it does not.
 
 Deterministic: equal claims give equal assignments, on any machine.
 """
@@ -32,7 +32,7 @@ class HeldBoxes:
     nbytes: IntArray
     """(n,) of each box."""
     holder_ptr: IntArray
-    """(n + 1,) where the holders of each box begin."""
+    """(n + 1,) start of the holders of each box."""
     holders: IntArray
     """Positions of the ranks that hold box i: `holders[holder_ptr[i]:holder_ptr[i + 1]]`."""
     row: IntArray
@@ -127,7 +127,7 @@ _Piece = tuple[int, int, Box]
 
 
 def assign_writers(held: HeldBoxes, *, is_whole: BoolArray | None = None) -> WriterAssignment:
-    """One writer per box, balanced by bytes; large boxes are cut where whole ones do not balance.
+    """Return one writer per box, balanced by bytes; cut large boxes if whole ones do not balance.
 
     First whole boxes, largest first to the least loaded holder. Where the most loaded rank then has
     more than 1.01 times the least that any assignment could give it, boxes with several holders are
@@ -177,14 +177,14 @@ def _assign_by_quotas(
     loads: IntArray,
     is_whole: BoolArray | None,
 ) -> WriterAssignment | None:
-    """Whole boxes and pieces against quotas; None where that does not lower the highest load."""
+    """Assign whole boxes and pieces by quotas; None if that does not lower the highest load."""
     members = [held.holders_of(int(group[0])) for group in groups]
     alone = held.loads_alone()
     quotas = fill_groups(alone, members, [int(held.nbytes[group].sum()) for group in groups])
     ideal = alone.copy()
     for positions, quota in zip(members, quotas, strict=True):
         ideal[positions] += quota
-    # The exact bound: where one rank's own bytes are the highest load, cutting helps nobody.
+    # The exact bound: if one rank's own bytes are the highest load, cutting helps nobody.
     if loads.max() <= _GOOD_ENOUGH * ideal.max():
         return None
     smallest = max(MIN_PIECE_NBYTES, int(ideal.mean() * _MIN_PIECE_SHARE))
@@ -240,10 +240,10 @@ def _cut(
             left, at = -heap[0][0], heap[0][1]
             rest = num_slabs - start
             count = min(max(round(max(left, smallest) / slab_nbytes), 1), rest)
-            # A rest too small for a piece of its own goes to this one.
+            # A rest too small for a separate piece goes to this one.
             if (rest - count) * slab_nbytes < smallest:
                 count = rest
-            # A range of slabs is no box where it begins or ends inside a row of them.
+            # A range of slabs is not a box if it starts or ends inside a row of them.
             for piece in flat_range_boxes(shape[:depth], start, start + count):
                 inner = (0,) * (len(shape) - depth)
                 pieces.append((box, at, Box(piece.offset + inner, piece.shape + shape[depth:])))
@@ -253,7 +253,7 @@ def _cut(
 
 
 def slabs(extent: IntArray, nbytes: int, smallest: int) -> tuple[int, int]:
-    """How many leading dims to cut along, and into how many slabs they divide the box.
+    """Return the number of leading dims to cut along, and of slabs into which they divide the box.
 
     As few dims as give slabs of a quarter of the smallest piece: pieces then end close enough to
     their quotas, and stay few boxes each.

@@ -35,7 +35,7 @@ does not declare."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankClaims(BoxTable):
-    """What one rank holds: a row for each box, `tensor` numbered as in `names`."""
+    """The holdings of one rank: a row for each box, `tensor` numbered as in `names`."""
 
     # As bytes, because most ranks have the same names: equal ones are compared and sent by digest,
     # and decoded once.
@@ -87,7 +87,7 @@ ClaimedRows = list[tuple[str, int]]
 
 
 def claims_of(flat: FlatState) -> tuple[RankClaims, ClaimedRows]:
-    """What a flattened state claims, and where the tensor of each row is."""
+    """Return what a flattened state claims, and where the tensor of each row is."""
     leaves = list(flat.leaves.values())
     layouts: dict[Layout, int] = {}
     labels: dict[str, int] = {}
@@ -195,7 +195,7 @@ def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Rank
         names: Encoded names by digest, of all ranks.
 
     Raises:
-        PlanError: The bytes are no claims, or their names are missing; the rank is named.
+        PlanError: The bytes are not claims, or their names are missing; the rank is named.
     """
     try:
         digest, labels, packed, replica_set, replica_sets = msgspec.msgpack.decode(
@@ -216,7 +216,7 @@ def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Rank
 
 
 def claims_message(encoded: bytes, names: bytes | None) -> bytes:
-    """What a rank sends to the coordinator: its encoded claims, and its names if it is to.
+    """Return the message to the coordinator: the encoded claims, and the names if asked for.
 
     Ranks with equal names send them once: `names` is None on all of them but one.
 

@@ -1,7 +1,7 @@
 """Copies of replicated boxes: which boxes are stored more than once, and by which ranks.
 
 A box that ranks with several coordinates along the chosen axes hold is stored once for each of
-these coordinates, by a rank that has it. So each rank finds what it needs in a file of its own
+these coordinates, by a rank that has it. So each rank finds what it needs in its own file
 coordinate. With TP2 and DP2 (ranks 0 to 3, tp varying fastest) and copies over `tp`:
 
     box                 held by        stored
@@ -31,7 +31,7 @@ _MAX_NAMED = 5
 
 
 StoredBoxes = tuple[HeldBoxes, IntArray, IntArray, BoolArray]
-"""What is written: m boxes, each by one of its holders; copies of a box are boxes of their own.
+"""The boxes to write, m of them, each by one of its holders; copies of a box are separate boxes.
 
     held          the boxes, or pieces of them, and the ranks that may write each
     offset        (m, d) within the distinct box
@@ -114,7 +114,7 @@ def _places(
 def _refuse_too_many(
     claims: AllClaims, held: HeldBoxes, counts: IntArray, policy: CopyPolicy
 ) -> None:
-    """PlanError where copies add more bytes than allowed; `counts` (n,) of each box."""
+    """Raise PlanError if copies add more bytes than allowed; `counts` (n,) of each box."""
     extra = (counts - 1) * held.nbytes
     total = int(held.nbytes.sum())
     if int(extra.sum()) <= policy.max_fraction * total:

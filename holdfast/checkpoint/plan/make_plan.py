@@ -24,7 +24,7 @@ from holdfast.writer.records import CommitPlan
 
 
 class RankShare(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one rank has to do by a plan; sent to it as it is."""
+    """The share of one rank in a plan; sent to it as it is."""
 
     file: int
     """Number of its data file, -1 for none."""
@@ -101,7 +101,7 @@ def make_plan(
 def _written(
     claims: AllClaims, boxes: HeldBoxes, ranks: Sequence[int], copies: CopyPolicy
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """What is written, by writer, tensor and offset: row of the claims, offset, extent, copy."""
+    """Boxes to write, by writer, tensor and offset: row of the claims, offset, extent, copy."""
     held, within, copy, has_copies = stored_boxes(claims, boxes, ranks, copies)
     pieces = assign_writers(held, is_whole=has_copies)
     row = held.row[held.holder_ptr[pieces.box] + pieces.holder]
@@ -121,7 +121,7 @@ def _holders(held: HeldBoxes, ranks: Sequence[int], row: IntArray) -> dict[str, 
 
     Returns:
         The columns of the plan: (n,) number of its set of holders, (sets + 1,) where the ranks of
-        each set begin, and the ranks.
+        each set start, and the ranks.
     """
     number, of_set, position = held.holder_sets()
     box = np.zeros(len(held.row), dtype=np.int64)
@@ -146,7 +146,7 @@ def _checked(held: HeldBoxes, compare: BoolArray) -> tuple[IntArray, IntArray]:
 def _shares(
     claims: AllClaims, plan: CommitPlan, row: IntArray, check_row: IntArray
 ) -> list[RankShare]:
-    """What each rank has to do by the plan, in the order of ranks."""
+    """Return the share of each rank in the plan, in the order of ranks."""
     num_ranks = len(plan.ranks)
     rows = _split(claims.local[row], claims.position[row], num_ranks)
     checks = _split(claims.local[check_row], plan.check_position, num_ranks)
@@ -155,7 +155,7 @@ def _shares(
     # Rows lie rank by rank, so that a row number minus the first of its rank is the index in
     # `rows`.
     first = np.searchsorted(position, np.arange(num_ranks))
-    # A row is cut where it is smaller than the claim that it is taken from.
+    # A row that is smaller than the claim that it is taken from is cut.
     for i in np.flatnonzero((plan.row_extent != claims.extent[row]).any(axis=1)).tolist():
         # Columns are as wide as the widest tensor; what is beyond this one's dims is padding.
         ndim = len(plan.shapes[plan.row_tensor[i]])

@@ -50,7 +50,7 @@ _ShareMessage = tuple[str, int, int, int, RankShare]
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """There is no plan to use again, and why not."""
+    """The answer that no plan can be used again, with the reason."""
 
     reason: str
 

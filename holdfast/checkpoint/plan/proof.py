@@ -155,7 +155,7 @@ def _disagreement(
     other: tuple[str, tuple[int, ...], int, int],
     layouts: Sequence[LayoutInfo],
 ) -> str:
-    """How two ranks differ over one key, in words."""
+    """Say how two ranks differ over one key."""
     if one[:2] != other[:2]:
         return (
             f"{key}: rank {one[3]} has {one[0]} {list(one[1])}, rank {other[3]} has {other[0]} "
@@ -215,7 +215,7 @@ def prove_exact_cover(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) 
 def prove_replicas(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) -> BoolArray:
     """(n,) for each distinct box whether its holders must be compared by content.
 
-    They must where one of them declares nothing, or is not declared by another one.
+    They must if one of them declares nothing, or is not declared by another one.
 
     Raises:
         PlanError: A holder declares that another holder of its box holds a different one.

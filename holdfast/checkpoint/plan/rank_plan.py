@@ -1,4 +1,4 @@
-"""What one rank brings to a plan and takes from it: its flattened state, and its share."""
+"""The state that one rank brings to a plan, and the share that it takes from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LocalState:
 
     flat: FlatState
     table: RankClaims
-    """What the rank claims."""
+    """The claims of the rank."""
     rows: ClaimedRows
-    """Where the tensor of each row of `table` is."""
+    """The place of the tensor of each row of `table`."""
     encoded: bytes
     """The table's bytes."""
     names: str
@@ -51,11 +51,11 @@ class RankPlan:
     claims: bytes
     """The rank's encoded claims in that structure."""
     compare_all: bool
-    """Whether declared replicas are compared, too."""
+    """True if declared replicas are compared, too."""
     plan_digest: str
     """Equal on ranks that hold the same plan."""
     file: PlannedFile
-    """This rank's data file, without a name where it writes none."""
+    """This rank's data file, without a name if the rank writes no file."""
     rows: tuple[int, ...]
     """Rows of its claims that it writes, in plan order."""
     cuts: tuple[tuple[int, tuple[slice, ...]], ...]
@@ -67,7 +67,7 @@ class RankPlan:
     image: Image
     """Layout of its data file."""
     row_boxes: tuple[RowBox, ...]
-    """What each row of `rows` is of its tensor."""
+    """The box of its tensor that each row of `rows` is."""
     total_nbytes: int
     """Of the whole checkpoint, each tensor once."""
     copies_nbytes: int
@@ -107,7 +107,7 @@ def rank_plan(
     num_tensors: int,
     commit: EncodedPlan | None,
 ) -> RankPlan:
-    """What a rank keeps of a plan, from its share: names and boxes of its chunks, its image."""
+    """Return what a rank keeps of a plan: names and boxes of its chunks, and its image."""
     offsets, extents = local.table.offset.tolist(), local.table.extent.tolist()
     entries, row_boxes, row_nbytes, cuts = [], [], [], []
     for index, row in enumerate(share.rows):

@@ -1,4 +1,4 @@
-"""What a save needs of disk, memory and file descriptors, checked before anything is staged."""
+"""The budget of a save: disk, memory and file descriptors, checked before anything is staged."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class SaveExecutor:
                 gate.allow_commit()
                 thread.wait_finished()
         finally:
-            # After a failure here the job must not go on, nor be left behind.
+            # After a failure here the job must neither continue nor be left behind.
             thread.stop()
 
     def _job(
@@ -181,10 +181,10 @@ class SaveExecutor:
         seconds: dict[str, float],
         digests: RowDigests | None = None,
     ) -> bytes:
-        """Digests of the boxes this rank vouches for; of the staged bytes where it writes them.
+        """Return digests of the boxes this rank vouches for; of the staged bytes if it writes them.
 
         Args:
-            digests: of the staged rows, where they are known; that of a row of one block is the
+            digests: of the staged rows, if they are known; that of a row of one block is the
                 row's own.
         """
         with timed(seconds, "compare"):

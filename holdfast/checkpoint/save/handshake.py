@@ -1,4 +1,4 @@
-"""How the ranks agree on a save: the request, the proposal of each rank, the plan."""
+"""Agree with all ranks on a save: the request, the proposal of each rank, the plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BUDGET = "save: budget"
 
 
 class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank proposes at the start of a save; small enough for one collective.
+    """The proposal of one rank at the start of a save; small enough for one collective.
 
     Args:
         plan: token of the plan at hand, empty for none.
@@ -77,7 +77,7 @@ class Proposals:
     Args:
         by_rank: in the order of the control group.
         save_id: of this save.
-        directory: where it is written before its commit.
+        directory: the place where it is written before its commit.
         is_skipped: whether some rank is busy, so that nothing is saved.
         is_unchanged: whether all ranks hold one and the same plan, which is used again.
         num_saves: the count of saves that all continue from; a rank that missed a failed one
@@ -113,7 +113,7 @@ class Proposals:
         )
 
     def _to_agree_on(self) -> dict[str, list[object]]:
-        """What has to be the same on all ranks, by name, one value for each rank."""
+        """Return what has to be the same on all ranks, by name: one value for each rank."""
         values: dict[str, list[object]] = {
             what: [getattr(proposal, what) for proposal in self.by_rank]
             for what in ("kind", "step", "overwrite", "check_replicas", "options", "metadata")
@@ -140,7 +140,7 @@ class AgreedSave:
 
     Args:
         plan: None if some rank is busy and the save is skipped.
-        directory: where it is written before its commit.
+        directory: the place where it is written before its commit.
         planned: whether the structure was planned for it.
     """
 
@@ -153,11 +153,11 @@ class AgreedSave:
     def plan_or_raise(self) -> RankPlan:
         """Return the plan; raise PlanError if the save is skipped."""
         if self.plan is None:
-            raise PlanError("the save was skipped, there is no plan for it")
+            raise PlanError("the save was skipped, so it has no plan")
         return self.plan
 
     def report(self, step: int, storage: Storage, seconds: Mapping[str, float]) -> SaveReport:
-        """What is known of the save when it is staged; `seconds` may be added to later."""
+        """Return what is known of the save when it is staged; `seconds` may be added to later."""
         plan = self.plan
         return SaveReport(
             step=step,
@@ -297,7 +297,7 @@ class Handshake:
             self._is_repaired = True
 
     def _plan_at_hand(self, local: LocalState, compares: bool) -> RankPlan | None:
-        """Return the plan that fits the state, if there is one; StorageError if it has no room."""
+        """Return the plan at hand if it fits the state; StorageError if there is no room for it."""
         plan = self.planner.lookup(local, compare_all=compares)
         if not isinstance(plan, RankPlan):
             return None

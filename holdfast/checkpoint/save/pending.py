@@ -20,7 +20,7 @@ _MAX_DETAILS_SIZE = 1024
 
 
 class PendingSave:
-    """A save whose bytes are staged; training may go on and change everything.
+    """A save whose bytes are staged; training may continue and change everything.
 
     Made by `Checkpointer.save_async` and `maybe_save`. Everything here is local to this rank: no
     collectives.
@@ -52,11 +52,11 @@ class PendingSave:
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was saved, because of `when_busy="skip"` and an earlier save."""
+        """True if nothing was saved, because of `when_busy="skip"` and an earlier save."""
         return self._save.skipped
 
     def done(self) -> bool:
-        """Whether it is committed, failed or skipped."""
+        """Return True if it is committed, failed or skipped."""
         return self._save.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -69,7 +69,7 @@ class PendingSave:
             timeout: seconds to wait; None waits until the save's own deadline.
 
         Raises:
-            DeadlineError: it is not done within `timeout`; the save itself goes on.
+            DeadlineError: it is not done within `timeout`; the save itself continues.
             HoldfastError: what the save failed with, the same on every rank.
         """
         try:
@@ -109,22 +109,22 @@ class PendingSave:
 
 @dataclass(slots=True, kw_only=True)
 class InFlightSave:
-    """What the saver keeps of an asynchronous save until every rank knows its outcome."""
+    """An asynchronous save as the saver keeps it until every rank knows its outcome."""
 
     step: int
     save_id: str
     report: SaveReport | None = None
-    """What `result` returns, but for what the writer measures; None where it failed early."""
+    """The report of `result` without what the writer measures; None if the save failed early."""
     ticket: Ticket | None = None
     """The writer's job; None for a save that was skipped or failed before there was one."""
     failure: HoldfastError | None = None
-    """Why it failed where the writer does not know of it."""
+    """The failure, if the writer does not know of it."""
     was_raised: bool = False
-    """Whether its failure was raised on this rank, which the next save need not do again."""
+    """True if its failure was raised on this rank; the next save need not raise it again."""
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was saved."""
+        """True if nothing was saved."""
         return self.report is not None and self.report.skipped
 
     @property
@@ -147,7 +147,7 @@ class InFlightSave:
         return self.ticket.nbytes_written / self.ticket.nbytes
 
     def done(self) -> bool:
-        """Whether it is committed, failed or skipped."""
+        """Return True if it is committed, failed or skipped."""
         return self.ticket is None or self.ticket.finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -255,7 +255,7 @@ def raise_failures(
 
 
 def shortened(error: HoldfastError) -> ErrorRecord:
-    """What a proposal carries of it."""
+    """Return what a proposal carries of an error."""
     record = ErrorRecord.of(error)
     return msgspec.structs.replace(
         record,

@@ -64,7 +64,7 @@ class Saver:
 
     @property
     def writer_pid(self) -> int | None:
-        """Process id of the writer, or None where there is none."""
+        """Process id of the writer; None before it starts and after it is closed."""
         return self._writer.pid if self._writer is not None else None
 
     @property
@@ -84,7 +84,7 @@ class Saver:
 
     @property
     def num_allocations(self) -> int:
-        """How often staging memory had to be allocated."""
+        """Number of times staging memory had to be allocated."""
         return sum(buffer.memory.num_allocations for buffer in self._buffers)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Saver:
     def save(self, request: SaveRequest, state: Mapping[str, object]) -> SaveReport:
         """One synchronous save; see `Checkpointer.save`.
 
-        Under `save_guard`, whose end is where the other ranks learn that it is committed.
+        Under `save_guard`: at its end the other ranks learn that the save is committed.
         """
         seconds: dict[str, float] = {}
         with timed(seconds, "total"):
@@ -176,8 +176,8 @@ class Saver:
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save failed here after its last collective.
 
-        The failure is published on storage, where every rank's writer finds it, and raised by its
-        `result`, and by the next save on all ranks. A save that the writer has already goes on.
+        The failure is published on storage, so that every rank's writer finds it, and raised by its
+        `result`, and by the next save on all ranks. A save that the writer has already continues.
         """
         pending = self._submitted
         if pending is not None and pending.ticket is not None:
@@ -185,7 +185,7 @@ class Saver:
                 self._report_later(pending)
             if not isinstance(error, Exception):
                 raise error
-            # All that can be missing is how long it took; the other ranks go on, too.
+            # All that can be missing is how long it took; the other ranks continue, too.
             logging.getLogger("holdfast").warning(
                 "the save of step %s was submitted, then: %r", pending.step, error
             )
@@ -231,11 +231,11 @@ class Saver:
         try:
             self._after_commit(plan)
         except Exception:
-            # In the thread that receives outcomes, which must go on, and the save is committed.
+            # The thread that receives outcomes must continue, and the save is committed.
             logging.getLogger("holdfast").exception("after the commit of %s", outcome.directory)
 
     def _after_commit(self, plan: RankPlan) -> None:
-        """What the coordinator does when a checkpoint is committed: keep its plan, clear away."""
+        """On the coordinator, keep the plan of a committed checkpoint and apply the retention."""
         if plan.commit is None:
             return
         if plan.plan_digest in self._handshake.planner.not_kept:

@@ -26,14 +26,14 @@ from holdfast.format.index import Image
 from holdfast.writer.memory import SharedMemory
 
 SLICE_NBYTES = 16 << 20
-"""What is enqueued on a device at once, where staging and writing run concurrently."""
+"""Bytes that are enqueued on a device at once if staging and writing run concurrently."""
 PIECE_NBYTES = 1 << 20
-"""What is copied on the host before it is hashed: a processor's own cache holds as much."""
+"""Bytes that are copied on the host before they are hashed: the cache of a core holds as many."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
 class CudaCopier:
-    """Copies from one CUDA device on a stream of its own.
+    """Copies from one CUDA device on a side stream.
 
     The side stream waits for the caller's current stream, so that the copies see what was computed
     before; `finish` lets the caller's stream wait for them and then holds the calling thread until
@@ -59,7 +59,7 @@ class CudaCopier:
         self._stream.wait_stream(self._cuda.current_stream(self._device))
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
-        """Enqueue on the side stream; asynchronous where the targets are page-locked.
+        """Enqueue on the side stream; asynchronous if the targets are page-locked.
 
         Returns:
             A `torch.cuda.Event` behind the copies.
@@ -79,7 +79,7 @@ Copiers = dict[torch.device, CudaCopier]
 
 
 def copier_of(device: torch.device, copiers: Copiers) -> CudaCopier | None:
-    """The copier of a device, always the same one; None where the calling thread copies."""
+    """Return the one copier of a device; None if the calling thread copies."""
     if device.type == "cuda" and device not in copiers:
         copiers[device] = CudaCopier(device)
     return copiers.get(device)
@@ -97,7 +97,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, first: int, stop: int
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes in memory are those to store."""
+    """Return True if its bytes in memory are those to store."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -134,19 +134,19 @@ def unlock_pages(address: int, *, cuda: Any = None) -> None:
 
 
 ImageSlice = tuple[tuple[int, ...], int]
-"""Consecutive rows of an image, in plan numbering, and the byte where they end."""
+"""Consecutive rows of an image, in plan numbering, and the byte at which they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Where a rank's rows go in its staging buffer, kept as long as the plan.
+    """The places of a rank's rows in its staging buffer, kept as long as the plan.
 
     Args:
         image: of the data file.
         view: the buffer's bytes.
         destinations: of each row, a view of the buffer with its dtype and shape.
         forms: shape and dtype of each row.
-        starts: byte at which each row begins.
+        starts: byte at which each row starts.
         row_nbytes: of each row.
         slices: all rows in the order of the image, in slices of at least `SLICE_NBYTES`; a row is
             never cut.
@@ -180,7 +180,7 @@ class StagingBuffer:
     pending: InFlightSave | None = None
 
     def is_free(self) -> bool:
-        """Whether no save in flight uses it."""
+        """Return True if no save in flight uses it."""
         return self.pending is None or self.pending.done()
 
     def reset(self) -> None:
@@ -244,7 +244,7 @@ def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tup
 
 
 def check_sources(staging: Staging, sources: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """PlanError naming the first source whose shape or dtype is not the planned one."""
+    """Raise PlanError naming the first source whose shape or dtype is not the planned one."""
     if [(source.shape, source.dtype) for source in sources] == staging.forms:
         return
     if len(sources) != len(staging.destinations):
@@ -277,7 +277,7 @@ def stage(
 def stage_by_slices(
     staging: Staging, sources: Sequence[torch.Tensor], copiers: Copiers
 ) -> Iterator[int]:
-    """As `stage`, without its check; yields again and again up to which byte the image is staged.
+    """Stage without the check of `stage`; yield the byte up to which the image is staged, often.
 
     On the host that is after each MiB or so, which the caller then finds in the cache. Of devices,
     the copies of every slice are enqueued before the first one that is not in place is waited
@@ -370,7 +370,7 @@ def _enqueue(
 def content_digest(tensor: torch.Tensor) -> int:
     """XXH3-64 of a tensor's bytes in row-major order, dtype and strides set aside.
 
-    Cost: one pass over the bytes; a copy where they are not contiguous host memory.
+    Cost: one pass over the bytes; a copy if they are not contiguous host memory.
     """
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return xxhash.xxh3_64_intdigest(tensor_bytes(host))
