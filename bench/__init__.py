@@ -3,5 +3,5 @@
     python -m bench [--quick] [--only CASE] [--out bench/out] [--baseline FILE]
 
 Every number is the median of interleaved repeats after a warm-up; what counts is the ratio to the
-floor, a program that does nothing but move the same bytes. See docs/performance.md.
+floor, a program that only moves the same bytes. See docs/performance.md.
 """

@@ -131,7 +131,7 @@ def _run(case: Case, results: BenchResults, parent: Path) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return what the numbers were measured on."""
     import torch
 
     return {

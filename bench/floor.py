@@ -1,4 +1,4 @@
-"""The physical floor: programs that do nothing but copy, write, sync or read the same bytes.
+"""The physical floor: programs that only copy, write, sync or read the same bytes.
 
 Files are written and read in both ways that Holdfast may take: through the page cache and past it
 (direct I/O). The better one is the floor.
@@ -85,7 +85,7 @@ def _fill(memory: mmap.mmap | bytearray) -> None:
 
 
 def has_direct_io(directory: Path) -> bool:
-    """Whether the file system reads and writes past the page cache."""
+    """Return True if the file system reads and writes past the page cache."""
     path = directory / "direct-probe"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)

@@ -104,7 +104,7 @@ def net_of(case: Case, device: torch.device) -> nn.Sequential:
 
 
 def pick_device(context: RankContext) -> torch.device:
-    """A GPU for each rank where there are as many, otherwise the CPU."""
+    """A GPU for each rank if there are as many, otherwise the CPU."""
     if torch.cuda.device_count() < context.num_ranks:
         return torch.device("cpu")
     torch.cuda.set_device(context.rank)
@@ -222,7 +222,7 @@ def ratios_of(series: Series, arm: str) -> tuple[float, float, float]:
 
 
 def min_tenth(values: Sequence[float]) -> float:
-    """What a tenth of the values are below."""
+    """Return what a tenth of the values are below."""
     return statistics.quantiles(values, n=10)[0] if len(values) > 1 else values[0]
 
 
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.fsdp", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: a check, no claim")
-    parser.add_argument("--ranks", type=int, default=2, help="processes; GPUs where there are")
+    parser.add_argument("--ranks", type=int, default=2, help="processes; GPUs if there are")
     parser.add_argument("--only", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the launch order")
     options = parser.parse_args(arguments)

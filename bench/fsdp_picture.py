@@ -69,7 +69,7 @@ class _Mark(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A unit of a size of its own, so that the bytes of a launch tell which unit they are of."""
+    """A unit of its own size, so that the bytes of a launch tell which unit they are of."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def waits(events: Sequence[Event]) -> list[bool]:
-    """Which all-gathers were launched on a communicator whose latest launch is a reduction."""
+    """Return the all-gathers launched on a communicator whose latest launch is a reduction."""
     latest: dict[str, str] = {}
     found = []
     for event in events:

@@ -6,7 +6,7 @@ take turns within one run:
 - *exchange*: activations forward and gradients back, by `Bridge`, and by bare `isend` and `irecv`
   of the same tensors between the same ranks, whose sizes every rank knows beforehand;
 - *step*: `MultiModuleOptimizer.step`, and each module's `ShardedOptimizer.step` by itself, which
-  measures a norm of its own.
+  measures its own norm.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
 
 
 def layouts_of() -> ModuleLayouts:
-    """Encoder and language model on ranks of their own."""
+    """Encoder and language model on their own ranks."""
     return ModuleLayouts(
         {"vision": Layout(dp=2), "language": Layout(tp=2, ranks=(2, 3))},
         edges=[("vision", "language")],

@@ -106,7 +106,7 @@ def targets_text(row: Row) -> str:
 
 
 def change_text(row: Row, baseline: dict[str, float]) -> str:
-    """How the tracked value moved."""
+    """Return how the tracked value moved."""
     before = baseline.get(row.key)
     if before is None:
         return "new"
@@ -118,7 +118,7 @@ def change_text(row: Row, baseline: dict[str, float]) -> str:
 
 
 def print_phases(results: BenchResults, console: Console) -> None:
-    """Where Holdfast's time goes, on the slowest rank of each phase."""
+    """Return where Holdfast's time goes, on the slowest rank of each phase."""
     table = Table(title="Holdfast by phase, ms", title_justify="left", header_style="bold")
     table.add_column("case")
     table.add_column("phases")

@@ -58,17 +58,17 @@ class Row:
 
     @property
     def tracked(self) -> float:
-        """What is compared with a baseline: the ratio to the floor, else the value."""
+        """Return what is compared with a baseline: the ratio to the floor, else the value."""
         return self.to_floor if self.to_floor is not None else self.holdfast
 
     def meets(self, target: Target) -> bool:
-        """Whether the row is within a bound."""
+        """Return True if the row is within a bound."""
         value = {"floor": self.to_floor, "dcp": self.to_dcp, "value": self.holdfast}[target.against]
         return value is not None and value <= target.bound
 
     @property
     def met(self) -> bool | None:
-        """Whether all targets are met; None without any."""
+        """Return True if all targets are met; None without any."""
         return all(map(self.meets, self.targets)) if self.targets else None
 
     def to_dict(self) -> dict[str, Any]:

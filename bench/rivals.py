@@ -76,7 +76,7 @@ class Dcp:
         self._stager: DefaultStager | None = None
 
     def path(self, number: int) -> Path:
-        """Where a save of that number goes."""
+        """Return where a save of that number goes."""
         return self._root / f"dcp-{number:05d}"
 
     def save_arms(self) -> dict[str, Callable[[int], Measured]]:
@@ -84,7 +84,7 @@ class Dcp:
         return {SYNC: self.save, SYNC_CACHED: partial(self.save, cached=True)}
 
     def async_arms(self) -> dict[str, Callable[[int], Measured]]:
-        """Name -> asynchronous save; in a process only where there are process groups."""
+        """Name -> asynchronous save; in a process only if there are process groups."""
         arms: dict[str, Callable[[int], Measured]] = {
             ASYNC: self.save_async,
             ASYNC_CACHED: partial(self.save_async, cached=True),
@@ -107,7 +107,7 @@ class Dcp:
     def save_async(
         self, number: int, *, cached: bool = False, in_process: bool = False
     ) -> Measured:
-        """`dcp.async_save`: seconds until the caller goes on, and until durable.
+        """`dcp.async_save`: seconds until the caller continues, and until durable.
 
         Args:
             number: of the checkpoint.

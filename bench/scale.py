@@ -143,7 +143,7 @@ def _simulate(
 
 
 def claims_messages(tables: list[RankClaims]) -> list[bytes]:
-    """What the ranks send to the coordinator: each distinct set of names once."""
+    """Return what the ranks send to the coordinator: each distinct set of names once."""
     sent: set[bytes] = set()
     messages = []
     for table in tables:
@@ -166,7 +166,7 @@ def _shape(layout: Layout, tensor: int) -> tuple[int, int]:
 
 
 def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
-    """What each rank holds: its random streams, and every tensor of its stage.
+    """Return what each rank holds: its random streams, and every tensor of its stage.
 
     Dim 0 of the tensors is cut along tp, dim 1 along dp.
 
@@ -206,7 +206,7 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
 
 
 def _plan_once(layout: Layout, encoded: list[bytes], counted: dict[str, float]) -> Measured:
-    """What the coordinator does at a first save, step by step."""
+    """Return what the coordinator does at a first save, step by step."""
     marks = [time.perf_counter()]
 
     def mark() -> float:
@@ -336,7 +336,7 @@ def _dcp_plans(layout: Layout, tensors_a_rank: int) -> list[SavePlan]:
 
 
 def _dcp_once(plans: list[SavePlan], counted: dict[str, float]) -> Measured:
-    """What DCP's coordinator does at a save, and each rank at a load."""
+    """Return what DCP's coordinator does at a save, and each rank at a load."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
     began = time.perf_counter()

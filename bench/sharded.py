@@ -134,7 +134,7 @@ class Holdfast:
         return {"durable": durable} | _phases(report.seconds)
 
     def save_async(self, number: int) -> Measured:
-        """`save_async`: seconds until the caller goes on, until durable, and of each phase."""
+        """`save_async`: seconds until the caller continues, until durable, and of each phase."""
         began = time.perf_counter()
         pending = self._checkpointer.save_async(number, self._state)
         stall = time.perf_counter() - began
@@ -335,7 +335,7 @@ def _drop_pages(scratch: Path, rank: int) -> None:
 
 
 def _digests_of_load(arm: Callable[[int], Measured], state: dict[str, Any]) -> list[int]:
-    """What an arm brings back into tensors that were zero before."""
+    """Return what an arm brings back into tensors that were zero before."""
     for tensor in local_tensors(state):
         tensor.zero_()
     _barrier()
@@ -421,7 +421,7 @@ def _report_loads(
 
 
 def _report_memory(results: BenchResults, counts: list[dict[str, float]]) -> None:
-    """What saves allocate, of the rank that needs the most."""
+    """Return what saves allocate, of the rank that needs the most."""
     worst = {name: max(each[name] for each in counts) for name in counts[0]}
     zero = (Target(against="value", bound=0),)
     state = partial(results.state, "memory")
@@ -439,7 +439,7 @@ def _report_memory(results: BenchResults, counts: list[dict[str, float]]) -> Non
 def _report_balance(
     results: BenchResults, case: str, saved: list[RankMeasurements], scratch: Path
 ) -> None:
-    """How evenly the ranks write, and how much more than each byte once."""
+    """Return how evenly the ranks write, and how much more than each byte once."""
     kept, theirs = scratch / "holdfast" / step_dir(KEPT), scratch / f"dcp-{KEPT}"
     ours = sorted((kept / "data").iterdir())
     num_ranks = len(saved)

@@ -123,7 +123,7 @@ def _block(
 
 
 def _nothing() -> None:
-    """What finishes a block of DDP's steps."""
+    """Return what finishes a block of DDP's steps."""
 
 
 def _ddp(module: nn.Module, x: Tensor) -> Callable[[], object]:

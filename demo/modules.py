@@ -108,7 +108,7 @@ def collect_modules(runs: Path, *, killed: RunOutcome) -> ModuleResults:
 
 
 def read_evaluation(scenario: ModuleScenario, *, runs: Path) -> dict[str, Any]:
-    """The last evaluation of a run; with nothing right where there is none."""
+    """The last evaluation of a run; with nothing right if there is none."""
     found: dict[str, Any] = {"word_accuracy": 0.0, "num_images": 0}
     for line in (runs / scenario.name / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -153,7 +153,7 @@ def _check_loaded(runs: Path) -> Check:
 
 
 def _check_losses(curves: dict[str, Curve]) -> Check:
-    """The moved run goes on as the one that was not interrupted."""
+    """The moved run continues as the one that was not interrupted."""
     gaps = module_gaps(curves)
     loads = curves[MODULE_MOVED.name].loads
     return Check(
@@ -176,7 +176,7 @@ def _check_accuracy(accuracy: dict[str, float], *, num_images: int) -> Check:
 
 
 def describe() -> str:
-    """What is trained, for people."""
+    """Return what is trained, for people."""
     return (
         f"a vision encoder, a projector and a language model with experts on {NUM_RANKS} "
         f"processes, each module with its own layout, learn to describe handwritten digits"

@@ -65,7 +65,7 @@ rank {KILL_RANK} gets SIGKILL; all start again from the newest committed checkpo
 another order; the bound for that is {LOSS_BOUND:g}.</p>
 <h2>Several modules: an encoder that moves (nats per token)</h2>
 <p>In the end {escape(describe())}. Rank {MODULE_KILL_RANK}, of the encoder, is killed; from step
-{MODULE_RESUME_STEP} on the run goes on with the {escape(MODULE_MOVED.layout)}.</p>
+{MODULE_RESUME_STEP} on the run continues with the {escape(MODULE_MOVED.layout)}.</p>
 {_table(module_columns, module_rows(modules))}
 <h2>Saves and loads</h2>
 {_table(("run", "layout", "what", "step", "bytes", "seconds"), traffic_rows(results))}

@@ -166,7 +166,7 @@ def _mark_events(axes: Axes, results: Results) -> None:
 
 
 def _draw_differences(axes: Axes, results: Results) -> None:
-    """How far each resumed run is from the one that was not interrupted."""
+    """Return how far each resumed run is from the one that was not interrupted."""
     reference = results.curves[REFERENCE.name].losses
     steps = [step for step in reference if step > RESUME_STEP]
     floor = 1e-9

@@ -55,7 +55,7 @@ class Scenario:
     zero: int = 0
     """ZeRO stage of the optimizer; 0 for state whole on every data rank."""
     is_resumed: bool = False
-    """Whether it begins with the killed run's checkpoint, in a directory of its own."""
+    """True if it starts with the killed run's checkpoint, in its own directory."""
     num_steps: int = NUM_STEPS
     """Steps in all."""
 

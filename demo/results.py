@@ -77,7 +77,7 @@ class Results:
 
     @property
     def is_good(self) -> bool:
-        """Whether every check held."""
+        """Return True if every check held."""
         return all(check.is_kept for check in self.checks)
 
 
@@ -217,7 +217,7 @@ def compare_checkpoints(left: Path, right: Path, *, step: int) -> tuple[list[str
 
 
 def _is_stream(key: str) -> bool:
-    """Whether it is a random stream, of the run or of a module; these follow the ranks."""
+    """Return True if it is a random stream, of the run or of a module; these follow the ranks."""
     return any(part.partition("[")[0] == "rng" for part in key.split(".")[:2])
 
 

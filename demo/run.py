@@ -183,7 +183,7 @@ def train(
 
 
 def announce(console: Console, title: str, text: str) -> None:
-    """What happens now, and why."""
+    """Return what happens now, and why."""
     console.print(f"\n[bold]{title}[/]  {text}")
 
 

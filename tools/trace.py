@@ -59,7 +59,7 @@ class Tracer:
         self._names: dict[CodeType, Function | None] = {}
 
     def run(self, call: Callable[[], object]) -> list[Function]:
-        """What `call` enters in this process, threads that it starts included."""
+        """Return what `call` enters in this process, threads that it starts included."""
         threading.setprofile(self._see)
         sys.setprofile(self._see)
         try:
@@ -125,7 +125,7 @@ def _finish(submit: Callable[[], PendingSave]) -> None:
 
 
 def _traced(context: RankContext, root: str) -> dict[str, list[Function]]:
-    """What one rank enters, by state and call."""
+    """Return what one rank enters, by state and call."""
     del context
     groups = ProcessGroups.create(Layout(dp=2))
     found = {}

@@ -37,7 +37,7 @@ COMMANDS_GROUP = "holdfast.commands"
 """Entry points of other distributions: `run(words) -> int`, the words after the command's name."""
 
 _ELSEWHERE = {
-    "train": "the reference trainer is a distribution of its own, holdfast-trainer, which is not "
+    "train": "the reference trainer is its own distribution, holdfast-trainer, which is not "
     "installed; from a checkout: pip install ./trainer"
 }
 """Commands that people know, and where to get them."""

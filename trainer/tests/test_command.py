@@ -150,7 +150,7 @@ def test_train_save_and_resume_by_itself_and_under_torchrun(tmp_path: Path) -> N
     second = run([*words, "--steps", "5", "--load", "ck", "--jsonl", "a.jsonl"], launcher=torchrun)
     assert second.returncode == 0, second.stderr
     assert "loaded step 3 from ck" in second.stdout
-    assert "the schedule goes on as the checkpoint's: decay_steps 3 (not 5)" in second.stdout
+    assert "the schedule continues as the checkpoint's: decay_steps 3 (not 5)" in second.stdout
     words = [*SMALL, "--data", "text", "--decay-steps", "3"]
     alone = run([*words, "--steps", "5", "--jsonl", "b.jsonl"])
     assert alone.returncode == 0, alone.stderr

@@ -189,7 +189,7 @@ def test_sigterm_saves_and_says_what_is_safe(
     assert err.splitlines() == [
         "holdfast: SIGTERM: stopping after this step; once more leaves at once",
         f"holdfast: stopped by SIGTERM after step {step}: step {step} is safe in ck; "
-        f"--load ck goes on from it",
+        f"--load ck continues from it",
     ]
     assert main([*ENDLESS[:-4], "--steps", str(step + 1), "--load", "ck"]) == 0
     assert f"loaded step {step} from ck" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def ordered(context: RankContext, directory: str) -> dict[str, list[float]]:
-    """Each half of eight ranks trains each layout: the upper half begins at rank 4."""
+    """Each half of eight ranks trains each layout: the upper half starts at rank 4."""
     half = context.rank // 4
     corpus = read_corpus([Path(directory) / "text"])
     found = {}

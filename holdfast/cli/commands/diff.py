@@ -87,7 +87,7 @@ class Differences:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """Return True if nothing differs."""
         return not (self.structure or self.values or self.tensors)
 
 
@@ -134,7 +134,7 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
 
 
 def _kind(snapshot: Snapshot, key: str) -> str | None:
-    """Dtype and shape of a tensor in words; None when there is no such tensor."""
+    """Dtype and shape of a tensor in words; None if the tensor does not exist."""
     if not snapshot.has(key):
         return None
     info = snapshot.tensor(key)

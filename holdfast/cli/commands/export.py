@@ -99,7 +99,7 @@ def run(args: Args) -> int:
 
 
 def _output(info: TensorInfo, args: Args) -> _Output:
-    """How a tensor is written; ConfigError for a type that the chosen files cannot hold."""
+    """Return how a tensor is written; ConfigError for a type that the chosen files cannot hold."""
     dtype = info.dtype
     if DTYPES[dtype].numpy is None:
         if args.as_float32:

@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncommitted:
-    """A directory that is no checkpoint: a save in progress or abandoned, or one being removed."""
+    """A directory that is not a checkpoint: a save in progress, abandoned, or being removed."""
 
     name: str
     step: int | None
@@ -119,7 +119,7 @@ def _read_step(storage: PosixStorage, step: int) -> Step:
 
 
 def _summary(manifest: Manifest) -> Step:
-    """What one line of the list shows of a good manifest."""
+    """Return what one line of the list shows of a good manifest."""
     return Step(
         step=manifest.step,
         created=manifest.created,
@@ -133,7 +133,7 @@ def _summary(manifest: Manifest) -> Step:
 
 
 def _run(path: Path) -> Run:
-    """What one line of the list of runs shows."""
+    """Return what one line of the list of runs shows."""
     try:
         steps = list_steps(PosixStorage(path))
     except HoldfastError as error:
@@ -160,7 +160,7 @@ def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Uncommitted]:
 
 
 def _pointer(storage: PosixStorage) -> int | None:
-    """What the pointer file says, for people and other tools; None without a readable one."""
+    """Return the step of the pointer file; None if the file is missing or unreadable."""
     try:
         text = storage.read(LATEST, nbytes=min(storage.size(LATEST), 64)).decode().strip()
     except (HoldfastError, UnicodeDecodeError):

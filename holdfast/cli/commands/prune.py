@@ -87,7 +87,7 @@ def run(args: Args) -> int:
 
 
 def _policy(args: Args) -> KeepPolicy:
-    """What the `--keep…` options keep; ConfigError without any."""
+    """Return what the `--keep…` options keep; ConfigError without any."""
     policies: list[KeepPolicy] = []
     for flag, number in (("--keep-last", args.keep_last), ("--keep-every", args.keep_every)):
         if number is not None and number < 1:
@@ -134,13 +134,14 @@ def _best(text: str) -> KeepBest:
 
 
 def _may_remove(args: Args, plan: RetentionPlan) -> bool:
-    """Whether to go on: `--yes`, or the answer of the person at the terminal."""
+    """Return True to continue: `--yes`, or the answer of the person at the terminal."""
     if args.yes:
         return True
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
             f"nothing was removed: {counted(len(plan.remove), 'checkpoint')} would be "
-            "removed, but there is no terminal to ask on; add --yes to remove, --dry-run to look"
+            "removed, but standard input is not a terminal to ask on; add --yes to remove, "
+            "--dry-run to look"
         )
     nbytes = in_bytes(sum(removal.stored_nbytes for removal in plan.remove))
     try:
@@ -152,7 +153,7 @@ def _may_remove(args: Args, plan: RetentionPlan) -> bool:
 
 
 def _print_plan(root: Path, plan: RetentionPlan) -> None:
-    """What stays and what goes, and why."""
+    """Return what stays and what goes, and why."""
     console = make_console()
     if not plan.keep and not plan.remove and not plan.spared:
         console.print(f"no committed checkpoint in {root}")
@@ -173,7 +174,7 @@ def _print_plan(root: Path, plan: RetentionPlan) -> None:
 
 
 def _print_result(plan: RetentionPlan, result: RetentionResult) -> None:
-    """What was removed, and what was not, and why."""
+    """Return what was removed, and what was not, and why."""
     console = make_console()
     sizes = {removal.step: removal.stored_nbytes for removal in plan.remove}
     for step, why in result.spared.items():

@@ -240,7 +240,7 @@ def _print_summary(console: Console, label: str, manifest: Manifest) -> None:
 
 
 def _print_parts(console: Console, manifest: Manifest) -> None:
-    """How many tensors and values each part has."""
+    """Return how many tensors and values each part has."""
     table = make_table(
         [("part", "bold"), ("tensors", "right"), ("size", "right"), ("values", "right")]
     )

@@ -45,7 +45,7 @@ class Args:
     """A checkpoint, a directory of checkpoints, or the directory of a run (the newest step)."""
 
     out: Path = Path("holdfast-view.html")
-    """The file to write; one that is no such page is not overwritten."""
+    """The file to write; one that is not such a page is not overwritten."""
 
     step: int | None = None
     """Which step of a directory of checkpoints."""
@@ -70,7 +70,7 @@ def run(args: Args) -> int:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse to overwrite what is no page; ConfigError."""
+    """Refuse to overwrite what is not a page; ConfigError."""
     try:
         with out.open("rb") as file:
             head = file.read(len(MARK))
@@ -79,7 +79,9 @@ def _check_out(out: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
     if head and head != MARK.encode():
-        raise ConfigError(f"--out {out}: is there and is no page of `holdfast view`: name another")
+        raise ConfigError(
+            f"--out {out} exists and is not a page of `holdfast view`; name another file"
+        )
 
 
 def _write(out: Path, data: bytes) -> None:
@@ -117,7 +119,7 @@ def _page(opened: OpenCheckpoint, args: Args) -> str:
 
 
 def _planned(opened: OpenCheckpoint, requests: list[Requests]) -> Iterator[HeatMap]:
-    """What loads under the saved and other layouts would read."""
+    """Return what loads under the saved and other layouts would read."""
     from holdfast.checkpoint.load.forecast import forecast_reads
 
     files = opened.snapshot.manifest.files
@@ -140,7 +142,7 @@ def _planned(opened: OpenCheckpoint, requests: list[Requests]) -> Iterator[HeatM
 
 
 def _real_loads(log: RunLog, files: list[FileInfo]) -> Iterator[HeatMap]:
-    """What the newest loads of the run's log read."""
+    """Return what the newest loads of the run's log read."""
     writers = {file.name: file.writer for file in files}
     for load in log.loads[::-1][:_MAX_LOADS]:
         names = sorted({name for rank in load.ranks for name in rank.nbytes_by_file})

@@ -39,7 +39,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.version import __version__
 
 MARK = "<!doctype html><!-- holdfast view -->"
-"""How a page begins; a file that begins otherwise is not overwritten."""
+"""How a page starts; a file that starts otherwise is not overwritten."""
 _MAX_RANKS = 256
 
 
@@ -201,7 +201,7 @@ def _size(nbytes: int) -> str:
 
 
 def _copies(saved: SavedPlacement) -> Html:
-    """How often tensors are stored, by part and kind."""
+    """Return how often tensors are stored, by part and kind."""
     heads = ["Part", "Kind", "Tensors", "Size", "Stored", "Times stored", "Extra"]
     columns = [Column(heading=head, is_number=i > 1) for i, head in enumerate(heads)]
     rows = [
@@ -222,7 +222,7 @@ def _copies(saved: SavedPlacement) -> Html:
 
 
 def _placements(saved: SavedPlacement) -> Html:
-    """How many tensors are placed in which way."""
+    """Return how many tensors are placed in which way."""
     columns = [Column(heading="Placement"), Column(heading="Tensors", is_number=True),
                Column(heading="Size", is_number=True), Column(heading="Which means")]  # fmt: skip
     rows = [

@@ -110,7 +110,7 @@ def _file_heading(heat: HeatMap, column: range) -> Html:
 
 
 def _is_own(heat: HeatMap, row: range, column: range) -> bool:
-    """Whether a cell has the file that a rank of it wrote."""
+    """Return True if a cell has the file that a rank of it wrote."""
     return not {heat.ranks[i] for i in row}.isdisjoint(heat.writers[i] for i in column)
 
 

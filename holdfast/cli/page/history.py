@@ -33,7 +33,7 @@ class StepHistory:
     num_files: int | None = None
     tags: list[str] = field(default_factory=list)
     num_saves: int = 0
-    """How often the log has it; more than once where a run was set back."""
+    """Number of times the log has it; more than once if the run was set back."""
     seconds: float | None = None
     """What the slowest rank waited for its last save."""
 
@@ -77,7 +77,7 @@ def read_history(storage: Storage, log: RunLog) -> History:
 
 
 def _read(storage: Storage, entry: StepHistory) -> None:
-    """What the manifest of a step says; it may be damaged, or removed just now."""
+    """Return what the manifest of a step says; it may be damaged, or removed just now."""
     path = f"{step_dir(entry.step)}/{MANIFEST}"
     try:
         if storage.size(path) > MAX_MANIFEST_NBYTES:

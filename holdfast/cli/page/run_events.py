@@ -42,11 +42,11 @@ class RunLog:
     loads: list[RunEvent[LoadEvent]] = field(default_factory=list)
     num_files: int = 0
     num_unreadable: int = 0
-    """Lines that are no events."""
+    """Lines that are not events."""
 
 
 def read_run_log(root: Path) -> RunLog:
-    """The logs below a run's directory; an empty one where there are none."""
+    """The logs below a run's directory; an empty one if there are none."""
     log = RunLog()
     paths = sorted((root / RANK_LOG_DIR).glob("[0-9]*.jsonl"))[:_MAX_FILES]
     saves: list[SaveEvent] = []

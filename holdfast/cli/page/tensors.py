@@ -16,7 +16,7 @@ _FEW = 8
 
 
 def tensor_data(saved: SavedPlacement) -> dict[str, object]:
-    """What the script shows of the tensors.
+    """Return what the script shows of the tensors.
 
     `tensors` has `[key, part, placement, holders, copies, nbytes]` of each: positions in the other
     lists, and the most times that one of its chunks is stored. A placement is

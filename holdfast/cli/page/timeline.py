@@ -22,7 +22,7 @@ _MIN_LABEL = 52
 
 
 def timeline_section(log: RunLog) -> Html:
-    """All saves that the run logged, the newest open; how to get a log where there is none."""
+    """All saves that the run logged, the newest open; how to get a log if there is none."""
     if not log.saves:
         return paragraph(
             "No log of saves is here. holdfast.RankLog writes one next to the checkpoints "
@@ -46,7 +46,7 @@ def timeline_section(log: RunLog) -> Html:
 
 
 def save_seconds(save: RunEvent[SaveEvent]) -> float:
-    """What the slowest rank waited for a save: all of a synchronous one, the stall of another."""
+    """Return what the slowest rank waited for a save: all of a synchronous one, else the stall."""
     return max(_waited(rank) for rank in save.ranks)
 
 
@@ -138,7 +138,7 @@ def _axis(longest: float, scale: float, height: int) -> Html:
 
 
 def _bar(x: float, y: float, width: float, name: str, seconds: float) -> Html:
-    """A phase of one rank, with its name where there is room."""
+    """A phase of one rank, with its name if there is room."""
     parts = [
         element(
             "rect", element("title", esc(f"{name}: {in_seconds(seconds)}")), x=f"{x:.2f}",

@@ -64,27 +64,27 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """How messages name it: --steps, or PATH for a positional argument."""
+        """Return how messages name it: --steps, or PATH for a positional argument."""
         name = self.field.rstrip("_").replace("_", "-")
         return name.upper() if self.is_positional else f"--{name}"
 
     @property
     def metavar(self) -> str:
-        """What the help text shows for its value."""
+        """Return what the help text shows for its value."""
         if self.choices:
             return f"{{{','.join(map(str, self.choices))}}}"
         return self.shown if self.is_positional else self.kind.__name__.upper()
 
     @property
     def needs(self) -> str:
-        """What its value has to be, in words."""
+        """Return what its value has to be, in words."""
         if self.choices:
             *most, last = map(str, self.choices)
             return f"{', '.join(most)} or {last}" if most else last
         return {int: "a whole number", float: "a number", Path: "a path"}.get(self.kind, "a value")
 
     def convert(self, word: str) -> object:
-        """The value that a word stands for; ConfigError when it is no such value."""
+        """The value that a word stands for; ConfigError if it stands for no value."""
         if self.is_optional and word == "None" and self.kind is not str:
             return None
         if self.choices:
@@ -345,7 +345,7 @@ def _check_required(options: Sequence[Option], values: Mapping[str, object]) -> 
 
 
 def _is_option(word: str) -> bool:
-    """Whether a word is an option, and not a negative number or "-"."""
+    """Return True if a word is an option, and not a negative number or "-"."""
     return word.startswith("-") and word != "-" and not _NUMBER.match(word)
 
 

@@ -107,7 +107,7 @@ def _differences(a: Node, b: Node, path: str) -> Iterator[ValueDifference]:
 
 
 def _attributes(node: Node) -> dict[str, Node]:
-    """What a node with a tag states besides its members."""
+    """Return what a node with a tag states besides its members."""
     return attributes_of(node) if isinstance(node, dict) and tag_of(node) is not None else {}
 
 
@@ -127,7 +127,7 @@ def compare_tensors(
     atol: float = 0.0,
     advance: Callable[[int], object],
 ) -> TensorDifference | None:
-    """How a tensor of equal dtype and shape differs, whatever the layouts; None if it does not.
+    """Return how a tensor differs, of equal dtype and shape in any layouts; None if it does not.
 
     Args:
         a: one checkpoint.
@@ -170,7 +170,7 @@ def compare_tensors(
 
 
 def _num_close(a: AnyArray, b: AnyArray, distance: FloatArray, rtol: float, atol: float) -> int:
-    """How many elements are within the tolerance."""
+    """Return how many elements are within the tolerance."""
     size = np.abs(b.astype(np.complex128 if b.dtype.kind == "c" else np.float64))
     # Without the zero, rtol * inf would make every finite value close to an infinity.
     bound = atol + rtol * np.where(np.isfinite(size), size, 0)

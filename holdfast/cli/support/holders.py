@@ -72,7 +72,7 @@ class SavedPlacement:
         )
 
     def placement(self, tensor: int) -> PlacementInfo:
-        """How the boxes of a tensor follow from coordinates."""
+        """Return how the boxes of a tensor follow from coordinates."""
         return self.manifest.placements[self.manifest.tensors[tensor].placement]
 
 
@@ -95,7 +95,7 @@ def kind_of(key: str) -> str:
 
 
 def placement_in_words(placement: PlacementInfo) -> tuple[str, str]:
-    """How a tensor is placed, in short ("tp cuts dim 0"), and what that means."""
+    """Return how a tensor is placed, in short ("tp cuts dim 0"), and what that means."""
     words = ", ".join(map(_cut_in_words, placement.cuts))
     if placement.kind == "cut":
         return words, "a holder has the slice of its coordinates along these axes"

@@ -31,7 +31,7 @@ def select_keys(pattern: str, keys: Sequence[str]) -> list[str]:
 
 
 def _suggestion(pattern: str, keys: Sequence[str]) -> str:
-    """What the writer of a pattern without a match may have meant."""
+    """Return what the writer of a pattern without a match may have meant."""
     stem = pattern.strip("*?").lower()
     inside = [key for key in keys if stem and stem in key.lower()]
     if inside and stem != "" and not set("*?") & set(stem):

@@ -49,7 +49,7 @@ class StoredKind:
 
     @property
     def extra_nbytes(self) -> int:
-        """What the copies beyond the first take."""
+        """Return what the copies beyond the first take."""
         return self.stored_nbytes - self.nbytes
 
 
@@ -122,7 +122,7 @@ def num_copies(saved: SavedPlacement) -> tuple[IntArray, IntArray]:
 
 
 def placement_counts(saved: SavedPlacement) -> list[PlacementCount]:
-    """How the tensors are placed, in the order of the manifest's placements."""
+    """Return how the tensors are placed, in the order of the manifest's placements."""
     nbytes: dict[int, list[int]] = {number: [] for number in range(len(saved.manifest.placements))}
     for info in saved.manifest.tensors:
         nbytes[info.placement].append(info.nbytes)

@@ -18,7 +18,7 @@ SCOPE = (
 
 
 def copies_in_words(least: int, most: int) -> str:
-    """How often chunks are stored: "1", or "1-4"."""
+    """Return how often chunks are stored: "1", or "1-4"."""
     return f"{least}" if least == most else f"{least}-{most}"
 
 
@@ -69,7 +69,7 @@ def print_locality(console: Console, saved: SavedPlacement) -> None:
 
 
 def _print_kinds(console: Console, saved: SavedPlacement) -> None:
-    """How often the tensors of each part and kind are stored, and the bytes of the copies."""
+    """Print how often tensors are stored, by part and kind, and the bytes of copies."""
     table = make_table(
         [
             ("part", "bold"), ("kind", ""), ("tensors", "right"), ("size", "right"),

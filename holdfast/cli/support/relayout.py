@@ -60,7 +60,7 @@ def parse_layout(text: str, *, saved: Layout | None) -> Layout:
     """The layout that `tp=4,dp=2` describes; its order is that of the saved one.
 
     Raises:
-        ConfigError: It cannot be read, or is no layout; the message says what is accepted.
+        ConfigError: It cannot be read, or is not a layout; the message says what is accepted.
     """
     sizes: dict[str, int] = {}
     for pair in text.split(","):
@@ -99,7 +99,7 @@ def layout_title(layout: Layout) -> str:
 
 
 def saved_requests(saved: SavedPlacement) -> Requests:
-    """What each rank held when the checkpoint was saved."""
+    """Return what each rank held when the checkpoint was saved."""
     ranks = saved.ranks[:MAX_RANKS]
     notes = []
     if len(ranks) < len(saved.ranks):
@@ -111,7 +111,7 @@ def saved_requests(saved: SavedPlacement) -> Requests:
 
 
 def relaid_requests(saved: SavedPlacement, layout: Layout) -> Requests:
-    """What each rank of another layout would request of the tensors of the first saved layout."""
+    """Return what ranks of another layout would request of the tensors of the first saved one."""
     maker = _Maker(saved, layout)
     ranks = list(layout.ranks)
     return Requests(
@@ -160,7 +160,7 @@ class _Maker:
         self._kinds = list(kinds.values())
 
     def notes(self) -> list[str]:
-        """How tensors were cut, and what was left out, a sentence each."""
+        """Return how tensors were cut, and what was left out, a sentence each."""
         notes = [
             "Cut again by the stored placements; tensors that all ranks of a stage held whole are "
             "read whole by all ranks of a stage."
@@ -188,7 +188,7 @@ class _Maker:
         return BoxTable.from_boxes(tensors, boxes, num_dims=self._num_dims)
 
     def _boxes(self, alike: _Alike, rank: int) -> list[Box]:
-        """What the rank has of each of these tensors."""
+        """Return what the rank has of each of these tensors."""
         dims: list[Intervals] = [((0, size),) for size in alike.shape]
         for i, cut in enumerate(alike.cuts):
             group = self._layout.group(cut.axis, rank)
@@ -202,7 +202,7 @@ class _Maker:
         return [box for box, _ in boxes_of(tuple(dims))]
 
     def _where_of(self, number: int) -> _Where | str:
-        """Which coordinates of the new layout take a tensor; or why that is not known."""
+        """Return which coordinates of the new layout take a tensor; or why that is not known."""
         info, placement = self._saved.manifest.tensors[number], self._saved.placement(number)
         if info.layout != 0 or self._old is None:
             return "layout"
@@ -233,7 +233,7 @@ class _Maker:
         return self._old.tokens(name)
 
     def _place(self, sets: IntArray, tokens: set[str]) -> _Where | str:
-        """Which coordinates take a tensor that these sets of ranks held and that `tokens` cut."""
+        """Return which coordinates take a tensor that these ranks held and that `tokens` cut."""
         old = self._old
         assert old is not None
         view = DENSE_AXES if tokens <= {*DENSE_AXES} else EXPERT_AXES

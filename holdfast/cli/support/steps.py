@@ -32,7 +32,7 @@ class StoredCheckpoint:
 
 
 def open_root(path: Path) -> PosixStorage:
-    """The storage at a directory; ConfigError when there is no such directory."""
+    """The storage at a directory; ConfigError if the directory does not exist."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -96,7 +96,7 @@ def _directories_in(path: Path) -> list[Path]:
 
 
 def _has_steps(names: Iterable[str]) -> bool:
-    """Whether any of these names is of a checkpoint, committed or being saved."""
+    """Return True if any of these names is of a checkpoint, committed or being saved."""
     return any(parse_step_dir(name) is not None or parse_saving_dir(name) for name in names)
 
 
@@ -141,7 +141,7 @@ def _nothing_at(path: Path, storage: PosixStorage) -> str:
     if runs := find_runs(path):
         return _choose_a_run(path, runs)
     return (
-        f"{path} is no checkpoint: neither a {MANIFEST} nor an iter_*/{MANIFEST} is in it; "
+        f"{path} is not a checkpoint: neither a {MANIFEST} nor an iter_*/{MANIFEST} is in it; "
         "name one checkpoint or the directory that holds them"
     )
 

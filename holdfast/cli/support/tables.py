@@ -27,7 +27,7 @@ class _Console(Console):
     """A console that lets its caller know when the reader has left."""
 
     def on_broken_pipe(self) -> None:
-        """Raise what rich would turn into an exit with a code of its own."""
+        """Raise what rich would turn into an exit with its own code."""
         raise BrokenPipeError
 
 

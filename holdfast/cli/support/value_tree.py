@@ -1,6 +1,6 @@
 """The tree of values in a checkpoint, in lines for a screen: long things are summed up. No torch.
 
-A tensor is one line with dtype and shape; what holds nothing but tensors is one line with their
+A tensor is one line with dtype and shape; what holds only tensors is one line with their
 number and size; numbers in rows are one line with their shape; of many members the first are shown.
 """
 
@@ -82,7 +82,7 @@ class _TreeBuilder:
             tree.add(Text(more, style="dim"))
 
     def is_one_line(self, node: Node) -> bool:
-        """Whether a node is shown by `line` alone, in full or summed up."""
+        """Return True if a node is shown by `line` alone, in full or summed up."""
         return not _members(node) or _row_shape(node) is not None or self._is_all_tensors(node)
 
     def line(self, node: Node, path: str) -> str:
@@ -120,7 +120,7 @@ def _label(name: str, line: str) -> Text:
 
 
 def _members(node: Node) -> list[tuple[str, Node]]:
-    """What a container shows below itself; empty for a node that one line shows."""
+    """Return what a container shows below itself; empty for a node that one line shows."""
     node = wrapped(node)
     inside = members(node)
     is_row = isinstance(node, list) or tag_of(node) in (*SEQUENCES, *SETS)
@@ -131,14 +131,14 @@ def _members(node: Node) -> list[tuple[str, Node]]:
 
 
 def _is_scalar(node: Node) -> bool:
-    """Whether a node is one plain value."""
+    """Return True if a node is one plain value."""
     if isinstance(node, list):
         return False
     return not isinstance(node, dict) or tag_of(node) in SCALARS
 
 
 def _is_flat(items: list[Node]) -> bool:
-    """Whether a list reads best on one line."""
+    """Return True if a list reads best on one line."""
     return all(map(_is_scalar, items))
 
 
@@ -158,7 +158,7 @@ def _number_shape(node: Node) -> tuple[int, ...] | None:
 
 
 def _is_number(node: Node) -> bool:
-    """Whether a node is a number; a bool is not."""
+    """Return True if a node is a number; a bool is not."""
     if isinstance(node, dict):
         return tag_of(node) in ("int", "float", "complex")
     return isinstance(node, int | float) and not isinstance(node, bool)

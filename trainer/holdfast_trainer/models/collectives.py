@@ -85,7 +85,7 @@ def reduce_from(x: Tensor, *, axis: Axis) -> Tensor:
 
 
 def sum_over(x: Tensor, *, axis: Axis) -> Tensor:
-    """Add the ranks' parts of a value that each of them uses in a loss of its own.
+    """Add the ranks' parts of a value that each of them uses in its own loss.
 
     Forward an all-reduce; backward another, because a part contributes to every rank's loss.
     """

@@ -10,7 +10,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel import Layout
 
 _SMALL_INIT_STD = 0.08
-"""What a narrow module begins with: at 0.02 its attention would be even for hundreds of steps."""
+"""What a narrow module starts with: at 0.02 its attention would be even for hundreds of steps."""
 
 IMAGE_TOKEN = 1
 """The id, no byte of text, at positions where tokens of an image go."""
@@ -35,11 +35,11 @@ class GPTConfig:
     norm: Literal["rms", "layer"] = "rms"
     """Kind of normalisation: RMSNorm (a scale) or LayerNorm (a scale and a shift)."""
     tied_head: bool = True
-    """Whether the output head uses the embedding's matrix instead of one of its own."""
+    """True if the output head uses the embedding's matrix instead of a second matrix."""
     rope_base: float = 10000.0
     """Base of the rotary position frequencies."""
     init_std: float = 0.02
-    """Standard deviation of matrices at the start; those that write into the residual stream begin
+    """Standard deviation of matrices at the start; those that write into the residual stream start
     with less."""
     dropout: float = 0.0
     """Probability of dropping an element of the embedding and of each block's two outputs."""
@@ -97,7 +97,7 @@ class GPTConfig:
                 )
 
     def _check_experts(self) -> None:
-        """Refuse sizes of experts that cannot be, where there are any."""
+        """Refuse sizes of experts that cannot be, if there are any."""
         if "e" not in self.feeds:
             return
         for name in ("num_experts", "top_k"):
@@ -112,7 +112,7 @@ class GPTConfig:
             raise ConfigError("--expert-dim and --load-balance are 0 or positive")
 
     def _check_state_space(self) -> None:
-        """Refuse sizes of a state space that cannot be, where there is one."""
+        """Refuse sizes of a state space that cannot be, if there is one."""
         if "s" not in self.mixers:
             return
         for name in ("state_dim", "state_expand", "conv_width"):
@@ -137,12 +137,12 @@ class GPTConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts."""
+        """Return True if any layer has experts."""
         return any(self.feed(layer) == "e" for layer in range(self.num_layers))
 
     @property
     def has_state_space(self) -> bool:
-        """Whether any layer mixes by a state space."""
+        """Return True if any layer mixes by a state space."""
         return any(self.mixer(layer) == "s" for layer in range(self.num_layers))
 
     @property

@@ -372,7 +372,7 @@ def _tiles(step: int, *, axis: Axis, num_local: int) -> Iterator[_Tile]:
 
 
 def _scores(scaled: Tensor, keys: Tensor, *, is_causal: bool) -> Tensor:
-    """Products of queries and keys, minus infinity where a causal tile is masked."""
+    """Products of queries and keys, minus infinity if a causal tile is masked."""
     scores = scaled @ keys.mT
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)

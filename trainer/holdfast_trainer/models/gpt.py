@@ -141,7 +141,7 @@ class Block(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """An output head without a matrix of its own: `forward` takes the embedding's."""
+    """An output head without its own matrix: `forward` takes the embedding's."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """(rows, positions, model_dim) and (vocab, model_dim) -> (rows, positions, vocab)."""

@@ -1,4 +1,4 @@
-"""A vision encoder, a projector and a language model, each on ranks and a layout of its own.
+"""A vision encoder, a projector and a language model, each on its own ranks and layout.
 
 Forward: the encoder's tokens cross a bridge to the projector, whose tokens cross another one to the
 language model's first stage, where they take the places of placeholders. Backward: the same way
@@ -59,7 +59,7 @@ class _Forward:
     encoded: Bridged | None
     """What crossed to the projector; None on ranks of neither end."""
     leaf: Tensor | None
-    """What the projector's graph begins at, on its ranks."""
+    """What the projector's graph starts at, on its ranks."""
     projected: Bridged | None
     """What crossed to the language model; None on ranks of neither end."""
     placed: Tensor | None
@@ -200,7 +200,7 @@ class MultimodalModel:
     def find_hits(
         self, images: Images | None, rows: Rows | None, *, num_microbatches: int = 1
     ) -> Tensor | None:
-        """Which targets are the most likely tokens; see `ParallelGPT.find_hits`. Collective.
+        """Return which targets are the most likely tokens; see `ParallelGPT.find_hits`. Collective.
 
         Nothing is drawn. Arguments as those of `forward_backward`; None on ranks without the
         language model.
@@ -278,7 +278,7 @@ def _around(around: Mapping[str, AroundMicrobatch], module: str) -> AbstractCont
 
 
 def _given(value: T | None, module: str, what: str) -> T:
-    """What a rank with a module needs; ConfigError where it is missing."""
+    """Return what a rank with a module needs; ConfigError if it is missing."""
     if value is None:
         raise ConfigError(f"this rank has module {module!r} and got no {what} for it")
     return value

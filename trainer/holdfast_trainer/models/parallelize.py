@@ -145,7 +145,7 @@ class ParallelGPT(SplitModule[GPT]):
                 alone, and only after `view_in_units`; the first call's counts for all.
 
         Returns:
-            The losses of each row; empty where the last stage is not on this rank.
+            The losses of each row; empty if the last stage is not on this rank.
         """
         rows = Rows(tokens=tokens, targets=targets, weights=weights, images=images)
         if self.groups.size("pp") > 1:
@@ -181,7 +181,7 @@ class ParallelGPT(SplitModule[GPT]):
         images: Tensor | None = None,
         num_microbatches: int = 1,
     ) -> Tensor:
-        """Which targets are the most likely token at their position; without dropout.
+        """Return which targets are the most likely token at their position; without dropout.
 
         Args:
             tokens: as for `forward_backward`, like the rest.
@@ -191,7 +191,7 @@ class ParallelGPT(SplitModule[GPT]):
 
         Returns:
             (rows, local positions) of 0 and 1, positions as `take_positions` cuts them; empty
-            where the last stage is not on this rank.
+            if the last stage is not on this rank.
         """
         rows = Rows(tokens=tokens, targets=targets, weights=None, images=images)
         with self._evaluating():
@@ -275,7 +275,7 @@ class ParallelGPT(SplitModule[GPT]):
 
 
 def _tensor_plan(module: GPT, *, vocab_is_split: bool) -> dict[str, ParallelStyle]:
-    """How each dense module is split over the tensor axis."""
+    """Return how each dense module is split over the tensor axis."""
     plan = plan_blocks(module.blocks, config=module.config)
     if vocab_is_split and hasattr(module, "embed"):
         plan["embed"] = RowwiseParallel(input_layouts=Replicate())
@@ -285,7 +285,7 @@ def _tensor_plan(module: GPT, *, vocab_is_split: bool) -> dict[str, ParallelStyl
 
 
 def _head_style(config: GPTConfig) -> ParallelStyle:
-    """How the output head is split over the vocabulary; a tied one takes the embedding's shard."""
+    """Return how the output head is split over the vocabulary; if tied, as the embedding is."""
     if not config.tied_head:
         return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     return PrepareModuleInputOutput(

@@ -66,7 +66,7 @@ class ImageLeaves:
     """What takes the places of images, microbatch by microbatch, and collects its gradient.
 
     Torch's schedules clear the gradients of a stage's inputs and look for none in the first one.
-    So the graph begins at leaves of our own, and what made the images gets the gradient later.
+    So the graph starts at leaves of our own, and what made the images gets the gradient later.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -204,7 +204,7 @@ class _StageInContext(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """What a schedule calls for each microbatch: it knows which one is the last."""
+        """Return what a schedule calls for each microbatch: it knows which one is the last."""
         with self.around(is_last=last_backward):
             return super().backward_maybe_with_nosync(
                 backward_type, bwd_kwargs, last_backward=last_backward
@@ -271,7 +271,7 @@ class _DenseGradient(torch.autograd.Function):
 
 
 def _signatures(model: GPT, shape: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-    """What the first stage takes, what stages pass on, and what the last returns; on meta.
+    """Return what the first stage takes, what stages pass on, and what the last returns; on meta.
 
     That is token ids, then the residual stream with the balance losses of each row, then losses
     per token with the balance losses.

@@ -67,7 +67,7 @@ class SplitModule(Generic[ModuleT]):
             seed: parameters are a function of (seed, scope, name) and nothing else.
             device: where parameters live; default the CPU.
             autocast: dtype of matrix products; absent: that of the parameters.
-            scope: name before those of parameters, so that two modules begin with other values.
+            scope: name before those of parameters, so that two modules start with other values.
             tied: parameters that the first and the last rank of a pipeline each have.
 
         Raises:
@@ -237,7 +237,7 @@ def _axes_of(parameter: Tensor, splits: Mapping[int, str]) -> Mapping[int, str]:
 
 
 def plan_blocks(blocks: Iterable[str], *, config: GPTConfig) -> dict[str, ParallelStyle]:
-    """How the dense modules of blocks are split over the tensor axis (Shoeybi et al. 2019).
+    """Return how the dense modules of blocks are split over the tensor axis (Shoeybi et al. 2019).
 
     The residual stream stays plain and equal on all tensor ranks. The input of attention or
     MLP becomes a DTensor once, before its two or three column-wise matrices, so that their

@@ -185,7 +185,7 @@ def chunked_scan(
 ) -> Tensor:
     """The recurrence of each head, chunk by chunk in matrix products (SSD, Dao and Gu 2024, 6).
 
-    With a state h of (head_dim, state_dim) that begins at zero:
+    With a state h of (head_dim, state_dim) that starts at zero:
     ``h[t] = exp(dt[t] decay) h[t-1] + dt[t] x[t] B[t]^T`` and ``y[t] = h[t] C[t]``.
 
     Args:
@@ -215,7 +215,7 @@ def chunked_scan(
     between = _sums_between(log_decay).exp()
     mixed = (C @ B.mT * between) @ added
     if log_decay.shape[1] > 1:
-        # What each chunk adds to the state at its end, and the state that each chunk begins with.
+        # What each chunk adds to the state at its end, and the state that each chunk starts with.
         states = (added * between[..., -1, :].unsqueeze(-1)).mT @ B
         totals = log_decay.sum(dim=-1).movedim(1, -1)[..., :-1]
         carried = _sums_between(totals).exp() @ states[:, :-1].movedim(1, 3).flatten(-2)

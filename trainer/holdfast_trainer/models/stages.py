@@ -36,12 +36,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether its input are the tokens."""
+        """Return True if its input are the tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its output are the losses."""
+        """Return True if its output are the losses."""
         return self.index == self.num_stages - 1
 
 
@@ -58,17 +58,17 @@ class Pipeline:
 
     @property
     def torch_name(self) -> str:
-        """What `torch.distributed.pipelining.schedules.get_schedule_class` calls the schedule."""
+        """Return the schedule's name in `torch.distributed.pipelining.schedules`."""
         return _TORCH_NAMES[self.schedule]
 
     @property
     def takes_one_stage(self) -> bool:
-        """Whether each rank has exactly one stage."""
+        """Return True if each rank has exactly one stage."""
         return self.schedule in _ONE_STAGE
 
     @property
     def is_v_shaped(self) -> bool:
-        """Whether the first rank has the first and the last stage."""
+        """Return True if the first rank has the first and the last stage."""
         return self.schedule in _V_SHAPED
 
     def stages(self, *, num_layers: int, pp: int) -> tuple[Stage, ...]:
@@ -101,7 +101,7 @@ def split_layers(num_layers: int, *, num_stages: int, sizes: Sequence[int] = ())
     Args:
         num_layers: of the model.
         num_stages: how many runs.
-        sizes: their lengths; empty: equal ones, the first ones longer by one where there is a rest.
+        sizes: their lengths; empty: equal ones, the first ones longer by one if there is a rest.
 
     Raises:
         ConfigError: a stage would be empty, or the sizes do not add up.

@@ -1,4 +1,4 @@
-"""A vision encoder and the projector behind it, on groups of their own.
+"""A vision encoder and the projector behind it, on their own groups.
 
 An image comes as the patches of it that show something, so images have different numbers of tokens.
 The blocks are those of the language model; attention looks in both directions.
@@ -45,7 +45,7 @@ class VisionEncoder(nn.Module):
         self.norm = make_norm(blocks)
 
     def forward(self, patches: Tensor, places: Tensor, mask: Tensor) -> Tensor:
-        """What is in each patch, seen together with the others of its image.
+        """Return what is in each patch, seen together with the others of its image.
 
         Args:
             patches: (images, patches, patch_size ** 2) pixels; padded at the end.
@@ -182,7 +182,7 @@ class ParallelProjector(SplitModule[Projector]):
 
 
 def place_images(tokens: Tensor, counts: Tensor, *, num_positions: int) -> Tensor:
-    """Packed tokens of images, where the rows have their placeholders: at their beginning.
+    """Packed tokens of images, where the rows have their placeholders: at their start.
 
     Args:
         tokens: (sum(counts), model_dim).

@@ -93,13 +93,13 @@ class BaseTrainer(ABC):
         self._save_schedule = SaveSchedule(
             policy if stop is None else policy | stop, control=groups.control
         )
-        self._save_schedule.saved(0)  # a run that has not begun has nothing to keep
+        self._save_schedule.saved(0)  # a run that has not started has nothing to keep
         self._pending: tuple[PendingSave, float, float] | None = None
         log_in = config.checkpoint.save if config.log.rank_log else None
         self._log = RankLog(log_in, groups=groups)
         self._damaged: tuple[int, ...] = ()
         self.safe: tuple[int, Path] | None = None
-        """The step that a run can go on from, and the directory it is in; None before any is."""
+        """The step that a run can continue from, and the directory it is in; None before any is."""
 
     @abstractmethod
     def state(self) -> dict[str, object]:
@@ -156,7 +156,7 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def after_step(self, step: int) -> None:
-        """What else is to be done once a step is finished; collective."""
+        """Return what else is to be done once a step is finished; collective."""
 
     def __enter__(self) -> Self:
         """Itself; leaving gives back the staging memory and the hooks on the model."""
@@ -176,7 +176,7 @@ class BaseTrainer(ABC):
         if self.progress.step >= self.config.steps:
             self._note(
                 f"step {self.progress.step} of {self.config.steps}: nothing is left to train; "
-                f"raise --steps to go on"
+                f"raise --steps to continue"
             )
         return self.train()
 
@@ -349,7 +349,7 @@ class BaseTrainer(ABC):
                 self._report_save(pending.result(), seconds, began=began)
 
     def _report_save(self, report: SaveReport, seconds: float, *, began: float) -> None:
-        """Report a committed save, from which the run can now go on."""
+        """Report a committed save, from which the run can now continue."""
         if self.config.checkpoint.save is not None:
             self.safe = (report.step, self.config.checkpoint.save)
         self._log.save(report, began=began)
@@ -371,7 +371,7 @@ class BaseTrainer(ABC):
             )
 
     def resume(self) -> LoadReport | None:
-        """Load what the configuration asks for; None if this run begins afresh. Collective."""
+        """Load what the configuration asks for; None if this run starts afresh. Collective."""
         checkpoint = self.config.checkpoint
         begin = find_checkpoint(checkpoint, control=self.groups.control)
         if checkpoint.load is None or begin is None:
@@ -383,7 +383,7 @@ class BaseTrainer(ABC):
             "optimizer": checkpoint.load_optim,
             "scheduler": checkpoint.load_scheduler,
             "rng": checkpoint.load_rng,
-            # A step that does not begin as it did says nothing about what it was.
+            # A step that does not start as it did says nothing about what it was.
             "rerun": checkpoint.load_optim and checkpoint.load_rng,
         }
         if checkpoint.finetune:
@@ -413,7 +413,7 @@ class BaseTrainer(ABC):
         return ("scaler",)
 
     def describe_missing(self, report: LoadReport) -> str:
-        """What a person reads where some were missing."""
+        """Return what a person reads where some were missing."""
         del report
         return "the checkpoint was trained without a loss scale: it starts afresh"
 
@@ -479,7 +479,7 @@ def _schedule_settings(optim: OptimConfig, *, num_steps: int) -> ScheduleSetting
 
 
 def _kind(name: str) -> str:
-    """What a part is, without the module it is of: `vision.optimizer` is an optimizer."""
+    """Return what a part is, without the module it is of: `vision.optimizer` is an optimizer."""
     return name.rpartition(".")[2]
 
 

@@ -1,4 +1,4 @@
-"""The checkpointer that a run's options describe, and what it loads at the beginning."""
+"""The checkpointer that a run's options describe, and what it loads at the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast_trainer.train.resume import CheckpointToLoad
 
 
 def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Checkpointer | None:
-    """What saves are made with; None for a run that makes none."""
+    """Return what saves are made with; None for a run that makes none."""
     if config.save is None:
         return None
     keep_last = KeepLast(config.keep_last) if config.keep_last else None
@@ -37,7 +37,7 @@ def load_checkpoint(
     may_be_missing: tuple[str, ...],
     note: Callable[[str], None],
 ) -> LoadReport:
-    """Load what a run begins with into its state. Collective.
+    """Load what a run starts with into its state. Collective.
 
     A damaged fault checkpoint counts as one of --max-fallbacks: the next one is the newest good
     checkpoint.
@@ -54,14 +54,14 @@ def load_checkpoint(
     num_fallbacks = config.max_fallbacks
     if begin.is_fault:
         root = begin.root(config.load)
-        note(f"going on from the state that a fault has left at step {begin.step}: {root}")
+        note(f"continuing from the state that a fault has left at step {begin.step}: {root}")
         faults = Checkpointer(root, groups=groups)
         try:
             return faults.load(state, step=begin.step, allow_missing=may_be_missing)
         except (CorruptionError, StorageError) as error:
             if not num_fallbacks:
                 raise type(error)(
-                    f"{error}\nTo go on from the newest checkpoint in {config.load}: add "
+                    f"{error}\nTo continue from the newest checkpoint in {config.load}: add "
                     f"--max-fallbacks 1, or remove {root}",
                     details=error.details,
                 ) from error

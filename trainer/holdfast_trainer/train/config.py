@@ -69,7 +69,7 @@ class LayoutConfig:
         )
 
     def pipeline(self) -> Pipeline:
-        """How the model is cut over the pipeline axis."""
+        """Return how the model is cut over the pipeline axis."""
         return Pipeline(
             schedule=self.pp_schedule,
             stages_per_rank=self.stages_per_rank,
@@ -188,7 +188,7 @@ class CheckpointConfig:
     load_rng: bool = True
     """Load the random number generators; with --no-load-rng they start from the seed."""
     finetune: bool = False
-    """Load the weights only, and begin at step 0 and the start of the data."""
+    """Load the weights only, and start at step 0 and the start of the data."""
     exit_on_missing_checkpoint: bool = False
     """Fail, instead of starting afresh, if --load holds no committed checkpoint."""
 
@@ -223,7 +223,7 @@ class TrainConfig:
     deterministic: bool = False
     """Refuse operations without a deterministic implementation; slower on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes GPUs where there are any."""
+    """Where to compute; auto takes GPUs if there are any."""
     timeout_s: float = 60.0
     """Seconds to wait for a rank that does not arrive before naming it and giving up."""
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -326,7 +326,7 @@ def read_toml(path: Path) -> TrainConfig:
 
 
 def _decode_path(kind: type, value: Any) -> Any:
-    """What msgspec asks for types that TOML lacks."""
+    """Return what msgspec asks for types that TOML lacks."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"Expected a path as a string, got {value!r}")
@@ -350,7 +350,7 @@ def _section(item: Field[Any]) -> type | None:
 
 
 def _hint(key: str, *, kind: Any) -> str:
-    """What the writer of an unknown key may have meant: a near name, or another table's key."""
+    """Return what an unknown key may have meant: a near name, or another table's key."""
     for table in fields(TrainConfig):
         section: Any = _section(table)
         if section is not None and key in {item.name for item in fields(section)}:
@@ -448,7 +448,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         )
     if checkpoint.finetune and checkpoint.save is not None and checkpoint.save == checkpoint.load:
         raise ConfigError(
-            "--finetune begins a new run at step 0, so --save must not be the directory of the "
+            "--finetune starts a new run at step 0, so --save must not be the directory of the "
             "run it is loaded from: give --save another directory"
         )
 

@@ -54,7 +54,7 @@ def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
     its `.py` files, without installed packages.
 
     Raises:
-        ConfigError: a path does not exist or cannot be read, or there is no text at all.
+        ConfigError: a path does not exist or cannot be read, or no file has any text.
 
     Cost: memory for the text, twice while reading and once after.
     """
@@ -101,7 +101,7 @@ class EpochSampler(ABC):
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.num_samples = 0
-        """Rows already trained on, over all epochs; the next batch begins here."""
+        """Rows already trained on, over all epochs; the next batch starts here."""
         self._order: tuple[int, IntArray] | None = None
 
     def numbers(self, *, index: int = 0, num_shares: int = 1) -> list[int]:
@@ -121,7 +121,7 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
-        """What a position is a position in; plain values."""
+        """Return what a position is a position in; plain values."""
 
     @abstractmethod
     def check_same(self, state: Mapping[str, object]) -> None:
@@ -145,7 +145,7 @@ class EpochSampler(ABC):
         if set(state) != set(mine) or not isinstance(state["num_samples"], int):
             raise MismatchError(
                 f"the stored data position has the entries {sorted(state)}, expected "
-                f"{sorted(mine)}: use --finetune to begin at the start of the data"
+                f"{sorted(mine)}: use --finetune to start at the start of the data"
             )
         if not allow_other:
             self.check_same(state)
@@ -209,14 +209,14 @@ class BatchSampler(EpochSampler):
                 f"the checkpoint was trained on other text ({state['nbytes']} bytes, fingerprint "
                 f"{state['fingerprint']}) than {self.corpus.source} ({self.corpus.nbytes} bytes, "
                 f"fingerprint {self.corpus.fingerprint}): give the same text with --data, or "
-                f"--allow-other-data to go on with this one"
+                f"--allow-other-data to continue with this one"
             )
         for flag, name in (("--seq-len", "seq_len"), ("--seed", "seed")):
             if state[name] != getattr(self, name):
                 raise MismatchError(
                     f"the checkpoint's data position is for {flag} {state[name]}, this run has "
                     f"{flag} {getattr(self, name)}: set it to {state[name]}, or add "
-                    f"--allow-other-data to go on in another order"
+                    f"--allow-other-data to continue in another order"
                 )
 
 

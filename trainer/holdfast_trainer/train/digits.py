@@ -51,7 +51,7 @@ class Row:
     answer: bytes
     """What is trained on and evaluated."""
     num_word_bytes: int
-    """How many bytes of the answer name the digit, at its beginning."""
+    """Number of bytes of the answer that name the digit, at its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class DigitBatch:
     patches: FloatArray
     """(images, longest, patch_size ** 2) pixels of the patches with ink, padded with zeros."""
     places: IntArray
-    """(images, longest, 2) row and column of each patch in the grid; 0 where padded."""
+    """(images, longest, 2) row and column of each patch in the grid; 0 if padded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Digits:
 
 
 def check_digits_installed() -> None:
-    """Refuse to begin where scikit-learn is missing; ConfigError with what to install."""
+    """Refuse to start where scikit-learn is missing; ConfigError with what to install."""
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigError(
             "the multimodal preset trains on scikit-learn's digits, which is not installed: "
@@ -186,7 +186,7 @@ class DigitSampler(EpochSampler):
                 f"the checkpoint was trained on other rows ({state['num_rows']}, fingerprint "
                 f"{state['fingerprint']}) than these ({len(self.digits.train)}, fingerprint "
                 f"{self.digits.fingerprint}): use the same scikit-learn, or --allow-other-data to "
-                f"go on with these"
+                f"continue with these"
             )
         if state["seed"] != self.seed:
             raise MismatchError(
@@ -216,7 +216,7 @@ def collate(rows: Sequence[Row], *, seq_len: int, patch_size: int) -> DigitBatch
         text = np.frombuffer(row.prompt + row.answer, dtype=np.uint8)
         ids[number, : counts[number]] = IMAGE_TOKEN
         ids[number, counts[number] : counts[number] + len(text)] = text
-        # The target at a position is the next id, so an answer begins one position earlier.
+        # The target at a position is the next id, so an answer starts one position earlier.
         begin = counts[number] + len(row.prompt) - 1
         weights[number, begin : begin + len(row.answer)] = seq_len / len(row.answer)
         words[number, begin : begin + row.num_word_bytes] = True

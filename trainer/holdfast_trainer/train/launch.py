@@ -150,7 +150,7 @@ def open_trainer(
 
 
 def _checkpoint_dirs(config: TrainConfig) -> tuple[Path | None, ...]:
-    """Where a checkpoint of this run may be, the likeliest first."""
+    """Return where a checkpoint of this run may be, the likeliest first."""
     return config.checkpoint.save, config.checkpoint.load
 
 
@@ -166,12 +166,12 @@ def _end_for_rerun(
 
 
 def _stop_message(trainer: BaseTrainer, stop_signal: int) -> str:
-    """One line: the signal, the step, and the checkpoint to go on from."""
+    """One line: the signal, the step, and the checkpoint to continue from."""
     stopped = f"stopped by {signal_name(stop_signal)} after step {trainer.progress.step}"
     if trainer.safe is None:
         return f"{stopped}: nothing of it is saved; --save DIR does"
     step, directory = trainer.safe
-    return f"{stopped}: step {step} is safe in {directory}; --load {directory} goes on from it"
+    return f"{stopped}: step {step} is safe in {directory}; --load {directory} continues from it"
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def open_modules(
 ) -> Iterator[ModuleGroups]:
     """The communicators of all modules over the environment's world; also for one process."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # One process has no launcher to meet: it has a store of its own.
+    # One process has no launcher to meet: it has its own store.
     alone = (
         {"store": HashStore(), "rank": 0, "world_size": 1} if layouts.union.world_size == 1 else {}
     )
@@ -427,7 +427,7 @@ def _recorded(failure: ProcessFailure) -> tuple[str, str]:
 
 
 def _pick_device(config: TrainConfig, *, environment: LaunchEnvironment) -> torch.device:
-    """This process's device; ConfigError where there are too few."""
+    """This process's device; ConfigError if there are too few."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: this machine has no usable GPU; use --device cpu")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.errors import ConfigError, HoldfastError
 
 RUN_PREFIX = "holdfast-"
-"""How the run id begins that our own launcher gives its processes."""
+"""How the run id starts that our own launcher gives its processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class LaunchEnvironment:
     world_size: int = 1
     local_world_size: int = 1
     is_launched: bool = False
-    """Whether a launcher (torchrun, ours) started this process."""
+    """True if a launcher (torchrun, ours) started this process."""
     is_ours: bool = False
-    """Whether it was ours, which prints errors itself."""
+    """True if it was ours, which prints errors itself."""
 
     @classmethod
     def from_environment(cls) -> LaunchEnvironment:

@@ -43,7 +43,7 @@ class StepMetrics:
     loss_scale: float | None = None
     """What the loss was multiplied by; None without scaling."""
     skipped: bool = False
-    """Whether nothing was updated, because a scaled gradient overflowed or, without a loss scale
+    """True if nothing was updated, because a scaled gradient overflowed or, without a loss scale
     here, because a step is not to be trained on."""
 
 
@@ -70,7 +70,7 @@ class Reporter:
         self._log_interval = log.log_interval
         self._console = console or Console(highlight=False, soft_wrap=True)
         self.has_reader = True
-        """Whether what is printed still arrives; False once the reader of a pipe has left."""
+        """True if what is printed still arrives; False once the reader of a pipe has left."""
         self._tensorboard = None if log.tensorboard is None else _open_tensorboard(log.tensorboard)
         self._jsonl = None if log.jsonl is None else _open_jsonl(log.jsonl)
 

@@ -46,7 +46,7 @@ class Evaluation:
     step: int
     """Finished steps."""
     num_images: int
-    """How many were looked at."""
+    """Number of images looked at."""
     word_accuracy: float
     """Share of images whose digit is named rightly, from 0 to 1."""
     answer_accuracy: float
@@ -260,7 +260,7 @@ class MultimodalTrainer(BaseTrainer):
         return self.sampler.collate(rows[index * size : (index + 1) * size])
 
     def _images(self, batch: DigitBatch | None) -> Images | None:
-        """What the encoder takes."""
+        """Return what the encoder takes."""
         if batch is None:
             return None
         return Images(
@@ -270,7 +270,7 @@ class MultimodalTrainer(BaseTrainer):
         )
 
     def _rows(self, batch: DigitBatch | None) -> Rows | None:
-        """What the language model takes."""
+        """Return what the language model takes."""
         if batch is None:
             return None
         return Rows(
@@ -308,7 +308,7 @@ class MultimodalTrainer(BaseTrainer):
         return ("scaler", "vision.optimizer") if fresh else ("scaler",)
 
     def describe_missing(self, report: LoadReport) -> str:
-        """What a person reads where some were missing."""
+        """Return what a person reads where some were missing."""
         parts = sorted({name.partition("[")[0] for name in report.missing})
         return f"the checkpoint does not have {', '.join(parts)}: it starts afresh"
 
@@ -342,7 +342,7 @@ def _num_microbatches(config: TrainConfig, *, language: Layout) -> int:
 
 
 def _replayed(model: MultimodalModel, streams: dict[str, ModuleRNG]) -> Replayed:
-    """What a rerun of a step needs to be as it was."""
+    """Return what a rerun of a step needs to be as it was."""
     modules = [split.module for split in model.modules.values()]
     return Replayed(modules=modules, streams=list(streams.values()))
 

@@ -1,4 +1,4 @@
-"""Models to begin with, by name: `holdfast train moe --steps 50`. Torch-free."""
+"""Models to start with, by name: `holdfast train moe --steps 50`. Torch-free."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class RerunExit(FaultError):
 class StepRows(Iterator[object]):
     """The rows of the step that the sampler is at, as often as they are requested.
 
-    The sampler's position is the number of finished steps. So after a restart this begins with the
+    The sampler's position is the number of finished steps. So after a restart this starts with the
     rows of the step that is run again: it is rewound by nature.
     """
 

@@ -40,7 +40,7 @@ class RerunConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a machine that does anything."""
+        """Return True if there is a machine that does anything."""
         return self.rerun_mode != "disabled"
 
 

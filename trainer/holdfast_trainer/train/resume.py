@@ -1,4 +1,4 @@
-"""Where a run begins: the checkpoint that `--load` means, and a `--save` that can take more.
+"""Where a run starts: the checkpoint that `--load` means, and a `--save` that can take more.
 
 Torch-free, so that the command line can look before it starts any process.
 """
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointToLoad:
-    """A committed checkpoint that a run begins with."""
+    """A committed checkpoint that a run starts with."""
 
     step: int
     is_fault: bool
-    """Whether it is one that a fault has left: the state at the start of the step with it."""
+    """True if it is one that a fault has left: the state at the start of the step with it."""
 
     def root(self, load: Path) -> Path:
         """The directory of its step, in that of --load."""
@@ -40,12 +40,12 @@ class CheckpointToLoad:
 
 
 def fault_checkpoints(directory: Path) -> Path:
-    """Where the fault checkpoints of a run are, in its --save or --load."""
+    """Return where the fault checkpoints of a run are, in its --save or --load."""
     return rerun_dir(directory) / FAULT_CHECKPOINTS
 
 
 def find_checkpoint(checkpoint: CheckpointConfig, *, control: Control) -> CheckpointToLoad | None:
-    """What to load, the same on every rank; None to begin afresh.
+    """Return what to load, the same on every rank; None to start afresh.
 
     One rank looks, so that ranks with different views of a shared file system cannot disagree.
 
@@ -75,13 +75,13 @@ def step_to_load(checkpoint: CheckpointConfig) -> int | None:
 
 
 def checkpoint_to_load(checkpoint: CheckpointConfig) -> CheckpointToLoad | None:
-    """What to load as this process sees it; None to begin afresh.
+    """Return what to load as this process sees it; None to start afresh.
 
     The newest fault checkpoint comes before a good one of the same step or an older one, unless
     --load-step or --finetune asks for another.
 
     Raises:
-        ConfigError: --load is no checkpoint directory, or has no checkpoint and
+        ConfigError: --load is not a checkpoint directory, or has no checkpoint and
             --exit-on-missing-checkpoint is set, or --save already holds later steps.
         StorageError: --save cannot be written.
     """
@@ -144,7 +144,7 @@ def _step_in(load: Path, *, checkpoint: CheckpointConfig, has_fault: bool) -> in
 
 
 def _refuse_missing(what: str, *, checkpoint: CheckpointConfig) -> None:
-    """Refuse to begin afresh where the options say so."""
+    """Refuse to start afresh where the options say so."""
     if checkpoint.exit_on_missing_checkpoint:
         raise ConfigError(
             f"{what}, and --exit-on-missing-checkpoint is set: name another directory, or leave "
@@ -153,7 +153,7 @@ def _refuse_missing(what: str, *, checkpoint: CheckpointConfig) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name in a directory is one that saves make."""
+    """Return True if a name in a directory is one that saves make."""
     return (
         name in (LATEST, RANK_LOG_DIR, RERUN_DIR)
         or name.startswith((".saving-", ".trash-"))
@@ -166,7 +166,7 @@ def check_save(save: Path, *, begins_at: int) -> None:
 
     Args:
         save: the directory of `--save`; it is made.
-        begins_at: the step at which the run begins.
+        begins_at: the step at which the run starts.
 
     Raises:
         ConfigError: the directory holds later steps than that.
@@ -184,14 +184,14 @@ def check_save(save: Path, *, begins_at: int) -> None:
     later = [step for step in list_steps(PosixStorage(save)) if step > begins_at]
     if later:
         raise ConfigError(
-            f"--save {save} already holds step {later[-1]} and this run begins at step "
+            f"--save {save} already holds step {later[-1]} and this run starts at step "
             f"{begins_at}: resume with --load {save}, or give --save another directory"
         )
     faults = fault_checkpoints(save)
     at_fault = latest_step(PosixStorage(faults)) if faults.is_dir() else None
     if at_fault is not None and at_fault > begins_at:
         raise ConfigError(
-            f"--save {save} holds the state of a fault at step {at_fault} and this run begins at "
+            f"--save {save} holds the state of a fault at step {at_fault} and this run starts at "
             f"step {begins_at}: resume with --load {save}, remove {faults}, or give --save another "
             f"directory"
         )

@@ -54,7 +54,7 @@ class Schedule:
     """Sets lr and weight decay of an optimizer's groups; used like a torch scheduler.
 
     Groups whose weight decay is 0 at construction keep it. The state is the position and the
-    settings: a resumed run goes on along the curves it was begun with, whatever its flags say
+    settings: a resumed run continues along the curves it was started with, whatever its flags say
     now; `on_override` is called then.
     """
 
@@ -121,7 +121,7 @@ class Schedule:
                 for name in changed
             )
             self._on_override(
-                f"the schedule goes on as the checkpoint's: {text}; "
+                f"the schedule continues as the checkpoint's: {text}; "
                 f"--no-load-scheduler starts it afresh with this run's settings"
             )
         self.settings = loaded

@@ -186,12 +186,12 @@ def signal_name(number: int) -> str:
 
 
 def stopping_message(number: int) -> str:
-    """What the first signal gets as its answer."""
+    """Return what the first signal gets as its answer."""
     return f"{signal_name(number)}: stopping after this step; once more leaves at once"
 
 
 def safe_on_disk(directories: Sequence[Path | None]) -> str:
-    """Which step a run can go on from, in words.
+    """Return which step a run can continue from, in words.
 
     Args:
         directories: where it saved to, and where it was loaded from, in order of preference.
@@ -210,5 +210,7 @@ def safe_on_disk(directories: Sequence[Path | None]) -> str:
         saving = sorted(s[0] for name in names if (s := parse_saving_dir(name)) is not None)
         newer = [step for step in saving if step > steps[-1]]
         also = f" (step {newer[-1]} was being saved)" if newer else ""
-        return f"step {steps[-1]} is safe in {directory}{also}; --load {directory} goes on from it"
+        return (
+            f"step {steps[-1]} is safe in {directory}{also}; --load {directory} continues from it"
+        )
     return "no step of it is on disk"

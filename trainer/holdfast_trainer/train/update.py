@@ -25,7 +25,7 @@ from holdfast_trainer.train.config import OptimConfig
 
 
 def make_update(model: ParallelGPT, *, optim: OptimConfig) -> Stepper:
-    """What `--zero` or `--fsdp` asks for. Collective with sharding: ranks compare first."""
+    """Return what `--zero` or `--fsdp` asks for. Collective with sharding: ranks compare first."""
     if optim.fsdp is not None:
         return _fully_sharded(model, optim=optim, strategy=optim.fsdp)
     if optim.zero:
@@ -128,7 +128,7 @@ def make_sharded(
 
 
 def _is_expert(parameter: nn.Parameter) -> bool:
-    """Whether the parameter is split over experts."""
+    """Return True if the parameter is split over experts."""
     if not isinstance(parameter, DTensor):
         return False
     return "expt_dp" in (parameter.device_mesh.mesh_dim_names or ())
@@ -143,7 +143,7 @@ def _groups(parameters: list[nn.Parameter], *, weight_decay: float) -> list[dict
 
 
 def _maker(optim: OptimConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """What makes the inner optimizer from its parameter groups."""
+    """Return what makes the inner optimizer from its parameter groups."""
     if optim.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=optim.lr, momentum=optim.momentum)
     return partial(

@@ -166,7 +166,7 @@ def compare_with_one_process(rank: RankContext) -> int:
 
 
 def misuse(rank: RankContext) -> None:
-    """Every refusal is local: no rank has begun to communicate when it is raised."""
+    """Every refusal is local: no rank has started to communicate when it is raised."""
     layout = Layout(tp=2)
     with ProcessGroups.create(layout, names=["dp_cp"]) as groups, pytest.raises(GroupError):
         Axis.of(groups, "tp")

@@ -67,9 +67,9 @@ def test_what_is_no_checkpoint_directory_is_refused(saved: Path, tmp_path: Path)
 
 
 def test_a_save_that_would_fail_later_fails_now(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="already holds step 20 and this run begins at step 0"):
+    with pytest.raises(ConfigError, match="already holds step 20 and this run starts at step 0"):
         step_to_load(CheckpointConfig(save=saved))
-    with pytest.raises(ConfigError, match="begins at step 10"):
+    with pytest.raises(ConfigError, match="starts at step 10"):
         step_to_load(CheckpointConfig(load=saved, load_step=10, save=saved))
     assert step_to_load(CheckpointConfig(load=saved, save=saved)) == 20
     other = tmp_path / "other"

@@ -219,7 +219,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(workplace: Path, precisio
 
 
 def faults(rank: RankContext, directory: str) -> dict[str, object]:
-    """A loss scale that no float16 holds, then a weight that is no number on one rank."""
+    """A loss scale that no float16 holds, then a weight that is not a number on one rank."""
     corpus = read_corpus([Path(directory) / "text"])
     config = config_of("--precision fp16 --fsdp optim_grads_params")
     found: dict[str, object] = {}

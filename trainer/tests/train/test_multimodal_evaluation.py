@@ -55,7 +55,7 @@ def evaluate(rank: RankContext, digits: Digits, words: str) -> tuple[dict[str, A
             trainer.train_step()
         before = whole_parameters(trainer)
         result = asdict(trainer.evaluate())
-        metrics = trainer.train_step()  # training goes on with the schedule of before
+        metrics = trainer.train_step()  # training continues with the schedule of before
         assert metrics.step == 26
         after = whole_parameters(trainer)
         assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -61,7 +61,7 @@ def test_every_rank_logs_its_saves_and_loads(workplace: Path) -> None:
 
 
 def test_nothing_is_logged_unasked(workplace: Path) -> None:
-    """Without the option, or without a directory of its own, and for the library alone."""
+    """Without the option, or without its own directory, and for the library alone."""
     run = workplace / "run"
     run_ranks(2, train, str(workplace), "--save", str(run), "--steps", "1", "--no-rank-log")
     assert (run / "iter_0000001").is_dir()

@@ -292,7 +292,7 @@ def test_a_fault_checkpoint_leaves_the_good_one_of_its_step_alone(
     capfd.readouterr()
     assert train(f"--save ck --load ck {one_bad_loss('persistent_error')}") == 18
     shown = capfd.readouterr()
-    assert f"going on from the state that a fault has left at step {AT - 1}" in shown.out
+    assert f"continuing from the state that a fault has left at step {AT - 1}" in shown.out
     (line,) = [line for line in shown.err.splitlines() if "exit code 18" in line]
     assert "a persistent error" in line
     assert "--load ck" in line
@@ -438,7 +438,7 @@ def test_the_newest_of_good_and_fault_checkpoints_is_loaded(alone: Path) -> None
     assert begin.is_fault
     assert begin.step == AT - 1
     assert begin.root(ck) == fault_checkpoints(ck)
-    # Another one is meant: it is loaded, into a directory of its own.
+    # Another one is meant: it is loaded, into its own directory.
     assert step_to_load(CheckpointConfig(load=ck, load_step=2)) == 2
     assert step_to_load(CheckpointConfig(load=ck, finetune=True)) == 2
     for config in (

@@ -106,7 +106,7 @@ def watch(trainer: Trainer, *, num_steps: int) -> Seen:
 def uninterrupted(
     rank: RankContext, directory: str, dropout: str, words: tuple[str, ...] = ()
 ) -> Seen:
-    """Train, save on the way, and go on."""
+    """Train, save on the way, and continue."""
     config = config_of("--tp", "2", "--save", f"{directory}/ck", "--dropout", dropout, *words)
     with (
         ProcessGroups.create(config.check(world_size=4)) as groups,
@@ -127,7 +127,7 @@ def resumed(
     micro: int,
     words: tuple[str, ...] = (),
 ) -> list[Seen]:
-    """Load under each tensor size and go on."""
+    """Load under each tensor size and continue."""
     found = []
     for tp in tps:
         load = ("--load", f"{directory}/ck", "--dropout", dropout, *words)
@@ -196,7 +196,7 @@ def test_another_layout_loads_the_same_bits_and_trains_alike(workplace: Path) ->
 
 
 def choices(rank: RankContext, directory: str) -> dict[str, Any]:
-    """What each flag of a load leaves out, in a process of its own."""
+    """What each flag of a load leaves out, in its own process."""
     saved = config_of("--save", f"{directory}/ck")
     groups = ProcessGroups.single()
     corpus = text(directory)
