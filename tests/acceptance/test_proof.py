@@ -196,16 +196,16 @@ def lied_to(context: RankContext, root: str) -> dict[str, str]:
         state = make_state(layout, context.rank)
         state["model"].mapping["plain"] = torch.arange(3)  # type: ignore[attr-defined]
         checkpointer.save(1, state)
-        unseal = commit.unseal
+        read_sealed = commit.read_sealed
         for name, lie in LIES.items():
 
-            def lying(data: bytes, kind: type[Any], *, where: str, lie: Lie = lie) -> Any:
-                record = unseal(data, kind, where=where)
+            def lying(storage: Any, path: str, kind: type[Any], *, lie: Lie = lie) -> Any:
+                record = read_sealed(storage, path, kind)
                 is_spoilt = isinstance(record, DoneRecord) and record.position == 1
                 return lie(record) if is_spoilt else record
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(commit, "unseal", lying)
+                patch.setattr(commit, "read_sealed", lying)
                 try:
                     checkpointer.save(2, state)
                 except HoldfastError as error:

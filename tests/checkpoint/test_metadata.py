@@ -105,7 +105,7 @@ def test_what_is_given_is_reported_by_load_inspect_ls_and_show(
         ({"a": float("nan")}, "cannot be written as JSON"),
         ({"a": torch.ones(1)}, "cannot be written as JSON"),
         ({"a": (1, 2)}, "lists instead of tuples"),
-        ({1: 2}, "texts as keys"),
+        ({1: 2}, "strings as keys"),
         ({"a": "x" * MAX_METADATA_NBYTES}, "the limit is 65,536"),
     ],
 )
