@@ -22,6 +22,29 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+MemoryKey = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
+    """Return where a tensor's elements are and how they are read.
+
+    Two tensors with one key are the same elements. None if nothing can be known by that: the tensor
+    has no elements, or no strided memory (lazy, sparse, nested and meta tensors, wrappers).
+    """
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a wrapper without memory
+        return None
+    if address == 0:
+        return None
+    return (
+        tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
 def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a rank's elements in row-major order, as a 1-d uint8 tensor."""
     local = local_of(tensor)
@@ -55,6 +78,26 @@ def instances_in(tree: object, kinds: Any, path: str = "") -> Iterator[tuple[str
         children = enumerate(tree)
     for name, child in children:
         yield from instances_in(child, kinds, f"{path}.{name}" if path else str(name))
+
+
+def equal_bits(one: object, other: object) -> bool:
+    """Whether two values are equal, tensors bit by bit (NaN is equal to itself, 0.0 not to -0.0).
+
+    Of DTensors only what this rank holds is compared: no collectives.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape:
+            return False
+        if isinstance(one, DTensor) and one.placements != getattr(other, "placements", None):
+            return False
+        mine, theirs = local_of(one), local_of(other)
+        if not (mine.shape == theirs.shape and mine.dtype == theirs.dtype):
+            return False
+        return torch.equal(element_bytes(mine).to(theirs.device), element_bytes(theirs))
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
 
 
 def equal_trees(one: object, other: object) -> bool:

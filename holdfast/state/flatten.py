@@ -31,7 +31,7 @@ from holdfast.format.values import (
 )
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import coordinate_label
-from holdfast.state.elements import array_tensor
+from holdfast.state.elements import array_tensor, memory_key
 from holdfast.state.leaves import FlatState, ReplicaSets, TensorLeaf, held_tensor, tensor_leaf
 from holdfast.state.markers import (
     FlatShard,
@@ -79,7 +79,7 @@ class _Pass:
         self.layouts: list[Layout] = []
         self.leaves: dict[str, TensorLeaf] = {}
         self.memory: dict[str, object] = {}
-        """Of each tensor whose leaf has views of it, see `_memory`."""
+        """Of each tensor whose leaf has views of it, see `memory_key`."""
         self.meshes: dict[int, DeviceMesh] = {}
         """Kept, so that no other mesh has the `id` of one of the last pass."""
         self.structure = object()
@@ -300,7 +300,9 @@ class _Flattener:
         made.memory = {key: each for key, each in before.memory.items() if key in tensors}
         # Views of a tensor are of the memory that it had.
         again += [
-            key for key, each in made.memory.items() if _memory(held_tensor(tensors[key])) != each
+            key
+            for key, each in made.memory.items()
+            if memory_key(held_tensor(tensors[key])) != each
         ]
         self._make_again(again, made, tensors)
         return made, tensors
@@ -330,7 +332,7 @@ class _Flattener:
             if name is not None and _is_whole(leaf, obj):
                 leaf = alike[name] = leaf._replace(locals=())
             else:
-                made.memory[key] = _memory(held_tensor(obj))
+                made.memory[key] = memory_key(held_tensor(obj))
             made.leaves[key] = leaf
 
     def _tie(self) -> None:
@@ -430,18 +432,6 @@ def _traits(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
     return "replicated", _traits(obj.local, meshes)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are, and how they are read."""
-    if is_lazy(tensor) or tensor.is_nested:
-        return (type(tensor),)
-    if tensor.layout is not torch.strided:
-        return (tensor.layout,)
-    return (
-        tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
-
-
 def _identity(obj: Any) -> object:
     """What two tensors have in common that are one: all of memory, form and placement.
 
@@ -460,13 +450,12 @@ def _identity(obj: Any) -> object:
 
 
 def _known_memory(tensor: torch.Tensor) -> object:
-    """Where a tensor's elements are; None where that cannot be known."""
-    memory = _memory(tensor)
-    if len(memory) == 1:  # not strided; refused where its leaf is made
-        return None
+    """Return where a tensor's elements are; None if that cannot be known."""
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
+        return None  # refused when its leaf is made
     if tensor.numel() == 0:
-        return ("empty", storage_id(tensor), tensor.storage_offset(), *memory[1:])
-    return memory if memory[0] else None
+        return storage_id(tensor), tensor.storage_offset(), tensor.stride(), tensor.device
+    return memory_key(tensor)
 
 
 @contextmanager

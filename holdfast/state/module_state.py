@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from holdfast._torch import buffer_table, give_metadata, parameter_table, write_counter
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
 from holdfast.format.values import tag_of
-from holdfast.state.elements import element_bytes, local_of, tensor_digest
+from holdfast.state.elements import element_bytes, equal_bits, local_of, tensor_digest
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
     ModuleStateDict,
@@ -34,6 +34,7 @@ from holdfast.state.module_tree import (
     read_state_dict,
     refuse_hidden,
     same_memory,
+    some_of,
     walk_all,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
@@ -261,9 +262,6 @@ def _stored_shape(node: object, stored: StoredPart) -> tuple[int, ...] | None:
     if isinstance(node, dict) and tag_of(node) == "tensor":
         return stored.tensors[str(node["k"])][1]
     return None
-
-
-_MAX_NAMED = 10
 
 
 def runs_code(module: nn.Module) -> bool:
@@ -508,7 +506,7 @@ class ModuleLoad:
     def _untouched(self, names: Sequence[str]) -> str:
         """That tensors were not written by the module's load, in words."""
         return (
-            f"{self._kind}.state_dict() does not show {_some(names)} itself, and loading what it "
+            f"{self._kind}.state_dict() does not show {some_of(names)} itself, and loading what it "
             f"shows did not write to it: it keeps what it had before the load. Give the module a "
             f"load hook (or _load_from_state_dict) that makes it from the entries of the state dict"
         )
@@ -516,37 +514,17 @@ class ModuleLoad:
     def _refusal(self, wrong: Sequence[str]) -> str:
         """That entries have not reached the module, in words."""
         message = (
-            f"{self._kind} shows {_some(wrong)} in a form of its own, and after load_state_dict "
+            f"{self._kind} shows {some_of(wrong)} in a form of its own, and after load_state_dict "
             f"it does not show what was loaded: the values have not reached it, or not unchanged"
         )
         unknown = [name for name in wrong if name in self._unexpected]
         if unknown:
-            message += f"; its load_state_dict does not know {_some(unknown)}"
+            message += f"; its load_state_dict does not know {some_of(unknown)}"
         return (
             f"{message}. Give the module a load hook (or _load_from_state_dict, load_state_dict) "
             f"that takes back what its state_dict makes, or leave the entries out: "
             f"ModuleState(module, only=lambda name, value: ...)"
         )
-
-
-def equal_bits(one: object, other: object) -> bool:
-    """Whether two values are equal, tensors bit by bit (NaN is equal to itself, 0.0 not to -0.0).
-
-    Of DTensors only what this rank holds is compared: no collectives.
-    """
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape:
-            return False
-        if isinstance(one, DTensor) and one.placements != getattr(other, "placements", None):
-            return False
-        mine, theirs = local_of(one), local_of(other)
-        if not _is_alike(mine, theirs):
-            return False
-        return torch.equal(element_bytes(mine).to(theirs.device), element_bytes(theirs))
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
 
 
 def _inverted(tensor: torch.Tensor) -> torch.Tensor:
@@ -628,10 +606,3 @@ def _set_quant_states(
             held.owner.quant_state = made
         taken |= mine
     return taken
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMED])
-    rest = len(names) - _MAX_NAMED
-    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast._torch import buffer_table, module_table, parameter_table, unsaved_buffers
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
-from holdfast.state.elements import instances_in, local_of
+from holdfast.state.elements import instances_in, local_of, memory_key
 from holdfast.state.markers import Marked, check_real_shape
 
 # Attribute names under which torch's wrappers keep the module they wrap. `module` is not here: a
@@ -336,6 +336,7 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
     return ModulePaddings(by_tensor=by_tensor, by_name=by_name)
 
 
+_MAX_NAMED = 10
 _EXTRA_STATE = "_extra_state"
 _DATA = torch.Tensor | Marked | np.ndarray | bytes | bytearray
 """Types that may hold what a tensor of the module does not show itself."""
@@ -453,8 +454,8 @@ def same_memory(one: object, other: object) -> bool:
         return False
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    key = _memory_key(one)
-    return key is not None and key == _memory_key(other)
+    key = memory_key(one)
+    return key is not None and key == memory_key(other)
 
 
 def forms_of(shown: ModuleStateDict, module: nn.Module) -> list[RegisteredTensor]:
@@ -481,10 +482,9 @@ def refuse_hidden(
         if is_selected(hidden.name, hidden.tensor) and not _is_represented(shown, module, hidden)
     ]
     if lost:
-        names = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         raise PlacementError(
-            f"{type(module).__name__}.state_dict() shows {names} in no form, or only in part, so "
-            f"a checkpoint would lose it. Let state_dict show it; or leave it out by name: "
+            f"{type(module).__name__}.state_dict() shows {some_of(lost)} in no form, or only in "
+            f"part, so a checkpoint would lose it. Let state_dict show it; or leave it out by name: "
             f"ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, value: "
             f"...); or register a buffer with persistent=False"
         )
@@ -505,6 +505,13 @@ def _state_dict(module: nn.Module) -> Mapping[object, object]:
             f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, no mapping"
         )
     return state
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(names[:_MAX_NAMED])
+    rest = len(names) - _MAX_NAMED
+    return shown if rest <= 0 else f"{shown} and {rest} more"
 
 
 def _is_extra(name: str) -> bool:
@@ -559,29 +566,10 @@ def _is_represented(shown: ModuleStateDict, module: nn.Module, hidden: Registere
     return False
 
 
-_MemoryKey = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
-
-
-def _memory_key(tensor: torch.Tensor) -> _MemoryKey | None:
-    """Where and how a tensor's elements lie; None where that says nothing."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    if tensor.is_meta or tensor.numel() == 0:
-        return None
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:
-        return None  # a wrapper without memory of its own
-    return (
-        tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
-
-
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     """Device, first byte and the one after the last of a plain tensor's elements."""
-    key = None if isinstance(tensor, DTensor) else _memory_key(tensor)
-    if key is None or key[1] == 0:
+    key = None if isinstance(tensor, DTensor) else memory_key(tensor)
+    if key is None:
         return None
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), key[1], key[1] + (last + 1) * tensor.element_size()
@@ -616,7 +604,7 @@ class _Memory:
         for held in self._by_id.values():
             if is_lazy(held.tensor):
                 continue
-            key = _memory_key(local_of(held.tensor))
+            key = memory_key(local_of(held.tensor))
             if key is not None:
                 by_memory.setdefault(key, held)
             extent = _extent(held.tensor)
@@ -632,7 +620,7 @@ class _Memory:
         held = self._by_id.get(id(value))
         if held is not None or not isinstance(value, torch.Tensor) or is_lazy(value):
             return held
-        result = self._index_memory().get(_memory_key(local_of(value)))
+        result = self._index_memory().get(memory_key(local_of(value)))
         return result if result is not None and same_memory(result.tensor, value) else None
 
     def owner(self, value: object) -> RegisteredTensor | None:

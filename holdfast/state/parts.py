@@ -7,7 +7,7 @@ was, so it loads on other ranks, under another layout, next to other modules.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -57,7 +57,7 @@ class Stateful(Protocol):
         """Take a state."""
 
 
-class OptionalPart(ABC):
+class OptionalPart(Part):
     """A part that a checkpoint may lack: a load without it succeeds and leaves the part as it is.
 
     For what watches over a run and is no part of what is trained. `LoadReport.missing` names it
@@ -68,18 +68,6 @@ class OptionalPart(ABC):
     @abstractmethod
     def has_entry(self) -> bool:
         """Whether it is saved and loaded now; otherwise it is as if the state did not have it."""
-
-    @abstractmethod
-    def tree(self) -> object:
-        """As of `Part`."""
-
-    @abstractmethod
-    def template(self, stored: StoredPart) -> object:
-        """As of `Part`."""
-
-    @abstractmethod
-    def restore(self, tree: object) -> None:
-        """As of `Part`."""
 
 
 class StatefulPart:

@@ -325,9 +325,8 @@ class _StreamLoad:
     fresh: dict[str, State]
     """The streams as they were when the load began."""
     declared: dict[str, tuple[str, ...] | None]
-    sources: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Stream -> where it is stored and the coordinates that it is taken from; several where only
-    their bytes can show whether they are equal."""
+    sources: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Stream -> where it is stored, and the coordinate that it is taken from."""
     whole: dict[str, str] = field(default_factory=dict)
     """Stream -> where it is stored for all ranks at once."""
 
@@ -348,14 +347,25 @@ class _StreamLoad:
         labels: dict[str, None] = {}
         kept = []
         for name in names:
-            taken = stored.sources(name, self.declared[name])
-            if isinstance(taken, str):
-                return PerRankSource(here=request.here, problem=taken)
-            self.sources[name] = (key, taken)
-            labels.update(dict.fromkeys(taken))
-            if not taken:
+            declared = self.declared[name]
+            candidates = stored.candidates(name, declared)
+            digests = {stored.digest(label, name) for label in candidates}
+            if len(digests) > 1 and declared is not None:
+                problem = (
+                    f"{request.path}.{name} is declared shared along {', '.join(declared)}, but "
+                    f"the checkpoint holds different streams along it, for "
+                    f"{'; '.join(candidates)}: load them as they are with RNG(shared=()), or "
+                    f"leave the random streams out of the load and seed them"
+                )
+                return PerRankSource(here=request.here, problem=problem)
+            if len(digests) == 1:
+                self.sources[name] = (key, candidates[0])
+                labels[candidates[0]] = None
+                digest = digests.pop()
+            else:
                 kept.append(name)
-            check = stored.check(name, self.declared[name], taken, self.fresh[name])
+                digest = state_digest(self.fresh[name])
+            check = stored.check(name, declared, digest)
             result.checks += [] if check is None else [check]
         result.labels = tuple(labels)
         result.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
@@ -369,19 +379,13 @@ class _StreamLoad:
         return result
 
     def loaded(self, name: str, tree: Mapping[str, Any]) -> Any:
-        """The state that a stream is set to; MismatchError where a shared one differs."""
+        """Return the state that a stream is set to."""
         if name in self.whole:
             return tree[self.whole[name]][name]
-        key, labels = self.sources.get(name, ("", ()))
-        if not labels:
+        if name not in self.sources:
             return self.fresh[name]
-        trees = tree[key] if key else tree
-        states = [trees[label][name] for label in labels]
-        if len({state_digest(state) for state in states}) > 1:
-            if self.declared[name] is None:
-                return self.fresh[name]
-            raise MismatchError(_differ(f"rng.{name}", labels, self.declared[name] or ()))
-        return states[0]
+        key, label = self.sources[name]
+        return (tree[key] if key else tree)[label][name]
 
 
 class _StoredStreams:
@@ -393,42 +397,32 @@ class _StoredStreams:
         self._at = {label: parse_label(label) for label in request.stored}
         self._mine = parse_label(request.here)
 
-    def sources(self, name: str, declared: tuple[str, ...] | None) -> tuple[str, ...] | str:
-        """The stored coordinates of a stream for this rank; none: it stays; text: a problem."""
+    def candidates(self, name: str, declared: tuple[str, ...] | None) -> list[str]:
+        """Return the stored coordinates that this rank may take a stream from, the best first.
+
+        If their streams differ, none of them is this rank's.
+        """
         here = self._request.here
-        if declared is None and here in self._at:
-            return (here,)
+        if declared is None and self.digest(here, name):
+            return [here]
         along = [axis for axis in self._replicating() if axis in self._at[next(iter(self._at))]]
-        candidates = self._equal_outside(along if declared is None else declared)
-        digests = {self._digest(label, name) for label in candidates}
-        if None in digests:
-            # A checkpoint from before digests: the streams themselves are read and compared.
-            return tuple(candidates)
-        if len(digests) > 1:
-            if declared is None:
-                return ()
-            return _differ(f"{self._request.path}.{name}", candidates, declared)
-        return (here,) if here in candidates else tuple(candidates[:1])
+        labels = self._equal_outside(along if declared is None else declared)
+        return sorted((label for label in labels if self.digest(label, name)), key=here.__ne__)
 
     def check(
-        self,
-        name: str,
-        declared: tuple[str, ...] | None,
-        taken: tuple[str, ...],
-        fresh: object,
+        self, name: str, declared: tuple[str, ...] | None, digest: str
     ) -> ConsistencyCheck | None:
-        """What ranks that share the stream must have in common; None where none do."""
+        """Return what ranks that share the stream must have in common; None if no ranks do.
+
+        Args:
+            digest: Of the stream that this rank will have.
+        """
         along, is_certain = self._found_shared(name) if declared is None else (declared, True)
         axes = [axis for axis in self._axes if axis not in along]
         if not along and any(set(view) <= set(axes) for view in (DENSE_AXES, EXPERT_AXES)):
             return None
         request = self._request
         label = coordinate_label(request.layout, request.rank, axes, path=request.path)
-        digest = state_digest(fresh)
-        if taken:
-            digest = self._digest(taken[0], name) or f"of {taken[0]}"
-        if len(taken) > 1 and declared is None:
-            return None
         shown = ", ".join(along) or f"all but {', '.join(axes)}"
         return ConsistencyCheck(f"{request.path}.{name}", shown, label, digest, is_certain)
 
@@ -445,13 +439,13 @@ class _StoredStreams:
         along = [axis for axis in self._replicating() if axis in first]
         if not along:
             return (), True
-        by_rest: dict[tuple[int, ...], set[str | None]] = {}
+        by_rest: dict[tuple[int, ...], set[str]] = {}
         for label, at in self._at.items():
             rest = tuple(at[axis] for axis in sorted(at) if axis not in along)
-            by_rest.setdefault(rest, set()).add(self._digest(label, name))
+            by_rest.setdefault(rest, set()).add(self.digest(label, name))
         if len(by_rest) == len(self._at):
             return tuple(along), False
-        is_equal = all(len(digests) == 1 and None not in digests for digests in by_rest.values())
+        is_equal = all(len(digests) == 1 and "" not in digests for digests in by_rest.values())
         return (tuple(along), True) if is_equal else ((), True)
 
     def _equal_outside(self, along: Sequence[str]) -> list[str]:
@@ -465,20 +459,11 @@ class _StoredStreams:
         ]
         return [label for _, label in sorted(result)]
 
-    def _digest(self, label: str, name: str) -> str | None:
-        """The stored digest of a stream; None in a checkpoint from before there were any."""
-        digests = self._request.stored[label].get(DIGESTS)
+    def digest(self, label: str, name: str) -> str:
+        """Return the stored digest of a stream; empty if that coordinate does not have it."""
+        digests = self._request.stored.get(label, {}).get(DIGESTS)
         result = digests.get(name) if isinstance(digests, Mapping) else None
-        return result if isinstance(result, str) else None
-
-
-def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
-    """That streams that are declared shared were stored different, in words."""
-    return (
-        f"{what} is declared shared along {', '.join(declared)}, but the checkpoint holds "
-        f"different streams along it, for {'; '.join(labels)}: load them as they are with "
-        f"RNG(shared=()), or leave the random streams out of the load and seed them"
-    )
+        return result if isinstance(result, str) else ""
 
 
 def _streams_of(group: Any) -> set[str]:

@@ -44,6 +44,7 @@ from holdfast.state.markers import (
     Replicated,
     Sharded,
     Stored,
+    global_shape,
 )
 
 Token = str | bytes
@@ -379,7 +380,7 @@ class PlacedTemplates:
 
     def _target(self, current: Any, info: StoredTensor) -> torch.Tensor | Marked | None:
         """A target of the stored shape: the current one where it may be filled, or a new one."""
-        if _global_shape(current) != info.shape:
+        if global_shape(current) != info.shape:
             return None
         local = local_of(current if isinstance(current, torch.Tensor) else current.local)
         if self._in_place and local.dtype == info.dtype and self._is_new(local):
@@ -394,12 +395,3 @@ class PlacedTemplates:
         is_new = memory not in self._used
         self._used.add(memory)
         return is_new
-
-
-def _global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:
-    """The shape of the whole tensor that a target is part of."""
-    if isinstance(target, Padded | Sharded):
-        return tuple(target.shape)
-    if isinstance(target, FlatShard):
-        return tuple(target.like.shape)
-    return tuple((target if isinstance(target, torch.Tensor) else target.local).shape)
