@@ -148,7 +148,7 @@ def flatten_state(
 
 
 def _declared_tree(part: Part) -> object:
-    """The part's tree; that of a module or an optimizer with its dicts by name declared as unions.
+    """Return the part's tree; the dicts by name of a module or an optimizer are declared as unions.
 
     Ranks of other pipeline stages hold other parameters; what several hold must still be equal.
     """
@@ -158,7 +158,7 @@ def _declared_tree(part: Part) -> object:
 
 
 def _optimizer_union(tree: Mapping[str, Any]) -> Union:
-    """The tree of an optimizer, and of those inside of it, whose stages hold other parameters."""
+    """Return the tree of an optimizer and of those inside it, with its dicts declared as unions."""
     declared = {key: Union(each) if type(each) is dict else each for key, each in tree.items()}
     if "inner" in tree:
         inner = {path: _optimizer_union(each) for path, each in tree["inner"].items()}
@@ -223,7 +223,7 @@ class _Flattener:
         return None
 
     def _encode_marked(self, tree: object, *, path: str) -> Node:
-        """What is inside of a marker, for which the walk starts again."""
+        """Return the node of what a marker wraps, for which the walk starts again."""
         if self._num_markers >= _MAX_MARKERS:
             raise PlacementError(
                 f"{path[:80]}…: more than {_MAX_MARKERS} PerRank and Union inside each other; a "
@@ -235,7 +235,7 @@ class _Flattener:
         return node
 
     def _array_node(self, path: str, array: np.ndarray) -> Node:
-        """A NumPy array: its elements as a tensor; its dtype where the tensor's does not say it."""
+        """Return the node of a NumPy array, with its dtype if the tensor's does not tell it."""
         tensor, dtype = array_tensor(path, array)
         node = self._add(path, tensor, "array")
         if dtype is not None:
@@ -243,7 +243,7 @@ class _Flattener:
         return node
 
     def _dict_node(self, path: str, obj: dict[Any, Any]) -> Node | None:
-        """The node of a dict of nothing but tensors, by text; None for any other."""
+        """Return the node of a dict that has only text keys and tensors; None for any other."""
         if set(map(type, obj)) != {str}:
             return None
         if not all(issubclass(kind, _TENSORS) for kind in set(map(type, obj.values()))):
@@ -261,7 +261,7 @@ class _Flattener:
         return dict(zip(obj, nodes, strict=True))
 
     def _add(self, path: str, obj: torch.Tensor | Marked, tag: str) -> dict[str, Node]:
-        """The node of a tensor, which refers to its key; `_tie` makes it refer to another one's."""
+        """Return the node of a tensor, which refers to its key or, after `_tie`, to another's."""
         node = tensor_node(path, tag=tag)
         self._paths.append(path)
         self._objects.append(obj)
@@ -272,7 +272,7 @@ class _Flattener:
         return node
 
     def finish(self) -> tuple[_Pass, dict[str, Any]]:
-        """The leaves of everything that was met, as the next pass wants them; and what was met.
+        """Return the pass, for the next one, and each tensor or marker by key.
 
         Raises:
             PlacementError: For a tensor that cannot be stored, and for two of one key.
@@ -361,7 +361,7 @@ class _Flattener:
 
 
 def _check_key(path: str) -> None:
-    """PlacementError for a path that cannot be a key."""
+    """Raise PlacementError for a path that cannot be a key."""
     if path == "__metadata__":
         raise PlacementError("the key '__metadata__' is reserved by safetensors; rename it")
     if not path.isascii() and not is_unicode(path):
@@ -372,14 +372,14 @@ def _check_key(path: str) -> None:
 
 
 def _is_whole(leaf: TensorLeaf, obj: object) -> bool:
-    """Whether the leaf of a tensor is just what the tensor holds, in one piece."""
+    """Return True if the leaf of a tensor is just what the tensor holds, in one piece."""
     return isinstance(obj, torch.Tensor) and [box.shape for box in leaf.boxes] == [
         tuple(held_tensor(obj).shape)
     ]
 
 
 def _address(obj: Any) -> int:
-    """Where the elements of a tensor begin; 0 where it has none or that cannot be known."""
+    """Return the address of a tensor's first element; 0 if it has none or if it cannot be known."""
     try:
         return (obj if type(obj) in _PLAIN else held_tensor(obj)).data_ptr()
     except (RuntimeError, ValueError):  # sparse and lazy tensors
@@ -387,7 +387,7 @@ def _address(obj: Any) -> int:
 
 
 def _all_traits(objects: list[Any], meshes: dict[int, DeviceMesh]) -> list[object]:
-    """The traits of each tensor or marker."""
+    """Return the traits of each tensor or marker."""
     try:
         return [
             (each.dtype, each.shape, each.layout, each.is_meta)
@@ -433,10 +433,10 @@ def _traits(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
 
 
 def _identity(obj: Any) -> object:
-    """What two tensors have in common that are one: all of memory, form and placement.
+    """Return what two tensors share if they are one: memory, form and placement.
 
-    None for what is the same only as the same object: runs of a flat bucket, which are empty on
-    some ranks, and then alike. Tensors without elements have no memory; two of them are one where
+    None for a run of a flat bucket, which is the same only as the same object: runs are empty on
+    some ranks, and then alike. Tensors without elements have no memory; two of them are one if
     their storages are, on all ranks alike.
     """
     inner = obj.value if isinstance(obj, Padded) else obj
