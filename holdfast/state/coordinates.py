@@ -19,7 +19,7 @@ from holdfast.state.markers import (
 
 
 class ConsistencyCheck(NamedTuple):
-    """What a rank will have after the load, where ranks of one `label` must have the same."""
+    """A value that all ranks of one `label` must have alike after the load."""
 
     what: str
     """Path of the value."""
@@ -29,25 +29,25 @@ class ConsistencyCheck(NamedTuple):
     digest: str
     """Of the value, or a name for where it comes from."""
     is_certain: bool
-    """Whether a difference is an error."""
+    """True if a difference is an error."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PerRankSource:
-    """Where one rank takes a value per coordinate from."""
+    """The stored coordinates from which one rank takes its value."""
 
     labels: tuple[str, ...] = ()
     """Stored coordinates whose trees it reads."""
     here: str = ""
     """Its own coordinate, along the axes that are stored."""
     is_merged: bool = False
-    """Whether `merge` makes the value of all trees by label."""
+    """True if `merge` makes the value of all trees by label."""
     is_picked: bool = False
-    """Whether the owner gets all trees by label."""
+    """True if the owner gets all trees by label."""
     problem: str | None = None
-    """One sentence, where the request cannot be met."""
+    """One sentence, if the request cannot be met."""
     names: frozenset[str] | None = None
-    """The entries that are used, where not all are."""
+    """The entries that are used, if not all are."""
     kept: tuple[str, ...] = ()
     """Entries that keep their local value; "" for all of them."""
     missing: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class PerRankSource:
     dropped: tuple[str, ...] = ()
     """Entries that nothing here can take."""
     checks: list[ConsistencyCheck] = field(default_factory=list)
-    """What has to be equal on several ranks."""
+    """Values that must be equal on several ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +85,19 @@ class PickedPerRank(PerRank):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerRankIn(PerRank):
-    """One in the state that an object returns, which gets `local` back where that stays."""
+    """A marker in the state of an object, which gets `local` back if its value stays."""
 
     local: object = None
 
 
 def parse_label(label: str) -> dict[str, int]:
-    """The coordinates of a label that `stored_trees` has checked: "dp=1,tp=0" -> {dp: 1, tp: 0}."""
+    """Return the coordinates of a checked label: "dp=1,tp=0" -> {dp: 1, tp: 0}."""
     pairs = (pair.split("=") for pair in label.split(","))
     return {axis: int(index) for axis, index in pairs}
 
 
 def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Axes and label -> node of a stored value per coordinate; CorruptionError for another form."""
+    """Return the axes and the nodes by label of a stored value per coordinate."""
     axes, trees = node.get("axes"), node.get("v")
     if not isinstance(axes, list) or not isinstance(trees, dict) or not trees:
         raise CorruptionError(f"{path}: the checkpoint holds a malformed value per coordinate")
@@ -107,14 +107,14 @@ def stored_trees(node: Any, *, path: str) -> tuple[tuple[str, ...], dict[str, An
         except ValueError:
             is_right = False
         if not is_right:
-            raise CorruptionError(f"{path}: {label!r} is no coordinate along {', '.join(axes)}")
+            raise CorruptionError(f"{path}: {label!r} is not a coordinate along {', '.join(axes)}")
     return tuple(axes), trees
 
 
 def find_source(
     marker: PerRank, node: Any, *, layout: Layout, rank: int, path: str
 ) -> PerRankSource:
-    """Which of the stored trees a rank takes under the policy of its marker. Pure arithmetic."""
+    """Return which of the stored trees a rank takes under the policy of its marker."""
     axes, trees = stored_trees(node, path=path)
     if isinstance(marker, PickedPerRank) and marker.pick is not None:
         return marker.pick(
@@ -135,9 +135,9 @@ def find_source(
 def _by_label_along(
     requested: Sequence[str], axes: Sequence[str], trees: Mapping[str, Any]
 ) -> dict[str, str] | None:
-    """Label along the requested axes -> stored label; None where that is ambiguous.
+    """Return the stored label for each label along the requested axes; None if that is ambiguous.
 
-    A stored axis that is not requested may be left out where it has one coordinate only.
+    A stored axis that is not requested may be left out if it has one coordinate only.
     """
     if set(requested) == set(axes):
         return {label: label for label in trees}
@@ -156,7 +156,7 @@ def _by_label_along(
 def _other_axes(
     marker: PerRank, axes: Sequence[str], trees: Mapping[str, Any], *, path: str
 ) -> str:
-    """Why a value per other axes than the requested ones cannot be taken, in words."""
+    """Return why a value per other axes than the requested ones cannot be taken, in words."""
     message = (
         f"{path}: the state has a value per {','.join(marker.axes)} here, the checkpoint a value "
         f"per {','.join(axes)}"
@@ -171,7 +171,7 @@ def _other_axes(
 
 
 def _in_order(labels: Iterable[str], axes: Sequence[str]) -> tuple[str, ...]:
-    """Labels by ascending coordinates, the first of `axes` most significant."""
+    """Return labels by ascending coordinates, the first of `axes` most significant."""
 
     def position(label: str) -> tuple[int, ...]:
         at = parse_label(label)
@@ -181,7 +181,7 @@ def _in_order(labels: Iterable[str], axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a path, with or without the coordinate it ends in, fits a pattern (`fnmatch`).
+    """Return True if a path, with or without the coordinate it ends in, fits a pattern (`fnmatch`).
 
     A pattern that is the path itself fits, too, though brackets mean something else in patterns.
     """
@@ -192,7 +192,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def fill_from_merged(template: object, merged: object, path: str) -> object:
-    """A merged tree, with the template's own tensors filled where it has some.
+    """Return a merged tree in which the template's own tensors are filled.
 
     Raises:
         MismatchError: One of them would be left as it was, or filled with rounded values.
@@ -232,7 +232,7 @@ def fill_from_merged(template: object, merged: object, path: str) -> object:
 
 
 def _fits(merged: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether every value of the tensor is one of that dtype."""
+    """Return True if every value of the tensor is one of that dtype."""
     if merged.dtype == dtype:
         return True
     if merged.is_complex() and not dtype.is_complex:
@@ -249,7 +249,7 @@ def _fits(merged: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _refuse_tensors(template: object, path: str) -> None:
-    """MismatchError where the template has a tensor, which nothing fills."""
+    """Raise MismatchError if the template has a tensor, which nothing fills."""
     for where, _ in instances_in(template, torch.Tensor | Marked, path):
         raise MismatchError(
             f"{where}: merge returned nothing for this tensor of the marker's tree, which would "
@@ -258,7 +258,7 @@ def _refuse_tensors(template: object, path: str) -> None:
 
 
 def coordinate_label(layout: Layout, rank: int, axes: Iterable[str], *, path: str) -> str:
-    """This rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
+    """Return this rank's coordinates along `axes` as text: `cp=0,dp=1,pp=0,tp=1`."""
     known = layout.coordinates(rank)
     # Sorted, so that the label does not depend on the order in which axes were declared.
     named = sorted(axes)

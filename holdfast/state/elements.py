@@ -17,13 +17,36 @@ from holdfast.format.digest import digest128
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached."""
+    """Return what this rank holds of a tensor, detached."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+MemoryKey = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
+    """Return where a tensor's elements are and how they are read.
+
+    Two tensors with one key are the same elements. None if nothing can be known by that: the tensor
+    has no elements, or no strided memory (lazy, sparse, nested and meta tensors, wrappers).
+    """
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a wrapper without memory
+        return None
+    if address == 0:
+        return None
+    return (
+        tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
 def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a rank's elements in row-major order, as a 1-d uint8 tensor."""
+    """Return the bytes of a rank's elements in row-major order, as a 1-d uint8 tensor."""
     local = local_of(tensor)
     if local.layout is not torch.strided:
         local = local.to_dense()
@@ -40,12 +63,12 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def tensors_of(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a tree of mappings and sequences, with their paths."""
+    """Yield the tensors of a tree of mappings and sequences, with their paths."""
     yield from instances_in(tree, torch.Tensor)
 
 
 def instances_in(tree: object, kinds: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The objects of some types in a tree of mappings and sequences, with their paths."""
+    """Yield the objects of some types in a tree of mappings and sequences, with their paths."""
     children: Iterable[tuple[object, object]] = ()
     if isinstance(tree, kinds):
         yield path, tree
@@ -57,8 +80,28 @@ def instances_in(tree: object, kinds: Any, path: str = "") -> Iterator[tuple[str
         yield from instances_in(child, kinds, f"{path}.{name}" if path else str(name))
 
 
+def equal_bits(one: object, other: object) -> bool:
+    """Return True if two values are equal, tensors bit by bit: NaN equals itself, 0.0 is not -0.0.
+
+    Of DTensors only what this rank holds is compared: no collectives.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape:
+            return False
+        if isinstance(one, DTensor) and one.placements != getattr(other, "placements", None):
+            return False
+        mine, theirs = local_of(one), local_of(other)
+        if not (mine.shape == theirs.shape and mine.dtype == theirs.dtype):
+            return False
+        return torch.equal(element_bytes(mine).to(theirs.device), element_bytes(theirs))
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
 def equal_trees(one: object, other: object) -> bool:
-    """Whether two trees are equal, tensors by dtype and value; NaN equals NaN.
+    """Return True if two trees are equal, tensors by dtype and value; NaN equals NaN.
 
     Of DTensors only dtype and shape are compared, so that there are no collectives.
     """
@@ -120,7 +163,7 @@ _COMPONENT = MappingProxyType({"C32": "F16", "C64": "F32", "C128": "F64"})
 
 
 def dtype_name(dtype: torch.dtype, *, key: str) -> str:
-    """The format's name of a torch dtype; PlacementError naming `key` where there is none."""
+    """Return the format's name of a torch dtype; raise PlacementError if there is none."""
     name = TORCH_TO_NAME.get(dtype)
     if name is None:
         raise PlacementError(
@@ -131,7 +174,7 @@ def dtype_name(dtype: torch.dtype, *, key: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a format name; PlacementError where this torch has none."""
+    """Return the torch dtype of a format name; raise PlacementError if it has none."""
     dtype = NAME_TO_TORCH.get(name)
     if dtype is None:
         raise PlacementError(
@@ -141,11 +184,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def refused_cast(stored: str, target: str) -> str:
-    """Why elements of one dtype are not converted into another, in words; empty where they are.
+    """Return why elements of one dtype do not go into another; empty if they do.
 
     | stored | goes into |
     |---|---|
-    | a float | any float, but `F8_E8M0`, which holds powers of two alone; any complex type |
+    | a float | any float, but `F8_E8M0`, which holds only powers of two; any complex type |
     | a complex number | any complex type |
     | an integer | any integer, float or complex type that has every value of it exactly |
     | a truth value | any type, but `F8_E8M0`, which has no zero |
@@ -162,14 +205,14 @@ def refused_cast(stored: str, target: str) -> str:
     if stored in _FLOAT_DIGITS:
         if into not in _FLOAT_DIGITS:
             return f"{target} has no fractions"
-        return f"{target} holds powers of two alone" if into == "F8_E8M0" else ""
+        return f"{target} holds only powers of two" if into == "F8_E8M0" else ""
     if into == "BOOL":
-        return "BOOL tells zero from the rest alone"
+        return "BOOL only tells zero from the rest"
     signed, bits = stored[0] == "I", int(stored[1:])
     digits = bits - signed
     if into in _FLOAT_DIGITS:
         fits = digits <= _FLOAT_DIGITS[into] and into != "F8_E8M0"
-        return "" if fits else f"{target} has not every {stored} exactly"
+        return "" if fits else f"{target} does not hold every {stored} exactly"
     if signed and into[0] == "U":
         return f"{target} has no negative numbers"
     room = int(into[1:]) - (into[0] == "I")
@@ -180,14 +223,14 @@ _DTYPE = re.compile(r"[<>](i[248]|u[248]|f[248]|c8|c16|[mM]8(\[[0-9A-Za-z]{1,12}
 
 
 def array_tensor(path: str, array: np.ndarray) -> tuple[torch.Tensor, str | None]:
-    """The array's elements as a tensor, and its dtype's code where the tensor's does not say it.
+    """Return the array as a tensor, and the code of its dtype if the tensor's does not tell it.
 
     Shares memory where NumPy's layout allows. Dates and time spans are stored as 64-bit integers,
     foreign byte orders as the native one; strides and memory order are not kept.
 
     Raises:
         PlacementError: Naming `path`, for a subclass, whose mask or names would be lost, and for a
-            dtype of no numbers (objects, texts, records, more than 64 bits).
+            dtype that is not numeric (objects, texts, records) or has more than 64 bits.
     """
     if type(array) is not np.ndarray:
         kind = type(array)
@@ -217,7 +260,7 @@ def array_tensor(path: str, array: np.ndarray) -> tuple[torch.Tensor, str | None
 
 
 def tensor_array(tensor: torch.Tensor, code: object, *, path: str) -> np.ndarray:
-    """The array of `array_tensor` again; shares the tensor's memory where it can.
+    """Return the array of `array_tensor` again; it shares the tensor's memory if it can.
 
     Raises:
         CorruptionError: For a code that `array_tensor` does not write, or that does not fit.
@@ -226,13 +269,13 @@ def tensor_array(tensor: torch.Tensor, code: object, *, path: str) -> np.ndarray
     if code is None:
         return array
     if not isinstance(code, str) or not _DTYPE.fullmatch(code):
-        raise CorruptionError(f"{path}: {str(code)[:40]!r} is no dtype of an array")
+        raise CorruptionError(f"{path}: {str(code)[:40]!r} is not the dtype of an array")
     dtype = np.dtype(code)
     native = dtype.newbyteorder("=")
     if dtype.kind in "mM":
         if array.dtype != np.int64:
-            raise CorruptionError(f"{path}: {array.dtype} elements are no {code}")
+            raise CorruptionError(f"{path}: {array.dtype} elements cannot be {code}")
         array = array.view(native)
     elif array.dtype != native:
-        raise CorruptionError(f"{path}: {array.dtype} elements are no {code}")
+        raise CorruptionError(f"{path}: {array.dtype} elements cannot be {code}")
     return array.astype(dtype, copy=False)

@@ -31,7 +31,7 @@ from holdfast.format.values import (
 )
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import coordinate_label
-from holdfast.state.elements import array_tensor
+from holdfast.state.elements import array_tensor, memory_key
 from holdfast.state.leaves import FlatState, ReplicaSets, TensorLeaf, held_tensor, tensor_leaf
 from holdfast.state.markers import (
     FlatShard,
@@ -79,7 +79,7 @@ class _Pass:
         self.layouts: list[Layout] = []
         self.leaves: dict[str, TensorLeaf] = {}
         self.memory: dict[str, object] = {}
-        """Of each tensor whose leaf has views of it, see `_memory`."""
+        """Of each tensor whose leaf has views of it, see `memory_key`."""
         self.meshes: dict[int, DeviceMesh] = {}
         """Kept, so that no other mesh has the `id` of one of the last pass."""
         self.structure = object()
@@ -148,7 +148,7 @@ def flatten_state(
 
 
 def _declared_tree(part: Part) -> object:
-    """The part's tree; that of a module or an optimizer with its dicts by name declared as unions.
+    """Return the part's tree; the dicts by name of a module or an optimizer are declared as unions.
 
     Ranks of other pipeline stages hold other parameters; what several hold must still be equal.
     """
@@ -158,7 +158,7 @@ def _declared_tree(part: Part) -> object:
 
 
 def _optimizer_union(tree: Mapping[str, Any]) -> Union:
-    """The tree of an optimizer, and of those inside of it, whose stages hold other parameters."""
+    """Return the tree of an optimizer and of those inside it, with its dicts declared as unions."""
     declared = {key: Union(each) if type(each) is dict else each for key, each in tree.items()}
     if "inner" in tree:
         inner = {path: _optimizer_union(each) for path, each in tree["inner"].items()}
@@ -223,7 +223,7 @@ class _Flattener:
         return None
 
     def _encode_marked(self, tree: object, *, path: str) -> Node:
-        """What is inside of a marker, for which the walk starts again."""
+        """Return the node of what a marker wraps, for which the walk starts again."""
         if self._num_markers >= _MAX_MARKERS:
             raise PlacementError(
                 f"{path[:80]}…: more than {_MAX_MARKERS} PerRank and Union inside each other; a "
@@ -235,7 +235,7 @@ class _Flattener:
         return node
 
     def _array_node(self, path: str, array: np.ndarray) -> Node:
-        """A NumPy array: its elements as a tensor; its dtype where the tensor's does not say it."""
+        """Return the node of a NumPy array, with its dtype if the tensor's does not tell it."""
         tensor, dtype = array_tensor(path, array)
         node = self._add(path, tensor, "array")
         if dtype is not None:
@@ -243,7 +243,7 @@ class _Flattener:
         return node
 
     def _dict_node(self, path: str, obj: dict[Any, Any]) -> Node | None:
-        """The node of a dict of nothing but tensors, by text; None for any other."""
+        """Return the node of a dict that has only text keys and tensors; None for any other."""
         if set(map(type, obj)) != {str}:
             return None
         if not all(issubclass(kind, _TENSORS) for kind in set(map(type, obj.values()))):
@@ -261,7 +261,7 @@ class _Flattener:
         return dict(zip(obj, nodes, strict=True))
 
     def _add(self, path: str, obj: torch.Tensor | Marked, tag: str) -> dict[str, Node]:
-        """The node of a tensor, which refers to its key; `_tie` makes it refer to another one's."""
+        """Return the node of a tensor, which refers to its key or, after `_tie`, to another's."""
         node = tensor_node(path, tag=tag)
         self._paths.append(path)
         self._objects.append(obj)
@@ -272,7 +272,7 @@ class _Flattener:
         return node
 
     def finish(self) -> tuple[_Pass, dict[str, Any]]:
-        """The leaves of everything that was met, as the next pass wants them; and what was met.
+        """Return the pass, for the next one, and each tensor or marker by key.
 
         Raises:
             PlacementError: For a tensor that cannot be stored, and for two of one key.
@@ -300,7 +300,9 @@ class _Flattener:
         made.memory = {key: each for key, each in before.memory.items() if key in tensors}
         # Views of a tensor are of the memory that it had.
         again += [
-            key for key, each in made.memory.items() if _memory(held_tensor(tensors[key])) != each
+            key
+            for key, each in made.memory.items()
+            if memory_key(held_tensor(tensors[key])) != each
         ]
         self._make_again(again, made, tensors)
         return made, tensors
@@ -330,7 +332,7 @@ class _Flattener:
             if name is not None and _is_whole(leaf, obj):
                 leaf = alike[name] = leaf._replace(locals=())
             else:
-                made.memory[key] = _memory(held_tensor(obj))
+                made.memory[key] = memory_key(held_tensor(obj))
             made.leaves[key] = leaf
 
     def _tie(self) -> None:
@@ -359,7 +361,7 @@ class _Flattener:
 
 
 def _check_key(path: str) -> None:
-    """PlacementError for a path that cannot be a key."""
+    """Raise PlacementError for a path that cannot be a key."""
     if path == "__metadata__":
         raise PlacementError("the key '__metadata__' is reserved by safetensors; rename it")
     if not path.isascii() and not is_unicode(path):
@@ -370,14 +372,14 @@ def _check_key(path: str) -> None:
 
 
 def _is_whole(leaf: TensorLeaf, obj: object) -> bool:
-    """Whether the leaf of a tensor is just what the tensor holds, in one piece."""
+    """Return True if the leaf of a tensor is just what the tensor holds, in one piece."""
     return isinstance(obj, torch.Tensor) and [box.shape for box in leaf.boxes] == [
         tuple(held_tensor(obj).shape)
     ]
 
 
 def _address(obj: Any) -> int:
-    """Where the elements of a tensor begin; 0 where it has none or that cannot be known."""
+    """Return the address of a tensor's first element; 0 if it has none or if it cannot be known."""
     try:
         return (obj if type(obj) in _PLAIN else held_tensor(obj)).data_ptr()
     except (RuntimeError, ValueError):  # sparse and lazy tensors
@@ -385,7 +387,7 @@ def _address(obj: Any) -> int:
 
 
 def _all_traits(objects: list[Any], meshes: dict[int, DeviceMesh]) -> list[object]:
-    """The traits of each tensor or marker."""
+    """Return the traits of each tensor or marker."""
     try:
         return [
             (each.dtype, each.shape, each.layout, each.is_meta)
@@ -430,23 +432,11 @@ def _traits(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
     return "replicated", _traits(obj.local, meshes)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are, and how they are read."""
-    if is_lazy(tensor) or tensor.is_nested:
-        return (type(tensor),)
-    if tensor.layout is not torch.strided:
-        return (tensor.layout,)
-    return (
-        tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
-
-
 def _identity(obj: Any) -> object:
-    """What two tensors have in common that are one: all of memory, form and placement.
+    """Return what two tensors share if they are one: memory, form and placement.
 
-    None for what is the same only as the same object: runs of a flat bucket, which are empty on
-    some ranks, and then alike. Tensors without elements have no memory; two of them are one where
+    None for a run of a flat bucket, which is the same only as the same object: runs are empty on
+    some ranks, and then alike. Tensors without elements have no memory; two of them are one if
     their storages are, on all ranks alike.
     """
     inner = obj.value if isinstance(obj, Padded) else obj
@@ -460,13 +450,12 @@ def _identity(obj: Any) -> object:
 
 
 def _known_memory(tensor: torch.Tensor) -> object:
-    """Where a tensor's elements are; None where that cannot be known."""
-    memory = _memory(tensor)
-    if len(memory) == 1:  # not strided; refused where its leaf is made
-        return None
+    """Return where a tensor's elements are; None if that cannot be known."""
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
+        return None  # refused when its leaf is made
     if tensor.numel() == 0:
-        return ("empty", storage_id(tensor), tensor.storage_offset(), *memory[1:])
-    return memory if memory[0] else None
+        return storage_id(tensor), tensor.storage_offset(), tensor.stride(), tensor.device
+    return memory_key(tensor)
 
 
 @contextmanager

@@ -48,8 +48,8 @@ class ReplicaSet:
     replicas: Collection[int]
     """The ranks (ascending, this one included) that hold the same boxes of the tensor."""
     span: Collection[int]
-    """The ranks (ascending) that the declaration covers; those that are no replicas must hold other
-    boxes."""
+    """The ranks (ascending) that the declaration covers; those that are not replicas must hold
+    other boxes."""
 
 
 class TensorLeaf(NamedTuple):
@@ -65,7 +65,7 @@ class TensorLeaf(NamedTuple):
     locals: tuple[torch.Tensor, ...]
     """The tensor of each box, of the box's shape; any strides, any device."""
     replica_set: ReplicaSet | None
-    """None where nothing declares the placement."""
+    """None if nothing declares the placement."""
     layout: Layout
     """The one that the part lives on."""
     placement: PlacementInfo | None
@@ -77,7 +77,7 @@ class FlatState:
     """A flattened state: its tensors, and the tree of everything else."""
 
     leaves: Mapping[str, TensorLeaf] = field(default_factory=dict)
-    """By key, in the order of the tree; without locals where a tensor is held whole."""
+    """By key, in the order of the tree; without locals if a tensor is held whole."""
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """Key -> the tensor or marker."""
     nodes: Mapping[str, object] = field(default_factory=dict)
@@ -85,27 +85,27 @@ class FlatState:
     labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Key -> where coordinates of this rank stand in it, as position and length, in order."""
     structure: object = field(default_factory=object)
-    """The same object as that of the pass before where all leaves claim the same, in its order."""
+    """The object of the pass before if all leaves claim the same, in the same order."""
 
     def local(self, key: str, number: int) -> torch.Tensor:
-        """The tensor of one box of a leaf, as it is now."""
+        """Return the tensor of one box of a leaf, as it is now."""
         locals_ = self.leaves[key].locals
         return locals_[number] if locals_ else held_tensor(self.tensors[key]).detach()
 
 
 def held_tensor(obj: Any) -> torch.Tensor:
-    """What a tensor or marker holds on this rank; nothing waits, and nothing is recorded."""
+    """Return what a tensor or marker holds on this rank; nothing waits, and nothing is recorded."""
     if isinstance(obj, DTensor):
         return local_tensor(obj)
     return obj if isinstance(obj, torch.Tensor) else held_tensor(obj.local)
 
 
 ReplicaSets = dict[tuple[int, tuple[object, ...]], tuple[ReplicaSet, PlacementInfo]]
-"""What DTensors declare, as found so far, by mesh and placements; good while the meshes live."""
+"""The replica sets of DTensors so far, by mesh and placements; valid while the meshes live."""
 
 
 class _Site(NamedTuple):
-    """Where a leaf is made: its key, the rank that holds it, and the replica sets found so far."""
+    """The site of a leaf: its key, the rank that holds it, and the replica sets so far."""
 
     key: str
     layout: Layout
@@ -115,7 +115,7 @@ class _Site(NamedTuple):
     def declared(
         self, tensor: DTensor, over: str | None = None
     ) -> tuple[ReplicaSet, PlacementInfo]:
-        """Replicas and placement of a DTensor, or of a run of it that differs along `over`."""
+        """Return the replicas and placement of a DTensor, or of a run that differs along `over`."""
         name = (id(tensor.device_mesh), (*tensor.placements, tensor.ndim, over))
         result = self.replica_sets.get(name)
         if result is None:
@@ -134,7 +134,7 @@ class _Site(NamedTuple):
         replica_set: ReplicaSet | None,
         placement: PlacementInfo | None,
     ) -> TensorLeaf:
-        """The leaf of this site from pairs of box and local tensor."""
+        """Return the leaf of this site from pairs of box and local tensor."""
         boxes, locals_ = zip(*pieces, strict=True) if pieces else ((), ())
         return TensorLeaf(
             key=self.key,
@@ -156,7 +156,7 @@ def tensor_leaf(
     rank: int,
     replica_sets: ReplicaSets | None = None,
 ) -> TensorLeaf:
-    """The leaf of one tensor of the state, on `rank` of `layout`.
+    """Return the leaf of one tensor of the state, on `rank` of `layout`.
 
     Args:
         replica_sets: Kept by the caller between the leaves of one pass: each is computed once.
@@ -175,7 +175,7 @@ def tensor_leaf(
 
 
 def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
-    """The leaf of a tensor or marker whose padding, if any, is not declared."""
+    """Return the leaf of a tensor or marker whose padding, if any, is not declared."""
     if isinstance(obj, Replicated) and isinstance(obj.local, DTensor):
         raise PlacementError(
             f"{site.key}: Replicated(...) around a DTensor; pass the DTensor itself"
@@ -198,14 +198,14 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
 
 
 def _refuse_unreadable(tensor: torch.Tensor, key: str) -> None:
-    """PlacementError naming the key, where a local tensor cannot be stored."""
+    """Raise PlacementError if a local tensor cannot be stored."""
     reason = unreadable(tensor)
     if reason:
         raise PlacementError(f"{key}: {reason}")
 
 
 def unreadable(tensor: torch.Tensor) -> str:
-    """Why a local tensor cannot be stored; empty where it can."""
+    """Return why a local tensor cannot be stored; empty if it can."""
     # First: lazy and nested tensors refuse most questions themselves, without naming the key.
     if is_lazy(tensor):
         return (
@@ -235,7 +235,7 @@ def unreadable(tensor: torch.Tensor) -> str:
 
 
 def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
-    """The leaf of a hand-made shard; PlacementError where it is not what its axes give."""
+    """Return the leaf of a hand-made shard; raise PlacementError if its axes do not give it."""
     local = obj.local.detach()
     dims = {dim: axis_names(axes) for dim, axes in (obj.dims or {}).items()}
     axes = obj.over if obj.dims is None else tuple(itertools.chain(*dims.values()))
@@ -269,7 +269,7 @@ def _sharded_leaf(obj: Sharded, site: _Site) -> TensorLeaf:
 
 
 def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
-    """The boxes of a run of a local tensor: local boxes first, then each where it lies globally."""
+    """Return the leaf of a run of a local tensor."""
     like = obj.like
     dims: tuple[Intervals, ...] = tuple(((0, size),) for size in like.shape)
     pieces: list[tuple[Box, torch.Tensor]]
@@ -288,7 +288,7 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
         pieces = [(empty, flat.view(like.shape))]
         return site.leaf(flat.dtype, like.shape, pieces, replica_set, placement)
     # A run is boxes of the local tensor, in row-major order. Each is cut again where the local
-    # tensor is no single block of the global one (strided shards).
+    # tensor is not a single block of the global one (strided shards).
     local_shape = tuple((like.to_local() if isinstance(like, DTensor) else like).shape)
     pieces = []
     position = 0
@@ -302,7 +302,7 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
 
 
 def _flat_replica_set(whole: ReplicaSet, over: str, site: _Site) -> ReplicaSet:
-    """Replicas of a run: those of the parameter that have this rank's index along `over`."""
+    """Return the replicas of a run: the parameter's that have this rank's index along `over`."""
     try:
         index = site.layout.group(over, site.rank).index(site.rank)
         same = tuple(r for r in whole.replicas if site.layout.group(over, r).index(r) == index)
@@ -312,7 +312,7 @@ def _flat_replica_set(whole: ReplicaSet, over: str, site: _Site) -> ReplicaSet:
 
 
 def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> ReplicaSet:
-    """Replicas of a tensor that differs along `axes` only: equal coordinates along them."""
+    """Return the replicas of a tensor that differs along `axes` only."""
     tokens = {token for axis in axes for token in layout.tokens(axis)}
     view = DENSE_AXES if tokens <= set(DENSE_AXES) else EXPERT_AXES
     if not tokens <= set(view):
@@ -329,7 +329,7 @@ def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Replica
 
 
 def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
-    """The leaf of a DTensor; without boxes on ranks that are not on its mesh."""
+    """Return the leaf of a DTensor; without boxes on ranks that are not on its mesh."""
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
@@ -344,7 +344,7 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
 
 
 def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
-    """Which global indices the local tensor holds, per dim; on a rank of the mesh only."""
+    """Return which global indices the local tensor holds, per dim; on a rank of the mesh only."""
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     local = tensor.to_local()
@@ -376,7 +376,7 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
 
 
 def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
-    """PlacementError for a mesh whose communicator has its ranks in another order than the mesh.
+    """Raise PlacementError if the mesh's communicator has its ranks in another order.
 
     torch sorts the ranks of the groups it makes. On such a mesh some operations place shards by the
     mesh's coordinate and some by the group's, so it is unknown which rows this rank holds.
@@ -395,7 +395,7 @@ def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
 
 
 def _mesh_replica_set(tensor: DTensor) -> ReplicaSet:
-    """Replicas of a DTensor: ranks of its mesh with equal coordinates along the sharding dims."""
+    """Return the ranks of the mesh that have equal coordinates along the sharding dims."""
     mesh = tensor.device_mesh
     ranks = mesh.mesh
     coordinate = list(mesh.get_coordinate() or ())
@@ -410,9 +410,9 @@ def _mesh_replica_set(tensor: DTensor) -> ReplicaSet:
 
 
 def _mesh_placement(tensor: DTensor, site: _Site) -> PlacementInfo:
-    """How the boxes of a DTensor follow from coordinates on the layout.
+    """Return how the boxes of a DTensor follow from coordinates on the layout.
 
-    IRREGULAR where a sharding dim of its mesh is not a group of the layout by its name and ranks,
+    IRREGULAR if a sharding dim of its mesh is not a group of the layout by its name and ranks,
     or a strided shard is not cut inside of the pieces of the mesh dims after it.
     """
     mesh = tensor.device_mesh
@@ -441,9 +441,9 @@ def _mesh_placement(tensor: DTensor, site: _Site) -> PlacementInfo:
 
 
 def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
-    """The leaf of the real part of a tensor: boxes and views cut at `shape`, which it then has.
+    """Return the leaf of a tensor's real part: boxes and views are cut at `shape`.
 
-    A rank that holds nothing but padding holds no boxes. A real part without elements is one empty
+    A rank that holds only padding holds no boxes. A real part without elements is one empty
     box, held where the first element of the padded tensor is: its replicas are declared.
 
     Raises:
@@ -477,7 +477,7 @@ def clip_leaf(leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
 
 
 def padding_views(leaf: TensorLeaf, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """What `clip_leaf` cuts off, as disjoint views of the leaf's memory, at most one a dim a box.
+    """Return what `clip_leaf` cuts off: disjoint views, at most one per dim and box.
 
     Args:
         leaf: Of the padded tensor.

@@ -1,4 +1,4 @@
-"""What a user says about a value that its type does not say: how it is placed, whether it is kept.
+"""Markers: a user's declarations of how a value is placed and whether it is kept.
 
 A `DTensor` declares its own placement and needs no marker. A plain tensor that several ranks hold
 is taken to be replicated, and that claim is *checked* by content at every save; the markers below
@@ -29,7 +29,7 @@ class Sharded:
     - `dims={0: "tp"}`: tensor dim 0 is split over the axis (or group) `tp` as `torch.chunk` splits
       it: ceil(n/size) rows each, the last ones shorter or empty. A tuple of axes splits a dim
       repeatedly, from left to right.
-    - `offset=(row, column, ...)` with `over=("tp",)`: the piece begins there, and ranks that differ
+    - `offset=(row, column, ...)` with `over=("tp",)`: the piece starts there, and ranks that differ
       along `over` hold different pieces.
 
     Ranks equal along the named axes are replicas of each other; ranks of other pipeline stages
@@ -39,7 +39,7 @@ class Sharded:
         local: This rank's piece; any strides, any device.
         shape: The global shape.
         dims: Tensor dim -> axis, or axes from the outermost on, that it is split over.
-        offset: Where the piece begins, one index for each dim; instead of `dims`.
+        offset: Where the piece starts, one index for each dim; instead of `dims`.
         over: With `offset`: the axes along which ranks hold different pieces.
 
     Raises:
@@ -71,7 +71,7 @@ class Sharded:
             self._check_offset()
 
     def _check_dims(self, ndim: int) -> None:
-        """PlacementError unless each dim exists, and no dim or axis is named twice."""
+        """Raise PlacementError unless each dim exists, and no dim or axis is named twice."""
         if self.over:
             raise PlacementError("Sharded: `over` goes with offset=; dims= names the axes itself")
         clean: dict[int, tuple[str, ...]] = {}
@@ -93,7 +93,7 @@ class Sharded:
         object.__setattr__(self, "dims", clean)
 
     def _check_offset(self) -> None:
-        """PlacementError unless the piece lies inside the global shape."""
+        """Raise PlacementError unless the piece lies inside the global shape."""
         offset = tuple(int(o) for o in self.offset or ())
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "over", tuple(self.over))
@@ -161,7 +161,7 @@ class Replicated:
     """A tensor that every rank of its pipeline stage holds whole: declared, so not compared.
 
     Args:
-        local: The tensor; no DTensor, which declares its own placement.
+        local: The tensor; not a DTensor, which declares its own placement.
     """
 
     local: torch.Tensor
@@ -211,12 +211,12 @@ class Padded:
 
 
 def axis_names(axes: str | Sequence[str]) -> tuple[str, ...]:
-    """The axes that a user names: one as text, or several."""
+    """Return the axes that a user names: one as text, or several."""
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def check_real_shape(shape: tuple[int, ...], padded: tuple[int, ...], *, where: str) -> None:
-    """PlacementError, beginning with `where`, unless `shape` is a part of the padded shape."""
+    """Raise PlacementError, with `where` first, unless `shape` is a part of the padded shape."""
     if len(shape) != len(padded) or any(
         not 0 <= real <= whole for real, whole in zip(shape, padded, strict=True)
     ):
@@ -254,7 +254,7 @@ class PerRank:
     Raises:
         PlacementError: For an unknown policy, or axes named twice.
 
-    Cost: without `merge` a rank reads its own tree; with it, where it is called, all stored trees.
+    Cost: without `merge` a rank reads its own tree; with it, if it is called, all stored trees.
     """
 
     tree: object
@@ -303,8 +303,8 @@ class Union:
         """Check that it has members."""
         if not isinstance(self.mapping, Mapping):
             raise PlacementError(
-                f"Union: a {type(self.mapping).__name__} has no members by name that ranks could "
-                f"share out; it takes a dict"
+                f"Union: a {type(self.mapping).__name__} does not have members by name that "
+                f"ranks could share out; it takes a dict"
             )
 
 
@@ -321,7 +321,7 @@ class Transient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnLayout:
-    """A part of the state that lives on a layout of its own, not on the checkpointer's.
+    """A part of the state that lives on its own layout, not on the checkpointer's.
 
     For models of several modules on disjoint or overlapping ranks; the checkpointer's own groups
     span them all.
@@ -359,7 +359,7 @@ class FromPart:
             with `state_dict`, a tree.
 
     Raises:
-        PlacementError: For a path that is no text or empty.
+        PlacementError: If the path is not text, or is empty.
     """
 
     path: str
@@ -368,7 +368,7 @@ class FromPart:
     def __post_init__(self) -> None:
         """Check the path's type."""
         if not isinstance(self.path, str) or not self.path.strip("."):
-            raise PlacementError(f"FromPart: {self.path!r} is no path in a checkpoint")
+            raise PlacementError(f"FromPart: {self.path!r} is not a path in a checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +387,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerRankValues:
-    """What a checkpoint holds of one `PerRank` value, as `Stored(all_ranks=True)` returns it."""
+    """The stored trees of one `PerRank` value, as `Stored(all_ranks=True)` returns it."""
 
     axes: tuple[str, ...]
     """The axes along which it was saved."""
@@ -413,7 +413,7 @@ Marked = Sharded | FlatShard | Replicated | Padded
 
 
 def global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:
-    """The shape of the whole tensor that a tensor or marker is a piece of, without padding."""
+    """Return the shape of the whole tensor, without padding, of which a target is a piece."""
     if isinstance(target, FlatShard | Replicated):
         target = target.like if isinstance(target, FlatShard) else target.local
     return tuple(target.shape)

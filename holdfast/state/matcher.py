@@ -74,11 +74,11 @@ class TensorRequest(NamedTuple):
     tensor: int
     """Position of the stored tensor in the checkpoint's table."""
     boxes: tuple[Box, ...] | None
-    """What is filled, in coordinates of the stored tensor; None: the whole."""
+    """The boxes that are filled, in coordinates of the stored tensor; None: the whole."""
     locals: tuple[torch.Tensor, ...]
     """The memory of each box; a single tensor where `boxes` is None."""
     is_fresh: bool = False
-    """Whether the memory was made for this load, so that nothing else refers to it."""
+    """True if the memory was made for this load, so that nothing else refers to it."""
 
 
 class PerRankUse(NamedTuple):
@@ -92,7 +92,7 @@ class PerRankUse(NamedTuple):
 
 @dataclass(slots=True)
 class MatchResult:
-    """How a request and a checkpoint fit together, on one rank."""
+    """All differences between a request and a checkpoint, and what is read, on one rank."""
 
     tensors: list[TensorRequest] = field(default_factory=list)
     """The tensors to fill, in the order of the request; one met again has nothing to fill."""
@@ -107,9 +107,9 @@ class MatchResult:
     allowed: list[str] = field(default_factory=list)
     """Paths that are absent with the caller's consent."""
     fresh: list[str] = field(default_factory=list)
-    """What starts fresh with the caller's consent."""
+    """Paths that start fresh with the caller's consent."""
     unagreed: list[str] = field(default_factory=list)
-    """What would start fresh without consent: path and reason."""
+    """Path and reason of each thing that would start fresh without consent."""
     touched: set[str] = field(default_factory=set)
     """Stored leaf paths that the request uses."""
     cleared: list[TensorRequest] = field(default_factory=list)
@@ -117,7 +117,7 @@ class MatchResult:
     per_rank_uses: list[PerRankUse] = field(default_factory=list)
     """The values per coordinate that are requested."""
     checks: list[ConsistencyCheck] = field(default_factory=list)
-    """What has to be equal on several ranks after the load."""
+    """Values that must be equal on several ranks after the load."""
     dropped: list[str] = field(default_factory=list)
     """Stored entries of this rank's coordinate that nothing here can take."""
 
@@ -150,7 +150,7 @@ class LocalMemory:
         self.is_plain = np.fromiter(plain, np.bool_, n)
 
     def is_disjoint(self) -> bool:
-        """Whether all are plain and no two have a byte in common; False may mean either."""
+        """Return True if all are plain and no two have a byte in common; False may mean either."""
         if not self.is_plain.all():
             return False
         order = np.argsort(self.address, kind="stable")
@@ -160,7 +160,7 @@ class LocalMemory:
 
 
 PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
-"""Types of values that have a form of their own, so that no codec is asked for them."""
+"""Types of values that JSON or a tag has, so that no codec is asked for them."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
 """Dtype name, global shape, boxes (None: the whole), and what is filled."""
@@ -219,7 +219,7 @@ class Matcher:
         self._layout, self._scope, self._closed = layout, scope, closed
 
     def may_miss(self, path: str) -> bool:
-        """Whether the caller allowed this path to be absent."""
+        """Return True if the caller allowed this path to be absent."""
         return matches(path, self._allow_missing)
 
     def match(self, template: object, node: Any, path: str) -> None:
@@ -248,7 +248,7 @@ class Matcher:
             self._match_value(template, node, path)
 
     def build(self, template: object, node: Any, path: str) -> Any:
-        """The loaded tree for a template whose targets have been filled; sets padding to zero."""
+        """Return the loaded tree of a template whose targets are filled; set padding to zero."""
         if isinstance(template, Transient):
             return template.value
         if isinstance(template, PerRank):
@@ -275,19 +275,19 @@ class Matcher:
         return self._decode(node, path)
 
     def _fields(self, template: object) -> object | None:
-        """What a registered object is made of, where a load fills tensors in it; else None."""
+        """Return the fields of a registered object if a load fills tensors in it; else None."""
         inner = self._registered.fields_of(template)
         return inner if inner is not None and self._registered.holds_tensors(inner) else None
 
     def _is_filled_sequence(self, template: object) -> bool:
-        """Whether a template is a sequence with tensors to fill."""
+        """Return True if a template is a sequence with tensors to fill."""
         is_sequence = isinstance(template, list | tuple | deque)
         return is_sequence and self._registered.holds_tensors(template)
 
     def _build_mapping(
         self, template: Mapping[Any, object], named: Members, node: Any, path: str
     ) -> Any:
-        """A mapping of the stored type and order; what is not stored stays, behind the rest."""
+        """Return a mapping of the stored type and order; entries that are not stored come last."""
         own = {
             name if type(name) is str else key_token(name, self._codecs): name for name in template
         }
@@ -307,7 +307,7 @@ class Matcher:
         return mapping_of(node, built)
 
     def _build_registered(self, template: object, inner: Any, node: Any, path: str) -> Any:
-        """A dataclass or a codec's type, made of its fields as they were loaded."""
+        """Return a dataclass or a codec's type, made of its fields as they were loaded."""
         codec = self._codecs.codec_for(type(template))
         if codec is not None:
             return codec.decoded(self.build(inner, node["v"], path), path)
@@ -318,7 +318,7 @@ class Matcher:
         return dataclass_of(type(template), values)
 
     def _match_value(self, template: object, node: Any, path: str) -> None:
-        """What holds no tensor: the stored value takes its place."""
+        """Match a value without tensors: the stored one replaces it."""
         if not isinstance(node, dict | list):
             self.result.touched.add(path)
         elif tag_of(node) == "tensor":
@@ -364,18 +364,18 @@ class Matcher:
     def _refuse_equal_keys(
         self, template: Mapping[Any, object], rest: Sequence[tuple[Any, Any]], path: str
     ) -> None:
-        """Say where the state has 1 and the checkpoint True: no dict can hold both."""
+        """Note that the state has 1 and the checkpoint True: no dict can hold both."""
         for name, _ in rest:
             if type(name) is not str and name in template:
                 own = next(key for key in template if key == name)
                 self.result.mismatched.append(
                     f"{path}: the state has the key {own!r} ({type(own).__name__}), the checkpoint "
-                    f"{name!r} ({type(name).__name__}); Python holds them to be equal, but they "
+                    f"{name!r} ({type(name).__name__}); Python treats them as equal, but they "
                     f"are not the same: use the stored type"
                 )
 
     def _match_registered(self, template: object, inner: Any, node: Any, path: str) -> None:
-        """A dataclass or a codec's type that holds tensors: its fields are filled one by one."""
+        """Match a dataclass or a codec's type that holds tensors, field by field."""
         tag, kind = self._registered.tag_and_name(template)
         if tag_of(node) != tag or node.get("n") != kind:
             self._other_kind(path, f"a {kind}", node)
@@ -440,7 +440,7 @@ class Matcher:
         (self.result.kept if self.may_miss(path) else self.result.missing).append(path)
 
     def _build_per_rank(self, template: PerRank, node: Any, path: str) -> Any:
-        """This rank's value, picked or merged as its policy says."""
+        """Return this rank's value, picked or merged as its policy says."""
         source = self._per_rank_sources[path]
         if source.is_merged or source.is_picked:
             trees = {
@@ -498,14 +498,14 @@ class Matcher:
             result.tensors.append(TensorRequest(path, self._positions[key], boxes, locals_))
 
     def _refused_cast(self, stored: str, held: str) -> str:
-        """Why a stored dtype does not go into a target's; empty where it does."""
+        """Return why a stored dtype does not go into a target's; empty if it does."""
         why = refused_cast(stored, held)
         if why:
-            return f"{why}; load it with Stored() and convert it as it is meant"
+            return f"{why}; load it with Stored() and convert it explicitly"
         return "" if self._cast else "pass cast=True to convert"
 
     def _left(self, template: Mapping[Any, object], path: str) -> dict[Any, object]:
-        """What stays of a template's entries for which nothing is stored."""
+        """Return the entries of a template that stay, because nothing is stored for them."""
         left: dict[Any, object] = {}
         for name, child in template.items():
             here = f"{path}.{key_name(name)}"
@@ -572,7 +572,7 @@ class Matcher:
         self.result.tensors.append(TensorRequest(path, self._positions[key], None, (target,), True))
 
     def _decode(self, node: Any, path: str, *, all_ranks: bool = False) -> Any:
-        """The stored value, with the tensors requested for it in place."""
+        """Return the stored value, with the tensors requested for it in place."""
         if not isinstance(node, dict | list):
             return node
 
@@ -597,7 +597,7 @@ class Matcher:
         return decode_tree(node, path=path, codecs=self._codecs, on_leaf=value)
 
     def _own_label(self, node: Mapping[str, Any], path: str) -> str:
-        """This rank's coordinate as a stored value per rank names it."""
+        """Return this rank's coordinate as a stored value per rank names it."""
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
 
 
@@ -620,7 +620,7 @@ class LocalTargets:
     def local_target(
         self, template: torch.Tensor | Marked, path: str, layout: Layout
     ) -> LocalTarget:
-        """What this rank holds of a tensor; equal to its leaf, which costs several times as much.
+        """Return what this rank holds of a tensor: its leaf, for a fraction of the cost.
 
         Plain tensors are whole. A DTensor with the mesh, placements and shape of one met before
         has the boxes of that one.
@@ -657,7 +657,7 @@ class LocalTargets:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor_leaf` takes a plain tensor."""
+    """Return True if `tensor_leaf` takes a plain tensor."""
     # Of a plain type it is neither lazy nor a subclass: what is left of `unreadable`.
     if type(tensor) not in PLAIN:
         return False
@@ -676,8 +676,8 @@ def shape_mismatch(
         )
     if len(held) == len(stored):
         message += (
-            "; if they differ by padding alone, declare the real shape where it is saved and where "
-            "it is loaded: declare_padding(module, name, shape), Padded(value, shape)"
+            "; if they differ by padding alone, declare the real shape both for the save and for "
+            "the load: declare_padding(module, name, shape), Padded(value, shape)"
         )
     return message
 
@@ -690,7 +690,7 @@ class RegisteredTypes:
         self._encoded: dict[int, tuple[object, object]] = {}
 
     def fields_of(self, template: object) -> object:
-        """What a registered dataclass or a codec's type is made of; None for any other object.
+        """Return the fields of a dataclass or a codec's type; None for any other object.
 
         A codec is asked once for each object: what it gives then is what is filled.
         """
@@ -709,14 +709,14 @@ class RegisteredTypes:
         return None
 
     def tag_and_name(self, template: object) -> tuple[str, str]:
-        """How an object that has fields is stored: tag and registered name."""
+        """Return the tag and the name under which an object with fields is stored."""
         codec = self._codecs.codec_for(type(template))
         return (
             ("dataclass", type(template).__qualname__) if codec is None else ("codec", codec.name)
         )
 
     def holds_tensors(self, tree: object) -> bool:
-        """Whether a load fills something in a tree in place, or leaves it as it is."""
+        """Return True if a load fills something in a tree in place, or leaves it as it is."""
         if isinstance(tree, torch.Tensor | Marked | PerRank | Stored | Transient | np.ndarray):
             return True
         if isinstance(tree, Union):
@@ -732,7 +732,7 @@ class RegisteredTypes:
 
 
 def unmarked(template: object) -> object:
-    """What stays of a template for which nothing is stored: the tensors as they are."""
+    """Return a template for which nothing is stored as plain tensors and values."""
     if isinstance(template, Marked):
         return template.local
     if isinstance(template, Union):

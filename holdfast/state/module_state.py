@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from holdfast._torch import buffer_table, give_metadata, parameter_table, write_counter
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
 from holdfast.format.values import tag_of
-from holdfast.state.elements import element_bytes, local_of, tensor_digest
+from holdfast.state.elements import element_bytes, equal_bits, local_of, tensor_digest
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
     ModuleStateDict,
@@ -34,6 +34,7 @@ from holdfast.state.module_tree import (
     read_state_dict,
     refuse_hidden,
     same_memory,
+    some_of,
     walk_all,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
@@ -50,8 +51,8 @@ class ModuleState:
 
     A module without choice is a part by itself. Tensors come from `state_dict(keep_vars=True)`, so
     that hooks of the module (FSDP2 reshards in one) run. A load writes into the module's own
-    parameters and buffers, in place. What the module shows in a form of its own (split, fused,
-    packed, copied) is loaded into memory of its own, passed to the module's `load_state_dict`, and
+    parameters and buffers, in place. What the module shows in another form (split, fused,
+    packed, copied) is loaded into separate memory, passed to the module's `load_state_dict`, and
     proved: the state dict then shows what was loaded. Tensors whose padding is declared
     (`declare_padding`) are stored without it.
 
@@ -70,7 +71,7 @@ class ModuleState:
             larger module's checkpoint see `FromPart`.
 
     Raises:
-        ConfigError: For no module, another `only`, or a prefix that does not end in a dot.
+        ConfigError: If it is not a module, `only` is unknown, or the prefix does not end in a dot.
         PlacementError: At a save, for a chosen parameter or persistent buffer that the module's
             state dict shows in no form.
 
@@ -95,7 +96,7 @@ class ModuleState:
         self._pending: ModuleLoad | None = None
 
     def tree(self) -> dict[str, object]:
-        """Logical name -> tensor, marked where padding is declared, or extra state.
+        """Return tensors and extra state by logical name; tensors with padding are marked.
 
         Raises:
             PlacementError: Naming parameters and persistent buffers that the module's state dict
@@ -115,7 +116,7 @@ class ModuleState:
         return result
 
     def template(self, stored: StoredPart) -> dict[str, object]:
-        """The module's own tensors as targets, new ones for forms; extra state as it is stored."""
+        """Return the module's own tensors as targets, new ones for forms."""
         shown = self._read()
         padded = declared_padding(self._module)
         nodes = dict(stored.children(stored.node) or ())
@@ -149,14 +150,16 @@ class ModuleState:
         return result
 
     def restore(self, tree: object) -> None:
-        """Pass on what is no tensor of the module's own, run its hooks, and prove the result.
+        """Pass forms and extra state to the module, run its hooks, and prove the result.
 
         Raises:
             MismatchError: Naming the entries that the module did not take.
         """
         pending, self._pending = self._pending, None
         if not isinstance(tree, Mapping) or pending is None:
-            raise PlacementError(f"the stored state of {type(self._module).__name__} is no mapping")
+            raise PlacementError(
+                f"the stored state of {type(self._module).__name__} is not a mapping"
+            )
         loaded = {
             entry.name: _loaded(tree[self._prefix + entry.name])
             for entry in pending.entries
@@ -180,13 +183,13 @@ class ModuleState:
         )
 
     def _read(self) -> ModuleStateDict:
-        """The module's state dict, in which nothing that is selected is missing."""
+        """Return the module's state dict, in which nothing that is selected is missing."""
         shown = read_state_dict(self._module)
         refuse_hidden(shown, self._module, self._is_selected)
         return shown
 
     def _selected(self, shown: ModuleStateDict) -> list[StateDictEntry]:
-        """The entries that are stored and loaded."""
+        """Return the entries that are stored and loaded."""
         if self._only is None:
             return list(shown.entries.values())
         if callable(self._only):
@@ -205,12 +208,12 @@ class ModuleState:
         return result
 
     def _hidden(self, shown: ModuleStateDict) -> list[RegisteredTensor]:
-        """Registered tensors that come back through forms, as far as they are selected."""
+        """Return registered tensors that come back through forms, as far as they are selected."""
         result = forms_of(shown, self._module)
         return [held for held in result if self._is_selected(held.name, held.tensor)]
 
     def _is_selected(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a registered tensor is stored and loaded."""
+        """Return True if a registered tensor is stored and loaded."""
         if callable(self._only):
             return bool(self._only(name, tensor))
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
@@ -218,14 +221,14 @@ class ModuleState:
 
 
 def _loaded(value: object) -> object:
-    """What the module is given for an entry, as it was saved."""
+    """Return what the module is given for an entry, as it was saved."""
     if isinstance(value, dict) and value.keys() == {_BYTES_IO}:
         return io.BytesIO(value[_BYTES_IO])
     return value
 
 
 def _owners(name: str, registered: Mapping[str, RegisteredTensor]) -> Iterator[RegisteredTensor]:
-    """The registered tensors that a form is named after: `weight` for `weight.scale`, too."""
+    """Yield the registered tensors that a form is named after: `weight` for `weight.scale`, too."""
     while name:
         if name in registered:
             yield registered[name]
@@ -233,7 +236,7 @@ def _owners(name: str, registered: Mapping[str, RegisteredTensor]) -> Iterator[R
 
 
 def _form_target(value: torch.Tensor | Marked, shape: tuple[int, ...] | None) -> object:
-    """New memory for a form, placed like the module's; as it is stored where `shape` is another.
+    """Return new memory for a form, placed like the module's, or `Stored()` if the shape differs.
 
     The shape of a form may depend on values (packed and grown ones); the module is the judge.
     """
@@ -247,7 +250,7 @@ def _form_target(value: torch.Tensor | Marked, shape: tuple[int, ...] | None) ->
 
 
 def _may_grow(entry: StateDictEntry, shape: tuple[int, ...] | None) -> bool:
-    """Whether a tensor has another shape than stored and its module can take that: observers do."""
+    """Return True if a module can take a tensor of another shape than its own, as observers do."""
     value, held = entry.value, entry.backing
     if held is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
@@ -257,22 +260,19 @@ def _may_grow(entry: StateDictEntry, shape: tuple[int, ...] | None) -> bool:
 
 
 def _stored_shape(node: object, stored: StoredPart) -> tuple[int, ...] | None:
-    """The global shape of a stored tensor; None for anything else."""
+    """Return the global shape of a stored tensor; None for anything else."""
     if isinstance(node, dict) and tag_of(node) == "tensor":
         return stored.tensors[str(node["k"])][1]
     return None
 
 
-_MAX_NAMED = 10
-
-
 def runs_code(module: nn.Module) -> bool:
-    """Whether a load has code to run in some module of the tree, its own or torch's."""
+    """Return True if a load has code to run in some module of the tree, its own or torch's."""
     return any(_has_load_method(inner) or _hooks(inner) for *_, inner, _ in walk_all(module))
 
 
 def has_user_loader(module: nn.Module) -> bool:
-    """Whether a module has code of its own, other than torch's, that takes its tensors."""
+    """Return True if a module has code, other than torch's, that takes its tensors."""
     return _has_load_method(module) or any(not _is_neutral(hook) for hook in _hooks(module))
 
 
@@ -309,7 +309,7 @@ class ModuleLoad:
         self._unexpected: set[str] = set()
         self.entries = entries
         self.copied: set[str] = set()
-        """Names of entries that are loaded into memory of their own."""
+        """Names of entries that are loaded into separate memory."""
         self.absent: set[str] = set()
         """Names that are not stored; they stay as they are."""
 
@@ -336,7 +336,7 @@ class ModuleLoad:
         self._call(self._module, given)
         after = read_state_dict(self._module)
         wrong = self._wrong(after, loaded, digests)
-        # A second attempt may run on one rank alone, so only where no collective can be in it.
+        # A second attempt may run on one rank alone, so only if no collective can be in it.
         if wrong and not self._is_collective:
             self._load_inner(after, wrong, loaded, given)
             after = read_state_dict(self._module)
@@ -347,7 +347,7 @@ class ModuleLoad:
 
     @property
     def _is_collective(self) -> bool:
-        """Whether the module's code may run collectives, which one rank must not run alone."""
+        """True if the module's code may run collectives, which one rank must not run alone."""
         values = [entry.value for entry in self.entries if entry.backing is None]
         return any(isinstance(value, DTensor) for value in values)
 
@@ -438,7 +438,7 @@ class ModuleLoad:
         loaded: Mapping[str, object],
         given: Mapping[str, object],
     ) -> None:
-        """What torch leaves undone: `load_state_dict` of inner modules, state of quantised tensors.
+        """Do what torch leaves undone: `load_state_dict` of inner modules, quantised state.
 
         torch calls `load_state_dict` of the root alone.
         """
@@ -478,7 +478,7 @@ class ModuleLoad:
     def _refuse_untouched(
         self, snapshots: Sequence[_Snapshot], given: Mapping[str, object]
     ) -> None:
-        """MismatchError for a tensor that other entries represent and that nothing wrote.
+        """Raise MismatchError for a tensor that other entries represent and that nothing wrote.
 
         A loader may write the very bytes that were there, past torch's counter of versions. It is
         distinguished from one that does not write by loading once more over other bytes.
@@ -506,22 +506,22 @@ class ModuleLoad:
             raise MismatchError(self._untouched(untouched))
 
     def _untouched(self, names: Sequence[str]) -> str:
-        """That tensors were not written by the module's load, in words."""
+        """Return the message that the module's load did not write tensors."""
         return (
-            f"{self._kind}.state_dict() does not show {_some(names)} itself, and loading what it "
+            f"{self._kind}.state_dict() does not show {some_of(names)} itself, and loading what it "
             f"shows did not write to it: it keeps what it had before the load. Give the module a "
             f"load hook (or _load_from_state_dict) that makes it from the entries of the state dict"
         )
 
     def _refusal(self, wrong: Sequence[str]) -> str:
-        """That entries have not reached the module, in words."""
+        """Return the message that entries have not reached the module."""
         message = (
-            f"{self._kind} shows {_some(wrong)} in a form of its own, and after load_state_dict "
+            f"{self._kind} shows {some_of(wrong)} in another form, and after load_state_dict "
             f"it does not show what was loaded: the values have not reached it, or not unchanged"
         )
         unknown = [name for name in wrong if name in self._unexpected]
         if unknown:
-            message += f"; its load_state_dict does not know {_some(unknown)}"
+            message += f"; its load_state_dict does not know {some_of(unknown)}"
         return (
             f"{message}. Give the module a load hook (or _load_from_state_dict, load_state_dict) "
             f"that takes back what its state_dict makes, or leave the entries out: "
@@ -529,35 +529,15 @@ class ModuleLoad:
         )
 
 
-def equal_bits(one: object, other: object) -> bool:
-    """Whether two values are equal, tensors bit by bit (NaN is equal to itself, 0.0 not to -0.0).
-
-    Of DTensors only what this rank holds is compared: no collectives.
-    """
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape:
-            return False
-        if isinstance(one, DTensor) and one.placements != getattr(other, "placements", None):
-            return False
-        mine, theirs = local_of(one), local_of(other)
-        if not _is_alike(mine, theirs):
-            return False
-        return torch.equal(element_bytes(mine).to(theirs.device), element_bytes(theirs))
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
-
-
 def _inverted(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that differs from this one in every element."""
+    """Return a tensor that differs from this one in every element."""
     if tensor.dtype is torch.bool:
         return tensor.logical_not()
     return element_bytes(tensor).bitwise_not().view(tensor.dtype).reshape(tensor.shape)
 
 
 def _is_untouched(snapshot: _Snapshot) -> bool:
-    """Whether a tensor is the same object with the same bytes, which nothing has written."""
+    """Return True if nothing has written a tensor: same object, version and bytes."""
     held = snapshot.held
     now = parameter_table(held.owner).get(
         held.attribute, buffer_table(held.owner).get(held.attribute)
@@ -575,12 +555,12 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape and dtype."""
+    """Return True if two tensors have the same shape and dtype."""
     return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _has_load_method(module: nn.Module) -> bool:
-    """Whether a module's class takes tensors in a way of its own; torch's layers do not count."""
+    """Return True if a module's class loads tensors itself; torch's layers do not count."""
     for name in ("_load_from_state_dict", "load_state_dict"):
         method = getattr(type(module), name)
         if method is not getattr(nn.Module, name) and not method.__module__.startswith("torch.nn."):
@@ -589,13 +569,13 @@ def _has_load_method(module: nn.Module) -> bool:
 
 
 def _hooks(module: nn.Module) -> list[object]:
-    """The hooks that run before and after torch loads a module's own tensors."""
+    """Return the hooks that run before and after torch loads a module's own tensors."""
     tables = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     return [hook for table in tables for hook in (getattr(module, table, None) or {}).values()]
 
 
 def _is_neutral(hook: object) -> bool:
-    """Whether a hook is of torch's wrappers or of this package, which change no values."""
+    """Return True if a hook is of torch's wrappers or of this package, which change no values."""
     inner = getattr(hook, "hook", hook)
     inner = getattr(inner, "func", inner)
     where = getattr(inner, "__module__", None) or type(inner).__module__
@@ -603,7 +583,7 @@ def _is_neutral(hook: object) -> bool:
 
 
 def _below(values: Mapping[str, object], prefix: str) -> dict[str, object]:
-    """The values whose names begin with a prefix, by the rest of their names."""
+    """Return the values whose names start with a prefix, by the rest of their names."""
     return {name[len(prefix) :]: v for name, v in values.items() if name.startswith(prefix)}
 
 
@@ -628,10 +608,3 @@ def _set_quant_states(
             held.owner.quant_state = made
         taken |= mine
     return taken
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMED])
-    rest = len(names) - _MAX_NAMED
-    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast._torch import buffer_table, module_table, parameter_table, unsaved_buffers
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
-from holdfast.state.elements import instances_in, local_of
+from holdfast.state.elements import instances_in, local_of, memory_key
 from holdfast.state.markers import Marked, check_real_shape
 
 # Attribute names under which torch's wrappers keep the module they wrap. `module` is not here: a
@@ -45,7 +45,7 @@ _PADDING = "_holdfast_padding"
 
 
 def declare_wrapper(wrapper: type[nn.Module], attribute: str) -> None:
-    """Declare that modules of a class do nothing but wrap the module in one of their attributes.
+    """Declare that modules of a class only wrap the module in one of their attributes.
 
         declare_wrapper(PrecisionWrapper, "inner")
 
@@ -55,49 +55,51 @@ def declare_wrapper(wrapper: type[nn.Module], attribute: str) -> None:
 
     Args:
         wrapper: The wrapper's class, which keeps the declaration; it holds for subclasses, too. A
-            wrapper has no parameters, persistent buffers or modules of its own: a save or load of
+            wrapper has no other parameters, persistent buffers or modules: a save or load of
             one that has raises PlacementError.
         attribute: Where its instances keep the wrapped module.
 
     Raises:
-        ConfigError: For what is no class of modules, or no name of an attribute.
+        ConfigError: If it is not a class of modules, or not the name of an attribute.
     """
     if not isinstance(wrapper, type) or not issubclass(wrapper, nn.Module):
         raise ConfigError(
             f"declare_wrapper: {wrapper!r} is not a class of modules; pass the wrapper's class"
         )
     if wrapper is nn.Module:
-        raise ConfigError("declare_wrapper: nn.Module itself is no wrapper; pass a class of yours")
+        raise ConfigError(
+            "declare_wrapper: nn.Module itself is not a wrapper; pass your wrapper's class"
+        )
     if not isinstance(attribute, str) or not attribute.isidentifier():
         raise ConfigError(f"declare_wrapper: {attribute!r} is not the name of one attribute")
     setattr(wrapper, _DECLARED, attribute)
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules registered in a module, by attribute; script modules have no plain dicts."""
+    """Return the modules registered in a module, by attribute; script modules too."""
     return {name: child for name, child in module_table(module).items() if child is not None}
 
 
 def registered_in(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers registered in a module itself, by attribute."""
+    """Return the parameters and buffers registered in a module itself, by attribute."""
     result = dict(parameter_table(module).items()) | dict(buffer_table(module).items())
     return {name: value for name, value in result.items() if value is not None}
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether torch puts a parameter or buffer of a module into state dicts."""
+    """Return True if torch puts a parameter or buffer of a module into state dicts."""
     return name not in unsaved_buffers(module)
 
 
 def overrides(obj: object, base: type, methods: Iterable[str]) -> bool:
-    """Whether an object, or its class, has other methods of these names than the base class."""
+    """Return True if an object or its class overrides one of these methods of the base class."""
     return any(
         name in vars(obj) or getattr(type(obj), name) is not getattr(base, name) for name in methods
     )
 
 
 def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The attribute and module inside a wrapper.
+    """Return the attribute and module inside a wrapper.
 
     Wrappers are DDP, compile, activation checkpointing, FSDP1, Fabric, and declared ones.
     """
@@ -122,19 +124,19 @@ def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside all wrappers; the module itself where there are none."""
+    """Return the model inside all wrappers; the module itself if there are none."""
     while (inside := wrapped(module)) is not None:
         module = inside[1]
     return module
 
 
 def walk(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """All (logical prefix, torch prefix, module) of a tree, prefixes ending in a dot or empty.
+    """Yield (logical prefix, torch prefix, module) for a whole tree; prefixes end in a dot.
 
     Wrappers are looked through and not among them.
 
     Raises:
-        PlacementError: A wrapper holds something of its own.
+        PlacementError: If a wrapper holds more than the module it wraps.
     """
     for logical, actual, inner, is_wrapper in walk_all(module):
         if not is_wrapper:
@@ -158,7 +160,7 @@ def walk_all(
 
 
 def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> None:
-    """PlacementError for a wrapper that holds more than the module it wraps."""
+    """Raise PlacementError for a wrapper that holds more than the module it wraps."""
     own = [
         other
         for other, child in children_of(module).items()
@@ -174,7 +176,7 @@ def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> 
 
 
 def _foreign(kind: type) -> str | None:
-    """The attribute in which another library's wrapper keeps the module; None for other classes."""
+    """Return the attribute of another library's wrapper that has the module; else None."""
     # By name, so that the library is not imported.
     for base in kind.__mro__:
         known = _FOREIGN_WRAPPERS.get(base.__name__)
@@ -184,7 +186,7 @@ def _foreign(kind: type) -> str | None:
 
 
 def logical_name(module: nn.Module, key: str, value: object) -> str:
-    """The logical name of a key of a model's state dict, under which `value` was found.
+    """Return the logical name of a key of a model's state dict, under which `value` was found.
 
     Some wrappers leave their attribute in the keys (DDP, compile), some take it out (Fabric,
     activation checkpointing), so a key is followed through the tree both ways; which way is right
@@ -202,7 +204,7 @@ def logical_name(module: nn.Module, key: str, value: object) -> str:
 def _meanings(
     module: nn.Module, components: list[str], before: tuple[str, ...]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each (logical name, tensor registered there) that a key can mean; at least one."""
+    """Yield each (logical name, tensor registered there) that a key can mean; at least one."""
     inside = wrapped(module)
     if inside is not None:
         name, inner = inside
@@ -220,7 +222,7 @@ def _meanings(
 
 
 def parameter_names(module: nn.Module) -> dict[torch.nn.Parameter, str]:
-    """Parameter -> its first logical name; a tied parameter has one name here."""
+    """Return the first logical name of each parameter; a tied parameter has one name here."""
     result: dict[torch.nn.Parameter, str] = {}
     for logical, _, inner in walk(module):
         for name, value in parameter_table(inner).items():
@@ -230,10 +232,10 @@ def parameter_names(module: nn.Module) -> dict[torch.nn.Parameter, str]:
 
 
 def plain_root(module: nn.Module) -> nn.Module:
-    """The module inside wrappers at the root that have no part in its state dict (DDP, compile).
+    """Return the module inside the wrappers at the root that do not change its state dict.
 
-    torch calls `load_state_dict` of the root alone, so a model with one of its own must be it.
-    Wrappers with hooks or methods of their own for state dicts stay.
+    torch calls `load_state_dict` of the root alone, so a model that overrides it must be the root.
+    Wrappers that have hooks or methods for state dicts stay.
     """
     while (inside := wrapped(module)) is not None and not _has_state_code(module):
         _refuse_own(module, *inside, "")
@@ -242,7 +244,7 @@ def plain_root(module: nn.Module) -> nn.Module:
 
 
 def _has_state_code(module: nn.Module) -> bool:
-    """Whether a wrapper has hooks or methods of its own for state dicts."""
+    """Return True if a wrapper has hooks or methods for state dicts."""
     if _foreign(type(module)) is not None:
         return False  # its methods forward to the module inside
     tables = (
@@ -266,7 +268,7 @@ class ModulePaddings:
     """By logical name, for tensors that hooks put into a state dict instead of the module's own."""
 
     def find(self, tensor: torch.Tensor, name: str) -> tuple[int, ...] | None:
-        """The declaration of a tensor of the modules, None without one."""
+        """Return the declaration of a tensor of the modules, None without one."""
         return self.by_tensor.get(id(tensor), self.by_name.get(name))
 
 
@@ -292,8 +294,8 @@ def declare_padding(module: nn.Module, name: str, shape: Sequence[int]) -> None:
     tensor = registered_in(module).get(name)
     if tensor is None:
         raise PlacementError(
-            f"declare_padding: {type(module).__name__} has no parameter or buffer '{name}' of its "
-            f"own; pass the module in which it is registered"
+            f"declare_padding: {type(module).__name__} has no parameter or buffer '{name}' itself; "
+            f"pass the module in which it is registered"
         )
     real = tuple(int(n) for n in shape)
     if not is_lazy(tensor):
@@ -303,7 +305,7 @@ def declare_padding(module: nn.Module, name: str, shape: Sequence[int]) -> None:
 
 
 def declared_padding(module: nn.Module) -> ModulePaddings:
-    """All declarations in a tree of modules, each checked against the tensor as it is now.
+    """Return all declarations in a tree of modules, each checked against the tensor as it is now.
 
     Raises:
         PlacementError: Naming a tensor that is gone or smaller than its real shape, and two
@@ -336,6 +338,7 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
     return ModulePaddings(by_tensor=by_tensor, by_name=by_name)
 
 
+_MAX_NAMED = 10
 _EXTRA_STATE = "_extra_state"
 _DATA = torch.Tensor | Marked | np.ndarray | bytes | bytearray
 """Types that may hold what a tensor of the module does not show itself."""
@@ -366,13 +369,13 @@ class StateDictEntry:
 
     @property
     def is_form(self) -> bool:
-        """Whether it is a tensor that only the module's `load_state_dict` can give back."""
+        """True if it is a tensor that only the module's `load_state_dict` can give back."""
         is_tensor = isinstance(self.value, torch.Tensor | Marked)
         return is_tensor and self.backing is None and not self.is_extra
 
     @property
     def is_extra(self) -> bool:
-        """Whether it is what `get_extra_state` returned, which may be a tensor, too."""
+        """True if it is what `get_extra_state` returned, which may be a tensor, too."""
         return self.backing is None and _is_extra(self.name)
 
 
@@ -391,7 +394,7 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
     """Call `state_dict` and explain every entry of it.
 
     Raises:
-        PlacementError: It fails, is no mapping, or gives two entries one logical name.
+        PlacementError: It fails, does not return a mapping, or gives two entries one logical name.
 
     Cost: one pass over modules and entries, no bytes copied by this function.
     """
@@ -425,7 +428,7 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
     for key, value in state.items():
         if not isinstance(key, str):
             raise PlacementError(
-                f"{type(module).__name__}.state_dict() has a key {key!r} that is no text"
+                f"{type(module).__name__}.state_dict() has a key {key!r} that is not text"
             )
         value = own.get(id(value), value)
         logical = logical_name(module, key, value) if has_wrappers else key
@@ -443,7 +446,7 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
 
 
 def same_memory(one: object, other: object) -> bool:
-    """Whether two tensors are the same elements in the same memory, in the same order."""
+    """Return True if two tensors are the same elements in the same memory, in the same order."""
     if one is other:
         return True
     if isinstance(one, DTensor) and isinstance(other, DTensor):
@@ -453,12 +456,12 @@ def same_memory(one: object, other: object) -> bool:
         return False
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    key = _memory_key(one)
-    return key is not None and key == _memory_key(other)
+    key = memory_key(one)
+    return key is not None and key == memory_key(other)
 
 
 def forms_of(shown: ModuleStateDict, module: nn.Module) -> list[RegisteredTensor]:
-    """Registered tensors that only entries of other names can stand for (split, fused, packed)."""
+    """Return the registered tensors for which only entries of other names can stand."""
     return [hidden for hidden in _hidden(shown) if _is_represented(shown, module, hidden)]
 
 
@@ -481,17 +484,16 @@ def refuse_hidden(
         if is_selected(hidden.name, hidden.tensor) and not _is_represented(shown, module, hidden)
     ]
     if lost:
-        names = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         raise PlacementError(
-            f"{type(module).__name__}.state_dict() shows {names} in no form, or only in part, so "
-            f"a checkpoint would lose it. Let state_dict show it; or leave it out by name: "
-            f"ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, value: "
-            f"...); or register a buffer with persistent=False"
+            f"{type(module).__name__}.state_dict() shows {some_of(lost)} in no form, or only "
+            f"in part, so a checkpoint would lose it. Let state_dict show it; or leave it out by "
+            f"name: ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, "
+            f"value: ...); or register a buffer with persistent=False"
         )
 
 
 def _state_dict(module: nn.Module) -> Mapping[object, object]:
-    """The module's state dict with its own tensors, where it can give them."""
+    """Return the module's state dict with its own tensors, if it can give them."""
     try:
         parameters = inspect.signature(module.state_dict).parameters.values()
         takes = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -502,18 +504,25 @@ def _state_dict(module: nn.Module) -> Mapping[object, object]:
         raise PlacementError(f"{type(module).__name__}.state_dict() failed: {error!r}") from error
     if not isinstance(state, Mapping):
         raise PlacementError(
-            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, no mapping"
+            f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, not a mapping"
         )
     return state
 
 
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(names[:_MAX_NAMED])
+    rest = len(names) - _MAX_NAMED
+    return shown if rest <= 0 else f"{shown} and {rest} more"
+
+
 def _is_extra(name: str) -> bool:
-    """Whether a name is that of extra state."""
+    """Return True if a name is that of extra state."""
     return name.rsplit(".", 1)[-1] == _EXTRA_STATE
 
 
 def _hidden(shown: ModuleStateDict) -> Iterable[RegisteredTensor]:
-    """Persistent tensors that no entry is or wholly covers, nor bears the name of; each once."""
+    """Yield each persistent tensor that no entry is, covers wholly, or has the name of."""
     seen = {id(entry.value) for entry in shown.entries.values()}
     missed: list[RegisteredTensor] = []
     for held in shown.registered:
@@ -539,7 +548,7 @@ def _hidden(shown: ModuleStateDict) -> Iterable[RegisteredTensor]:
 
 
 def _is_represented(shown: ModuleStateDict, module: nn.Module, hidden: RegisteredTensor) -> bool:
-    """Whether forms made by code of its module, or of one above, may stand for a hidden tensor."""
+    """Return True if forms of its module, or of one above, may stand for a hidden tensor."""
     own = {held.name for held in shown.registered}
     methods = ("state_dict", "_save_to_state_dict")
     scopes = {
@@ -559,42 +568,23 @@ def _is_represented(shown: ModuleStateDict, module: nn.Module, hidden: Registere
     return False
 
 
-_MemoryKey = tuple[torch.device, int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
-
-
-def _memory_key(tensor: torch.Tensor) -> _MemoryKey | None:
-    """Where and how a tensor's elements lie; None where that says nothing."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    if tensor.is_meta or tensor.numel() == 0:
-        return None
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:
-        return None  # a wrapper without memory of its own
-    return (
-        tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
-
-
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     """Device, first byte and the one after the last of a plain tensor's elements."""
-    key = None if isinstance(tensor, DTensor) else _memory_key(tensor)
-    if key is None or key[1] == 0:
+    key = None if isinstance(tensor, DTensor) else memory_key(tensor)
+    if key is None:
         return None
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), key[1], key[1] + (last + 1) * tensor.element_size()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their extent, each byte belonging to one of them."""
+    """Return True if the elements fill their extent, each byte belonging to one of them."""
     extent = _extent(tensor)
     return extent is not None and extent[2] - extent[1] == tensor.numel() * tensor.element_size()
 
 
 class _Memory:
-    """Which registered tensor a tensor is or lies in, by identity and by address."""
+    """The registered tensors by identity and by address."""
 
     def __init__(self, registered: Iterable[RegisteredTensor]) -> None:
         self._by_id: dict[int, RegisteredTensor] = {}
@@ -605,18 +595,18 @@ class _Memory:
         self._claimed: dict[str, list[tuple[int, int]]] = {}
 
     def is_known(self, value: object) -> bool:
-        """Whether a value is known without a look at its memory; most models have no others."""
+        """Return True if a value is known by identity; most models have no others."""
         return id(value) in self._by_id or not isinstance(value, torch.Tensor)
 
     def _index_memory(self) -> dict[object, RegisteredTensor]:
-        """The registered tensors by memory; computed when first asked for."""
+        """Return the registered tensors by memory; computed when first asked for."""
         if self._by_memory is not None:
             return self._by_memory
         by_memory: dict[object, RegisteredTensor] = {}
         for held in self._by_id.values():
             if is_lazy(held.tensor):
                 continue
-            key = _memory_key(local_of(held.tensor))
+            key = memory_key(local_of(held.tensor))
             if key is not None:
                 by_memory.setdefault(key, held)
             extent = _extent(held.tensor)
@@ -628,15 +618,15 @@ class _Memory:
         return by_memory
 
     def same(self, value: object) -> RegisteredTensor | None:
-        """The registered tensor that a value is, or all of whose memory it is."""
+        """Return the registered tensor that a value is, or all of whose memory it is."""
         held = self._by_id.get(id(value))
         if held is not None or not isinstance(value, torch.Tensor) or is_lazy(value):
             return held
-        result = self._index_memory().get(_memory_key(local_of(value)))
+        result = self._index_memory().get(memory_key(local_of(value)))
         return result if result is not None and same_memory(result.tensor, value) else None
 
     def owner(self, value: object) -> RegisteredTensor | None:
-        """The registered tensor that a value is or lies in; claims what it has not claimed.
+        """Return the registered tensor that a value is or lies in; claims what it has not claimed.
 
         A part that overlaps what another entry has claimed is a form, so that no two entries fill
         one piece of memory; so is one whose own elements overlap.
@@ -664,7 +654,7 @@ class _Memory:
             self._claimed.setdefault(extent[0], []).append(extent[1:])
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether one claimed piece of memory has all of a tensor in it."""
+        """Return True if one claimed piece of memory has all of a tensor in it."""
         extent = _extent(tensor)
         if extent is None:
             return False

@@ -36,7 +36,7 @@ _HOOKS = (
 
 
 def has_own_form(optimizer: Any) -> bool:
-    """Whether state goes through the optimizer's own methods rather than its attributes."""
+    """Return True if state goes through the optimizer's own methods rather than its attributes."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return True
     methods = ("state_dict", "load_state_dict")
@@ -48,7 +48,7 @@ _MAX_NAMED = 5
 
 
 def read_form(optimizer: Any) -> Mapping[Any, Any]:
-    """What the optimizer states; PlacementError where it fails or gives no mapping."""
+    """Return what the optimizer states; raise PlacementError if that fails."""
     kind = type(optimizer).__name__
     try:
         form = optimizer.state_dict()
@@ -81,13 +81,13 @@ class TorchForm:
     numbers: Sequence[Sequence[Hashable]] = ()
     """Per group, the key of each parameter."""
     is_live: bool = False
-    """Whether the entries are the optimizer's own objects, not what a form shows of them."""
+    """True if the entries are the optimizer's own objects, not what a form shows of them."""
 
     @classmethod
     def of_attributes(
         cls, optimizers: Sequence[Any], groups: Sequence[Mapping[str, Any]]
     ) -> TorchForm:
-        """The state of plain torch optimizers as it is."""
+        """Return the state of plain torch optimizers as it is."""
         state = [pair for optimizer in optimizers for pair in optimizer.state.items()]
         return cls(
             entries={id(key): value for key, value in state if isinstance(key, torch.Tensor)},
@@ -99,7 +99,7 @@ class TorchForm:
 
     @classmethod
     def of(cls, form: Mapping[Any, Any], optimizer: Any) -> TorchForm | None:
-        """A form by parameter; None where it is not like torch's or not like the groups."""
+        """Return a form by parameter; None if it is not like torch's or not like the groups."""
         state, groups = form.get("state"), form.get("param_groups")
         own = optimizer.param_groups
         if not isinstance(state, Mapping) or not isinstance(groups, list):
@@ -124,7 +124,7 @@ class TorchForm:
 
 
 def shows(form: object, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every tensor is in the form: itself, a view of its memory, or an equal copy."""
+    """Return True if the form has every tensor, a view of its memory, or an equal copy."""
     shown = [value for _, value in tensors_of(form)]
     storages = {_storage_key(value) for value in shown}
     left = [tensor for tensor in tensors if _storage_key(tensor) not in storages]
@@ -178,7 +178,7 @@ def load_form(
 
 
 def _named(path: str, where: str, names: Mapping[str, str]) -> str:
-    """A path of the form with the parameter's name in place of its number."""
+    """Return a path of the form with the parameter's name in place of its number."""
     inside = path[len(where) + 1 :]
     head = ".".join(inside.split(".")[:2])
     if head in names:
@@ -187,7 +187,7 @@ def _named(path: str, where: str, names: Mapping[str, str]) -> str:
 
 
 def _undo_casts(optimizer: Any, form: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
-    """Put stored tensors back where the load changed nothing but their dtype."""
+    """Put stored tensors back if the load changed only their dtype."""
     stored, shown = TorchForm.of(form, optimizer), TorchForm.of(now, optimizer)
     state = getattr(optimizer, "state", None)
     if stored is None or shown is None or not isinstance(state, Mapping):
@@ -216,7 +216,7 @@ def _undo_entry_casts(stored: Any, shown: Any, own: Any, device: torch.device) -
 
 
 class _TensorDigest(NamedTuple):
-    """What a tensor was: dtype, shape, and a digest of what this rank holds of it."""
+    """Dtype and shape of a tensor, and a digest of what this rank holds of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -224,12 +224,12 @@ class _TensorDigest(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _TensorDigest:
-        """The digest of a tensor as it is now."""
+        """Return the digest of a tensor as it is now."""
         return cls(tensor.dtype, tuple(tensor.shape), tensor_digest(tensor))
 
 
 def _with_digests(tree: object) -> object:
-    """The tree with a digest for each tensor, which no later change of the tensor touches."""
+    """Return the tree with a digest for each tensor, which no later change touches."""
     if isinstance(tree, torch.Tensor):
         return _TensorDigest.of(tree)
     if isinstance(tree, Mapping):
@@ -240,7 +240,7 @@ def _with_digests(tree: object) -> object:
 
 
 def _differences(expected: object, shown: object, path: str) -> Iterator[tuple[str, str]]:
-    """Each path at which an optimizer does not state what it was given, and how."""
+    """Yield each path at which an optimizer does not state what it was given, and how."""
     if isinstance(expected, _TensorDigest):
         if not isinstance(shown, torch.Tensor):
             yield path, f"stored is a tensor, the optimizer has a {type(shown).__name__}"
@@ -274,7 +274,7 @@ def _differences(expected: object, shown: object, path: str) -> Iterator[tuple[s
 
 
 def _is_same_value(expected: object, shown: object) -> bool:
-    """Whether an optimizer shows the value that it was given."""
+    """Return True if an optimizer shows the value that it was given."""
     if isinstance(shown, torch.Tensor):
         # Torch turns step counters of old checkpoints into tensors.
         if shown.numel() != 1 or not isinstance(expected, int | float):
@@ -287,7 +287,7 @@ def _is_same_value(expected: object, shown: object) -> bool:
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What tensors of one memory have in common."""
+    """Return a key that tensors of one storage share."""
     local = local_of(tensor)
     if local.layout is not torch.strided or local.numel() == 0:
         return (id(tensor),)
@@ -295,14 +295,14 @@ def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same type, dtype, shape and bytes, or are both empty."""
+    """Return True if two tensors have the same type, dtype, shape and bytes, or are both empty."""
     if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
         return isinstance(one, DTensor) is False and one.numel() == other.numel() == 0
     return _TensorDigest.of(one) == _TensorDigest.of(other)
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a group is stored: everything but its parameters and torch's names of them."""
+    """Return the settings of a group: all but its parameters and torch's names of them."""
     return {name: value for name, value in group.items() if name not in NOT_STORED}
 
 
@@ -324,7 +324,7 @@ def set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _filled_in_place(held: object, value: object) -> object:
-    """The held tensors with new values where they fit, else the new values."""
+    """Return the held tensors with new values if they fit, else the new values."""
     if isinstance(value, torch.Tensor):
         if not isinstance(held, torch.Tensor):
             return value
@@ -355,7 +355,7 @@ def stored_settings(
     *,
     where: str,
 ) -> list[dict[str, Any] | None]:
-    """The settings of each local group, found by its members; None: it stays as it was built.
+    """Return the settings of each local group, by its members; None: it stays as it was built.
 
     Args:
         tree: An optimizer's part as loaded.

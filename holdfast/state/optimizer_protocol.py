@@ -20,7 +20,7 @@ from holdfast.state.elements import equal_trees, tensors_of
 from holdfast.state.markers import FlatShard, Padded
 
 NOT_STORED = ("params", "param_names")
-"""Entries of a parameter group that are no hyperparameters: parameters, and torch's names."""
+"""Entries of a parameter group that are not hyperparameters: parameters, and torch's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,18 +34,18 @@ class OptimizerParameter:
     optimizer: torch.optim.Optimizer
     """The torch optimizer that keeps the state, under the tensor `updated`."""
     updated: torch.Tensor | None
-    """The parameter itself, or this rank's run of its elements; None where it has none."""
+    """The parameter itself, or this rank's run of its elements; None if it has none."""
     start: int = 0
     """First element of the run in the row-major local tensor of the parameter."""
     over: str | None = None
     """The group along which ranks hold other runs; None: the parameter is held whole."""
     is_main: bool = False
-    """Whether `updated` is a copy in a wider dtype than the parameter's, which is stored too."""
+    """True if `updated` is a copy in a wider dtype than the parameter's, which is stored too."""
     markers: dict[str, FlatShard] = field(default_factory=dict)
     """Markers of earlier saves by entry: the same objects as long as the tensors are the same."""
 
     def marker(self, entry: str, run: torch.Tensor) -> FlatShard:
-        """The marker of a run of this parameter; the same object for the same tensor."""
+        """Return the marker of a run of this parameter; the same object for the same tensor."""
         marker = self.markers.get(entry)
         if marker is None or marker.local is not run:
             marker = FlatShard(run, self.start, self.parameter.detach(), self.over or "")
@@ -55,7 +55,7 @@ class OptimizerParameter:
 
 @runtime_checkable
 class PartitionedOptimizer(Protocol):
-    """What `OptimizerState` asks of an optimizer that is no `torch.optim.Optimizer`."""
+    """The protocol of an optimizer that is not a `torch.optim.Optimizer`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -65,11 +65,11 @@ class PartitionedOptimizer(Protocol):
         """Every parameter, also those of which this rank holds nothing; the same objects always."""
 
     def num_groups(self) -> dict[str, int]:
-        """How many of the groups belong to which optimizer, by its name; none to be checked."""
+        """Return the number of groups of each optimizer, by name; empty: it is not checked."""
         return {}
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        """How each optimizer is sharded, for people: stored, never needed to load."""
+        """Return how each optimizer is sharded, for people: stored, never needed to load."""
         return {}
 
     def synchronize(self) -> None:
@@ -95,7 +95,7 @@ class OptimizersByModule(Protocol):
     """Optimizers of several modules that step as one; each is stored under its module's name."""
 
     def optimizers_by_module(self) -> Mapping[str, torch.optim.Optimizer]:
-        """The optimizer of each module on this rank."""
+        """Return the optimizer of each module on this rank."""
 
 
 class UnshardedOptimizer(PartitionedOptimizer):
@@ -113,7 +113,7 @@ class UnshardedOptimizer(PartitionedOptimizer):
         return self._optimizer.param_groups
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
-        """Each parameter, held whole."""
+        """Return each parameter, held whole."""
         return [
             OptimizerParameter(parameter=p, group=i, optimizer=self._optimizer, updated=p)
             for i, group in enumerate(self._optimizer.param_groups)
@@ -133,13 +133,13 @@ class UnshardedOptimizer(PartitionedOptimizer):
 def parameter_facts(
     param: OptimizerParameter, padding: tuple[int, ...] | None
 ) -> dict[str, object]:
-    """What a load has to know of a parameter: its real shape, and whether it was frozen."""
+    """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
     shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
     return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}
 
 
 def stored_form(param: OptimizerParameter, entry: str, value: object) -> object:
-    """What is saved for an entry of a parameter's state.
+    """Return what is saved for an entry of a parameter's state.
 
     Of a sharded parameter, tensors of the run's shape are stored in the parameter's coordinates,
     0-d ones as they are.
@@ -170,7 +170,7 @@ def stored_form(param: OptimizerParameter, entry: str, value: object) -> object:
 def with_padding(
     value: object, param: OptimizerParameter, padding: tuple[int, ...] | None
 ) -> object:
-    """A value marked as padded where it is elementwise of a parameter whose padding is declared."""
+    """Return a value, marked as padded if it is elementwise of a parameter with padding."""
     if padding is None:
         return value
     if isinstance(value, FlatShard) or (
@@ -188,7 +188,7 @@ _MAX_MEMBERS = 1000
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper that adds nothing to it; any other optimizer itself.
+    """Return the optimizer inside a wrapper that adds nothing to it; any other optimizer itself.
 
     Seen through are the wrappers of Accelerate and Lightning Fabric, as long as their state and
     groups are the very objects of the one inside.
@@ -207,18 +207,18 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
 
 
 def _states_the_same(outer: Any, inner: Any) -> bool:
-    """Whether a wrapper states just what the optimizer inside states."""
+    """Return True if a wrapper states just what the optimizer inside states."""
     if outer.state is not inner.state or outer.param_groups is not inner.param_groups:
         return False
     return equal_trees(outer.state_dict(), inner.state_dict())
 
 
 def inner_optimizers(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers in attributes of an optimizer whose class is not torch's own, by path.
+    """Return the optimizers in attributes of an optimizer whose class is not torch's own, by path.
 
     Found in attributes, in lists, tuples and dicts there, and inside optimizers found so, each
     once; also in attributes of other objects, and behind bound methods, where they update
-    parameters of the outer one. Members of a dict whose key is no text or number go by position.
+    parameters of the outer one. Members of a dict whose key is not text or a number go by position.
     Those that share the outer one's state are the same optimizer under another name.
     """
     if not _attributes(optimizer):
@@ -237,12 +237,12 @@ def inner_optimizers(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
 
 
 def _updated_by(optimizer: Any) -> set[int]:
-    """The `id` of each parameter in the groups of an optimizer."""
+    """Return the `id` of each parameter in the groups of an optimizer."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _attributes(optimizer: Any) -> list[tuple[str, Any]]:
-    """Where an optimizer may keep others; nothing for torch's own classes."""
+    """Return the attributes that may hold other optimizers; none for torch's own classes."""
     skipped = ("state", "param_groups", "defaults")
     attributes = {} if type(optimizer).__module__.startswith("torch.optim.") else vars(optimizer)
     return [(name, value) for name, value in attributes.items() if name not in skipped]
@@ -263,7 +263,7 @@ def _collect(
 def _optimizers_in(
     value: object, path: str, depth: int = 0, visited: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Optimizers inside of a value, with paths, down to a few levels of containers.
+    """Yield optimizers inside of a value, with paths, down to a few levels of containers.
 
     Given `visited`, in attributes of plain objects, too; large collections, which may be a data
     set, are then not searched.
@@ -286,7 +286,7 @@ def _optimizers_in(
 
 
 def _members(value: object) -> Iterator[tuple[object, object]]:
-    """What is in a dict, a list or a tuple, by name or position."""
+    """Yield the members of a dict, a list or a tuple, by name or position."""
     if isinstance(value, Mapping):
         for i, (name, child) in enumerate(value.items()):
             yield (name if isinstance(name, str | int) else i), child

@@ -69,7 +69,7 @@ class OptimizerState:
 
     State of a `ShardedOptimizer` or `ChainedOptimizer` is stored in the parameters' coordinates
     under the same keys, so sharded and plain optimizers load what the other saved. Main parameters,
-    wider copies of low-precision ones, are stored as `main.<parameter name>`; where the optimizer
+    wider copies of low-precision ones, are stored as `main.<parameter name>`; if the optimizer
     that loads them keeps none, they go into parameters of their dtype, and are left out for
     narrower ones, which the module's own part restores. Of a parameter whose padding is declared
     (`declare_padding`), moments and main parameter are stored without it, too.
@@ -84,11 +84,11 @@ class OptimizerState:
         optimizer: A `torch.optim.Optimizer`, anything with its `param_groups`, `state_dict` and
             `load_state_dict`, or a `PartitionedOptimizer` (`ShardedOptimizer`, `ChainedOptimizer`).
         module: The module that owns the parameters; for one optimizer over several modules a dict
-            of them by name, which the parameters' names then begin with.
+            of them by name, which the parameters' names then start with.
 
     Raises:
-        ConfigError: For no optimizer or no module, and at a save or load for a parameter of the
-            optimizer that no module has.
+        ConfigError: If it is not an optimizer or a module, and at a save or load if no module has
+            a parameter of the optimizer.
         PlacementError: At a save, for an optimizer that holds state and shows none of it.
 
     Cost:
@@ -107,12 +107,12 @@ class OptimizerState:
             name = modules[0] if modules else "module"
             raise ConfigError(
                 f"OptimizerState: a {type(optimizer).__name__} steps several modules, whose states "
-                f"are parts of their own; save each under its module's name, such as "
+                f"are separate parts; save each under its module's name, such as "
                 f"'{name}.optimizer': OptimizerState(optimizer['{name}'], {name}). This rank "
                 f"trains {', '.join(map(repr, modules)) or 'none'}"
             )
         self._own: Any = None
-        """The optimizer where it is whole: a torch optimizer, or one that looks like one."""
+        """The optimizer if it is whole: a torch optimizer, or one that looks like one."""
         self._optimizer: PartitionedOptimizer
         # Asked first: a sharded optimizer is a torch optimizer by type, too.
         if isinstance(optimizer, PartitionedOptimizer):
@@ -128,7 +128,7 @@ class OptimizerState:
     # ---- a save ----
 
     def tree(self) -> dict[str, object]:
-        """The state by name, group hyperparameters, membership, and main parameters if any."""
+        """Return the state by name, the groups' settings, membership, and main parameters."""
         self._optimizer.synchronize()
         form, by_name = self._forms()
         if by_name is not None:
@@ -142,7 +142,7 @@ class OptimizerState:
         return tree | ({"inner": inner} if inner else {})
 
     def _tree_by_name(self, form: TorchForm) -> dict[str, object]:
-        """The tree of an optimizer whose state is known by parameter."""
+        """Return the tree of an optimizer whose state is known by parameter."""
         state: dict[str, object] = {}
         main: dict[str, object] = {}
         membership: dict[str, int] = {}
@@ -186,10 +186,10 @@ class OptimizerState:
         return tree | {key: value for key, value in optional.items() if value}
 
     def _forms(self) -> tuple[Mapping[Any, Any] | None, TorchForm | None]:
-        """The form that the optimizer's class or hooks make, if any; and its state by parameter.
+        """Return the form that the optimizer's class or hooks make, and its state by parameter.
 
         The latter is None for a form that is not like torch's, and is read from the attributes
-        where the optimizer has no form of its own.
+        if the optimizer makes no form itself.
         """
         optimizers = self._torch_optimizers()
         for optimizer in optimizers:
@@ -205,14 +205,14 @@ class OptimizerState:
         return None, TorchForm.of_attributes(optimizers, self._optimizer.param_groups)
 
     def _torch_optimizers(self) -> list[Any]:
-        """The torch optimizers that keep the state, each once."""
+        """Return the torch optimizers that keep the state, each once."""
         if self._own is not None:
             return [self._own]
         params = self._optimizer.optimizer_parameters()
         return list({id(param.optimizer): param.optimizer for param in params}.values())
 
     def _refuse_unknown_state(self, stepped: set[int]) -> None:
-        """PlacementError for state of unknown tensors, and of no parameter in a sharded one."""
+        """Raise PlacementError for state that no load could give back."""
         for optimizer in self._torch_optimizers():
             for key, value in optimizer.state.items():
                 if not isinstance(key, torch.Tensor):
@@ -229,7 +229,7 @@ class OptimizerState:
                     )
 
     def _refuse_hidden_state(self, form: Mapping[Any, Any]) -> None:
-        """PlacementError for an optimizer that has state of its own and shows nothing of it."""
+        """Raise PlacementError for an optimizer that has state and shows nothing of it."""
         state = getattr(self._own, "state", None)
         has_tensors = isinstance(state, Mapping) and any(tensors_of(list(state.values())))
         if has_tensors and not any(tensors_of(form)):
@@ -241,7 +241,7 @@ class OptimizerState:
     # ---- a load ----
 
     def template(self, stored: StoredPart) -> dict[str, object]:
-        """Targets placed like what is held for the state the checkpoint has, nothing stepped."""
+        """Return targets for the state that the checkpoint has, placed like what is held."""
         self._name = stored.name
         self._check_num_groups(stored)
         self._optimizer.synchronize()
@@ -252,7 +252,7 @@ class OptimizerState:
         if stored.has("own") == (by_name is not None):
             raise MismatchError(
                 f"{stored.name}: the checkpoint has the optimizer's state "
-                f"{'in a form of its own' if stored.has('own') else 'by parameter name'}, and "
+                f"{'in its own form' if stored.has('own') else 'by parameter name'}, and "
                 f"{type(self._own or self._optimizer).__name__} takes it the other way; build the "
                 f"optimizer as the saved run did"
             )
@@ -270,7 +270,7 @@ class OptimizerState:
         return template | ({"inner": inner} if stored.has("inner") else {})
 
     def _template_by_name(self, stored: StoredPart, form: TorchForm) -> dict[str, object]:
-        """Targets for state by parameter name, and for what belongs to no parameter."""
+        """Return targets for state by parameter name, and for what belongs to no parameter."""
         state: dict[str, object] = {}
         main: dict[str, object] = {}
         made: dict[str, object] = {}
@@ -310,7 +310,7 @@ class OptimizerState:
         return template | {name: Transient() for name in once if stored.has(name)}
 
     def _template_of_form(self, stored: StoredPart, form: Mapping[Any, Any]) -> dict[str, object]:
-        """Targets for a form that only the optimizer understands, without other stages' entries."""
+        """Return targets for an optimizer's own form, without entries of other stages."""
         local = self._known_parameters()
         tensors = {name: p for p, name in self._names().items()}
         everywhere = dict.fromkeys(stored.keys_under("parameters"))
@@ -337,9 +337,11 @@ class OptimizerState:
         return template | ({"parameters": Transient()} if stored.has("parameters") else {})
 
     def restore(self, tree: object) -> None:
-        """Set state and hyperparameters; MismatchError where a group cannot be identified."""
+        """Set state and hyperparameters; raise MismatchError if a group is unknown."""
         if not isinstance(tree, Mapping):
-            raise MismatchError("the stored optimizer part is no mapping; was it saved from one?")
+            raise MismatchError(
+                "the stored optimizer part is not a mapping; was it saved from one?"
+            )
         form, by_name = self._forms()
         if by_name is not None and isinstance(why := tree.get("state"), Fresh):
             names = (name for name, _ in self._named())
@@ -392,7 +394,7 @@ class OptimizerState:
         settings: list[dict[str, Any] | None],
         entries: Mapping[int, Any],
     ) -> None:
-        """Put state and settings where a plain torch optimizer has them; nothing else stays."""
+        """Put state and settings into a plain torch optimizer; nothing else stays."""
         optimizers = self._torch_optimizers()
         for _, param in self._named():
             if param.updated is None:
@@ -451,7 +453,7 @@ class OptimizerState:
         load_form(self._own, whole, where=self._name, names=shown_as)
 
     def _check_num_groups(self, stored: StoredPart) -> None:
-        """MismatchError where an optimizer of the same name had another number of groups."""
+        """Raise MismatchError if an optimizer of the same name had another number of groups."""
         for name, count in self._optimizer.num_groups().items():
             saved = stored.value(NUM_GROUPS, name)
             if isinstance(saved, int) and saved != count:
@@ -463,7 +465,7 @@ class OptimizerState:
     # ---- what a save and a load share: inner optimizers and names ----
 
     def _inner(self, *, saving: bool, shown: object = None) -> dict[str, Any]:
-        """Optimizers in attributes, each as a part of its own; when saving, those not yet shown."""
+        """Return optimizers in attributes as parts; when saving, those not yet shown."""
         inner_parts: dict[str, Any] = {}
         inner_by_path = {} if self._own is None else inner_optimizers(self._own)
         names = self._names() if inner_by_path else {}
@@ -485,7 +487,7 @@ class OptimizerState:
         return inner_parts
 
     def _names(self) -> dict[torch.Tensor, str]:
-        """Parameter -> its logical name, behind the module's own where there are several."""
+        """Return the logical name of each parameter, after the module's if there are several."""
         names: dict[torch.Tensor, str] = {}
         for prefix, module in self._modules.items():
             refuse_flat_shards(module)
@@ -499,7 +501,7 @@ class OptimizerState:
         return names
 
     def _named(self) -> Iterator[tuple[str, OptimizerParameter]]:
-        """Each of the optimizer's parameters with its logical name."""
+        """Yield each of the optimizer's parameters with its logical name."""
         names = self._names()
         for param in self._optimizer.optimizer_parameters():
             if param.parameter not in names:
@@ -507,7 +509,7 @@ class OptimizerState:
             yield names[param.parameter], param
 
     def _unknown_parameter(self, param: OptimizerParameter, names: Mapping[Any, str]) -> str:
-        """That a parameter is none of the module's, in words, and the likely cause."""
+        """Return the message that a parameter is not the module's, and the likely cause."""
         shape = param.parameter.shape
         kinds = " or ".join(sorted({type(module).__name__ for module in self._modules.values()}))
         message = (
@@ -522,7 +524,7 @@ class OptimizerState:
         return f"{message}. For one optimizer over several modules pass a dict of them by name"
 
     def _paddings(self) -> dict[int, tuple[int, ...]]:
-        """The declared padding of parameters, by `id`."""
+        """Return the declared padding of parameters, by `id`."""
         return {
             key: padding
             for module in self._modules.values()
@@ -530,7 +532,7 @@ class OptimizerState:
         }
 
     def _known_parameters(self) -> dict[str, object]:
-        """Facts of the parameters that are the module's; the optimizer deals with others itself."""
+        """Return what a load must know of each parameter that is the module's."""
         names, paddings = self._names(), self._paddings()
         return {
             names[param.parameter]: parameter_facts(param, paddings.get(id(param.parameter)))
@@ -540,7 +542,7 @@ class OptimizerState:
 
 
 def _owner_of(path: str, names: Mapping[str, object]) -> str | None:
-    """The longest of the names that a dotted path contains as a whole run of its components."""
+    """Return the longest of the names that is a run of components of a dotted path."""
     components = path.split(".")
     for length in range(len(components), 0, -1):
         for start in range(len(components) - length + 1):
@@ -551,24 +553,24 @@ def _owner_of(path: str, names: Mapping[str, object]) -> str | None:
 
 
 def checked(optimizer: Any) -> Any:
-    """An optimizer, torch's or not, that has what a load and a save need of one."""
+    """Return the optimizer if it has what a save and a load need."""
     needed = ("param_groups", "state_dict", "load_state_dict")
     lacking = [name for name in needed if not hasattr(optimizer, name)]
     if lacking:
         raise ConfigError(
-            f"OptimizerState: a {type(optimizer).__name__} is no optimizer: it has no "
+            f"OptimizerState: a {type(optimizer).__name__} is not an optimizer: it lacks "
             f"{', '.join(lacking)}"
         )
     return optimizer
 
 
 def modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules by what their parameters' names begin with; ConfigError for anything else."""
+    """Return the modules by the prefix of their parameters' names."""
     hint = "pass the module whose parameters the optimizer updates, or a dict of modules by name"
     if isinstance(module, nn.Module):
         return {"": module}
     if not isinstance(module, Mapping):
-        raise ConfigError(f"OptimizerState: a {type(module).__name__} is no module; {hint}")
+        raise ConfigError(f"OptimizerState: a {type(module).__name__} is not a module; {hint}")
     for name, each in module.items():
         if not isinstance(each, nn.Module) or not isinstance(name, str):
             raise ConfigError(f"OptimizerState: {name!r} is a {type(each).__name__}; {hint}")
@@ -578,7 +580,7 @@ def modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, 
 
 
 def refuse_flat_shards(module: nn.Module) -> None:
-    """PlacementError where FSDP1 has cut parameters into pieces that say nothing of the whole.
+    """Raise PlacementError if FSDP1 has cut parameters into flat pieces.
 
     Each rank then has another part of the elements under one name and without a placement.
     """

@@ -39,7 +39,7 @@ def entry_targets(
     made: dict[str, object],
     filled: set[int],
 ) -> object:
-    """What to load one parameter's state into: just the entries that are stored.
+    """Return the targets of one parameter's state: just the entries that are stored.
 
     Args:
         have: Entries that the optimizer has; tensors of it that fit are filled in place.
@@ -82,7 +82,7 @@ def entry_targets(
 def refuse_other_shape(
     name: str, param: OptimizerParameter, stored: StoredPart, padding: tuple[int, ...] | None
 ) -> None:
-    """MismatchError where the stored state belongs to a parameter of another shape."""
+    """Raise MismatchError if the stored state belongs to a parameter of another shape."""
     saved = stored.at("parameters", name, "shape")
     shape = list(param.parameter.shape if padding is None else padding)
     if isinstance(saved, list) and saved != shape:
@@ -96,7 +96,7 @@ def refuse_other_shape(
 
 
 Likes = Callable[[StoredTensor, object, str], Iterable[object]]
-"""What a target may be placed like, best first: by stored tensor, what is there now, and path."""
+"""What a target may be placed like, best first, by stored tensor, current value and path."""
 
 
 def placed_like(likes: Likes) -> MakeTarget:
@@ -151,7 +151,7 @@ def on_device_of(value: Any, param: OptimizerParameter) -> Any:
 def main_target(
     param: OptimizerParameter, dtype: torch.dtype, padding: tuple[int, ...] | None
 ) -> object:
-    """What to load a stored main parameter into: the main parameter, or memory to copy from.
+    """Return the target of a stored main parameter: itself, or memory to copy from.
 
     A parameter that is its own main one takes the value only if it can hold it.
     """
@@ -172,7 +172,7 @@ def _target(
     on_device: bool,
     real_shape: tuple[int, ...] | None,
 ) -> object:
-    """Memory for a stored entry: placed like what is held, where it has the parameter's shape.
+    """Return memory for a stored entry, placed like the parameter if it has its shape.
 
     Step counters stay whole on the host (on the parameter's device for fused and capturable
     optimizers), as torch keeps them.
@@ -199,15 +199,15 @@ def _target(
 def _is_elementwise(
     whole: tuple[int, ...], shape: tuple[int, ...], real_shape: tuple[int, ...] | None
 ) -> bool:
-    """Whether a stored entry has one element for each of the parameter's.
+    """Return True if a stored entry has one element for each of the parameter's.
 
-    Where padding is declared, an entry of another size counts, so that it is refused as one of
-    another real shape; one of a factored state has a dim of 1 where the parameter has more.
+    If padding is declared, an entry of another size counts, so that it is refused as one of
+    another real shape; one of a factored state has a dim of 1 if the parameter has more.
 
     Args:
         whole: The parameter's shape, padding included.
         shape: The entry's.
-        real_shape: The parameter's without padding, where that is declared.
+        real_shape: The parameter's without padding, if that is declared.
     """
     if real_shape is None:
         return shape == whole
@@ -218,12 +218,12 @@ def _is_elementwise(
 
 
 def is_nothing(stored: StoredPart) -> bool:
-    """Whether an empty mapping is stored in the optimizer's place, as for a frozen module."""
+    """Return True if an empty mapping is stored for the optimizer, as for a frozen module."""
     return isinstance(stored.node, Mapping) and not stored.node
 
 
 def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | None:
-    """Why a parameter would start fresh; None where its state is stored, or there was none to lose.
+    """Return why a parameter would start fresh; None if it loses nothing.
 
     A parameter that the saved run trained and that had no state (never stepped, unused) is restored
     exactly by having none. That is not so for one that the saved run did not have, or had frozen,
@@ -245,7 +245,7 @@ def absent_groups(
     named: Iterable[tuple[str, OptimizerParameter]],
     stored: StoredPart,
 ) -> dict[str, object]:
-    """Groups and settings of groups of which the checkpoint knows nothing, by path."""
+    """Return groups and settings of groups of which the checkpoint knows nothing, by path."""
     result: dict[str, object] = {}
     homes = {name: stored.value("membership", name) for name in stored.keys_under("membership")}
     members: list[list[str]] = [[] for _ in groups]
@@ -269,7 +269,7 @@ def absent_groups(
 def _absent_settings(
     optimizer: Any, group: Mapping[str, Any], stored: Sequence[str]
 ) -> Iterator[tuple[str, bool]]:
-    """Each setting of a group that the checkpoint lacks, and whether the optimizer needs it.
+    """Yield each setting of a group that the checkpoint lacks, and whether the optimizer needs it.
 
     Those that its class fills in for checkpoints of older versions are not among them.
     """
@@ -283,7 +283,7 @@ def _absent_settings(
 
 
 def _filled_in(optimizer: Any, group: dict[str, Any]) -> set[str]:
-    """The settings that the class adds to a group with only these, as torch's own load does."""
+    """Return the settings that the class adds to a group, as torch's own load does."""
     bare = {**group, "params": []}
     try:
         probe = object.__new__(type(optimizer))
@@ -295,7 +295,7 @@ def _filled_in(optimizer: Any, group: dict[str, Any]) -> set[str]:
 
 
 def as_built(param: OptimizerParameter, current: object) -> Any:
-    """The state that a parameter has right after its optimizer is built; None for most.
+    """Return the state that a parameter has right after its optimizer is built; None for most.
 
     Some classes allocate state when they are built and rely on it (Adagrad), so that no state at
     all would not be a fresh start.
@@ -315,6 +315,6 @@ def as_built(param: OptimizerParameter, current: object) -> Any:
         taken = inspect.signature(made).parameters
         built = {name: v for name, v in param.optimizer.defaults.items() if name in taken}
         fresh = made([{**hyperparameters(mine), "params": [like]}], **built)
-    except Exception:  # a class with arguments of its own: it starts with nothing
+    except Exception:  # a class with other arguments: it starts with nothing
         return None
     return dict(fresh.state[like]) if like in fresh.state else None

@@ -7,7 +7,7 @@ was, so it loads on other ranks, under another layout, next to other modules.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -29,10 +29,10 @@ class Part(Protocol):
     """Something that can be saved and restored as a tree."""
 
     def tree(self) -> object:
-        """What to save: containers, values, tensors, markers. It must not copy tensors."""
+        """Return what to save: containers, values, tensors, markers. It must not copy tensors."""
 
     def template(self, stored: StoredPart) -> object:
-        """What to load into: tensors are filled in place, `Stored()` takes what there is.
+        """Return what to load into: tensors are filled in place, `Stored()` takes what there is.
 
         Args:
             stored: What the checkpoint has of the part.
@@ -51,41 +51,29 @@ class Stateful(Protocol):
     """Anything with torch's pair of methods: schedulers, data loaders, a user's own classes."""
 
     def state_dict(self) -> dict[str, object]:
-        """The object's state."""
+        """Return the object's state."""
 
     def load_state_dict(self, state_dict: dict[str, object]) -> object:
         """Take a state."""
 
 
-class OptionalPart(ABC):
+class OptionalPart(Part):
     """A part that a checkpoint may lack: a load without it succeeds and leaves the part as it is.
 
-    For what watches over a run and is no part of what is trained. `LoadReport.missing` names it
-    where it is not stored.
+    For objects that watch over a run and are not trained. `LoadReport.missing` names the part if it
+    is not stored.
     """
 
     @property
     @abstractmethod
     def has_entry(self) -> bool:
-        """Whether it is saved and loaded now; otherwise it is as if the state did not have it."""
-
-    @abstractmethod
-    def tree(self) -> object:
-        """As of `Part`."""
-
-    @abstractmethod
-    def template(self, stored: StoredPart) -> object:
-        """As of `Part`."""
-
-    @abstractmethod
-    def restore(self, tree: object) -> None:
-        """As of `Part`."""
+        """True if it is saved and loaded now; otherwise it is as if the state did not have it."""
 
 
 class StatefulPart:
     """An object with `state_dict` and `load_state_dict`: it is given everything that is stored.
 
-    Tensors come whole and new, except where the object's current state has a DTensor or a marker of
+    Tensors are whole and new, unless the object's current state has a DTensor or a marker of
     the same global shape at the same path: those are the targets, and keep their placement.
     """
 
@@ -93,7 +81,7 @@ class StatefulPart:
         self._value = value
 
     def tree(self) -> object:
-        """The object's state dict."""
+        """Return the object's state dict."""
         return self._value.state_dict()
 
     def template(self, stored: StoredPart) -> object:
@@ -113,11 +101,11 @@ class TreePart:
         self._value = value
 
     def tree(self) -> object:
-        """The tree itself."""
+        """Return the tree itself."""
         return self._value
 
     def template(self, stored: object) -> object:
-        """The tree itself."""
+        """Return the tree itself."""
         del stored
         return self._value
 
@@ -126,31 +114,32 @@ class TreePart:
 
 
 def is_last(value: object) -> bool:
-    """Whether an entry of a state has to be flattened, and restored, after all others.
+    """Return True if an entry of a state has to be flattened, and restored, after all others.
 
-    Random streams: other parts may draw from them while they say what they hold, or take it back.
+    Random streams do: other parts may draw from them while they are flattened or restored.
     """
     return isinstance(value.value if isinstance(value, OnLayout) else value, RNG)
 
 
 def is_left_out(value: object) -> bool:
-    """Whether an entry of a state is an optional part that has nothing to save or load now."""
+    """Return True if an entry of a state is an optional part with nothing to save or load now."""
     inner = value.value if isinstance(value, OnLayout | FromPart) else value
     return isinstance(inner, OptionalPart) and not inner.has_entry
 
 
 def check_part_name(name: object) -> None:
-    """ConfigError unless the name of a part can be the beginning of keys."""
+    """Raise ConfigError unless the name of a part can start keys."""
     if not isinstance(name, str) or not name or is_like_a_tag(name) or name != name.strip():
         raise ConfigError(
-            f"state part name {name!r}: a part needs a non-empty string not beginning with '$'"
+            f"state part name {name!r}: a part's name must be a non-empty string that does not "
+            f"start with '$'"
         )
     if not name.isascii() and not is_unicode(name):
-        raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is no text")
+        raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is not text")
 
 
 def part_of(name: str, value: object) -> Part:
-    """The part for a state's entry; ConfigError where torch's own form would lose names."""
+    """Return the part for a state's entry; raise ConfigError if names would be lost."""
     if isinstance(value, FromPart):
         raise ConfigError(
             f"state part '{name}': FromPart says where a load finds a part; save the value itself"
@@ -172,7 +161,7 @@ def part_of(name: str, value: object) -> Part:
 
 
 def is_closed(part: Part) -> bool:
-    """Whether stored entries that the part did not ask for are 'unexpected'.
+    """Return True if stored entries that the part did not ask for are 'unexpected'.
 
     A module or an optimizer asks for each of its entries; a plain tree or a stateful object is
     given everything that is stored, so nothing of it can be passed over.
@@ -186,7 +175,7 @@ def module_parts(
     *,
     without: Collection[str] = (),
 ) -> dict[str, object]:
-    """The state of the modules that this rank has, as parts for a `Checkpointer`.
+    """Return the state of the modules that this rank has, as parts for a `Checkpointer`.
 
         parts = module_parts(groups, {"vision": {"model": encoder, "optimizer": {}}})
         checkpointer.save(step, {**parts, "progress": progress})
@@ -206,7 +195,7 @@ def module_parts(
         ConfigError: A module of this rank is missing and not in `without`, or is there and in
             `without`; a part's name is empty; several modules here have an `RNG()`, which are the
             same streams (`ModuleRNG` gives each its own).
-        LayoutError, GroupError: There is no such module, or it is not on this rank.
+        LayoutError, GroupError: The module does not exist, or is not on this rank.
 
     Cost: none; nothing is read.
     """
@@ -233,7 +222,7 @@ def module_parts(
 
 
 def _refuse_shared_streams(rank: int, modules: Mapping[str, Mapping[str, object]]) -> None:
-    """ConfigError where two modules of this rank would store the process's own streams."""
+    """Raise ConfigError if two modules of this rank would store the process's own streams."""
     sharing = [
         f"'{module}.{part}'"
         for module, named in modules.items()

@@ -52,7 +52,7 @@ class Stream:
 
 
 def check_generator(name: str, generator: object) -> None:
-    """ConfigError unless it is a generator whose state can be stored."""
+    """Raise ConfigError unless it is a generator whose state can be stored."""
     if not isinstance(generator, Generator) or isinstance(generator, random.SystemRandom):
         raise ConfigError(
             f"RNG: generator '{name}' is a {type(generator).__name__}; it takes torch.Generator, "
@@ -61,7 +61,7 @@ def check_generator(name: str, generator: object) -> None:
 
 
 def accessors(generator: Any) -> Accessors:
-    """How to read the state of a generator, arrays and tensors in it new, and how to set it."""
+    """Return how to read the state of a generator, as new arrays and tensors, and how to set it."""
     if isinstance(generator, torch.Generator):
         return generator.get_state, generator.set_state
     if isinstance(generator, np.random.Generator):
@@ -77,7 +77,7 @@ def accessors(generator: Any) -> Accessors:
 
 
 def global_accessors() -> dict[str, Accessors]:
-    """The streams that every process has: Python's, NumPy's, torch's, the current device's."""
+    """Return the accessors of Python's, NumPy's, torch's and the current device's streams."""
     streams: dict[str, Accessors] = {
         "python": accessors(random),
         "numpy": (_numpy_state, lambda state: np.random.set_state(_numpy_tuple(state))),
@@ -112,19 +112,19 @@ def _add_to_digest(value: object, digest: hashlib.blake2b) -> None:
 
 
 def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
-    """The state of a `random.Random` as a dict."""
+    """Return the state of a `random.Random` as a dict."""
     # 625 words as one array: as a list they would be most of a manifest.
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What `setstate` takes, from the dict of `_python_state`."""
+    """Return the argument of `setstate` from the dict of `_python_state`."""
     return state["version"], tuple(int(word) for word in state["words"]), state["gauss"]
 
 
 def _numpy_state() -> dict[str, object]:
-    """The state of NumPy's global generator, whose bit generator may have been replaced."""
+    """Return the state of NumPy's global generator, whose bit generator may have been replaced."""
     result: Any = np.random.get_state(legacy=False)
     if result["bit_generator"] != "MT19937":
         return {"name": str(result["bit_generator"]), "state": result}
@@ -138,7 +138,7 @@ def _numpy_state() -> dict[str, object]:
 
 
 def _numpy_tuple(state: Mapping[str, Any]) -> Any:
-    """What `np.random.set_state` takes, from the dict of `_numpy_state`."""
+    """Return the argument of `np.random.set_state` from the dict of `_numpy_state`."""
     if "state" in state:
         return dict(state["state"])
     names = ("name", "keys", "position", "has_gauss", "cached")
@@ -162,8 +162,8 @@ class RNG:
     current device is kept; name others as generators.
 
     Args:
-        axes: Along which ranks have streams of their own; default: each rank.
-        shared: What a stream does under other layouts. Every stream without declaration of its own
+        axes: Along which ranks have their own streams; default: each rank.
+        shared: What a stream does under other layouts. Every stream without its own declaration
             follows it.
 
             - `("tp",)`: ranks that differ along tp alone have the same stream, as dropout on
@@ -183,7 +183,7 @@ class RNG:
             lets it be); one that only the checkpoint has is unexpected.
 
     Raises:
-        ConfigError: For an axis or a generator that cannot be.
+        ConfigError: For an unknown axis or generator.
 
     Cost:
         A save hashes some kB for each stream.
@@ -217,7 +217,7 @@ class RNG:
                 )
 
     def tree(self) -> object:
-        """The streams of this rank, by the axes along which they are stored."""
+        """Return the streams of this rank, by the axes along which they are stored."""
         by_axes: dict[tuple[str, ...], dict[str, object]] = {}
         for name, state in self._states().items():
             axes = tuple(axis for axis in self._axes if axis not in (self._declared(name) or ()))
@@ -285,7 +285,7 @@ class RNG:
             self._set_state(name, state)
 
     def capture(self) -> dict[str, State]:
-        """Stream -> its state now, which `reset` takes."""
+        """Return the state of each stream, which `reset` takes."""
         return self._states()
 
     def reset(self, states: Mapping[str, State]) -> None:
@@ -294,16 +294,16 @@ class RNG:
             self._set_state(name, state)
 
     def _states(self) -> dict[str, State]:
-        """Stream -> its state now."""
+        """Return the state of each stream."""
         own = {name: accessors(each) for name, each in self._generators.items()}
         return {name: get() for name, (get, _) in (global_accessors() | own).items()}
 
     def _declared(self, name: str) -> tuple[str, ...] | None:
-        """The axes along which a stream is declared shared; None: not declared."""
+        """Return the axes along which a stream is declared shared; None: not declared."""
         return self._shared_by_name.get(name, self._shared)
 
     def _set_state(self, name: str, state: Any) -> None:
-        """Set a stream; MismatchError where the state is one of another kind of generator."""
+        """Set a stream; raise MismatchError if the state is of another kind."""
         generator = self._generators.get(name)
         try:
             _, put = global_accessors()[name] if generator is None else accessors(generator)
@@ -320,14 +320,13 @@ class RNG:
 
 @dataclass(slots=True, kw_only=True)
 class _StreamLoad:
-    """One load of streams on one rank: what is taken from where."""
+    """One load of streams on one rank."""
 
     fresh: dict[str, State]
     """The streams as they were when the load began."""
     declared: dict[str, tuple[str, ...] | None]
-    sources: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Stream -> where it is stored and the coordinates that it is taken from; several where only
-    their bytes can show whether they are equal."""
+    sources: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Stream -> where it is stored, and the coordinate that it is taken from."""
     whole: dict[str, str] = field(default_factory=dict)
     """Stream -> where it is stored for all ranks at once."""
 
@@ -340,7 +339,7 @@ class _StreamLoad:
         names: Sequence[str],
         absent: Sequence[str],
     ) -> PerRankSource:
-        """Which stored coordinates this rank reads; what it keeps, and what must be equal."""
+        """Return what this rank reads, what it keeps, and what must be equal on several ranks."""
         stored = _StoredStreams(request, axes=axes)
         result = PerRankSource(
             here=request.here, is_picked=True, names=frozenset((*names, DIGESTS))
@@ -348,40 +347,45 @@ class _StreamLoad:
         labels: dict[str, None] = {}
         kept = []
         for name in names:
-            taken = stored.sources(name, self.declared[name])
-            if isinstance(taken, str):
-                return PerRankSource(here=request.here, problem=taken)
-            self.sources[name] = (key, taken)
-            labels.update(dict.fromkeys(taken))
-            if not taken:
+            declared = self.declared[name]
+            candidates = stored.candidates(name, declared)
+            digests = {stored.digest(label, name) for label in candidates}
+            if len(digests) > 1 and declared is not None:
+                problem = (
+                    f"{request.path}.{name} is declared shared along {', '.join(declared)}, but "
+                    f"the checkpoint holds different streams along it, for "
+                    f"{'; '.join(candidates)}: load them as they are with RNG(shared=()), or "
+                    f"leave the random streams out of the load and seed them"
+                )
+                return PerRankSource(here=request.here, problem=problem)
+            if len(digests) == 1:
+                self.sources[name] = (key, candidates[0])
+                labels[candidates[0]] = None
+                digest = digests.pop()
+            else:
                 kept.append(name)
-            check = stored.check(name, self.declared[name], taken, self.fresh[name])
+                digest = state_digest(self.fresh[name])
+            check = stored.check(name, declared, digest)
             result.checks += [] if check is None else [check]
         result.labels = tuple(labels)
         result.kept = ("",) if kept and len(kept) == len(names) else tuple(kept)
         result.kept += ("cuda",) if "cuda" in absent and result.kept != ("",) else ()
         result.missing = tuple(name for name in absent if name != "cuda")
         if "cuda" not in names and "cuda" in _streams_of(request.stored.get(request.here)):
-            # There is no device here that could draw from it.
+            # No device here could draw from it.
             result.dropped = ("cuda",)
         if "cuda" not in names:
             result.names = frozenset((*names, DIGESTS, "cuda"))
         return result
 
     def loaded(self, name: str, tree: Mapping[str, Any]) -> Any:
-        """The state that a stream is set to; MismatchError where a shared one differs."""
+        """Return the state that a stream is set to."""
         if name in self.whole:
             return tree[self.whole[name]][name]
-        key, labels = self.sources.get(name, ("", ()))
-        if not labels:
+        if name not in self.sources:
             return self.fresh[name]
-        trees = tree[key] if key else tree
-        states = [trees[label][name] for label in labels]
-        if len({state_digest(state) for state in states}) > 1:
-            if self.declared[name] is None:
-                return self.fresh[name]
-            raise MismatchError(_differ(f"rng.{name}", labels, self.declared[name] or ()))
-        return states[0]
+        key, label = self.sources[name]
+        return (tree[key] if key else tree)[label][name]
 
 
 class _StoredStreams:
@@ -393,51 +397,41 @@ class _StoredStreams:
         self._at = {label: parse_label(label) for label in request.stored}
         self._mine = parse_label(request.here)
 
-    def sources(self, name: str, declared: tuple[str, ...] | None) -> tuple[str, ...] | str:
-        """The stored coordinates of a stream for this rank; none: it stays; text: a problem."""
+    def candidates(self, name: str, declared: tuple[str, ...] | None) -> list[str]:
+        """Return the stored coordinates that this rank may take a stream from, the best first.
+
+        If their streams differ, none of them is this rank's.
+        """
         here = self._request.here
-        if declared is None and here in self._at:
-            return (here,)
+        if declared is None and self.digest(here, name):
+            return [here]
         along = [axis for axis in self._replicating() if axis in self._at[next(iter(self._at))]]
-        candidates = self._equal_outside(along if declared is None else declared)
-        digests = {self._digest(label, name) for label in candidates}
-        if None in digests:
-            # A checkpoint from before digests: the streams themselves are read and compared.
-            return tuple(candidates)
-        if len(digests) > 1:
-            if declared is None:
-                return ()
-            return _differ(f"{self._request.path}.{name}", candidates, declared)
-        return (here,) if here in candidates else tuple(candidates[:1])
+        labels = self._equal_outside(along if declared is None else declared)
+        return sorted((label for label in labels if self.digest(label, name)), key=here.__ne__)
 
     def check(
-        self,
-        name: str,
-        declared: tuple[str, ...] | None,
-        taken: tuple[str, ...],
-        fresh: object,
+        self, name: str, declared: tuple[str, ...] | None, digest: str
     ) -> ConsistencyCheck | None:
-        """What ranks that share the stream must have in common; None where none do."""
+        """Return what ranks that share the stream must have in common; None if no ranks do.
+
+        Args:
+            digest: Of the stream that this rank will have.
+        """
         along, is_certain = self._found_shared(name) if declared is None else (declared, True)
         axes = [axis for axis in self._axes if axis not in along]
         if not along and any(set(view) <= set(axes) for view in (DENSE_AXES, EXPERT_AXES)):
             return None
         request = self._request
         label = coordinate_label(request.layout, request.rank, axes, path=request.path)
-        digest = state_digest(fresh)
-        if taken:
-            digest = self._digest(taken[0], name) or f"of {taken[0]}"
-        if len(taken) > 1 and declared is None:
-            return None
         shown = ", ".join(along) or f"all but {', '.join(axes)}"
         return ConsistencyCheck(f"{request.path}.{name}", shown, label, digest, is_certain)
 
     def _replicating(self) -> list[str]:
-        """The axes of the streams whose ranks have to draw the same."""
+        """Return the axes of the streams whose ranks have to draw the same."""
         return [axis for axis in _REPLICATING if axis in self._axes]
 
     def _found_shared(self, name: str) -> tuple[tuple[str, ...], bool]:
-        """Axes along which the stored streams are equal, and whether there are two to say so."""
+        """Return the axes along which stored streams are equal, and whether two prove it."""
         first = self._at[next(iter(self._at))]
         shared = tuple(axis for axis in self._axes if axis not in first)
         if shared:
@@ -445,17 +439,17 @@ class _StoredStreams:
         along = [axis for axis in self._replicating() if axis in first]
         if not along:
             return (), True
-        by_rest: dict[tuple[int, ...], set[str | None]] = {}
+        by_rest: dict[tuple[int, ...], set[str]] = {}
         for label, at in self._at.items():
             rest = tuple(at[axis] for axis in sorted(at) if axis not in along)
-            by_rest.setdefault(rest, set()).add(self._digest(label, name))
+            by_rest.setdefault(rest, set()).add(self.digest(label, name))
         if len(by_rest) == len(self._at):
             return tuple(along), False
-        is_equal = all(len(digests) == 1 and None not in digests for digests in by_rest.values())
+        is_equal = all(len(digests) == 1 and "" not in digests for digests in by_rest.values())
         return (tuple(along), True) if is_equal else ((), True)
 
     def _equal_outside(self, along: Sequence[str]) -> list[str]:
-        """Stored coordinates that are this rank's but for the axes `along`, ascending."""
+        """Return stored coordinates that are this rank's but for the axes `along`, ascending."""
         axes = sorted(self._mine)
         rest = [axis for axis in axes if axis not in along]
         result = [
@@ -465,31 +459,22 @@ class _StoredStreams:
         ]
         return [label for _, label in sorted(result)]
 
-    def _digest(self, label: str, name: str) -> str | None:
-        """The stored digest of a stream; None in a checkpoint from before there were any."""
-        digests = self._request.stored[label].get(DIGESTS)
+    def digest(self, label: str, name: str) -> str:
+        """Return the stored digest of a stream; empty if that coordinate does not have it."""
+        digests = self._request.stored.get(label, {}).get(DIGESTS)
         result = digests.get(name) if isinstance(digests, Mapping) else None
-        return result if isinstance(result, str) else None
-
-
-def _differ(what: str, labels: Sequence[str], declared: Sequence[str]) -> str:
-    """That streams that are declared shared were stored different, in words."""
-    return (
-        f"{what} is declared shared along {', '.join(declared)}, but the checkpoint holds "
-        f"different streams along it, for {'; '.join(labels)}: load them as they are with "
-        f"RNG(shared=()), or leave the random streams out of the load and seed them"
-    )
+        return result if isinstance(result, str) else ""
 
 
 def _streams_of(group: Any) -> set[str]:
-    """The names of the streams in a stored group, per rank or not."""
+    """Return the names of the streams in a stored group, per rank or not."""
     trees = group["v"] if is_per_rank(group) else {"": group}
     plain = [tree for tree in trees.values() if is_plain_dict(tree)]
     return {name for tree in plain for name in tree if name != DIGESTS}
 
 
 class ModuleRNG(RNG):
-    """Random streams of one module's own: no other module, and nothing outside, draws from them.
+    """Random streams of one module: no other module, and nothing outside, draws from them.
 
         streams = ModuleRNG(seed=1)
         with streams:
@@ -508,7 +493,7 @@ class ModuleRNG(RNG):
         shared: as of `RNG`.
 
     Raises:
-        ConfigError: A seed that is no integer from 0, entering twice.
+        ConfigError: If the seed is not an integer of at least 0, and if it is entered twice.
 
     Cost: two copies of some kB at each entry and exit; on a CUDA device it waits for nothing.
     """
@@ -534,7 +519,7 @@ class ModuleRNG(RNG):
 
     @property
     def is_entered(self) -> bool:
-        """Whether the global generators are this module's now."""
+        """True if the global generators are this module's now."""
         return self._outer is not None
 
     def __enter__(self) -> ModuleRNG:
@@ -546,7 +531,7 @@ class ModuleRNG(RNG):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Keep the streams where they are, and give back what was there before."""
+        """Keep the streams as they are, and restore the outer ones."""
         if self._outer is None:
             return
         self._held = super()._states()
@@ -554,11 +539,11 @@ class ModuleRNG(RNG):
         self._set_global(outer)
 
     def _states(self) -> dict[str, State]:
-        """The streams of the module, whether entered or not."""
+        """Return the streams of the module, whether entered or not."""
         return super()._states() if self.is_entered else dict(self._held)
 
     def _set_state(self, name: str, state: object) -> None:
-        """Set one of the module's streams; MismatchError where the state is of another kind."""
+        """Set one of the module's streams; raise MismatchError if the state is of another kind."""
         if self.is_entered:
             super()._set_state(name, state)
             return

@@ -44,6 +44,7 @@ from holdfast.state.markers import (
     Replicated,
     Sharded,
     Stored,
+    global_shape,
 )
 
 Token = str | bytes
@@ -75,7 +76,7 @@ class StoredPart:
     """The part's, for messages."""
 
     def find(self, path: str) -> object | None:
-        """The node at a path of names joined by dots, from this part on; None where nothing is.
+        """Return the node at a path of names joined by dots, from this part on; None if nothing is.
 
         A module's part is one flat dict: below `encoder` are its entries `encoder.…`, by the rest
         of their names.
@@ -105,7 +106,7 @@ class StoredPart:
         return result
 
     def has_part_or_below(self, path: str) -> bool:
-        """Whether there is one; its node is None as well where the value None is stored."""
+        """Return True if there is one; its node is None, too, if the value None is stored."""
         parts = self.node if isinstance(self.node, Mapping) else {}
         if path in parts or self.find(path) is not None:
             return True
@@ -120,16 +121,16 @@ class StoredPart:
         return max(fitting, key=len, default=path)
 
     def has(self, *path: str | int) -> bool:
-        """Whether the tree has something other than null at this path."""
+        """Return True if the tree has something other than null at this path."""
         return self.at(*path) is not None
 
     def keys_under(self, *path: str | int) -> list[str]:
-        """The dict keys at a path; empty where there is no dict."""
+        """Return the dict keys at a path; empty if there is no dict."""
         node = self.at(*path)
         return list(node) if is_plain_dict(node) else []
 
     def tensors_under(self, *path: str | int) -> dict[str, StoredTensor]:
-        """The direct children of the dict at `path` that are tensors."""
+        """Return the direct children of the dict at `path` that are tensors."""
         result = {}
         node = self.at(*path)
         for name in self.keys_under(*path):
@@ -139,7 +140,7 @@ class StoredPart:
         return result
 
     def children(self, node: object) -> list[tuple[Any, object]] | None:
-        """The (key, node) pairs of a stored dict, in order; None for what is none."""
+        """Return the (key, node) pairs of a stored dict, in order; None for any other node."""
         pairs = pairs_of(node)
         if pairs is None or is_plain_dict(node):
             return pairs
@@ -151,7 +152,7 @@ class StoredPart:
             return None  # keys of the user's own types are for the matcher, which has the codecs
 
     def tensor(self, node: object) -> StoredTensor | None:
-        """The tensor that a node stands for; None for any other node."""
+        """Return the tensor that a node stands for; None for any other node."""
         if not isinstance(node, dict) or tag_of(node) != "tensor":
             return None
         key = str(node["k"])
@@ -159,17 +160,17 @@ class StoredPart:
         return StoredTensor(key=key, shape=tuple(shape), dtype=torch_dtype(dtype))
 
     def value(self, *path: str | int) -> object:
-        """The plain number, text, truth value or null at a path; None for others."""
+        """Return the plain number, text, truth value or null at a path; None for others."""
         node = self.at(*path)
         return node if isinstance(node, int | float | str) else None
 
     def below(self, *path: str | int) -> StoredPart:
-        """The view of what is at a path."""
+        """Return the view of what is at a path."""
         name = ".".join(map(str, (self.name, *path)))
         return StoredPart(self.at(*path), self.tensors, name)
 
     def at(self, *path: str | int) -> object:
-        """The node at a path; None where there is none."""
+        """Return the node at a path; None if there is none."""
         node = self.node
         for name in path:
             is_item = isinstance(node, list) and isinstance(name, int) and name < len(node)
@@ -180,7 +181,7 @@ class StoredPart:
 
 
 def key_token(key: object, codecs: Codecs) -> Token | None:
-    """What distinguishes a key from all others; None for one that no checkpoint can hold."""
+    """Return what distinguishes a key from all others; None if no checkpoint can hold it."""
     if type(key) is str:
         return key
     try:
@@ -190,7 +191,7 @@ def key_token(key: object, codecs: Codecs) -> Token | None:
 
 
 def members_of(node: Any, codecs: Codecs) -> Members | None:
-    """The members of a stored dict, OrderedDict, Counter or defaultdict; None for no mapping.
+    """Return the members of a stored mapping by token; None if it is not a mapping.
 
     Raises:
         MismatchError: For a key of a type that is not registered.
@@ -200,7 +201,7 @@ def members_of(node: Any, codecs: Codecs) -> Members | None:
 
 
 def _members(node: Any, key_of: Callable[[Any], Any]) -> Members | None:
-    """Name -> (key, child) of a stored mapping; None for anything else."""
+    """Return the members of a stored mapping by token, with keys made by `key_of`."""
     if is_plain_dict(node):
         return {key: (key, child) for key, child in node.items()}
     pairs = pairs_of(node)
@@ -214,7 +215,7 @@ def _members(node: Any, key_of: Callable[[Any], Any]) -> Members | None:
 
 
 def leaf_paths(node: Any, path: str, codecs: Codecs | None = None) -> list[str]:
-    """The paths of everything under a node, dict keys and list positions joined by dots."""
+    """Return the paths of everything under a node, dict keys and list positions joined by dots."""
     known = codecs if codecs is not None else Codecs()
 
     def key_of(raw: Any) -> Any:
@@ -252,20 +253,20 @@ def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[A
 
 
 def stored_kind(node: Any) -> str:
-    """What is stored, and how to ask for it where it is a value per coordinate."""
+    """Return what is stored, in words, and how to request a value per coordinate."""
     hint = "; ask for it with PerRank(..., axes=...)" if is_per_rank(node) else ""
     return f"{kind_in_words(node)}{hint}"
 
 
 def only_names(tree: Any, names: frozenset[str] | None) -> Any:
-    """The entries of a stored dict that have one of these names; the whole where None."""
+    """Return the entries of a stored dict with one of these names; all if `names` is None."""
     if names is None or not isinstance(tree, dict):
         return tree
     return {name: child for name, child in tree.items() if name in names}
 
 
 def used_paths(node: Any, path: str, names: frozenset[str] | None, codecs: Codecs) -> list[str]:
-    """The leaf paths of a value per coordinate: of all its entries, or of those with a name."""
+    """Return the leaf paths of a value per coordinate, of all its entries or of some."""
     trees = {label: only_names(tree, names) for label, tree in node["v"].items()}
     return leaf_paths({**node, "v": trees}, path, codecs)
 
@@ -278,12 +279,12 @@ def follow_stored(
     stored: StoredPart, current: object, make: MakeTarget, *, path: str = "",
     is_requested: Callable[[str], bool] = lambda path: True,
 ) -> Any:  # fmt: skip
-    """A template of the shape of what is stored, with `make`'s target for each tensor.
+    """Return a template of the shape of what is stored, with `make`'s target for each tensor.
 
-    What is no dict, list or tuple is taken as it is stored.
+    A node that is not a dict, list or tuple is taken as it is stored.
 
     Args:
-        current: What the owner has in the place; looked up along the same keys.
+        current: What the owner has there; looked up along the same keys.
         is_requested: Whether the template names an entry of a dict, by path.
     """
     info = stored.tensor(stored.node)
@@ -306,7 +307,7 @@ def follow_stored(
 
 
 def _children(stored: StoredPart, current: object) -> list[tuple[Any, StoredPart, object]] | None:
-    """What a stored dict, list or tuple has: key or position, node, and what is there now."""
+    """Return key or position, node and current value of each member of a stored container."""
     pairs = stored.children(stored.node)
     if pairs is None:
         items = None if tag_of(stored.node) == "deque" else items_of(stored.node)
@@ -323,14 +324,14 @@ def _children(stored: StoredPart, current: object) -> list[tuple[Any, StoredPart
 
 
 def zeros_placed_like(like: object, info: StoredTensor) -> torch.Tensor | None:
-    """New memory for a stored tensor, sharded as `like` is; None where that is no such DTensor."""
+    """Return new memory sharded as `like` is; None if that is not a DTensor of this shape."""
     if isinstance(like, DTensor) and tuple(like.shape) == info.shape:
         return torch.zeros_like(like.detach(), dtype=info.dtype)
     return None
 
 
 def zeros_like_target(target: torch.Tensor | Marked, dtype: torch.dtype) -> torch.Tensor | Marked:
-    """New memory placed as a tensor or marker is, of a dtype."""
+    """Return new memory placed as a tensor or marker is, of a dtype."""
     if isinstance(target, Padded):
         value = zeros_like_target(target.value, dtype)
         assert not isinstance(value, Padded)
@@ -341,7 +342,7 @@ def zeros_like_target(target: torch.Tensor | Marked, dtype: torch.dtype) -> torc
 
 
 class PlacedTemplates:
-    """Templates for one part's stored tree, placed where its current state says a placement.
+    """Templates for one part's stored tree, placed as its current state declares.
 
     Args:
         in_place: Whether the object's own DTensors and marked tensors are filled, so that no second
@@ -353,12 +354,12 @@ class PlacedTemplates:
         self._used: set[tuple[torch.device, int]] = set()
 
     def template(self, current: object, stored: StoredPart) -> object:
-        """What to load a stored node into, where the object holds `current`."""
+        """Return the template of a stored node for which the object holds `current`."""
         template = self._placed(current, stored)
         return Stored() if template is None else template
 
     def _placed(self, current: object, stored: StoredPart) -> object | None:
-        """The template, or None where nothing of the current state says a placement."""
+        """Return the template, or None if the current state declares no placement."""
         info = stored.tensor(stored.node)
         if info is not None:
             return self._target(current, info) if isinstance(current, DTensor | Marked) else None
@@ -378,8 +379,8 @@ class PlacedTemplates:
         return whole if isinstance(current, Mapping) else list(whole.values())
 
     def _target(self, current: Any, info: StoredTensor) -> torch.Tensor | Marked | None:
-        """A target of the stored shape: the current one where it may be filled, or a new one."""
-        if _global_shape(current) != info.shape:
+        """Return a target of the stored shape: the current one if it may be filled, or new."""
+        if global_shape(current) != info.shape:
             return None
         local = local_of(current if isinstance(current, torch.Tensor) else current.local)
         if self._in_place and local.dtype == info.dtype and self._is_new(local):
@@ -387,19 +388,10 @@ class PlacedTemplates:
         return zeros_like_target(current, info.dtype)
 
     def _is_new(self, local: torch.Tensor) -> bool:
-        """Whether no earlier target has this memory."""
+        """Return True if no earlier target has this memory."""
         if local.is_meta or local.numel() == 0:
             return True
         memory = (local.device, local.untyped_storage().data_ptr())
         is_new = memory not in self._used
         self._used.add(memory)
         return is_new
-
-
-def _global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:
-    """The shape of the whole tensor that a target is part of."""
-    if isinstance(target, Padded | Sharded):
-        return tuple(target.shape)
-    if isinstance(target, FlatShard):
-        return tuple(target.like.shape)
-    return tuple((target if isinstance(target, torch.Tensor) else target.local).shape)

@@ -164,7 +164,7 @@ def test_a_branch_is_judged_by_itself(tmp_path: Path) -> None:
         checkpointer.load({"x": FromPart("model.nothing", nn.Linear(2, 2))})
     with pytest.raises(ConfigError, match="where a load finds"):
         checkpointer.save(2, {"x": FromPart("model", nn.Linear(2, 2))})
-    with pytest.raises(PlacementError, match="no path"):
+    with pytest.raises(PlacementError, match="is not a path"):
         FromPart("", nn.Linear(2, 2))
 
 

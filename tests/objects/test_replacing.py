@@ -282,7 +282,7 @@ def test_an_optimizer_of_a_copy_is_refused(tmp_path: Path) -> None:
     optimizer = Adam(copied.parameters())
     with pytest.raises(ConfigError, match="build the optimizer again"):
         Checkpointer(tmp_path).save(1, parts(model, optimizer))
-    with pytest.raises(ConfigError, match="is no optimizer"):
+    with pytest.raises(ConfigError, match="is not an optimizer"):
         OptimizerState(object(), model)  # type: ignore[arg-type]
 
 

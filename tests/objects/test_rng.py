@@ -19,7 +19,6 @@ from holdfast import (
     ConfigError,
     Layout,
     MismatchError,
-    PerRank,
     PlanError,
     ProcessGroups,
     Stream,
@@ -168,23 +167,6 @@ def test_streams_are_exact_whatever_the_order_of_parts(
             assert draw() == expected
 
 
-class OldRNG:
-    """The part as it was before digests and sharing."""
-
-    def tree(self) -> PerRank:
-        found = RNG().tree()
-        assert isinstance(found, PerRank)
-        assert isinstance(found.tree, dict)
-        streams = {name: state for name, state in found.tree.items() if name != "digests"}
-        return PerRank(streams, missing="keep")
-
-    def template(self, stored: object) -> object:
-        raise NotImplementedError
-
-    def restore(self, tree: object) -> None:
-        raise NotImplementedError
-
-
 # Every rank of a layout in one process: which stored streams a rank takes.
 
 
@@ -220,7 +202,6 @@ def value_at(at: dict[str, int], leave_out: str = "") -> int:
     declared_before=st.booleans(),
     declared=st.sampled_from([None, (), ("tp",)]),
     alike=st.booleans(),
-    old=st.booleans(),
 )
 def test_every_rank_takes_what_brute_force_says(
     saved: dict[str, int],
@@ -229,12 +210,11 @@ def test_every_rank_takes_what_brute_force_says(
     declared_before: bool,
     declared: tuple[str, ...] | None,
     alike: bool,
-    old: bool,
 ) -> None:
-    """`alike`: fresh streams are seeded alike along tp. `old`: stored without digests."""
+    """`alike`: fresh streams are seeded alike along tp."""
     before, after = Layout(**saved), Layout(**loaded)
-    declared_before = declared_before and equal_along_tp and not old
-    rng: Any = OldRNG() if old else RNG(shared=("tp",) if declared_before else None)
+    declared_before = declared_before and equal_along_tp
+    rng = RNG(shared=("tp",) if declared_before else None)
     leave_out = "tp" if equal_along_tp else ""
     seeds = {r: value_at(before.coordinate(r), leave_out) for r in before.ranks}
     node, leaves = saved_node(before, rng, seeds)
@@ -264,7 +244,7 @@ def test_every_rank_takes_what_brute_force_says(
                 wanted = here[0]
             if own is None and declared is None and here and len(set(here)) == 1:
                 wanted = here[0]
-        if contradiction and not old:
+        if contradiction:
             assert "declared shared along tp" in matcher.result.mismatched[0]
             refused = True
             continue
@@ -275,15 +255,9 @@ def test_every_rank_takes_what_brute_force_says(
         draw()  # what other parts may do while they are restored
         matcher.move_to(after, closed=True)
         tree = matcher.build(template, node, "rng")
-        if contradiction:
-            with pytest.raises(MismatchError, match="declared shared along tp"):
-                part.restore(tree)
-            refused = True
-            continue
         part.restore(tree)
         claims.append(matcher.result.checks)
-        is_read = own is None and declared is None and old and bool(here)
-        assert bool(matcher.result.kept) == (wanted is None and not is_read)
+        assert bool(matcher.result.kept) == (wanted is None)
         mine = draw()
         got[rank] = wanted or fresh
         seed_all(got[rank])
@@ -292,7 +266,7 @@ def test_every_rank_takes_what_brute_force_says(
         return
     differs = any(len({got[r] for r in group}) > 1 for group in after.groups("tp"))
     stored_tp = {place[0] for place in by_place}
-    found = equal_along_tp and (declared_before or (len(stored_tp) > 1 and not old))
+    found = equal_along_tp and (declared_before or len(stored_tp) > 1)
     if differs and (declared == ("tp",) or (declared is None and found)):
         with pytest.raises(MismatchError, match="shared by ranks that would have different"):
             check_consistency(after.ranks, claims, warn=False)
@@ -395,3 +369,25 @@ def test_shared_streams_that_differ_are_not_saved(tmp_path: Path) -> None:
     for said in run_ranks(2, unequal, str(tmp_path)).results:
         assert "rng[cp=0,dp=0,pp=0]" in said
         assert "ranks 0 | ranks 1" in said
+
+
+def test_a_stream_that_one_coordinate_lacks_is_kept_there() -> None:
+    """As the stream of a CUDA device, which ranks without a device do not store."""
+    layout = Layout(dp=2)
+    generator = torch.Generator()
+    rng = RNG(generators={"own": generator})
+    node, leaves = saved_node(layout, rng, {0: 1, 1: 2})
+    lacking = node["v"]["cp=0,dp=1,pp=0,tp=0"]
+    del lacking["generator-own"], lacking["digests"]["generator-own"]
+    table = {key: (leaf.dtype, leaf.shape) for key, (leaf, _) in leaves.items()}
+    generator.manual_seed(7)
+    expected = generator.get_state()
+    matcher = Matcher(tensors=table, layout=layout, rank=1, codecs=Codecs())
+    template = rng.template(StoredPart(node, table))
+    matcher.match(template, node, "rng")
+    assert matcher.result.kept == ["rng[cp=0,dp=1,pp=0,tp=0].generator-own"]
+    for entry in matcher.result.tensors:
+        entry.locals[0].copy_(leaves[list(table)[entry.tensor]][1])
+    matcher.move_to(layout, closed=True)
+    rng.restore(matcher.build(template, node, "rng"))
+    assert torch.equal(generator.get_state(), expected)
