@@ -298,7 +298,7 @@ def _is_sync(op: Op, node: int) -> bool:
 
 
 JUSTIFIED: dict[str, str] = {
-    "store._sync_dir_fd < store.exchange_dir": "between the first two of three renames: only where "
+    "posix._sync_dir_fd < posix.exchange_dir": "between the first two of three renames: only if "
     "a rename itself may be torn, which the model does not do, neither name would be left",
 }
 
