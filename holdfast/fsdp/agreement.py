@@ -17,7 +17,7 @@ from holdfast.fsdp.plan import PlannedParameter, UnitPlan
 from holdfast.optim.shard_groups import mesh_lines
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import EXPERT_AXES
-from holdfast.state.elements import tensor_digest
+from holdfast.state.tensor_elements import tensor_digest
 
 _PHASE = "fully_shard_model"
 _OVER = {"plain": "tp-cp-dp", "dense": "dp_cp", "experts": "expt_dp"}

@@ -21,7 +21,7 @@ from holdfast.optim.in_flight import (
     storage_of,
 )
 from holdfast.optim.shard_groups import ShardGroups
-from holdfast.state.elements import local_of
+from holdfast.state.tensor_elements import local_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from torch import nn
 from holdfast._torch import sparse_members
 from holdfast.errors import ConfigError, CorruptionError, PlacementError
 from holdfast.format.values import Codecs, Node, decode_tree, encode_tree, leaf_node, tag_of
-from holdfast.state.elements import (
+from holdfast.state.tensor_elements import (
     NAME_TO_TORCH,
     array_tensor,
     dtype_name,

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.errors import ConfigError, CorruptionError, ErrorRecord
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import keep_tree, revive_tree
-from holdfast.state.elements import tensors_of
+from holdfast.state.tensor_elements import tensors_of
 
 
 @dataclass(frozen=True, slots=True)

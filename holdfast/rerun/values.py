@@ -22,7 +22,7 @@ import torch
 
 from holdfast._torch import AsyncCollectiveTensor, is_mkldnn
 from holdfast.errors import ConfigError, PlacementError
-from holdfast.state.elements import TORCH_TO_NAME, array_tensor, local_of
+from holdfast.state.tensor_elements import TORCH_TO_NAME, array_tensor, local_of
 
 Value: TypeAlias = float | int | bool | complex | torch.Tensor
 """What can be validated: a number, or a tensor of any shape and dtype."""

@@ -11,11 +11,11 @@ import torch
 
 from holdfast.errors import CorruptionError, LayoutError, MismatchError, PlacementError
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from holdfast.state.elements import instances_in
 from holdfast.state.markers import (
     Marked,
     PerRank,
 )
+from holdfast.state.tensor_elements import instances_in
 
 
 class ConsistencyCheck(NamedTuple):

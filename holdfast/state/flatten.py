@@ -31,7 +31,6 @@ from holdfast.format.values import (
 )
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import coordinate_label
-from holdfast.state.elements import array_tensor, memory_key
 from holdfast.state.leaves import FlatState, ReplicaSets, TensorLeaf, held_tensor, tensor_leaf
 from holdfast.state.markers import (
     FlatShard,
@@ -48,6 +47,7 @@ from holdfast.state.markers import (
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_state import OptimizerState
 from holdfast.state.parts import Part, check_part_name, is_last, is_left_out, part_of
+from holdfast.state.tensor_elements import array_tensor, memory_key
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _TENSORS = (torch.Tensor, *get_args(Marked))

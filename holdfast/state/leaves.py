@@ -29,7 +29,6 @@ from holdfast.arrays.intervals import (
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.format.manifest import IRREGULAR, WHOLE, CutInfo, PlacementInfo
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from holdfast.state.elements import dtype_name
 from holdfast.state.markers import (
     FlatShard,
     Marked,
@@ -39,6 +38,7 @@ from holdfast.state.markers import (
     axis_names,
     check_real_shape,
 )
+from holdfast.state.tensor_elements import dtype_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ from holdfast.state.coordinates import (
     matches,
     stored_trees,
 )
-from holdfast.state.elements import TORCH_TO_NAME, refused_cast, tensor_array, torch_dtype
 from holdfast.state.leaves import ReplicaSets, clip_leaf, padding_views, tensor_leaf
 from holdfast.state.markers import (
     Fresh,
@@ -64,6 +63,7 @@ from holdfast.state.stored import (
     stored_kind,
     used_paths,
 )
+from holdfast.state.tensor_elements import TORCH_TO_NAME, refused_cast, tensor_array, torch_dtype
 
 
 class TensorRequest(NamedTuple):

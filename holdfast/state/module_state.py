@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from holdfast._torch import buffer_table, give_metadata, parameter_table, write_counter
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
 from holdfast.format.values import tag_of
-from holdfast.state.elements import element_bytes, equal_bits, local_of, tensor_digest
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
     ModuleStateDict,
@@ -38,6 +37,7 @@ from holdfast.state.module_tree import (
     walk_all,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
+from holdfast.state.tensor_elements import element_bytes, equal_bits, local_of, tensor_digest
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
 

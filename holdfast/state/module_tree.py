@@ -27,8 +27,8 @@ from torch.nn.parameter import is_lazy
 
 from holdfast._torch import buffer_table, module_table, parameter_table, unsaved_buffers
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
-from holdfast.state.elements import instances_in, local_of, memory_key
 from holdfast.state.markers import Marked, check_real_shape
+from holdfast.state.tensor_elements import instances_in, local_of, memory_key
 
 # Attribute names under which torch's wrappers keep the module they wrap. `module` is not here: a
 # user's own module may be called that, so only wrapper *types* are looked through for it.

@@ -19,13 +19,13 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from holdfast.errors import HoldfastError, MismatchError, PlacementError
-from holdfast.state.elements import equal_trees, local_of, tensor_digest, tensors_of
 from holdfast.state.markers import Fresh
 from holdfast.state.module_tree import overrides
 from holdfast.state.optimizer_protocol import (
     NOT_STORED,
     inner_optimizers,
 )
+from holdfast.state.tensor_elements import equal_trees, local_of, tensor_digest, tensors_of
 
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",

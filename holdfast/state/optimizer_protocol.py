@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import PlacementError
-from holdfast.state.elements import equal_trees, tensors_of
 from holdfast.state.markers import FlatShard, Padded
+from holdfast.state.tensor_elements import equal_trees, tensors_of
 
 NOT_STORED = ("params", "param_names")
 """Entries of a parameter group that are not hyperparameters: parameters, and torch's names."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from holdfast._torch import module_table
 from holdfast.errors import ConfigError, MismatchError, PlacementError
-from holdfast.state.elements import tensors_of
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
 from holdfast.state.optimizer_forms import (
@@ -46,6 +45,7 @@ from holdfast.state.optimizer_targets import (
     why_fresh,
 )
 from holdfast.state.stored import StoredPart, StoredTensor, follow_stored
+from holdfast.state.tensor_elements import tensors_of
 
 SHARDING = "param_state_sharding_type"
 """Key of the sharding records, which are stored for people."""

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import MismatchError
 from holdfast.format.values import is_plain_dict
-from holdfast.state.elements import local_of
 from holdfast.state.markers import Fresh, Stored, Transient, global_shape
 from holdfast.state.optimizer_forms import hyperparameters
 from holdfast.state.optimizer_protocol import OptimizerParameter, stored_form, with_padding
@@ -27,6 +26,7 @@ from holdfast.state.stored import (
     follow_stored,
     zeros_placed_like,
 )
+from holdfast.state.tensor_elements import local_of
 
 
 def entry_targets(

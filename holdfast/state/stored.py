@@ -35,7 +35,6 @@ from holdfast.format.values import (
     tag_of,
 )
 from holdfast.state.coordinates import PerRankIn
-from holdfast.state.elements import local_of, torch_dtype
 from holdfast.state.markers import (
     FlatShard,
     Marked,
@@ -46,6 +45,7 @@ from holdfast.state.markers import (
     Stored,
     global_shape,
 )
+from holdfast.state.tensor_elements import local_of, torch_dtype
 
 Token = str | bytes
 Members = dict[Token, tuple[Any, Any]]

@@ -34,7 +34,7 @@ from holdfast import (
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import node_bytes
 from holdfast.format.versions import read_manifest
-from holdfast.state.elements import TORCH_TO_NAME
+from holdfast.state.tensor_elements import TORCH_TO_NAME
 
 
 class Phase(Enum):

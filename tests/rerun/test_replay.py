@@ -25,7 +25,7 @@ from holdfast.parallel import Layout
 from holdfast.rerun.kept_trees import members_of
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.state import flatten_state
-from holdfast.state.elements import tensors_of
+from holdfast.state.tensor_elements import tensors_of
 
 
 class Kind(Enum):

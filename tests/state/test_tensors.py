@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.elements import element_bytes, tensor_digest
+from holdfast.state.tensor_elements import element_bytes, tensor_digest
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float32,
           torch.int64, torch.complex64, torch.complex128)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.state.elements import TORCH_TO_NAME, refused_cast
+from holdfast.state.tensor_elements import TORCH_TO_NAME, refused_cast
 
 
 def exact(stored: torch.dtype, target: torch.dtype) -> bool:

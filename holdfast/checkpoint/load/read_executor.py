@@ -28,8 +28,8 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Manifest
 from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
-from holdfast.state.elements import TORCH_TO_NAME
 from holdfast.state.matcher import LocalMemory, TensorRequest
+from holdfast.state.tensor_elements import TORCH_TO_NAME
 
 _COUNTERS = struct.Struct("<4Q")
 _MAX_THREADS = 8

@@ -18,8 +18,8 @@ import torch
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import AnyArray, IntArray
 from holdfast.format.byte_ranges import StridedCopy, elements
-from holdfast.state.elements import TORCH_TO_NAME, torch_dtype
 from holdfast.state.matcher import TensorRequest
+from holdfast.state.tensor_elements import TORCH_TO_NAME, torch_dtype
 
 _MAX_RUNS = 1 << 22
 """Up to so many contiguous runs of strided targets are compared one by one, beyond it by a map."""

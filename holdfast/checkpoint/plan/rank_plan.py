@@ -12,8 +12,8 @@ from holdfast.checkpoint.plan.make_plan import RankShare
 from holdfast.errors import PlanError
 from holdfast.format.index import Image, ImageEntry, chunk_name, layout_image
 from holdfast.format.names import data_file
-from holdfast.state.elements import TORCH_TO_NAME
 from holdfast.state.leaves import FlatState
+from holdfast.state.tensor_elements import TORCH_TO_NAME
 from holdfast.writer.records import EncodedPlan, PlannedFile, RowBox, column
 
 

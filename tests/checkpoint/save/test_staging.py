@@ -34,7 +34,7 @@ from holdfast.checkpoint.save.staging import (
     unlock_pages,
 )
 from holdfast.format.index import ImageEntry, layout_image
-from holdfast.state.elements import TORCH_TO_NAME
+from holdfast.state.tensor_elements import TORCH_TO_NAME
 from holdfast.writer.job import JobGate
 from holdfast.writer.memory import SharedMemory
 
