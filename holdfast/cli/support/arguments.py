@@ -225,13 +225,7 @@ def _values(options: Sequence[Option], words: Sequence[str], *, stray: str) -> d
     """Return the values that were given, by field; ConfigError if a required one is missing."""
     ahead = list(words)
     end = ahead.index("--") if "--" in ahead else len(ahead)
-    parser = _Parser(options)
-    values, others = parser.parse(ahead[:end])
-    for word in others:
-        if _is_option(word):
-            written = word.partition("=")[0]
-            hint = parser.hint(written)
-            raise ConfigError(f"unknown option {written}{hint}", details={"hint": hint})
+    values, others = _Parser(options).parse(ahead[:end])
     values |= _placed([*others, *ahead[end + 1 :]], options, stray=stray)
     _check_required(options, values)
     return values
@@ -249,29 +243,60 @@ def _replaced(default: Any, values: dict[str, object]) -> Any:
     return replace(default, **changes)
 
 
+class _Convert(argparse.Action):
+    """Converts the value of an option where it is written, so that no mistake is overwritten."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, option: Option, **settings: Any
+    ) -> None:
+        super().__init__(option_strings, dest, **settings)
+        self._option = option
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Keep the value; argparse would replace a ConfigError of `type=` by its own message."""
+        convert = self._option.convert
+        many = self._option.is_many
+        setattr(namespace, self.dest, tuple(map(convert, values)) if many else convert(values))
+
+
 class _Parser(argparse.ArgumentParser):
     """Options alone: words by position are what argparse does not know, in their order."""
 
     def __init__(self, options: Sequence[Option]) -> None:
         super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        # The default is False: argparse then prints nothing and leaves the process alone.
+        # The default is True: argparse would print its own message and end the process.
         self.exit_on_error = False
+        # argparse takes -1 for a number, but -1e3 and -inf for options.
+        self._negative_number_matcher = _NUMBER
         self._by_name = {option.shown: option for option in options if not option.is_positional}
+        self._switches = {
+            f"--no-{name[2:]}": option
+            for name, option in self._by_name.items()
+            if option.kind is bool
+        }
         for name, option in self._by_name.items():
             if option.kind is bool:
                 self.add_argument(name, dest=option.field, action="store_true")
-                off = f"--no-{name[2:]}"
-                self.add_argument(off, dest=option.field, action="store_false")
             else:
                 nargs = "+" if option.is_many else None
-                self.add_argument(name, dest=option.field, nargs=nargs)
+                self.add_argument(
+                    name, dest=option.field, action=_Convert, option=option, nargs=nargs
+                )
+        for name, option in self._switches.items():
+            self.add_argument(name, dest=option.field, action="store_false")
 
     def parse(self, words: Sequence[str]) -> tuple[dict[str, object], list[str]]:
         """Return the values of options by field, and the words that belong to none."""
         try:
-            given, others = self.parse_known_args(self._prepared(words))
+            given, others = self.parse_known_args(list(map(self._prepared, words)))
         except argparse.ArgumentError as error:  # a value for a flag, or an option without one
-            name = str(error.argument_name).partition("/")[0]
+            name = str(error.argument_name)
             option = self._by_name.get(name)
             if option is None or option.kind is bool:
                 raise ConfigError(
@@ -279,41 +304,41 @@ class _Parser(argparse.ArgumentParser):
                 ) from None
             needs = "one value or several" if option.is_many else option.needs
             raise ConfigError(f"{name} needs {needs} after it") from None
-        values: dict[str, object] = {}
-        for option in self._by_name.values():
-            word = getattr(given, option.field, None)
-            if word is not None:
-                many = tuple(map(option.convert, word)) if option.is_many else ()
-                is_flag = option.kind is bool
-                values[option.field] = many or (word if is_flag else option.convert(word))
-        return values, others
+        for word in others:
+            if _is_option(word):
+                raise self._unknown(word)
+        return vars(given), others
 
-    def hint(self, name: str) -> str:
+    def _prepared(self, word: str) -> str:
+        """Return a word as argparse is to read it: --a_b is --a-b.
+
+        Raises:
+            ConfigError: An unknown option has a space in it, which argparse would take for a value:
+                `--save "$OPTIONS"`.
+        """
+        name, equals, value = word.partition("=")
+        known = name.replace("_", "-") if name.startswith("--") else name
+        if known in self._by_name or known in self._switches:
+            return f"{known}{equals}{value}"
+        if _is_option(word) and " " in word:
+            raise self._unknown(word)
+        return word
+
+    def _unknown(self, word: str) -> ConfigError:
+        """Return the error for an option that does not exist."""
+        name = word.partition("=")[0]
+        hint = self._hint(name.replace("_", "-"))
+        return ConfigError(f"unknown option {name}{hint}", details={"hint": hint})
+
+    def _hint(self, name: str) -> str:
         """Return what the writer of an unknown option may have meant; empty if nothing is near."""
-        switches = [f"--no-{n[2:]}" for n, option in self._by_name.items() if option.kind is bool]
-        names = [*self._by_name, *(switches if name.startswith("--no") else ())]
+        names = [*self._by_name, *(self._switches if name.startswith("--no") else ())]
         if name.startswith("-") and not name.startswith("--") and f"-{name}" in names:
             return f"; did you mean -{name}?"
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.65)
         if not near:
             near = [known for known in names if name[2:] and known[2:].startswith(name[2:])][:3]
         return f"; did you mean {' or '.join(near)}?" if near else ""
-
-    def _prepared(self, words: Sequence[str]) -> list[str]:
-        """Write --a_b as --a-b, and join an option and a number such as -inf.
-
-        argparse takes -1 for a number, but -1e3 and -inf for options.
-        """
-        prepared = [""]
-        for word in words:
-            name, equals, value = word.partition("=")
-            name = name.replace("_", "-") if name.startswith("--") else name
-            option = self._by_name.get(prepared[-1])
-            if option is not None and not option.is_many and _NUMBER.match(word):
-                prepared[-1] += f"={word}"
-            else:
-                prepared.append(f"{name}{equals}{value}")
-        return prepared[1:]
 
 
 def _placed(words: Sequence[str], options: Sequence[Option], *, stray: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -154,11 +155,23 @@ def parse(words: str, *, default: Run | None = None) -> Run:
         ("--save -- ", "--save needs a path"),
         ("--keep=yes", "--keep takes no value"),
         ("--num-steps 3 moe", "unexpected 'moe'"),
+        ("--keep -1", "unexpected '-1'"),
+        ("--x_y=1", "unknown option --x_y"),
+        ("--save= --save=ck", "--save is empty"),
+        ("--lr x --lr 1", "--lr needs a number, not 'x'"),
     ],
 )
 def test_a_mistake_is_refused_by_name(words: str, part: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(part)):
         parse(words)
+
+
+@pytest.mark.parametrize("word", ["--lr 3", "--sav=a b", "-x y"])
+@pytest.mark.parametrize("before", ["--save", "--keep", "--sizes 1"])
+def test_options_in_quotes_are_not_a_value(before: str, word: str) -> None:
+    """`--save "$OPTIONS"` must not make a directory of that name."""
+    with pytest.raises(ConfigError, match="unknown option"):
+        parse_arguments(Run, [*before.split(), word], prog="run", about="", default=Run())
 
 
 @pytest.mark.parametrize(
@@ -169,10 +182,13 @@ def test_a_mistake_is_refused_by_name(words: str, part: str) -> None:
         ("--lr .01", "model.lr", 0.01),
         ("--lr 1", "model.lr", 1.0),
         ("--lr -1", "model.lr", -1.0),
+        ("--lr -1e-3", "model.lr", -1e-3),
+        ("--lr -inf", "model.lr", -math.inf),
         ("--num-steps 1e5", "num_steps", 100_000),
         ("--num-steps 100_000", "num_steps", 100_000),
         ("--num_steps 8", "num_steps", 8),
         ("--sizes 2 3", "model.sizes", (2, 3)),
+        ("--sizes -1e3 2 -3", "model.sizes", (-1000, 2, -3)),
         ("--width None", "model.width", None),
         ("--width=2", "model.width", 2),
         ("--zero 2", "zero", 2),
