@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from bench.fsdp_picture import draw, record
+from bench.ranks import RankContext, run_ranks
 from bench.timing import Measured, Series, interleave, median_of, slowest, values_of
 from holdfast import Layout, ProcessGroups
 from holdfast.fsdp import fully_shard_model
 from holdfast.parallel.groups.launches import Launch, LaunchRecorder
-from tests.harness import RankContext, run_ranks
 
 BARE, ONE, TWO = "FSDP2", "one communicator", "two communicators"
 COMMUNICATORS: Mapping[str, tuple[str, ...] | None] = MappingProxyType(
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, case in (QUICK if options.quick else CASES).items():
         if options.only not in (None, label):
             continue
-        ranks = run_ranks(options.ranks, measure, case, timeout_s=900, fresh=True).results
+        ranks = run_ranks(options.ranks, measure, case, timeout_s=900).results
         series = slowest([rank.series for rank in ranks])
         for arm in (BARE, ONE, TWO):
             ratios = ratios_of(series, arm)

@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from bench.ranks import RankContext, run_ranks
 from holdfast import Layout, ProcessGroups
 from holdfast.fsdp import fully_shard_model
 from holdfast.parallel.groups.launches import LaunchRecorder
-from tests.harness import RankContext, run_ranks
 
 NUM_RANKS = 2
 NUM_LAYERS = 4
@@ -110,7 +110,7 @@ class _Net(nn.Module):
 
 def record() -> dict[str, list[Event]]:
     """Arm -> the events of its second forward and backward, on rank 0 of two."""
-    return run_ranks(NUM_RANKS, _record, fresh=True).results[0]
+    return run_ranks(NUM_RANKS, _record).results[0]
 
 
 def _record(context: RankContext) -> dict[str, list[Event]]:

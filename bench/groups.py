@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 
+from bench.ranks import RankContext, run_ranks
 from holdfast.parallel import Layout, ProcessGroups
-from tests.harness import RankContext, run_ranks
 
 NUM_RANKS = (8, 16, 32, 64)
 TIMEOUT_S = 300.0
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _mean(num_ranks: int, names: list[str] | None) -> dict[str, float]:
     """The mean over ranks of everything counted."""
-    results = run_ranks(num_ranks, count_creation, names, timeout_s=TIMEOUT_S, fresh=True).results
+    results = run_ranks(num_ranks, count_creation, names, timeout_s=TIMEOUT_S).results
     quantities = ("requests", "nbytes", "descriptors", "communicators")
     return {q: sum(getattr(r, q) for r in results) / num_ranks for q in quantities}
 

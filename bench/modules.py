@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from bench.ranks import RankContext, run_ranks
 from bench.timing import Series, interleave, median_of, slowest, timed
 from holdfast import Layout, ModuleGroups, ModuleLayouts, MultiModuleOptimizer, ShardedOptimizer
 from holdfast.bridge import Bridge, BridgePlan
-from tests.harness import RankContext, run_ranks
 
 BRIDGE, BARE = "Bridge", "bare messages"
 ONE_STEP, OWN_STEPS = "MultiModuleOptimizer", "each module by itself"
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.quick and label != "64 kB":
             continue
         used = replace(case, num_rounds=3) if options.quick else case
-        series = slowest(run_ranks(4, measure, used, timeout_s=900, fresh=True).results)
+        series = slowest(run_ranks(4, measure, used, timeout_s=900).results)
         for what, (ours, other) in PAIRS.items():
             mine, theirs = median_of(series, ours), median_of(series, other)
             table.add_row(

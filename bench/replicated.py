@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from bench import rivals
 from bench.floor import drop_pages
+from bench.ranks import RankContext, run_ranks
 from bench.results import AHEAD_OF_DCP, BenchResults, Target
 from bench.sharded import TIMEOUT_S, RankMeasurements
 from bench.states import digests, local_tensors
 from bench.timing import Measured, interleave, median_of, slowest, values_of
 from holdfast import Checkpointer, Layout, ProcessGroups
-from tests.harness import RankContext, run_ranks
 
 NUM_RANKS = 8
 _NUM_TENSORS = 64
@@ -35,7 +35,7 @@ def measure(results: BenchResults, *, megabytes: int, repeats: int, scratch: Pat
     """Load `megabytes` MiB into each of eight ranks."""
     for name, hosts in (("one host", "aaaaaaaa"), ("two hosts", "aaaabbbb")):
         args = (hosts, megabytes, repeats, scratch)
-        ranks = run_ranks(NUM_RANKS, _load, *args, timeout_s=TIMEOUT_S, fresh=True).results
+        ranks = run_ranks(NUM_RANKS, _load, *args, timeout_s=TIMEOUT_S).results
         _report(results, f"replicated {megabytes} MiB, {name}", ranks, megabytes)
 
 

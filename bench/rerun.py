@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from bench.ranks import RankContext, run_ranks
 from bench.timing import Measured, Series, interleave, median_of, slowest, timed
 from holdfast import Layout, ProcessGroups, ShardedOptimizer
 from holdfast.rerun import NotFinite, ReplayableBatches, Replayed, RerunMachine
-from tests.harness import RankContext, run_ranks
 
 PLAIN, DISABLED, VALIDATING = "no machine", "disabled", "validate_results"
 WIDTHS = {"small": 256, "large": 1024}
@@ -114,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         rounds = 3 if options.quick else 90
         with tempfile.TemporaryDirectory() as directory:
-            results = run_ranks(
-                2, measure, directory, width, rounds, timeout_s=900, fresh=True
-            ).results
+            results = run_ranks(2, measure, directory, width, rounds, timeout_s=900).results
         series = slowest(results)
         plain = median_of(series, PLAIN)
         usual = median_of(series, PLAIN, "collectives")

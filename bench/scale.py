@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from bench.ranks import RankContext, run_ranks
 from bench.results import BenchResults, Target
 from bench.sharded import TIMEOUT_S, RankMeasurements
 from bench.timing import Measured, Series, interleave, median_of, values_of
@@ -44,7 +45,6 @@ from holdfast.state import flatten_state
 from holdfast.state.coordinates import coordinate_label
 from holdfast.writer.commit import assemble, build_index
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader, column
-from tests.harness import RankContext, run_ranks
 
 _HEADER_NBYTES = 4096
 HEADER = SaveHeader(
@@ -68,7 +68,8 @@ def measure(
     for number in sorted({*num_ranks, *dcp_ranks}):
         result = run_ranks(
             1, _simulate, number, tensors_a_rank, number in dcp_ranks, repeats,
-            init=False, timeout_s=TIMEOUT_S, fresh=True).results[0]  # fmt: skip
+            init=False, timeout_s=TIMEOUT_S,
+        ).results[0]  # fmt: skip
         series, counted = result.series, result.counted
         point = {"ranks": float(number), "rows": float(number * tensors_a_rank), **counted}
         point |= {name: median_of(series, "holdfast", name) for name in series["holdfast"][0]}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from bench import probes, rivals
 from bench.floor import FloorMemory, drop_pages, has_direct_io, write_file
+from bench.ranks import RankContext, run_ranks
 from bench.results import AHEAD_OF_DCP, BenchResults, Target
 from bench.states import DenseSpec, dense_state, digests, local_nbytes, local_tensors
 from bench.timing import (
@@ -33,7 +34,6 @@ from bench.timing import (
 )
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.format.names import step_dir
-from tests.harness import RankContext, run_ranks
 
 KEPT = 90000
 """Number of the checkpoints that the loads read."""
@@ -91,23 +91,13 @@ def measure(
         scratch: an empty directory.
         counts_memory: measure memory and balance, too.
     """
-    saved = run_ranks(
-        4, _save, spec, repeats, counts_memory, scratch, timeout_s=TIMEOUT_S, fresh=True
-    ).results
+    saved = run_ranks(4, _save, spec, repeats, counts_memory, scratch, timeout_s=TIMEOUT_S).results
     _report_saves(results, case, saved, bars)
     _report_balance(results, case, saved, scratch)
     for name, layout in _LOADED_ON.items():
         truth = [each.digests for each in saved] if layout is _SAVED_ON else None
         loaded = run_ranks(
-            layout.world_size,
-            _load,
-            layout,
-            spec,
-            repeats,
-            truth,
-            scratch,
-            timeout_s=TIMEOUT_S,
-            fresh=True,
+            layout.world_size, _load, layout, spec, repeats, truth, scratch, timeout_s=TIMEOUT_S
         ).results
         bar = bars.load if layout is _SAVED_ON else None
         _report_loads(results, case, name, loaded, bar)

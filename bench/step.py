@@ -22,12 +22,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.ranks import RankContext, run_ranks
 from bench.results import BenchResults, Target
 from bench.timing import Measured, Series, interleave, median_of, slowest, values_of
 from holdfast import Layout, ProcessGroups
 from holdfast.optim import ShardedOptimizer
 from holdfast.parallel.groups.launches import LaunchRecorder
-from tests.harness import RankContext, run_ranks
 
 NUM_RANKS = 2
 NUM_ROWS = 8
@@ -171,7 +171,7 @@ def _times(series: Series, arm: str) -> tuple[float, float, float]:
 def add_rows(results: BenchResults, *, cases: Mapping[str, Case]) -> None:
     """Two rows of `python -m bench` for each case; the floor's column has the time of DDP."""
     for label, case in cases.items():
-        ranks = run_ranks(NUM_RANKS, measure, case, timeout_s=900, fresh=True).results
+        ranks = run_ranks(NUM_RANKS, measure, case, timeout_s=900).results
         series = slowest([rank.series for rank in ranks])
         for arm, bound in zip(("overlap", "no overlap"), case.bounds, strict=True):
             results.compare(
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, case in CASES.items():
         if options.only not in (None, label.split()[1]):
             continue
-        ranks = run_ranks(NUM_RANKS, measure, case, timeout_s=900, fresh=True).results
+        ranks = run_ranks(NUM_RANKS, measure, case, timeout_s=900).results
         series = slowest([rank.series for rank in ranks])
         bars = dict(zip((DDP, "overlap", "no overlap"), (None, *case.bounds), strict=True))
         for arm, bar in bars.items():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bench import rivals
 from bench.floor import FloorMemory, write_file
+from bench.ranks import RankContext, run_ranks
 from bench.results import AHEAD_OF_DCP, BenchResults, Target
 from bench.sharded import (
     TIMEOUT_S,
@@ -24,7 +25,6 @@ from bench.states import digests, local_nbytes, local_tensors, sharded_tiny_stat
 from bench.timing import Measured, interleave, phases_of, slowest, timed, values_of
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.format.names import step_dir
-from tests.harness import RankContext, run_ranks
 
 KEPT = 90000
 _STEADY_RANKS = 2
@@ -32,9 +32,7 @@ _STEADY_RANKS = 2
 
 def measure(results: BenchResults, *, num_tensors: int, repeats: int, scratch: Path) -> None:
     """One process saves and loads `num_tensors` plain tensors of 64 to 256 bytes."""
-    result = run_ranks(
-        1, _tiny, num_tensors, repeats, scratch, init=False, timeout_s=TIMEOUT_S, fresh=True
-    )
+    result = run_ranks(1, _tiny, num_tensors, repeats, scratch, init=False, timeout_s=TIMEOUT_S)
     rank = result.results[0]
     series, counted = rank.series, rank.counted
 
@@ -112,7 +110,7 @@ def _sweep(scratch: Path) -> None:
 def measure_steady(results: BenchResults, *, num_tensors: int, repeats: int, scratch: Path) -> None:
     """Planning in steady state: `num_tensors` DTensors on each of two ranks."""
     ranks = run_ranks(
-        _STEADY_RANKS, _steady, num_tensors, repeats, scratch, timeout_s=TIMEOUT_S, fresh=True
+        _STEADY_RANKS, _steady, num_tensors, repeats, scratch, timeout_s=TIMEOUT_S
     ).results
     series = slowest([rank.series for rank in ranks])
     plan = [
