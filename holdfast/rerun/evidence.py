@@ -85,14 +85,6 @@ class Evidence:
         """The outcomes of the values that were rejected before, for a person."""
         return _joined([_sentence(place, each) for place, each in self._rechecked()])
 
-    def ranks_bad_elsewhere(self) -> set[int]:
-        """The ranks on which a value was bad again on another device."""
-        return {
-            place.rank
-            for place, each in self._rechecked()
-            if each.outcome.is_bad and not each.is_same_device
-        }
-
     def suspect_devices(self, verdicts: Sequence[Verdict | None]) -> list[str]:
         """The devices that persistent errors were on."""
         pairs = zip(self._rechecked(), verdicts, strict=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -58,6 +59,17 @@ class Alone:
         return whole_values(self.trained.model)
 
 
+@contextmanager
+def stepped_once(kind: str) -> Iterator[Alone]:
+    """An optimizer of this kind on its groups, after a first step."""
+    layouts = layouts_of({"one": Spec(sizes=SIZES)})
+    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
+    with create(layouts if kind == "modules" else Layout(**SIZES)) as groups:
+        alone = Alone(kind, groups)
+        alone.step(0)
+        yield alone
+
+
 def cases(odd: bool) -> dict[str, dict[str, Any]]:
     """By what the message says, the options of one rank; `odd` on rank 1."""
     return {
@@ -81,12 +93,8 @@ def cases(odd: bool) -> dict[str, dict[str, Any]]:
 
 def refused(context: RankContext, kind: str) -> list[str]:
     """What each rank was told; nothing is updated, and the next step works."""
-    layouts = layouts_of({"one": Spec(sizes=SIZES)})
-    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
-    report = []
-    with create(layouts if kind == "modules" else Layout(**SIZES)) as groups:
-        alone = Alone(kind, groups)
-        alone.step(0)
+    report: list[str] = []
+    with stepped_once(kind) as alone:
         before = alone.values()
 
         def refuse(match: str, **options: Any) -> None:
@@ -139,12 +147,8 @@ def test_ranks_that_differ_in_a_setting_are_refused_by_name(kind: str) -> None:
 
 def failing(context: RankContext, kind: str) -> list[str]:
     """One rank's gradients cannot be finished, then its update fails."""
-    layouts = layouts_of({"one": Spec(sizes=SIZES)})
-    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
-    report = []
-    with create(layouts if kind == "modules" else Layout(**SIZES)) as groups:
-        alone = Alone(kind, groups)
-        alone.step(0)
+    report: list[str] = []
+    with stepped_once(kind) as alone:
         before = alone.values()
         owner: Any = alone.trained.sharded or alone.trained.stepper
         name = "check_optimizer" if alone.trained.sharded else "usage"
