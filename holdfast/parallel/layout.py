@@ -17,27 +17,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.arguments import check_int
 from holdfast.errors import LayoutError
-from holdfast.parallel.group_names import (
-    ALIASES,
-    CLONED,
-    GROUP_NAMES,
-    NAMED_AXES,
-    SLICED,
-    STAGES,
-    axes_of,
-)
-from holdfast.parallel.ranks import (
-    Lookups,
-    checked_ranks,
-    checked_size,
-    shorten_ranks,
-    sums_of_strides,
-)
+from holdfast.format.manifest import LayoutInfo
+from holdfast.parallel.ranks import shorten_ranks
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("expt_tp", "ep", "expt_dp", "pp")
@@ -47,9 +35,105 @@ _TOKENS = ("tp", "cp", "ep", "dp", "pp")
 _WHOLE = "tp-cp-dp-pp"
 _EXPERT_TOKEN = {"tp": "expt_tp", "ep": "ep", "dp": "expt_dp", "pp": "pp"}
 
+NAMED_AXES: Mapping[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
+    "mp": ("tp", "pp"),
+    "ep": ("ep",),
+    "expt_tp": ("expt_tp",),
+    "expt_dp": ("expt_dp",),
+    "tp_ep": ("expt_tp", "ep"),
+    "tp_ep_pp": ("expt_tp", "ep", "pp"),
+}
+CLONED = {
+    "dp_cp_ag": "dp_cp",
+    "expt_dp_ag": "expt_dp",
+    "dp_cp_intra_ag": "dp_cp_intra",
+    "expt_dp_intra_ag": "expt_dp_intra",
+}
+"""Names of second communicators, with the group that each duplicates."""
+SLICED = {
+    "dp_cp_intra": "dp_cp",
+    "dp_cp_inter": "dp_cp",
+    "expt_dp_intra": "expt_dp",
+    "expt_dp_inter": "expt_dp",
+}
+GROUP_NAMES = (*NAMED_AXES, "embd", *SLICED, *CLONED)
+"""Every named group but `control`, in the order in which communicators are created."""
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """Return the axes that a group runs along; `embd` and the like give themselves."""
+    name = CLONED.get(name, name)
+    return NAMED_AXES.get(SLICED.get(name, name)) or tuple(name.split("-"))
+
+
+def runs_along_data(name: str) -> bool:
+    """Return True if a group is over data ranks, and so never shares a communicator.
+
+    Gradients and parameters travel on it while the model computes. Their collectives have no fixed
+    place among those of other groups: a gradient may come later on one rank, or not at all.
+    """
+    return not {"dp", "expt_dp", "intra_dist_opt"}.isdisjoint(axes_of(name))
+
+
+ALIASES: Mapping[str, str] = {
+    "tensor_model_parallel": "tp",
+    "pipeline_model_parallel": "pp",
+    "context_parallel": "cp",
+    "data_parallel": "dp",
+    "data_parallel_with_cp": "dp_cp",
+    "model_parallel": "mp",
+    "embedding": "embd",
+    "position_embedding": "pos_embd",
+    "tensor_and_context_parallel": "tp_cp",
+    "tp_dp": "tp-dp",
+    "tensor_and_data_parallel": "tp-dp",
+    "tp_dp_cp": "tp-cp-dp",
+    "tensor_and_data_parallel_with_cp": "tp-cp-dp",
+    "expert_model_parallel": "ep",
+    "expert_tensor_parallel": "expt_tp",
+    "expert_data_parallel": "expt_dp",
+    "ep_dp": "expt_dp",
+    "expert_tensor_and_model_parallel": "tp_ep",
+    "expert_tensor_model_pipeline_parallel": "tp_ep_pp",
+    "expt_tp_pp": "expt_tp-pp",
+    "intra_dp_cp": "dp_cp_intra",
+    "intra_expt_dp": "expt_dp_intra",
+    "intra_distributed_optimizer_instance": "intra_dist_opt",
+    "inter_distributed_optimizer_instance": "inter_dist_opt",
+}
+"""Names that other code has for groups, mostly Megatron's."""
+
+STAGES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "embd": lambda pipeline: pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1]),
+    "pos_embd": lambda pipeline: pipeline[:1],
+}
+"""The ranks of a pipeline that hold its embedding, and those that hold position embeddings."""
+
+
+class _Lookups:
+    """What a layout computes once, on first use; not part of its value, nor of a copy."""
+
+    __slots__ = ("_position_of", "_strides_of")
+    _position_of: dict[int, int]
+    _strides_of: dict[tuple[str, ...], dict[str, tuple[int, int]]]
+
+    def _once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the value of the lookup `name`, computed the first time."""
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            object.__setattr__(self, name, compute())  # a layout is frozen
+            return getattr(self, name)
+
 
 @dataclass(frozen=True, slots=True, init=False)
-class Layout(Lookups):
+class Layout(_Lookups):
     """Axis sizes and the ranks they span; equal layouts have equal fields and equal digests.
 
     `expt_tp` defaults to `tp`, `ranks` to ``range(tp * cp * dp * pp)``. `ranks` may be any
@@ -95,11 +179,11 @@ class Layout(Lookups):
         sizes["expt_tp"] = tp if expt_tp is None else expt_tp
         sizes["replicas"] = replicas
         for field, value in sizes.items():
-            object.__setattr__(self, field, checked_size(field, value, name))
+            object.__setattr__(self, field, _checked_size(field, value, name))
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "order", order)
         world = self.tp * self.cp * self.dp * self.pp
-        object.__setattr__(self, "ranks", checked_ranks(ranks, world, name))
+        object.__setattr__(self, "ranks", _checked_ranks(ranks, world, name))
         self._check_world(world)
         self._check_order()
         self._check_pipeline()
@@ -127,9 +211,9 @@ class Layout(Lookups):
             LayoutError: The sizes do not multiply to `world_size`.
         """
         rest = math.prod(
-            checked_size(axis, n, name) for axis, n in (("tp", tp), ("cp", cp), ("pp", pp))
+            _checked_size(axis, n, name) for axis, n in (("tp", tp), ("cp", cp), ("pp", pp))
         )
-        world_size = checked_size("world_size", world_size, name)
+        world_size = _checked_size("world_size", world_size, name)
         product = f"tp * cp * pp = {tp} * {cp} * {pp} = {rest}"
         if dp is None:
             if world_size % rest:
@@ -138,7 +222,7 @@ class Layout(Lookups):
                     f"(remainder {world_size % rest}). Change a size or the number of ranks."
                 )
             dp = world_size // rest
-        elif rest * checked_size("dp", dp, name) != world_size:
+        elif rest * _checked_size("dp", dp, name) != world_size:
             raise LayoutError(
                 f"Layout {name!r}: {product}, times dp = {dp} makes {rest * dp} ranks, "
                 f"but there are {world_size}. Leave dp out to have it derived."
@@ -165,6 +249,23 @@ class Layout(Lookups):
         values = {field: getattr(self, field) for field in self.__dataclass_fields__}
         values["ranks"] = list(self.ranks)
         return values
+
+    @classmethod
+    def from_info(cls, info: LayoutInfo) -> Layout:
+        """Return the layout that a manifest describes; LayoutError or TypeError if it is not one.
+
+        `to_info` is the inverse.
+        """
+        order = info.order or DEFAULT_ORDER
+        return cls(name=info.name, order=order, ranks=info.ranks, **info.axes)
+
+    def to_info(self) -> LayoutInfo:
+        """Return the layout as the manifest keeps it."""
+        # Spelled out, because the manifest keeps them: a new field of `Layout` must not change the
+        # format by itself.
+        names = ("tp", "cp", "ep", "dp", "pp", "expt_tp", "replicas")
+        axes = {name: getattr(self, name) for name in names}
+        return LayoutInfo(name=self.name, axes=axes, order=self.order, ranks=list(self.ranks))
 
     def digest(self) -> str:
         """32 hex digits, equal exactly for equal layouts (the name included)."""
@@ -257,8 +358,8 @@ class Layout(Lookups):
             inter = axes.endswith("_inter")
             return tuple(piece for whole in wholes for piece in self._slices(whole, inter))
         tokens, strides = self._view(axes)
-        members = sums_of_strides(strides[token] for token in tokens)
-        firsts = sums_of_strides(strides[axis] for axis in strides if axis not in tokens)
+        members = _sums_of_strides(strides[token] for token in tokens)
+        firsts = _sums_of_strides(strides[axis] for axis in strides if axis not in tokens)
         return tuple(tuple(self.ranks[first + member] for member in members) for first in firsts)
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
@@ -284,7 +385,7 @@ class Layout(Lookups):
             pieces = self._slices(self.group(SLICED[axes], rank), axes.endswith("_inter"))
             return next(piece for piece in pieces if rank in piece)
         tokens, strides = self._view(axes)
-        members = sums_of_strides(strides[token] for token in tokens)
+        members = _sums_of_strides(strides[token] for token in tokens)
         for token in tokens:
             size, stride = strides[token]
             position -= position // stride % size * stride
@@ -497,3 +598,33 @@ class Layout(Lookups):
         firsts = [p for p in range(self.world_size) if p % span < stride]
         shown = [list(self.ranks[p : p + span : stride]) for p in firsts[:8]]
         return f"{shown}{' ...' if len(firsts) > 8 else ''}"
+
+
+def _checked_size(field: str, value: int, name: str) -> int:
+    """Return a size of the layout `name`; raise LayoutError if it is not an integer above 0."""
+    return check_int(value, name=f"Layout {name!r}: {field}", least=1, error=LayoutError)
+
+
+def _checked_ranks(ranks: Sequence[int] | None, world: int, name: str) -> tuple[int, ...]:
+    """Return the ranks of the layout `name`, by default the first `world`; LayoutError if wrong."""
+    if ranks is None:
+        return tuple(range(world))
+    try:
+        numbers = tuple(operator.index(rank) for rank in ranks)
+    except TypeError:
+        raise LayoutError(f"Layout {name!r}: ranks must be integers, got {ranks!r}.") from None
+    negative = [rank for rank in numbers if rank < 0]
+    if negative:
+        raise LayoutError(f"Layout {name!r}: ranks must not be negative, got {negative}.")
+    if len(set(numbers)) != len(numbers):
+        twice = sorted({rank for rank in numbers if numbers.count(rank) > 1})
+        raise LayoutError(f"Layout {name!r}: ranks {twice} are in the list more than once.")
+    return numbers
+
+
+def _sums_of_strides(axes: Iterable[tuple[int, int]]) -> list[int]:
+    """Return every sum of index * stride, the first axis fastest."""
+    steps = [0]
+    for size, stride in axes:
+        steps = [step + index * stride for index in range(size) for step in steps]
+    return steps

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import LayoutError
-from holdfast.parallel.group_names import ALIASES, GROUP_NAMES
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import ALIASES, GROUP_NAMES, Layout
 
 DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
 EXPERT = {"tp": "expt_tp", "ep": "ep", "dp": "expt_dp", "pp": "pp"}
@@ -233,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2, "dp": 2, "ranks": [0, 1, 2]}, r"2 \* 1 \* 2 \* 1 = 4, but it has 3 ranks"),
     ({"dp": 2, "ranks": [3, 3]}, r"ranks \[3\] are in the list more than once"),
     ({"dp": 2, "ranks": [0, -1]}, r"must not be negative, got \[-1\]"),
-    ({"dp": 2, "ranks": ["0", "1"]}, "whole numbers"),
+    ({"dp": 2, "ranks": ["0", "1"]}, "must be integers"),
     ({"order": "tp-xp"}, r"unknown axes \['xp'\]"),
     ({"order": "tp-dp-tp"}, "names tp more than once"),
     ({"tp": 2, "order": "dp-pp"}, "lacks 'tp', but tp = 2"),

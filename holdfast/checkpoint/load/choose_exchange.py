@@ -13,6 +13,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,6 @@ from holdfast.arrays.types import IntArray
 from holdfast.errors import HoldfastError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.parallel.control.control import Control
-from holdfast.parallel.rates import Rates
 
 ReplicaSets = Sequence[tuple[IntArray, int, int]]
 """(positions of the ranks, bytes that all of them request, data files that hold these bytes)."""
@@ -34,6 +34,47 @@ _SENT_NBYTES = 2 << 20
 _WORTH_MEASURING = 256 << 20
 """Shared bytes from which it pays to measure; of fewer, opens and requests are what counts."""
 _TIMES = struct.Struct("<q3d")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast bytes reach the ranks of one host.
+
+    Args:
+        storage: bytes per second that they read together while other hosts read, too.
+        network: bytes per second that they receive together from other ranks.
+        open_s: seconds to open a data file.
+    """
+
+    storage: float
+    network: float
+    open_s: float
+
+    def read_s(
+        self, nbytes: int, ranks_by_host: Sequence[int], *, num_files: int, is_cached: bool
+    ) -> float:
+        """Return the seconds until all ranks have read the same bytes, each for itself.
+
+        Args:
+            nbytes: that every rank needs.
+            ranks_by_host: number of the ranks on each host.
+            num_files: data files that hold the bytes.
+            is_cached: True if ranks of one host share a page cache: the storage then sends bytes
+                once to each host.
+        """
+        copies = 1 if is_cached else max(ranks_by_host)
+        return nbytes * copies / self.storage + num_files * self.open_s
+
+    def exchange_s(self, nbytes: int, ranks_by_host: Sequence[int], *, num_files: int) -> float:
+        """Return the seconds until all ranks have the bytes if each reads a share and sends it.
+
+        Reading and sending are added, although they overlap: both take time of the same cores.
+        """
+        ranks, here = sum(ranks_by_host), max(ranks_by_host)
+        share = nbytes / ranks
+        received = here * (ranks - 1) * share
+        opens = math.ceil(num_files / ranks) * self.open_s
+        return here * share / self.storage + received / self.network + opens
 
 
 def choose_exchange(

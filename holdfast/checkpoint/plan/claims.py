@@ -25,7 +25,6 @@ from holdfast.format.digest import digest128
 from holdfast.format.manifest import PER_COORDINATE, LayoutInfo, PlacementInfo
 from holdfast.parallel.layout import Layout
 from holdfast.parallel.rank_ranges import RankRanges
-from holdfast.parallel.stored_layout import layout_info
 from holdfast.state.leaves import FlatState, ReplicaSet
 
 UNDECLARED = -1
@@ -103,7 +102,7 @@ def claims_of(flat: FlatState) -> tuple[RankClaims, ClaimedRows]:
         dtypes=tuple(leaf.dtype for leaf in leaves),
         shapes=tuple(leaf.shape for leaf in leaves),
         homes=tuple(layouts.setdefault(leaf.layout, len(layouts)) for leaf in leaves),
-        layouts=tuple(layout_info(layout) for layout in layouts),
+        layouts=tuple(layout.to_info() for layout in layouts),
         placed=_number_placements([leaf.placement for leaf in leaves], places, placements),
         placements=tuple(placements),
         places=places,

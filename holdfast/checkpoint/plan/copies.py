@@ -23,7 +23,7 @@ from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, HeldBoxes,
 from holdfast.checkpoint.plan.proof import AllClaims
 from holdfast.errors import PlanError
 from holdfast.format.stored_copies import CopyPolicy
-from holdfast.parallel.stored_layout import layout_of
+from holdfast.parallel.layout import Layout
 
 _MIN_CUT_SHARE = 1 / 64
 """A box with copies is cut only if its pieces have this share of what a rank writes on average."""
@@ -97,7 +97,7 @@ def _places(
     home = np.array(claims.names.homes, dtype=np.int64)[claims.tensor[held.row]]
     places = np.zeros(len(held.holders), dtype=np.int64)
     for number, info in enumerate(claims.names.layouts):
-        layout = layout_of(info)
+        layout = Layout.from_info(info)
         members = {*layout.ranks}
         seen: dict[tuple[int, ...], int] = {}
         of_position = np.zeros(held.num_ranks, dtype=np.int64)

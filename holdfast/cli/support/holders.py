@@ -17,7 +17,6 @@ from holdfast.format.manifest import CutInfo, LayoutInfo, Manifest, PlacementInf
 from holdfast.format.stored_copies import choose_copies, find_copies
 from holdfast.format.values import tensor_keys
 from holdfast.parallel.layout import Layout
-from holdfast.parallel.stored_layout import layout_of
 
 _NUMBER = re.compile(r"\d+")
 
@@ -79,7 +78,7 @@ class SavedPlacement:
 def _rebuild(info: LayoutInfo) -> Layout | None:
     """The layout that a manifest describes; None if it is not one."""
     try:
-        return layout_of(info)
+        return Layout.from_info(info)
     except (LayoutError, TypeError):
         return None
 

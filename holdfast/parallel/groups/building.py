@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.transport import Transport
-from holdfast.parallel.group_names import CLONED, GROUP_NAMES, runs_along_data
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.groups.rendezvous import Proposal, Rendezvous
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import CLONED, GROUP_NAMES, Layout, runs_along_data
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import GroupError, LayoutError
 from holdfast.parallel.control.control import Control
-from holdfast.parallel.group_names import CLONED
 from holdfast.parallel.groups import building
 from holdfast.parallel.groups.building import Communicator, Communicators
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import CLONED, Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

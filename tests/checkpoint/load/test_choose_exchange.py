@@ -23,7 +23,7 @@ from holdfast import (
     Sharded,
 )
 from holdfast.checkpoint.load import choose_exchange, loader
-from holdfast.parallel.rates import Rates
+from holdfast.checkpoint.load.choose_exchange import Rates
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 

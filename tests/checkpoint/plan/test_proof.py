@@ -26,7 +26,6 @@ from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import WHOLE
-from holdfast.parallel.stored_layout import layout_info
 from holdfast.state import flatten_state
 from holdfast.state.leaves import ReplicaSet
 from holdfast.writer.records import CommitPlan, decode_plan, encode_plan
@@ -199,7 +198,7 @@ def synthetic(num_ranks: int, num_tensors: int, replicas: int) -> list[RankClaim
             keys=keys,
             dtypes=("F32",) * num_tensors,
             shapes=shapes,
-            layouts=(layout_info(Layout()),),
+            layouts=(Layout().to_info(),),
             homes=(0,) * num_tensors,
             placements=(WHOLE,),
             placed=(0,) * num_tensors,
