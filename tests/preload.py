@@ -17,6 +17,7 @@ for _name in (
     "pytest",
     "torch.distributed._tools",
     "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.debug",
@@ -25,7 +26,7 @@ for _name in (
     "holdfast.checkpoint.checkpointer",
     "holdfast.fsdp",
     "holdfast.optim",
-    "holdfast.parallel.groups.meshes",
+    "holdfast.parallel.groups.module_groups",
 ):
     importlib.import_module(_name)
 if importlib.util.find_spec("holdfast_trainer") is not None:

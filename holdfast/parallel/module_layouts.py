@@ -145,6 +145,12 @@ class ModuleLayouts(Mapping[str, Layout]):
         """Whether two modules are on the same ranks; otherwise they have none in common."""
         return set(self[one].ranks) == set(self[other].ranks)
 
+    def of_edge(self, edge: tuple[str, str]) -> Layout:
+        """Return the layout of all ranks of both modules of an edge, by number, as data ranks."""
+        source, destination = edge
+        ranks = sorted({*self[source].ranks, *self[destination].ranks})
+        return Layout(dp=len(ranks), ranks=ranks, name=f"{self.name}: {source} -> {destination}")
+
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON-able values; `from_dict` is the inverse."""
         return {

@@ -211,7 +211,7 @@ def test_a_bridge_needs_an_edge_and_one_of_its_modules() -> None:
     results = run_ranks(3, no_edge).results
     for (kind, text), _ in results:
         assert kind == "GroupError"
-        assert "no edge language -> vision" in text
+        assert "Unknown edge language -> vision" in text
     assert [kind for _, (kind, _) in results] == ["", "", "GroupError"]
 
 

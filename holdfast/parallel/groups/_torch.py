@@ -126,13 +126,6 @@ def backend_of(group: ProcessGroup) -> str:
     return str(dist.get_backend(group))
 
 
-def device_type(group: ProcessGroup) -> str:
-    """ "cuda" for communicators with NCCL, else "cpu"."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return "cuda" if "nccl" in c10d.get_backend_config(group) else "cpu"
-
-
 def destroy(group: ProcessGroup) -> None:
     """Destroy a communicator; nothing happens where it is gone already."""
     with contextlib.suppress(ValueError, RuntimeError, AssertionError):
@@ -161,7 +154,34 @@ def _not_split_from_world() -> Iterator[None]:
         world.bound_device_id = bound
 
 
-def set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
+def device_mesh(
+    groups: Sequence[ProcessGroup],
+    grid: Sequence[object],
+    *,
+    names: Sequence[str],
+    device_type: str | None,
+    mark: str,
+) -> DeviceMesh:
+    """Return the mesh of nested lists of ranks on these communicators, apart from other marks'."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh.from_group(
+        groups[0] if len(groups) == 1 else list(groups),  # torch refuses a list of one
+        device_type or _device_type(groups[0]),
+        torch.tensor(grid, dtype=torch.int),
+        mesh_dim_names=tuple(names),
+    )
+    return _set_apart(mesh, mark=mark)
+
+
+def _device_type(group: ProcessGroup) -> str:
+    """Return "cuda" for communicators with NCCL, else "cpu"."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return "cuda" if "nccl" in c10d.get_backend_config(group) else "cpu"
+
+
+def _set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
     """Make a mesh unequal to meshes with another mark, and its slices to theirs.
 
     Torch compares meshes by their ranks and names, not by their communicators, and caches what an
@@ -176,7 +196,7 @@ def set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
     make_slice = private._create_sub_mesh
 
     def make_marked(*args: Any, **named: Any) -> DeviceMesh:
-        return set_apart(make_slice(*args, **named), mark=mark)
+        return _set_apart(make_slice(*args, **named), mark=mark)
 
     private._create_sub_mesh = make_marked
     return mesh
@@ -185,7 +205,7 @@ def set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
 def forget_meshes() -> None:
     """Drop what torch has cached of operations on DTensors, and with it the meshes in there.
 
-    FSDP joins slices into meshes of its own, which `set_apart` does not reach.
+    FSDP joins slices into meshes of its own, which `_set_apart` does not reach.
     """
     from torch.distributed.tensor import debug
 

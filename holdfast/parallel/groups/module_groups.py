@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from holdfast.errors import GroupError, LayoutError
+from holdfast.errors import GroupError
 from holdfast.parallel.control.control import Control
-from holdfast.parallel.groups import building
-from holdfast.parallel.groups.building import Communicators
+from holdfast.parallel.control.guard import Guard
 from holdfast.parallel.groups.process_groups import ProcessGroups
-from holdfast.parallel.layout import Layout
 from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
 from holdfast.parallel.ranks import disagreement, shorten_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 
 class ModuleGroups:
-    """`ProcessGroups` of every module that this rank has; use it as a context manager.
+    """The `ProcessGroups` of every module on this rank; use it as a context manager.
 
         with ModuleGroups.create(layouts) as groups:
             vision = groups["vision"] if groups.has("vision") else None
             checkpointer = Checkpointer(root, groups=groups.union)
 
-    Made by `create`. A module that this rank does not have is an error by name, never None.
+    Made by `create`. A module that this rank does not have is an error by name, never None. All
+    else is asked of a module's groups, or of those of the union.
     """
 
-    __slots__ = ("_edges", "_modules", "_stack", "layouts", "rank", "union")
+    __slots__ = ("_edges", "_modules", "layouts", "rank", "union")
 
-    def __init__(
-        self,
-        layouts: ModuleLayouts,
-        union: ProcessGroups,
-        *,
-        modules: Mapping[str, ProcessGroups],
-        edges: Mapping[tuple[str, str], ProcessGroups],
-        stack: contextlib.ExitStack,
-    ) -> None:
+    def __init__(self, layouts: ModuleLayouts, union: ProcessGroups) -> None:
         """Not for callers: use `create`."""
         self.layouts = layouts
         self.union = union
         """The groups of all ranks together: agreement, sums over all modules, checkpoints."""
         self.rank: int = union.rank
-        self._modules = dict(modules)
-        self._edges = dict(edges)
-        self._stack = stack
+        self._modules: dict[str, ProcessGroups] = {}
+        self._edges: dict[tuple[str, str], ProcessGroups] = {}
 
     @classmethod
     def create(
@@ -67,14 +52,13 @@ class ModuleGroups:
     ) -> ModuleGroups:
         """Make the communicators of all modules; called by all ranks of `layouts.union`.
 
-        In one order on every rank: those of the union, of the modules in their order, of the edges
-        in theirs. A rank makes only those it is a member of. What was made when one of the ranks
-        fails is destroyed on all.
+        A rank makes only those it is a member of. If one rank fails, what was made is destroyed on
+        all.
 
         Args:
             layouts: the modules, equal on all ranks.
-            names: the groups to make, by module; by default those that `ProcessGroups.create` makes
-                by itself, also for a module that is left out. LayoutError for other modules.
+            names: the groups to make, by module; for a module that is left out, those that
+                `ProcessGroups.create` makes by default. LayoutError for unknown modules.
             backend, timeout_s, rank, store: as for `ProcessGroups.create`.
 
         Raises:
@@ -85,35 +69,46 @@ class ModuleGroups:
         three collectives of `control`.
         """
         create = partial(
-            building.create, backend=backend, timeout_s=timeout_s, rank=rank, store=store
+            ProcessGroups.create, backend=backend, timeout_s=timeout_s, rank=rank, store=store
         )
-        with contextlib.ExitStack() as stack:
+        union = create(layouts.union, names=("dp_cp",))
+        groups = cls(layouts, union)
+        guard = Guard[None](union.control, "create module groups")
+        try:
+            # A module may have been on other ranks before, so its creations are counted in this
+            # union alone.
+            guard.run(partial(groups._make, names or {}, partial(create, scope=union._prefix)))
+        except BaseException:
+            groups.close()
+            raise
+        return groups
 
-            def opened(comms: Communicators) -> ProcessGroups:
-                return stack.enter_context(ProcessGroups(comms))
+    def _make(
+        self, names: Mapping[str, Iterable[str]], create: Callable[..., ProcessGroups]
+    ) -> None:
+        """Make the groups of this rank's modules, then of its edges, in the order of the layouts.
 
-            union = opened(create(layouts.union, names=("dp_cp",)))
-            _compare(layouts, names or {}, union.control)
-            create = partial(create, scope=union._comms.prefix)
-            # Agreed after each, so that no rank waits for one that has failed in another module.
-            modules = _agreed(
-                union.control,
-                "modules",
-                lambda: {
-                    module: opened(create(layouts[module], names=(names or {}).get(module)))
-                    for module in layouts.modules_of(union.rank)
-                },
-            )
-            edges = _agreed(
-                union.control,
-                "edges",
-                lambda: {
-                    edge: opened(create(ends, names=("dp",)))
-                    for edge in layouts.edges
-                    if union.rank in (ends := edge_layout(layouts, edge)).ranks
-                },
-            )
-            return cls(layouts, union, modules=modules, edges=edges, stack=stack.pop_all())
+        One order on all ranks, and agreement after each kind: no rank waits for one that failed in
+        another module, or that waits for it.
+        """
+        control = self.control
+        # Phase 1: compare the layouts.
+        for module in names:
+            _ = self.layouts[module]  # LayoutError for an unknown one
+        rows = control.agree(
+            None, phase="compare module layouts", payload=self.layouts.digest().encode()
+        )
+        if len(set(rows)) > 1:
+            digests = [row.decode() for row in rows]
+            raise disagreement("module groups", "the module layouts", digests, ranks=control.ranks)
+        # Phase 2: the modules.
+        for module in self.layouts.modules_of(self.rank):
+            self._modules[module] = create(self.layouts[module], names=names.get(module))
+        control.agree(None, phase="groups of all modules")
+        # Phase 3: the edges. The guard's end follows, where all ranks learn if one failed.
+        for edge in self.layouts.edges:
+            if self.rank in (ends := self.layouts.of_edge(edge)).ranks:
+                self._edges[edge] = create(ends, names=("dp",))
 
     @property
     def control(self) -> Control:
@@ -127,18 +122,18 @@ class ModuleGroups:
 
     @property
     def roles(self) -> dict[str, ModuleRole]:
-        """What this rank is to each module that it has."""
+        """The role of this rank in each module that it has."""
         return self.layouts.roles_of(self.rank)
 
     def has(self, module: str) -> bool:
-        """Whether this rank has the module; LayoutError for one that there is not."""
+        """Return True if this rank has the module; LayoutError for an unknown one."""
         return self.rank in self.layouts[module].ranks
 
     def __getitem__(self, module: str) -> ProcessGroups:
-        """The groups of a module; GroupError on a rank without it, saying where it is."""
+        """Return the groups of a module; on a rank without it, GroupError says where it is."""
         layout = self.layouts[module]
         if module not in self._modules:
-            here = ", ".join(map(repr, self._modules)) or "none"
+            here = ", ".join(map(repr, self._modules)) or "no module"
             raise GroupError(
                 f"Rank {self.rank} does not have module {module!r}, which is on ranks "
                 f"{shorten_ranks(layout.ranks)}; it has {here}. Ask has({module!r}) first."
@@ -146,83 +141,44 @@ class ModuleGroups:
         return self._modules[module]
 
     def edge(self, source: str, destination: str) -> ProcessGroups:
-        """The groups (`dp` alone) of all ranks of both modules of an edge, by number.
+        """Return the groups of all ranks of an edge's two modules: `dp` alone, ranks by number.
 
-        GroupError for an edge that the layouts do not have, or on a rank of neither module.
+        Raises:
+            GroupError: The layouts have no such edge, or this rank has neither module.
         """
         if (source, destination) not in self.layouts.edges:
             known = ", ".join(f"{a} -> {b}" for a, b in self.layouts.edges) or "none"
             raise GroupError(
-                f"There is no edge {source} -> {destination}; there are {known}. Edges are given "
+                f"Unknown edge {source} -> {destination}; the edges are: {known}. Edges are given "
                 f"to ModuleLayouts(edges=...)."
             )
         if (source, destination) not in self._edges:
             raise GroupError(
-                f"Rank {self.rank} has neither {source!r} nor {destination!r}: no edge between "
-                f"them reaches it."
+                f"Rank {self.rank} has neither {source!r} nor {destination!r}, so it is not on the "
+                f"edge between them."
             )
         return self._edges[source, destination]
 
     def close(self) -> None:
-        """Destroy what was created here, newest first; nothing happens the second time."""
-        self._stack.close()
+        """Destroy what was created here, newest first; a second call does nothing."""
+        for groups in reversed([self.union, *self._modules.values(), *self._edges.values()]):
+            groups.close()
 
     def __enter__(self) -> ModuleGroups:
-        """Return itself; leaving closes it."""
+        """Return these groups; leaving the context closes them."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close, whether or not the body raised."""
         self.close()
 
     def __getattr__(self, name: str) -> object:
-        """Refuse: what takes the groups of one layout takes those of a module, or of the union."""
+        """Refuse, and name what to pass to code that takes the groups of one layout."""
         raise AttributeError(
-            f"ModuleGroups has no attribute {name!r}: where groups of one layout are asked for, "
-            f"pass those of a module, groups[module], or of all ranks together, groups.union."
+            f"ModuleGroups has no attribute {name!r}. To what takes the groups of one layout, pass "
+            f"those of a module, groups[module], or of all ranks together, groups.union."
         )
 
     def __repr__(self) -> str:
-        """Layouts, rank, and the modules here."""
+        """Show layouts, rank, and the modules here."""
         return f"ModuleGroups({self.layouts!r}, rank {self.rank}, with {', '.join(self._modules)})"
-
-
-def edge_layout(layouts: ModuleLayouts, edge: tuple[str, str]) -> Layout:
-    """All ranks of both ends of an edge, by number, as data ranks."""
-    source, destination = edge
-    ranks = sorted({*layouts[source].ranks, *layouts[destination].ranks})
-    return Layout(dp=len(ranks), ranks=ranks, name=f"{layouts.name}: {source} -> {destination}")
-
-
-def _agreed(control: Control, what: str, make: Callable[[], dict[K, V]]) -> dict[K, V]:
-    """What is made on this rank, once all ranks have made theirs; what one raises, all raise."""
-    failure: Exception | None = None
-    made: dict[K, V] = {}
-    try:
-        made = make()
-    except Exception as error:
-        failure = error
-    control.agree(failure, phase=f"groups of all {what}")
-    return made
-
-
-def _compare(layouts: ModuleLayouts, names: Mapping[str, Iterable[str]], control: Control) -> None:
-    """PlanError on all ranks where they were given different module layouts.
-
-    LayoutError, on all too, where one rank chooses the groups of a module that there is not.
-    """
-    failure: LayoutError | None = None
-    try:
-        for module in names:
-            _ = layouts[module]
-    except LayoutError as error:
-        failure = error
-    rows = control.agree(failure, phase="compare module layouts", payload=layouts.digest().encode())
-    texts = [row.decode() for row in rows]
-    if len(set(texts)) > 1:
-        raise disagreement("module groups", "the module layouts", texts, ranks=control.ranks)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-from holdfast.errors import GroupError, LayoutError
+from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel.control.control import Control
-from holdfast.parallel.groups import building
-from holdfast.parallel.groups.building import Communicator, Communicators
+from holdfast.parallel.control.transport import Transport
+from holdfast.parallel.groups import _torch
+from holdfast.parallel.groups.planned_groups import (
+    Communicator,
+    PlannedGroup,
+    check_supplied,
+    describe,
+    names_on_every_rank,
+    plan_grid,
+    plan_groups,
+)
+from holdfast.parallel.groups.rendezvous import Rendezvous
 from holdfast.parallel.layout import CLONED, Layout
 
 if TYPE_CHECKING:
@@ -23,11 +33,11 @@ _CURRENT: ContextVar[ProcessGroups] = ContextVar("holdfast_process_groups")
 
 
 def current_groups() -> ProcessGroups:
-    """The groups of the innermost `as_default()` of this context; GroupError outside of one."""
+    """Return the groups of the innermost `as_default()` of this context; GroupError outside one."""
     groups = _CURRENT.get(None)
     if groups is None:
         raise GroupError(
-            "No process groups were given, and none are the default here. Pass groups=..., or wrap "
+            "No process groups were given, and there is no default here. Pass groups=..., or wrap "
             "the calls in `with groups.as_default():`."
         )
     return groups
@@ -42,15 +52,51 @@ class ProcessGroups:
     adopted communicators stay the caller's.
     """
 
-    __slots__ = ("_closed", "_comms", "_is_complete", "control", "layout", "rank")
+    __slots__ = (
+        "_backend",
+        "_has_meshes",
+        "_held",
+        "_is_closed",
+        "_is_complete",
+        "_owned",
+        "_prefix",
+        "_singles",
+        "_store",
+        "_timeout_s",
+        "control",
+        "layout",
+        "rank",
+    )
 
-    def __init__(self, comms: Communicators) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        rank: int,
+        timeout_s: float = 60.0,
+        backend: str = "",
+        store: Store | None = None,
+    ) -> None:
         """Not for callers: use `create`, `adopt` or `single`."""
-        self.layout: Layout = comms.layout
-        self.rank: int = comms.rank
-        self.control: Control = comms.control
-        self._comms = comms
-        self._closed = False
+        self.layout = layout
+        self.rank = rank
+        # This rank's alone until all ranks have met; one process keeps it.
+        self.control = Control(
+            None, ranks=(rank,), rank=rank, timeout_s=timeout_s, name=layout.name
+        )
+        self._held: dict[str, Communicator] = {}
+        self._owned: list[ProcessGroup] = []
+        """What was made here and is destroyed here, oldest first."""
+        self._singles: dict[str, ProcessGroup] = {}
+        """Communicators of this rank alone, for mesh dims of size 1."""
+        self._store = store
+        """Where ranks meet; None in a process without torch.distributed."""
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._prefix = ""
+        """Starts the names of the communicators made here; unique to this meeting of the ranks."""
+        self._has_meshes = False
+        self._is_closed = False
         self._is_complete = False
 
     @classmethod
@@ -63,21 +109,24 @@ class ProcessGroups:
         timeout_s: float = 60.0,
         rank: int | None = None,
         store: Store | None = None,
+        scope: str = "",
     ) -> ProcessGroups:
         """Make the communicators of `layout`; called by all of its ranks, and by no other.
 
-        Before anything is made all ranks compare layouts; what was made when one of them fails is
-        destroyed.
+        All ranks compare layouts before anything is made. If one rank fails, what was made is
+        destroyed on all.
 
         Args:
             layout: the ranks and axes. Ranks find each other under its name and a count of the
                 calls under it: layouts of different ranks in one program need different names.
-            names: the groups to make; by default every named group of more than one rank, the
-                `_intra` and `_inter` slices only if the layout has replicas.
+            names: the groups to make; by default every named group of several ranks, the `_intra`
+                and `_inter` slices only if the layout has replicas.
             backend: of the communicators; by default the default group's.
             timeout_s: bounds every stage here and every later call of `control`.
             rank: this process's global rank, checked against torch.distributed's.
             store: where ranks find each other; by default the default group's.
+            scope: calls are counted within it, so that a layout may be on other ranks in another
+                scope. `ModuleGroups` gives its modules one.
 
         Raises:
             LayoutError: Ranks have different layouts; they are named, on all ranks.
@@ -85,19 +134,28 @@ class ProcessGroups:
             GroupError: Names are unknown, or torch.distributed is not initialised.
 
         Cost: some twenty requests of this rank to the store, however many ranks there are; and the
-        communicators, of which groups with equal lists of ranks share one, unless they are over
-        data ranks or clones. That of `control` connects two ranks when they first send.
+        communicators. Groups with equal lists of ranks share one, unless they are over data ranks
+        or clones. `control` connects two ranks when one first sends to the other.
         """
-        return cls(
-            building.create(
-                layout,
-                names=names,
-                backend=backend,
-                timeout_s=timeout_s,
-                rank=rank,
-                store=store,
-            )
-        )
+        groups = cls._start(layout, rank=rank, backend=backend, timeout_s=timeout_s, store=store)
+        # Phase 1, plan: which groups, asked of the layout on this rank alone.
+        planned: dict[str, PlannedGroup] = {}
+        error: Exception | None = None
+        try:
+            planned = plan_groups(layout, names, rank=groups.rank)
+        except HoldfastError as raised:
+            error = raised
+        proposal = describe(layout, list(planned), groups._backend)
+        if groups._store is None:  # one process: it makes no communicator and meets no rank
+            if error is not None:
+                raise error
+            return groups
+        # Phase 2, meet: all ranks propose the same before there is a communicator. A rank whose
+        # plan failed proposes, too, so that the others raise its error and not a timeout.
+        rendezvous = groups._meet("create", proposal, error, scope=scope)
+        # Phase 3, make: in one order, and on all ranks or on none.
+        _make_together(rendezvous, lambda: groups._make_planned(planned), undo=groups.close)
+        return groups
 
     @classmethod
     def adopt(
@@ -111,71 +169,86 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Take communicators that the caller made, after checking each against the layout.
 
-        Nothing is made but the control communicator; nothing supplied is ever destroyed here.
+        Only the control communicator is made here, and nothing supplied is ever destroyed here.
 
         Args:
             layout: what the communicators are checked against.
-            supplied: live communicators by group name, each with exactly the ranks that the layout
-                plans for its name, in that order, and the same one on all of its members.
+            supplied: live communicators by group name. Each has exactly the ranks that the layout
+                plans for its name, in that order, and is the same one on all of its members.
             timeout_s: as for `create`.
             rank: as for `create`.
             store: as for `create`.
 
         Raises:
-            GroupError: On all ranks of the layout, if any rank's do not fit; with both lists.
+            GroupError: On all ranks of the layout, if those of any rank do not fit; the message
+                has both lists of ranks.
             LayoutError: As for `create`.
             DeadlineError: As for `create`.
 
         Cost: some thirty requests of this rank to the store and two for each name, however many
         ranks there are; and the communicator of `control`, as for `create`.
         """
-        return cls(building.adopt(layout, supplied, timeout_s=timeout_s, rank=rank, store=store))
+        groups = cls._start(layout, rank=rank, backend=None, timeout_s=timeout_s, store=store)
+        if groups._store is None and not supplied:
+            return groups
+        # Phase 1, check: each communicator against the layout, on this rank alone.
+        error: Exception | None = None
+        try:
+            groups._held = check_supplied(layout, supplied, rank=groups.rank)
+        except HoldfastError as raised:
+            error = raised
+        backends = [_torch.backend_of(each.group) for each in groups._held.values()]
+        groups._backend = backends[0] if backends else "gloo"
+        # Phase 2, meet: all ranks supply the same names, and members the same communicators.
+        proposal = describe(layout, names_on_every_rank(layout, supplied), "supplied")
+        rendezvous = groups._meet("adopt groups for", proposal, error)
+        rendezvous.finish("compared", _compare_communicators(groups, rendezvous))
+        # Phase 3, make: the control alone.
+        _make_together(rendezvous, groups._make_control, undo=groups.close)
+        return groups
 
     @classmethod
     def single(cls, name: str = "model", *, rank: int = 0) -> ProcessGroups:
-        """The groups of one process on its own; torch.distributed is not needed."""
-        layout = Layout(name=name, ranks=(rank,))
-        return cls(
-            Communicators(layout=layout, rank=rank, control=Control.single(rank=rank, name=name))
-        )
+        """Return the groups of one process by itself; torch.distributed is not needed."""
+        return cls(Layout(name=name, ranks=(rank,)), rank=rank)
 
     def group(self, name: str) -> ProcessGroup:
-        """The communicator `name`; GroupError if there is none, saying why and what there is."""
+        """Return the communicator `name`; GroupError says why if this rank does not hold it."""
         self._check_open()
-        held = self._held(name)
+        held = self._find(name)
         if held is not None:
             return held.group
         raise GroupError(self._why_absent(name))
 
     def has(self, name: str) -> bool:
-        """Whether this rank holds a communicator `name`; GroupError for a name that cannot be."""
+        """Return True if this rank holds a communicator `name`; GroupError for an unknown name."""
         self._check_open()
-        if self._held(name) is not None:
+        if self._find(name) is not None:
             return True
         self._is_known(name, or_raise=True)
         return False
 
     def held(self) -> tuple[str, ...]:
-        """The names of all communicators that this rank holds, clones included."""
+        """Return the names of all communicators that this rank holds, clones included."""
         self._check_open()
-        return tuple(self._comms.held)
+        return tuple(self._held)
 
     def size(self, name: str) -> int:
-        """Number of ranks in the group, whether or not it has a communicator."""
-        held = self._held(name)
+        """Return the number of ranks in the group, whether or not it has a communicator."""
+        held = self._find(name)
         return self.layout.size(name) if held is None else len(held.ranks)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ordered ranks of this rank's group, whether or not it has a communicator."""
-        held = self._held(name)
+        """Return the ordered ranks of this rank's group, whether or not it has a communicator."""
+        held = self._find(name)
         return self.layout.group(name, self.rank) if held is None else held.ranks
 
     def index(self, name: str) -> int:
-        """This rank's position in the group, whether or not it has a communicator."""
+        """Return this rank's position in the group, whether or not it has a communicator."""
         return self.ranks(name).index(self.rank)
 
     def require(self, *names: str) -> None:
-        """GroupError naming every one of `names` that has several ranks and no communicator."""
+        """Raise GroupError for those of `names` that have several ranks and no communicator."""
         self._check_open()
         missing = [name for name in names if self._is_missing(name)]
         if missing:
@@ -183,66 +256,77 @@ class ProcessGroups:
             raise GroupError(f"Groups {', '.join(missing)} are missing. {listed}")
 
     def require_complete(self) -> None:
-        """GroupError naming every axis of several ranks that no communicator here runs along.
+        """Raise GroupError for axes of several ranks that no communicator here runs along.
 
         The axes are tp, cp, dp and pp, and with experts (ep > 1, or expt_tp other than tp) also
         ep, expt_tp and expt_dp. A communicator of another name with the same ordered ranks
-        counts: `dp_cp` is `dp` where cp is 1.
+        counts: `dp_cp` is `dp` if cp is 1.
         """
         self._check_open()
-        if self._is_complete:  # and stays so: communicators are added, but none is dropped
+        if self._is_complete:  # and stays so: communicators are added, never dropped
             return
         axes = ["tp", "cp", "dp", "pp"]
         if self.layout.has_experts:
             axes += ["ep", "expt_tp", "expt_dp"]
-        covered = {held.ranks for held in self._comms.held.values()}
+        covered = {held.ranks for held in self._held.values()}
         missing = [a for a in axes if self._is_missing(a) and self.ranks(a) not in covered]
         if missing:
             sizes = ", ".join(f"{axis} (size {self.size(axis)})" for axis in missing)
             raise GroupError(
                 f"{self.layout} uses axes that no communicator was supplied for: {sizes}. Rank "
-                f"{self.rank} has {self._listed()}. Supply the missing ones: without them a shard "
-                "could pass for the whole."
+                f"{self.rank} holds {self._listed()}. Supply the missing ones: without them a "
+                "shard could pass for the whole."
             )
         self._is_complete = True
 
     def clone(self, name: str, *, purpose: str) -> ProcessGroup:
-        """A second communicator with the ordered members of `name`, held as `purpose`.
+        """Make a second communicator with the ordered members of `name`, held as `purpose`.
 
         The members are those of the existing communicator; nothing is derived from the layout.
-        Called by all members of that group; no other rank takes part. A clone that exists already
+        Called by all members of that group and by no other rank. A clone that exists already
         because it is made by default (`dp_cp_ag` of `dp_cp`) is returned as it is.
 
         Raises:
-            GroupError: On all members, where they disagree or `purpose` is taken.
-            DeadlineError: On all members, where one does not arrive.
+            GroupError: On all members, if they disagree or `purpose` is taken.
+            DeadlineError: On all members, if one does not arrive.
 
         Cost: a dozen requests of this rank to the store, one communicator.
         """
         source = self.group(name)
         name = self._resolved(name)
-        held = self._comms.held.get(purpose)
-        is_default = held is not None and CLONED.get(purpose) == name
-        if held is not None and is_default and held.group is not source:
+        held = self._held.get(purpose)
+        if held is not None and CLONED.get(purpose) == name and held.group is not source:
             return held.group
         error: Exception | None = None
-        if purpose in self._comms.held:
-            error = GroupError(f"There is a communicator {purpose!r} already on rank {self.rank}.")
+        if held is not None:
+            error = GroupError(f"Rank {self.rank} already holds a communicator {purpose!r}.")
         elif CLONED.get(purpose) != name and self._is_known(purpose, or_raise=False):
             error = GroupError(f"{purpose!r} is a group of the layout, not a clone of {name!r}.")
-        return building.clone(self._comms, name, source, purpose=purpose, error=error)
+        ranks = tuple(_torch.group_ranks(source))
+        scope = _torch.group_name(source)  # the groups along an axis do not concern each other
+        rendezvous = self._rendezvous(f"clone {name!r} as {purpose!r} of", ranks, scope=scope)
+        rendezvous.propose(f"clone of {name!r}, ranks {list(ranks)}", content=scope, error=error)
+        num_owned = len(self._owned)
+        _make_together(
+            rendezvous,
+            lambda: self._make(ranks, f"{purpose}-{rendezvous.number}", _torch.backend_of(source)),
+            undo=lambda: self._destroy_newest(len(self._owned) - num_owned),
+        )
+        made = self._owned[-1]
+        self._held[purpose] = Communicator(group=made, ranks=ranks, axes=self._held[name].axes)
+        return made
 
     def mesh(self, *names: str, device_type: str | None = None) -> DeviceMesh:
-        """The DeviceMesh with one dimension per name, on exactly these communicators.
+        """Return the DeviceMesh with one dim per name, on exactly these communicators.
 
         Args:
-            names: groups, the slowest dimension first. A group of one rank gets a communicator of
-                its own, owned here.
+            names: groups, the slowest dim first. A group of one rank gets its own communicator,
+                owned here.
             device_type: by default "cuda" for NCCL communicators and "cpu" otherwise.
 
         Raises:
-            GroupError: A communicator is missing, or the groups do not form a grid (two that share
-                an axis, dense with expert).
+            GroupError: A communicator is missing, or the groups do not form a grid: two share an
+                axis, or are of different views.
 
         Cost: no communication.
         """
@@ -251,15 +335,27 @@ class ProcessGroups:
             raise GroupError(f"A mesh needs one or more different groups, got {list(names)}.")
         self.require(*names)
         names = tuple(self._resolved(name) for name in names)
-        from holdfast.parallel.groups import meshes
-
-        return meshes.mesh(self._comms, names, device_type)
+        held = {name: self._held.get(name) for name in names}
+        axes = {name: name if each is None else each.axes for name, each in held.items()}
+        grid = plan_grid(self.layout, axes, rank=self.rank)
+        for name, each in held.items():
+            planned = self.layout.group(axes[name], self.rank)
+            if each is not None and each.ranks != planned:
+                raise GroupError(
+                    f"Communicator {name!r} has ranks {each.ranks}, but the layout now says "
+                    f"{planned}."
+                )
+        groups = [self._alone(n) if each is None else each.group for n, each in held.items()]
+        self._has_meshes = True
+        return _torch.device_mesh(
+            groups, grid.tolist(), names=names, device_type=device_type, mark=self._prefix
+        )
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[ProcessGroups]:
         """Let calls inside omit the groups: `current_groups()` returns these.
 
-        A context variable: other threads and tasks are not touched.
+        Other threads and tasks are not affected.
         """
         self._check_open()
         token = _CURRENT.set(self)
@@ -269,54 +365,169 @@ class ProcessGroups:
             _CURRENT.reset(token)
 
     def close(self) -> None:
-        """Destroy the communicators created here; nothing happens the second time."""
-        self._closed = True
-        self._comms.destroy()
+        """Destroy the communicators created here; a second call does nothing."""
+        self._is_closed = True
+        self._held.clear()
+        self._singles.clear()
+        self.control.close()
+        self._destroy_newest(len(self._owned))
+        if self._has_meshes:
+            _torch.forget_meshes()
 
     def __enter__(self) -> ProcessGroups:
-        """Return itself; leaving closes it."""
+        """Return these groups; leaving the context closes them."""
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close, whether or not the body raised."""
         self.close()
 
     def __getattr__(self, name: str) -> object:
         """Refuse: communicators come from `group(name)`, so that probing cannot half succeed."""
         raise AttributeError(
-            f"ProcessGroups has no attribute {name!r}; a communicator is looked up with "
-            f"group({name!r}), and whether it is there with has({name!r})."
+            f"ProcessGroups has no attribute {name!r}. A communicator is looked up with "
+            f"group({name!r}); has({name!r}) tells if this rank holds it."
         )
 
     def __repr__(self) -> str:
-        """Layout, rank and held names."""
+        """Show layout, rank and held names."""
         return f"ProcessGroups({self.layout}, rank {self.rank}, holding {self._listed()})"
 
     def _check_open(self) -> None:
-        """GroupError after `close`."""
-        if self._closed:
+        """Raise GroupError after `close`."""
+        if self._is_closed:
             raise GroupError(f"The process groups of {self.layout} are closed.")
 
-    def _held(self, name: str) -> Communicator | None:
-        """The communicator of this name, or of the group that it is another name of."""
-        held = self._comms.held
+    @classmethod
+    def _start(
+        cls,
+        layout: Layout,
+        *,
+        rank: int | None,
+        backend: str | None,
+        timeout_s: float,
+        store: Store | None,
+    ) -> ProcessGroups:
+        """Return groups that hold no communicator yet, for this process's rank of the layout."""
+        is_alone = layout.world_size == 1 and not _torch.is_initialized()
+        own = layout.ranks[0] if rank is None else rank
+        if not is_alone:
+            own = _torch.default_rank()  # GroupError unless torch.distributed is initialised
+        if rank is not None and rank != own:
+            raise GroupError(f"Rank {rank} was given, but torch.distributed says rank {own}.")
+        if own not in layout.ranks:
+            raise LayoutError(f"Rank {own} is not in {layout}: only its own ranks make its groups.")
+        if is_alone:
+            return cls(layout, rank=own, timeout_s=timeout_s)
+        return cls(
+            layout,
+            rank=own,
+            timeout_s=timeout_s,
+            backend=backend or _torch.default_backend(),
+            store=_torch.default_store() if store is None else store,
+        )
+
+    def _meet(
+        self, purpose: str, proposal: tuple[str, str], error: Exception | None, *, scope: str = ""
+    ) -> Rendezvous:
+        """Return the meeting of all ranks, once they have proposed the same."""
+        rendezvous = self._rendezvous(purpose, self.layout.ranks, scope=scope)
+        text, content = proposal
+        rendezvous.propose(text, content=content, error=error)
+        self._prefix = f"{rendezvous.prefix}/{self.layout.digest()[:8]}"
+        return rendezvous
+
+    def _rendezvous(self, purpose: str, ranks: Sequence[int], *, scope: str) -> Rendezvous:
+        """Return the next agreement of ranks on a purpose."""
+        if self._store is None:
+            raise GroupError(f"Cannot {purpose} {self.layout}: these groups are of one process.")
+        return Rendezvous(
+            self._store,
+            layout_name=self.layout.name,
+            purpose=purpose,
+            ranks=ranks,
+            rank=self.rank,
+            timeout_s=self._timeout_s,
+            scope=scope,
+        )
+
+    def _make_planned(self, planned: Mapping[str, PlannedGroup]) -> None:
+        """Make the control and the communicators of the planned groups.
+
+        The order is the same on every rank, and a rank makes only the communicators it is a member
+        of. So no rank can wait for one that waits for it, and other ranks take no part.
+        """
+        self._make_control()
+        for name, each in planned.items():
+            if not each.ranks:  # a pipeline's interior stage is in no `embd`
+                continue
+            if each.twin is None:
+                group = self._make(each.ranks, name)
+            else:
+                group = self._held[each.twin].group
+            self._held[name] = Communicator(group=group, ranks=each.ranks, axes=name)
+
+    def _make_control(self) -> None:
+        """Connect the control of the layout; that of one rank is there already."""
+        ranks = self.layout.ranks
+        if len(ranks) == 1 or self._store is None:
+            return
+        self.control = Control(
+            Transport(
+                ranks=ranks,
+                rank=self.rank,
+                store=_torch.prefix_store(f"{self._prefix}/control", self._store),
+                name=self.layout.name,
+            ),
+            ranks=ranks,
+            rank=self.rank,
+            timeout_s=self._timeout_s,
+            name=self.layout.name,
+        )
+
+    def _make(self, ranks: Sequence[int], name: str, backend: str | None = None) -> ProcessGroup:
+        """Make a communicator that is owned here."""
+        if self._store is None:
+            raise GroupError(f"{name!r} needs torch.distributed; these groups are of one process.")
+        group = _torch.new_group(
+            ranks,
+            name=f"{self._prefix}/{name}/{ranks[0]}",
+            backend=backend or self._backend,
+            timeout_s=self._timeout_s,
+            store=self._store,
+        )
+        self._owned.append(group)
+        actual = tuple(_torch.group_ranks(group))
+        if actual != tuple(ranks):
+            raise GroupError(f"Communicator {name!r} has ranks {actual}, not {tuple(ranks)}.")
+        return group
+
+    def _alone(self, name: str) -> ProcessGroup:
+        """Return a communicator of this rank alone, for a group of one rank."""
+        if name not in self._singles:
+            self._singles[name] = self._make((self.rank,), f"{name}-alone")
+        return self._singles[name]
+
+    def _destroy_newest(self, count: int) -> None:
+        """Destroy the last `count` communicators made here."""
+        for _ in range(count):
+            _torch.destroy(self._owned.pop())
+
+    def _find(self, name: str) -> Communicator | None:
+        """Return the communicator of this name, or of the group that the name is an alias of."""
+        held = self._held
         return held[name] if name in held else held.get(self._resolved(name))
 
     def _resolved(self, name: str) -> str:
-        """The layout's name of a group; one that is unknown, or that the layout refuses, as is."""
+        """Return the layout's name of a group; a name that the layout refuses as it is."""
         try:
             return self.layout.resolve(name)
         except LayoutError:
             return name
 
     def _is_known(self, name: str, *, or_raise: bool) -> bool:
-        """Whether the layout has a group of this name; if not, GroupError where asked for."""
+        """Return True if the layout has a group of this name; GroupError if not, and `or_raise`."""
         try:
             self.layout.size(name)
         except LayoutError as error:
@@ -326,17 +537,17 @@ class ProcessGroups:
         return True
 
     def _is_missing(self, name: str) -> bool:
-        """Whether a group of several ranks, this rank among them, has no communicator here."""
-        if self._held(name) is not None:
+        """Return True if this rank's group has several ranks and no communicator here."""
+        if self._find(name) is not None:
             return False
         self._is_known(name, or_raise=True)
         return self.layout.has_group(name, self.rank) and self.layout.size(name) > 1
 
     def _why_absent(self, name: str) -> str:
-        """Why this rank has no communicator of this name, for messages."""
+        """Return why this rank has no communicator of this name, for messages."""
         self._is_known(name, or_raise=True)
         if name == "control":
-            return "'control' is no group to use: agreement goes through groups.control."
+            return "'control' is not a group to look up: ranks agree through groups.control."
         if not self.layout.has_group(name, self.rank):
             where = "not the first" if self._resolved(name) == "pos_embd" else "an interior"
             return f"Rank {self.rank} is {where} stage: it is in no {name!r} group."
@@ -344,9 +555,49 @@ class ProcessGroups:
             return f"Group {name!r} of {self.layout} has size 1 and needs no communicator."
         return (
             f"Group {name!r} (ranks {list(self.ranks(name))}) was not created on rank {self.rank}; "
-            f"there is {self._listed()}."
+            f"it holds {self._listed()}."
         )
 
     def _listed(self) -> str:
-        """The names held, for messages."""
-        return ", ".join(self._comms.held) or "no communicator"
+        """Return the names held, for messages."""
+        return ", ".join(self._held) or "no communicator"
+
+
+def _make_together(
+    rendezvous: Rendezvous, make: Callable[[], object], *, undo: Callable[[], None]
+) -> None:
+    """Run `make` on every rank; if it fails on any, undo it and raise on all."""
+    failure: Exception | None = None
+    try:
+        try:
+            make()
+        except Exception as raised:
+            failure = raised
+        rendezvous.finish("made", failure)
+    except BaseException:  # an interrupt, too: no rank keeps communicators that others have not
+        undo()
+        raise
+
+
+def _compare_communicators(groups: ProcessGroups, rendezvous: Rendezvous) -> GroupError | None:
+    """Return the error of a group whose members supplied different communicators over its ranks.
+
+    Cost: for each group two requests, and one stage.
+    """
+    held = groups._held
+    own = {name: _torch.group_name(each.group) for name, each in held.items()}
+    # One count for each communicator of a group: it reaches the number of the group's ranks only if
+    # all of them supplied this one.
+    tallies = {name: f"{name}/{held[name].ranks[0]}/{own[name]}" for name in own}
+    for tally in tallies.values():
+        rendezvous.tally(tally, 1)
+    rendezvous.finish("communicators", None, report=json.dumps(own))
+    for name, each in held.items():
+        if rendezvous.tally(tallies[name], 0) != len(each.ranks):
+            theirs = {r: json.loads(rendezvous.report_of(r, "communicators")) for r in each.ranks}
+            others = [rank for rank, names in theirs.items() if names.get(name) != own[name]]
+            return GroupError(
+                f"Group {name!r} (ranks {list(each.ranks)}): ranks {others} supplied another "
+                f"communicator than rank {groups.rank}, or none: they would wait for each other."
+            )
+    return None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -40,20 +39,6 @@ _REPORT_WAIT_S = 10.0
 """How long a rank whose time is over waits for the one that reports who is missing."""
 _MAX_SHOWN = 8
 """Missing ranks, or differing proposals, that a message describes one by one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """What one rank wants to create with the others."""
-
-    text: str
-    """One line for messages, shown where ranks disagree."""
-    content: str
-    """Everything that has to be equal."""
-
-    def digest(self) -> str:
-        """16 hex digits over text and content."""
-        return blake2b(f"{self.text}\n{self.content}".encode(), digest_size=8).hexdigest()
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -129,8 +114,13 @@ class Rendezvous:
         self._store = _torch.prefix_store(f"{prefix}/{self.number}", self._root)
         self._meeting = blake2b(str(self.ranks).encode(), digest_size=8).hexdigest()
 
-    def propose(self, proposal: Proposal, error: Exception | None = None) -> None:
+    def propose(self, text: str, *, content: str, error: Exception | None = None) -> None:
         """Check that every rank proposes the same and none has an error; all ranks raise if not.
+
+        Args:
+            text: what this rank proposes, in one line, shown if ranks disagree.
+            content: everything else that must be equal.
+            error: why this rank cannot continue; None if it can.
 
         Raises:
             LayoutError: Ranks differ; they are named.
@@ -138,7 +128,8 @@ class Rendezvous:
             HoldfastError: Some rank came with an `error`; of the class of the first one's.
         """
         record = None if error is None else ErrorRecord.of(error)
-        verdict = self._meet("open", _Entry(proposal.digest(), proposal.text, record))
+        digest = blake2b(f"{text}\n{content}".encode(), digest_size=8).hexdigest()
+        verdict = self._meet("open", _Entry(digest, text, record))
         if verdict is not None:
             raise verdict.to_error() from error
 

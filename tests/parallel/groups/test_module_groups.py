@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups
-from holdfast.parallel.groups import building
 from tests.harness import RankContext, run_ranks
 
 
@@ -82,7 +81,9 @@ def offset(rank: RankContext) -> Any:
 def check_edges(groups: ModuleGroups) -> None:
     """All ranks of both ends by number, on communicators of their own."""
     assert members(groups.edge("vision", "language"), "dp") == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(GroupError, match=r"no edge language -> vision; there are vision -> langu"):
+    with pytest.raises(
+        GroupError, match=r"Unknown edge language -> vision; the edges are: vision -> langu"
+    ):
         groups.edge("language", "vision")
     if groups.rank in (1, 2):
         assert members(groups.edge("vision", "head"), "dp") == [1, 2]
@@ -183,16 +184,16 @@ def failing(rank: RankContext, what: str) -> Any:
 
 def fail_on_edges(rank: int, error: Exception) -> None:
     """On rank 0 the groups of the edge cannot be made."""
-    create = building.create
+    create = ProcessGroups.create
 
-    def fails(layout: Layout, **settings: Any) -> building.Communicators:
+    def fails(layout: Layout, **settings: Any) -> ProcessGroups:
         made = create(layout, **settings)
         if rank == 0 and "->" in layout.name:
-            made.destroy()
+            made.close()
             raise error
         return made
 
-    building.create = fails
+    ProcessGroups.create = fails  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +212,8 @@ def fail_on_edges(rank: int, error: Exception) -> None:
             "LayoutError",
             ["1 of 4 ranks failed (compare module layouts): rank 0:", "no module 'audio'"],
         ),
-        ("not ours", "HoldfastError", ["groups of all edges", "rank 0: OSError: descriptors"]),
-        ("an edge", "GroupError", ["groups of all edges", "rank 0: no more descriptors"]),
+        ("not ours", "HoldfastError", ["module groups: end", "rank 0: OSError: descriptors"]),
+        ("an edge", "GroupError", ["create module groups: end", "rank 0: no more descriptors"]),
     ],
 )  # fmt: skip
 def test_what_fails_on_one_rank_is_raised_on_all(what: str, kind: str, parts: list[str]) -> None:

@@ -132,13 +132,12 @@ def check_clones(groups: ProcessGroups, layout: Layout) -> None:
     members = members_in_order(groups.group("dp_cp"))
     patched = Layout(tp=4, ranks=layout.ranks)
     groups.layout = patched
-    groups._comms.layout = patched
     try:
         clone = groups.clone("dp_cp", purpose="overlap")
         assert groups.group("overlap") is clone
         assert groups.ranks("overlap") == groups.ranks("dp_cp") == tuple(members)
     finally:
-        groups.layout = groups._comms.layout = layout
+        groups.layout = layout
     assert members_in_order(clone) == members
     assert clone.group_name not in {
         groups.group(name).group_name for name in ("dp", "dp_cp", "dp_cp_ag")
@@ -250,7 +249,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         "halves": (LayoutError, "Ranks [2, 3] disagree with the others"),
         "names": (LayoutError, "Ranks [0] disagree with the others"),
         "typo": (GroupError, "rank 2: Cannot create 'dq'"),
-        "orphan": (GroupError, "'dp_cp_ag' is a clone of 'dp_cp', which has to be created with it"),
+        "orphan": (GroupError, "'dp_cp_ag' is a clone of 'dp_cp': create 'dp_cp' with it"),
     }
     for rank, reports in enumerate(results):
         for case, (kind, text) in expected.items():
@@ -334,7 +333,7 @@ def check_adopted(layout: Layout, tp: Any, dp: Any, both: Any) -> None:
         assert groups.group("tp") is tp
         groups.require_complete()
         assert groups.mesh("dp", "tp").get_group("tp") is tp
-        with pytest.raises(GroupError, match=r"'mp' \(ranks .*was not created .*there is tp, dp"):
+        with pytest.raises(GroupError, match=r"'mp' \(ranks .*was not created .*it holds tp, dp"):
             groups.group("mp")
         groups.require("tp", "dp", "pp")
         with pytest.raises(GroupError, match="Groups mp, tp_cp are missing"):
@@ -442,7 +441,7 @@ def test_supplied_groups_are_verified_on_every_rank() -> None:
         "none": "'tp' is None, not a communicator; planned are ranks [2, 3]",
         "object": "'tp' is a str, not a torch.distributed.ProcessGroup",
         "unknown": "'ddp'",
-        "aliased": "'dp_cp_ag' has to be another communicator than 'dp_cp'",
+        "aliased": "'dp_cp_ag' must be another communicator than 'dp_cp'",
         "mixed": "Group 'tp' (ranks [0, 1])",
         "destroyed": "'tp' is a communicator that torch does not know",
     }.items():

@@ -16,7 +16,7 @@ from bench.groups import Counted, CountingStore, count_creation
 from holdfast.errors import DeadlineError, GroupError, HoldfastError, LayoutError
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.groups.launches import LaunchRecorder
-from holdfast.parallel.groups.rendezvous import Proposal, Rendezvous
+from holdfast.parallel.groups.rendezvous import Rendezvous
 from tests.harness import RankContext, run_ranks
 
 
@@ -40,10 +40,6 @@ def test_no_rank_asks_more_of_the_store_where_there_are_more_ranks() -> None:
 
 
 # Rendezvous alone: ranks are threads over one store, which is quick and has no other cost.
-
-
-def proposal(text: str = "the same") -> Proposal:
-    return Proposal(text=text, content="")
 
 
 def in_threads(
@@ -84,7 +80,7 @@ def in_threads(
 
 
 def agreeing(rendezvous: Rendezvous) -> None:
-    rendezvous.propose(proposal())
+    rendezvous.propose("the same", content="")
     rendezvous.finish("made", None)
 
 
@@ -98,7 +94,7 @@ def test_agreement_costs_the_same_for_any_number_of_ranks(num_ranks: int) -> Non
 
 def test_only_one_rank_reads_what_the_others_propose() -> None:
     def body(rendezvous: Rendezvous) -> None:
-        rendezvous.propose(proposal("odd" if rendezvous.rank == 7 else "even"))
+        rendezvous.propose("odd" if rendezvous.rank == 7 else "even", content="")
 
     errors, requests = in_threads(range(40), body)
     assert len(set(errors.values())) == 1
@@ -109,7 +105,7 @@ def test_only_one_rank_reads_what_the_others_propose() -> None:
 
 def test_a_failure_of_every_rank_reads_as_one_however_many_there_are() -> None:
     def body(rendezvous: Rendezvous) -> None:
-        rendezvous.propose(proposal(), GroupError("no such device"))
+        rendezvous.propose("the same", content="", error=GroupError("no such device"))
 
     ranks = range(10**20, 10**20 + 200)  # their numbers alone are longer than a record holds
     errors, _ = in_threads(ranks, body, timeout_s=30)
@@ -129,10 +125,12 @@ def test_missing_ranks_are_looked_for_by_one_rank(monkeypatch: pytest.MonkeyPatc
 
     def body(rendezvous: Rendezvous) -> None:
         if rendezvous.rank not in (3, 5):
-            rendezvous.propose(proposal())
+            rendezvous.propose("the same", content="")
         else:
             time.sleep(3)
-            rendezvous.propose(proposal())  # too late: it fails with the others, at once
+            rendezvous.propose(
+                "the same", content=""
+            )  # too late: it fails with the others, at once
 
     errors, requests = in_threads(range(20), body, timeout_s=1)
     assert set(errors) == {*range(20)}  # the last to come finds a verdict, and does not set it
@@ -148,7 +146,7 @@ def test_missing_ranks_are_looked_for_by_one_rank(monkeypatch: pytest.MonkeyPatc
 
 def test_the_reason_may_be_with_those_who_have_arrived() -> None:
     def body(rendezvous: Rendezvous) -> None:
-        rendezvous.propose(proposal())
+        rendezvous.propose("the same", content="")
         if rendezvous.rank == 0:
             raise SystemExit
         error = GroupError("no such device") if rendezvous.rank == 1 else None
@@ -177,7 +175,7 @@ def test_a_report_that_does_not_come_is_made_by_others(monkeypatch: pytest.Monke
 
     def body(rendezvous: Rendezvous) -> None:
         if rendezvous.rank != 2:
-            rendezvous.propose(proposal())
+            rendezvous.propose("the same", content="")
 
     errors, _ = in_threads(range(4), body, timeout_s=0.5)
     texts = sorted(errors.values())
