@@ -137,6 +137,25 @@ def test_two_models_in_one_program_do_not_meet() -> None:
     assert run_ranks(4, two_models).results == [[], [[1, 2]] * 2, [[1, 2]] * 2, []]
 
 
+def moved(rank: RankContext) -> Any:
+    """The ranks of a module, on ranks that have made its groups before and ranks that have not."""
+    seen = []
+    for ranks in ((0, 1), (1, 2)):
+        (other,) = {0, 1, 2} - {*ranks}
+        layouts = ModuleLayouts(
+            {"vision": Layout(dp=2, ranks=ranks), "head": Layout(ranks=(other,))}
+        )
+        with ModuleGroups.create(layouts, timeout_s=20) as groups:
+            if groups.has("vision"):
+                seen.append(members(groups["vision"], "dp"))
+    return seen
+
+
+def test_a_module_may_move_to_other_ranks() -> None:
+    """Its creations are counted within each placement of all modules."""
+    assert run_ranks(3, moved).results == [[[0, 1]], [[0, 1], [1, 2]], [[1, 2]]]
+
+
 # Which groups are made.
 
 
