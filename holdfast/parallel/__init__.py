@@ -5,7 +5,7 @@ each verified member by member and looked up by name (`groups/`), and a `Control
 agree within a deadline (`control/`). Nothing here knows what a checkpoint is.
 
 Read first: `layout.py`, the arithmetic; `groups/process_groups.py`, what callers use;
-`control/control.py`, what every collective of a save or load is made of.
+`control/control.py`, on which every collective of a save or load is built.
 
 Names are resolved on first use: `Layout` does not import torch, the others do.
 """
@@ -55,5 +55,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

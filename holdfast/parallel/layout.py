@@ -5,11 +5,11 @@ A layout factorises one list of ranks in two ways that share the pipeline axis:
 - dense view:  ``tp * cp * dp * pp = number of ranks``
 - expert view: ``expt_tp * ep * expt_dp * pp = number of ranks``
 
-The order string says which axis varies fastest (the leftmost). The dense view leaves `ep` out of
-it; the expert view leaves `cp` out, and reads `tp` as `expt_tp` and `dp` as `expt_dp`.
+The leftmost axis of the order string varies fastest. The dense view leaves `ep` out of it; the
+expert view leaves `cp` out, and reads `tp` as `expt_tp` and `dp` as `expt_dp`.
 
-A layout without experts (ep = 1, expt_tp = tp) need not have an expert view: where the order makes
-the two views differ in `pp`, it is valid, and only questions about expert groups are refused.
+A layout without experts (ep = 1, expt_tp = tp) need not have an expert view. If the order makes the
+two views differ in `pp`, it is valid, and only questions about expert groups are refused.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ STAGES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
 
 
 class _Lookups:
-    """What a layout computes once, on first use; not part of its value, nor of a copy."""
+    """Tables that a layout computes once, on first use; not part of its value, nor of a copy."""
 
     __slots__ = ("_position_of", "_strides_of")
     _position_of: dict[int, int]
@@ -174,7 +174,7 @@ class Layout(_Lookups):
     ) -> None:
         """Check and store; see the class."""
         if not isinstance(name, str) or not name:
-            raise LayoutError(f"A layout needs a name that is not empty, got {name!r}.")
+            raise LayoutError(f"A layout's name must be a non-empty string, got {name!r}.")
         sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
         sizes["expt_tp"] = tp if expt_tp is None else expt_tp
         sizes["replicas"] = replicas
@@ -205,7 +205,7 @@ class Layout(_Lookups):
         name: str = "model",
         replicas: int = 1,
     ) -> Layout:
-        """The layout that fills `world_size` ranks: `dp` is what the other axes leave.
+        """Return the layout that fills `world_size` ranks: `dp` is what the other axes leave.
 
         Raises:
             LayoutError: The sizes do not multiply to `world_size`.
@@ -225,7 +225,7 @@ class Layout(_Lookups):
         elif rest * _checked_size("dp", dp, name) != world_size:
             raise LayoutError(
                 f"Layout {name!r}: {product}, times dp = {dp} makes {rest * dp} ranks, "
-                f"but there are {world_size}. Leave dp out to have it derived."
+                f"but world_size is {world_size}. Leave dp out to have it derived."
             )
         return cls(
             tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, expt_tp=expt_tp, order=order, ranks=ranks,
@@ -234,7 +234,7 @@ class Layout(_Lookups):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """The layout whose `to_dict` this is; LayoutError for an unknown or missing field."""
+        """Return the layout of such a `to_dict`; LayoutError for an unknown or missing field."""
         known = set(cls.__dataclass_fields__)
         if set(values) != known:
             unknown, missing = sorted(set(values) - known), sorted(known - set(values))
@@ -245,7 +245,7 @@ class Layout(_Lookups):
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as JSON-able values; `from_dict` is the inverse."""
+        """Return every field as JSON-able values; `from_dict` is the inverse."""
         values = {field: getattr(self, field) for field in self.__dataclass_fields__}
         values["ranks"] = list(self.ranks)
         return values
@@ -268,7 +268,7 @@ class Layout(_Lookups):
         return LayoutInfo(name=self.name, axes=axes, order=self.order, ranks=list(self.ranks))
 
     def digest(self) -> str:
-        """32 hex digits, equal exactly for equal layouts (the name included)."""
+        """Return 32 hex digits, equal exactly for equal layouts (the name included)."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -284,23 +284,20 @@ class Layout(_Lookups):
 
     @property
     def has_experts(self) -> bool:
-        """Whether experts are placed by axes of their own: ep > 1, or expt_tp other than tp."""
+        """True if experts are placed by their own axes: ep > 1, or expt_tp other than tp."""
         return self.ep > 1 or self.expt_tp != self.tp
 
     @property
     def has_expert_view(self) -> bool:
-        """Whether the order gives expert groups with the pipelines of the dense view.
-
-        Always, with experts; a layout without experts need not.
-        """
+        """True if expert groups have the pipelines of the dense view, as they must with experts."""
         views = self._views()
         return self.pp == 1 or views[DENSE_AXES]["pp"] == views[EXPERT_AXES]["pp"]
 
     def resolve(self, name: str) -> str:
-        """The name that a group has here: that of an alias (docs/layouts.md), or the name itself.
+        """Return the layout's name of a group, whose alias (docs/layouts.md) may be given.
 
         Raises:
-            LayoutError: `inter_dist_opt` or `intra_dist_opt`, where dense and expert ones differ.
+            LayoutError: `inter_dist_opt` or `intra_dist_opt`, if dense and expert ones differ.
         """
         name = ALIASES.get(name, name)
         if name == "intra_dist_opt":
@@ -312,18 +309,18 @@ class Layout(_Lookups):
                 *self.groups("expt_dp_inter")
             }:
                 raise LayoutError(
-                    f"{self}: inter_dist_opt is of other ranks for dense and for expert "
+                    f"{self}: inter_dist_opt has other ranks for dense than for expert "
                     "parameters; ask for dp_cp_inter and expt_dp_inter."
                 )
             return "dp_cp_inter"
         return name
 
     def is_expert_group(self, axes: str) -> bool:
-        """Whether a group belongs to the expert view alone."""
+        """Return True if a group belongs to the expert view alone."""
         return not set(axes_of(self.resolve(axes))).isdisjoint(set(EXPERT_AXES) - {"pp"})
 
     def size(self, axes: str) -> int:
-        """Number of ranks in each group of `axes`: a named group, or axes joined with ``-``."""
+        """Return the size of each group of `axes`, a named group or axes joined by ``-``."""
         axes = self._own_name(axes)
         if axes == "embd":
             return min(self.pp, 2)
@@ -338,14 +335,15 @@ class Layout(_Lookups):
         return math.prod(strides[token][0] for token in tokens)
 
     def tokens(self, axes: str) -> tuple[str, ...]:
-        """The axes of a named group or of axes joined with ``-``, fastest first."""
+        """Return the axes of a named group or of axes joined by ``-``, fastest first."""
         return tuple(self._view(axes)[0])
 
     def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of `axes`, each with its ordered ranks, ordered by first member's position.
+        """Return all groups of `axes` with their ordered ranks, by the first member's position.
 
-        Every rank is in exactly one, but for `embd`: the first and last stage of each pipeline,
-        with interior stages in none; and `pos_embd`: the first stage of each, on its own.
+        Every rank is in exactly one, except for `embd`, the first and last stage of each pipeline,
+        and `pos_embd`, the first stage of each by itself.
+
         Cost: one pass over the ranks.
         """
         axes = self._own_name(axes)
@@ -363,7 +361,7 @@ class Layout(_Lookups):
         return tuple(tuple(self.ranks[first + member] for member in members) for first in firsts)
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
-        """The ordered ranks of the group of `axes` that has `rank`.
+        """Return the ordered ranks of the group of `axes` that `rank` is in.
 
         Raises:
             LayoutError: The rank is not in the layout, or in no `embd` or `pos_embd` group.
@@ -375,8 +373,8 @@ class Layout(_Lookups):
             if rank not in ends:
                 where = "an interior" if axes == "embd" else "not the first"
                 raise LayoutError(
-                    f"Rank {rank} is {where} pipeline stage of {self}: it is in no {axes!r} "
-                    f"group. The one of its pipeline is {ends}."
+                    f"Rank {rank} is {where} pipeline stage of {self}, so it is not in the "
+                    f"{axes!r} group of its pipeline, {ends}."
                 )
             return ends
         if axes == "intra_dist_opt":
@@ -386,33 +384,34 @@ class Layout(_Lookups):
             return next(piece for piece in pieces if rank in piece)
         tokens, strides = self._view(axes)
         members = _sums_of_strides(strides[token] for token in tokens)
+        # The position of the member whose coordinates along the group's axes are all 0.
         for token in tokens:
             size, stride = strides[token]
             position -= position // stride % size * stride
         return tuple(self.ranks[position + member] for member in members)
 
     def has_group(self, axes: str, rank: int) -> bool:
-        """Whether `rank` is in a group of `axes`; all are, but for `embd` and `pos_embd`."""
+        """Return True if `rank` is in a group of `axes`: always, but for `embd` and `pos_embd`."""
         self.size(axes)
         self._position(rank)
         ends = STAGES.get(self._own_name(axes))
         return ends is None or rank in ends(self.group("pp", rank))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The coordinates of `rank` in the dense view: tp, cp, dp and pp."""
+        """Return the coordinates of `rank` in the dense view: tp, cp, dp and pp."""
         return self._coordinate(rank, DENSE_AXES)
 
     def expert_coordinate(self, rank: int) -> dict[str, int]:
-        """The coordinates of `rank` in the expert view: expt_tp, ep, expt_dp and pp."""
+        """Return the coordinates of `rank` in the expert view: expt_tp, ep, expt_dp and pp."""
         return self._coordinate(rank, EXPERT_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of `rank` in every view that the layout has."""
+        """Return the coordinates of `rank` in every view that the layout has."""
         dense = self.coordinate(rank)
         return {**dense, **self.expert_coordinate(rank)} if self.has_expert_view else dense
 
     def __str__(self) -> str:
-        """One line for messages, without the whole list of ranks."""
+        """Return one line for messages, without the whole list of ranks."""
         sizes = " ".join(f"{axis}={getattr(self, axis)}" for axis in _TOKENS)
         extra = f" expt_tp={self.expt_tp}" if self.expt_tp != self.tp else ""
         extra += f" replicas={self.replicas}" if self.replicas != 1 else ""
@@ -422,7 +421,7 @@ class Layout(_Lookups):
         )
 
     def _position(self, rank: int) -> int:
-        """Where a rank is in the list of ranks."""
+        """Return the index of a rank in the list of ranks."""
         positions: dict[int, int] = self._once(
             "_position_of", lambda: {rank: place for place, rank in enumerate(self.ranks)}
         )
@@ -432,13 +431,13 @@ class Layout(_Lookups):
             raise LayoutError(f"Rank {rank} is not in {self}.") from None
 
     def _coordinate(self, rank: int, axes: tuple[str, ...]) -> dict[str, int]:
-        """The coordinates of a rank along the axes of one view."""
+        """Return the coordinates of a rank along the axes of one view."""
         position = self._position(rank)
         strides = self._strides(axes)
         return {axis: position // strides[axis][1] % strides[axis][0] for axis in axes}
 
     def _views(self) -> dict[tuple[str, ...], dict[str, tuple[int, int]]]:
-        """Size and stride of each axis, of both views."""
+        """Return size and stride of each axis, of both views."""
         views: dict[tuple[str, ...], dict[str, tuple[int, int]]] = self._once(
             "_strides_of",
             lambda: {axes: self._enumerate(axes) for axes in (DENSE_AXES, EXPERT_AXES)},
@@ -446,16 +445,16 @@ class Layout(_Lookups):
         return views
 
     def _strides(self, axes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-        """Size and stride of each axis of a view; LayoutError for an expert view it has not."""
+        """Return size and stride of each axis of a view; LayoutError if there is no expert view."""
         if axes == EXPERT_AXES and not self.has_expert_view:
             raise LayoutError(
-                f"{self} has no experts (ep = 1, expt_tp = tp) and no expert view: its order would "
-                f"give them pipelines of other ranks. {self._views_of_pp()}"
+                f"{self} has no experts (ep = 1, expt_tp = tp) and no expert view: with its order "
+                f"experts would have pipelines of other ranks. {self._views_of_pp()}"
             )
         return self._views()[axes]
 
     def _enumerate(self, axes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-        """Size and stride of each axis of a view, fastest first; left-out axes come last."""
+        """Return size and stride of each axis of a view, fastest first; left-out axes come last."""
         expert = axes == EXPERT_AXES
         named = [_EXPERT_TOKEN.get(t, "") if expert else t for t in self.order.split("-")]
         ordered = [axis for axis in named if axis in axes]
@@ -468,18 +467,18 @@ class Layout(_Lookups):
         return strides
 
     def _axes_of(self, tokens: Iterable[str]) -> tuple[str, ...]:
-        """The axes of the view that all of `tokens` belong to."""
+        """Return the axes of the view that all of `tokens` belong to."""
         for axes in (DENSE_AXES, EXPERT_AXES):
             if set(tokens) <= set(axes):
                 return axes
         raise LayoutError(
-            f"Group {'-'.join(tokens)!r} of {self} is in neither view: the dense one has the axes "
-            f"{', '.join(DENSE_AXES)}, the expert one {', '.join(EXPERT_AXES)}. Named groups are "
+            f"Group {'-'.join(tokens)!r} of {self} is in neither view: the dense view has the axes "
+            f"{', '.join(DENSE_AXES)}, the expert view {', '.join(EXPERT_AXES)}. Named groups are "
             f"{', '.join(GROUP_NAMES)} and control."
         )
 
     def _view(self, axes: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
-        """The tokens of `axes` fastest first, and the strides of the view they belong to."""
+        """Return the tokens of `axes` fastest first, and the strides of their view."""
         axes = self._own_name(axes)
         named = DENSE_AXES if axes == "control" else NAMED_AXES.get(axes)
         tokens = tuple(axes.split("-")) if named is None else named
@@ -489,30 +488,31 @@ class Layout(_Lookups):
         return [axis for axis in strides if axis in tokens], strides
 
     def _own_name(self, axes: str) -> str:
-        """What `axes` names, aliases resolved and clones as their source."""
+        """Return `axes` with aliases resolved, and the source in place of a clone."""
         axes = self.resolve(axes)
         return CLONED.get(axes, axes)
 
     def _instances(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each instance of a sharded optimizer: those of one slice of data ranks.
+        """Return the ranks of each instance of a sharded optimizer: one slice of data ranks.
 
-        LayoutError where the slices of dense and of expert parameters are not the same ranks.
+        Raises:
+            LayoutError: The slices of dense and of expert parameters are not the same ranks.
         """
         by_view = [
             self._instances_over(whole) for whole in ("dp_cp", "expt_dp")[: 1 + self.has_experts]
         ]
         if any(instances != by_view[0] for instances in by_view):
             raise LayoutError(
-                f"{self} has no one instance of a sharded optimizer for each slice: with "
-                f"replicas = {self.replicas} the slices of dp_cp are of ranks "
-                f"{[list(ranks) for ranks in by_view[0]][:8]}, those of expt_dp of ranks "
+                f"{self} does not give each slice one instance of a sharded optimizer: with "
+                f"replicas = {self.replicas} the slices of dp_cp have ranks "
+                f"{[list(ranks) for ranks in by_view[0]][:8]}, those of expt_dp have ranks "
                 f"{[list(ranks) for ranks in by_view[1]][:8]}. Ask for dp_cp_intra and "
                 "dp_cp_inter, expt_dp_intra and expt_dp_inter."
             )
         return by_view[0]
 
     def _instances_over(self, whole: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks with the same number of slice, by that number."""
+        """Return the ranks with the same number of slice, by that number."""
         length = self.size(whole) // self.replicas
         slice_of = {
             rank: i // length for group in self.groups(whole) for i, rank in enumerate(group)
@@ -523,14 +523,16 @@ class Layout(_Lookups):
         )
 
     def _slices(self, whole: tuple[int, ...], inter: bool) -> list[tuple[int, ...]]:
-        """A group cut into one slice for each replica, or the groups between these slices."""
+        """Cut a group into one slice for each replica, or into the groups between these slices."""
         length = len(whole) // self.replicas
+        # Slices are contiguous, so that the ranks of one are near each other. A group between
+        # slices has the rank at the same place of each.
         if inter:
             return [whole[start::length] for start in range(length)]
         return [whole[start : start + length] for start in range(0, len(whole), length)]
 
     def _check_world(self, world: int) -> None:
-        """LayoutError unless both views have as many ranks as there are."""
+        """Raise LayoutError unless both views have as many ranks as the layout."""
         dense = f"tp * cp * dp * pp = {self.tp} * {self.cp} * {self.dp} * {self.pp} = {world}"
         if len(self.ranks) != world:
             raise LayoutError(
@@ -546,7 +548,7 @@ class Layout(_Lookups):
             )
 
     def _check_order(self) -> None:
-        """LayoutError unless the order names every axis of several ranks, each once."""
+        """Raise LayoutError unless the order names every axis of several ranks, each once."""
         tokens = self.order.split("-") if isinstance(self.order, str) else [repr(self.order)]
         where = f"Layout {self.name!r}: order {self.order!r}"
         unknown = [token for token in tokens if token not in _TOKENS]
@@ -562,11 +564,11 @@ class Layout(_Lookups):
                 if token not in tokens and size != 1:
                     raise LayoutError(
                         f"{where} lacks {token!r}, but {axis} = {size}. Only axes of size 1 may be "
-                        f"left out: put {token!r} where it belongs."
+                        f"left out: add {token!r} to the order."
                     )
 
     def _check_replicas(self) -> None:
-        """LayoutError unless data ranks can be cut into equal slices."""
+        """Raise LayoutError unless data ranks can be cut into equal slices."""
         for whole in ("dp_cp", "expt_dp")[: 1 + self.has_experts]:
             size = self.size(whole)
             if size % self.replicas:
@@ -576,7 +578,7 @@ class Layout(_Lookups):
                 )
 
     def _check_pipeline(self) -> None:
-        """LayoutError for experts whose view has other pipelines than the dense one."""
+        """Raise LayoutError if there are experts and the two views have different pipelines."""
         if self.has_experts and not self.has_expert_view:
             raise LayoutError(
                 f"Layout {self.name!r}: with order {self.order!r} the dense and the expert view "
@@ -585,7 +587,7 @@ class Layout(_Lookups):
             )
 
     def _views_of_pp(self) -> str:
-        """The pipelines of both views, for messages."""
+        """Return the pipelines of both views, for messages."""
         dense, expert = (self._views()[axes]["pp"][1] for axes in (DENSE_AXES, EXPERT_AXES))
         return (
             f"Dense: {self._pipelines(dense)} (stride {dense}). Expert: {self._pipelines(expert)} "
@@ -593,7 +595,7 @@ class Layout(_Lookups):
         )
 
     def _pipelines(self, stride: int) -> str:
-        """The first pipelines of a view in which `pp` has this stride."""
+        """Return the first pipelines of a view in which `pp` has this stride, for messages."""
         span = stride * self.pp
         firsts = [p for p in range(self.world_size) if p % span < stride]
         shown = [list(self.ranks[p : p + span : stride]) for p in firsts[:8]]

@@ -1,8 +1,8 @@
-"""Several modules, each with a layout of its own, and which of them feed which. Torch-free.
+"""Several modules, each with its own layout, and the edges along which they feed each other.
 
 A model of several modules (a vision encoder, a projector, a language model) is trained on ranks
-that each have one module (*disjoint* spans) or several (*colocated*: equal spans). Which is which
-is data, like a single layout, and is checked before any communicator is made.
+that each have one module (*disjoint* spans) or several (*colocated*: equal spans). This is data,
+like a single layout, and is checked before any communicator is made. It needs no torch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from holdfast.parallel.layout import Layout
 from holdfast.parallel.ranks import shorten_ranks
 
 _UNNAMED = "model"
-"""What a layout is called that was not given a name."""
+"""The default name of a layout."""
 _UNNAMED_MODULES = "modules"
-"""The same of several."""
+"""The default name of module layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRole:
-    """What a rank is to one module."""
+    """The place of a rank in one module."""
 
     module: str
     """The module's name."""
     coordinates: Mapping[str, int]
-    """The rank's coordinates in the module's layout, of both views where it has both."""
+    """The rank's coordinates in the module's layout, in every view that it has."""
     is_first_stage: bool
-    """Whether it has the module's first pipeline stage, which takes what other modules send."""
+    """True if the rank has the module's first pipeline stage, which receives from other modules."""
     is_last_stage: bool
-    """Whether it has the last pipeline stage, whose result is sent."""
+    """True if the rank has the last pipeline stage, whose result is sent."""
 
 
 class ModuleLayouts(Mapping[str, Layout]):
@@ -47,25 +47,23 @@ class ModuleLayouts(Mapping[str, Layout]):
             edges=[("vision", "language")],
         )
 
-    Pure data: equal ones have equal digests. The order of the modules is that of the mapping; it
-    decides the order in which communicators are made. A layout that was not given a name takes
-    the module's, behind `name` where that was given.
+    Pure data: equal ones have equal digests. Communicators are made in the order of the mapping. A
+    layout without a name takes the module's, prefixed with `name` if that is given.
 
     Args:
-        layouts: by module name. Two modules are on the same ranks or have none in common.
-        edges: (source, destination) pairs of modules; the data widths of the two divide each
-            other, so that every data rank of the one side has to do with whole data ranks of the
-            other.
-        ranks: every rank that has to have a module; by default the range from the lowest to the
-            highest rank of any. Ranks of the job outside of it take no part.
-        name: for messages; where one program has several module layouts, ranks find each other by
-            it, so each needs its own.
+        layouts: by module name. Two modules are on the same ranks or share no rank.
+        edges: (source, destination) pairs of modules. One of the two data widths divides the
+            other, so that each data rank of one side exchanges with whole data ranks of the other.
+        ranks: every rank that must have a module; by default the range from the lowest to the
+            highest rank of any module. Other ranks of the job take no part.
+        name: for messages. Ranks find each other by it, so if one program has several module
+            layouts, each needs its own.
 
     Raises:
-        LayoutError: There are no modules; a name cannot begin keys of a checkpoint; spans overlap
-            without being equal; ranks are in no module; two layouts have one name; an edge names
-            an unknown module, is there twice, is part of a cycle, or joins data widths of which
-            neither divides the other. The spans are in the message.
+        LayoutError: `layouts` is empty; a module's name is not an identifier; spans overlap without
+            being equal; ranks are in no module; two layouts have the same name; an edge names an
+            unknown module, is given twice, is part of a cycle, or joins data widths of which
+            neither divides the other. The message has the spans.
     """
 
     __slots__ = ("_layouts", "edges", "name", "union")
@@ -80,7 +78,9 @@ class ModuleLayouts(Mapping[str, Layout]):
     ) -> None:
         """Check and store; see the class."""
         if not layouts:
-            raise LayoutError("There are no modules: give at least one layout by its module's name")
+            raise LayoutError(
+                "No modules were given: pass at least one layout, by its module's name."
+            )
         for module in layouts:
             _check_name(module)
         self.name = name
@@ -95,40 +95,40 @@ class ModuleLayouts(Mapping[str, Layout]):
         self._check_edges()
 
     def __getitem__(self, module: str) -> Layout:
-        """The layout of a module; LayoutError, which is no KeyError, for an unknown one."""
+        """Return the layout of a module; LayoutError, not a KeyError, for an unknown one."""
         try:
             return self._layouts[module]
         except KeyError:
             raise LayoutError(
-                f"There is no module {module!r} in {self.name!r}; there are {self._spans()}."
+                f"Unknown module {module!r} of {self.name!r}; the modules are {self._spans()}."
             ) from None
 
     def __contains__(self, module: object) -> bool:
-        """Whether there is a module of this name."""
+        """Return True if there is a module of this name."""
         return module in self._layouts
 
     def __iter__(self) -> Iterator[str]:
-        """The modules' names, in order."""
+        """Iterate over the modules' names, in order."""
         return iter(self._layouts)
 
     def __len__(self) -> int:
-        """How many modules there are."""
+        """Return the number of modules."""
         return len(self._layouts)
 
     def __eq__(self, other: object) -> bool:
-        """Whether names, layouts, their order and edges are equal."""
+        """Return True if names, layouts, their order and edges are equal."""
         return isinstance(other, ModuleLayouts) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
-        """Of the digest."""
+        """Return the hash of the digest."""
         return hash(self.digest())
 
     def modules_of(self, rank: int) -> tuple[str, ...]:
-        """The modules that a rank has, in order; none for a rank of no module."""
+        """Return the modules that a rank has, in order; empty for a rank of no module."""
         return tuple(module for module, layout in self.items() if rank in layout.ranks)
 
     def roles_of(self, rank: int) -> dict[str, ModuleRole]:
-        """What a rank is to each module that it has."""
+        """Return the role of a rank in each module that it has."""
         roles = {}
         for module in self.modules_of(rank):
             layout = self[module]
@@ -142,7 +142,7 @@ class ModuleLayouts(Mapping[str, Layout]):
         return roles
 
     def are_colocated(self, one: str, other: str) -> bool:
-        """Whether two modules are on the same ranks; otherwise they have none in common."""
+        """Return True if two modules are on the same ranks; otherwise they share no rank."""
         return set(self[one].ranks) == set(self[other].ranks)
 
     def of_edge(self, edge: tuple[str, str]) -> Layout:
@@ -152,7 +152,7 @@ class ModuleLayouts(Mapping[str, Layout]):
         return Layout(dp=len(ranks), ranks=ranks, name=f"{self.name}: {source} -> {destination}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as JSON-able values; `from_dict` is the inverse."""
+        """Return every field as JSON-able values; `from_dict` is the inverse."""
         return {
             "name": self.name,
             "ranks": list(self.union.ranks),
@@ -162,7 +162,7 @@ class ModuleLayouts(Mapping[str, Layout]):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModuleLayouts:
-        """The module layouts whose `to_dict` this is; LayoutError for other fields."""
+        """Return the module layouts of such a `to_dict`; LayoutError for other fields."""
         known = {"name", "ranks", "layouts", "edges"}
         if set(values) != known:
             raise LayoutError(
@@ -176,48 +176,48 @@ class ModuleLayouts(Mapping[str, Layout]):
         )
 
     def digest(self) -> str:
-        """32 hex digits, equal exactly for equal module layouts."""
+        """Return 32 hex digits, equal exactly for equal module layouts."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __repr__(self) -> str:
-        """Name, modules with their layouts, edges."""
+        """Show name, modules with their layouts, and edges."""
         arrows = "".join(f", {source} -> {destination}" for source, destination in self.edges)
         return f"ModuleLayouts({self.name!r}: {'; '.join(map(str, self.values()))}{arrows})"
 
     def _spans(self) -> str:
-        """Each module's ranks, for messages."""
+        """Return each module's ranks, for messages."""
         return ", ".join(f"{m!r} on ranks {shorten_ranks(o.ranks)}" for m, o in self.items())
 
     def _check_names_of_layouts(self) -> None:
-        """LayoutError for two layouts of one name: ranks find each other by it."""
+        """Raise LayoutError if two layouts have the same name: ranks find each other by it."""
         seen: dict[str, str] = {}
         for module, layout in self.items():
             if layout.name == self.name:
                 raise LayoutError(
                     f"The layout of module {module!r} has the name of all modules together, "
-                    f"{self.name!r}; give the module layouts another with name=."
+                    f"{self.name!r}. Give the module layouts another name with name=."
                 )
             if layout.name in seen:
                 raise LayoutError(
-                    f"Modules {seen[layout.name]!r} and {module!r} have layouts of one name, "
-                    f"{layout.name!r}; leave the name out, or give each its own."
+                    f"The layouts of modules {seen[layout.name]!r} and {module!r} have the same "
+                    f"name, {layout.name!r}. Leave the name out, or give each its own."
                 )
             seen[layout.name] = module
 
     def _check_spans(self) -> None:
-        """LayoutError for two modules that share some ranks, but not all."""
+        """Raise LayoutError if two modules share some of their ranks, but not all."""
         for (one, first), (other, second) in combinations(self.items(), 2):
             shared = set(first.ranks) & set(second.ranks)
             if shared and not set(first.ranks) == set(second.ranks):
                 raise LayoutError(
                     f"Modules {one!r} on ranks {shorten_ranks(first.ranks)} and {other!r} on ranks "
                     f"{shorten_ranks(second.ranks)} share ranks {shorten_ranks(sorted(shared))}, "
-                    f"but not all: put two modules on the same ranks, or on ranks of their own."
+                    f"but not all. Put two modules on the same ranks, or on different ones."
                 )
 
     def _make_union(self, ranks: Sequence[int] | None) -> Layout:
-        """The layout of all ranks; LayoutError where some have no module, or were not expected."""
+        """Return the layout of all ranks; LayoutError if one has no module or is not in `ranks`."""
         held = sorted({rank for layout in self.values() for rank in layout.ranks})
         expected = list(range(held[0], held[-1] + 1)) if ranks is None else sorted(set(ranks))
         idle = sorted(set(expected) - set(held))
@@ -230,27 +230,27 @@ class ModuleLayouts(Mapping[str, Layout]):
         if stray:
             raise LayoutError(
                 f"Ranks {shorten_ranks(stray)} have a module, but are not among ranks="
-                f"{shorten_ranks(expected)}: {self._spans()}."
+                f"{shorten_ranks(expected)}: {self._spans()}. Add them to ranks=."
             )
         return Layout(dp=len(held), ranks=held, name=self.name)
 
     def _check_edges(self) -> None:
-        """LayoutError for edges that nothing can flow along."""
+        """Raise LayoutError for edges that nothing can flow along."""
         for edge in self.edges:
             for module in edge:
                 if module not in self._layouts:
                     raise LayoutError(
-                        f"Edge {edge[0]} -> {edge[1]}: there is no module {module!r}; there are "
+                        f"Edge {edge[0]} -> {edge[1]}: unknown module {module!r}; the modules are "
                         f"{self._spans()}."
                     )
             source, destination = self[edge[0]], self[edge[1]]
             if source.dp % destination.dp and destination.dp % source.dp:
                 raise LayoutError(
-                    f"Edge {edge[0]} -> {edge[1]}: neither of the data widths divides the other, "
+                    f"Edge {edge[0]} -> {edge[1]}: neither data width divides the other: "
                     f"dp={source.dp} of {source} and dp={destination.dp} of {destination}."
                 )
             if self.edges.count(edge) > 1:
-                raise LayoutError(f"Edge {edge[0]} -> {edge[1]} is there twice.")
+                raise LayoutError(f"Edge {edge[0]} -> {edge[1]} is given twice.")
         order = graphlib.TopologicalSorter[str]()
         for source_name, destination_name in self.edges:
             order.add(destination_name, source_name)
@@ -259,34 +259,34 @@ class ModuleLayouts(Mapping[str, Layout]):
         except graphlib.CycleError as error:
             circle = " -> ".join(error.args[1])
             raise LayoutError(
-                f"The edges {circle} form a cycle: no module could be the first to run."
+                f"The edges {circle} form a cycle, so no module could run first."
             ) from None
 
 
 def _check_name(module: object) -> None:
-    """LayoutError unless a name can be the beginning of a checkpoint's part names."""
+    """Raise LayoutError unless a name can start the names of a checkpoint's parts."""
     if not isinstance(module, str) or not module.isidentifier():
         raise LayoutError(
-            f"A module's name is the beginning of its keys in checkpoints: {module!r} is not "
-            f"letters, digits and underscores."
+            f"A module's name starts its keys in checkpoints, so it must be a Python identifier, "
+            f"got {module!r}."
         )
 
 
 def _checked_edge(edge: object) -> tuple[str, str]:
-    """A pair of names; LayoutError for anything else, such as one pair in place of a list."""
+    """Return a pair of names; LayoutError for anything else, such as one pair instead of a list."""
     if isinstance(edge, str) or not isinstance(edge, Sequence) or len(edge) != 2:
         raise LayoutError(
-            f"An edge is a pair of modules, (source, destination), and edges= a list of them; got "
-            f"{edge!r} as an edge."
+            f"An edge is a pair of modules, (source, destination), and edges= is a list of edges; "
+            f"got {edge!r} as an edge."
         )
     source, destination = edge
     return source, destination
 
 
 def _named(layout: Layout, module: str, *, prefix: str) -> Layout:
-    """The layout under the module's name, unless it was given one."""
+    """Return the layout under the module's name, unless it has its own."""
     if not isinstance(layout, Layout):
-        raise LayoutError(f"Module {module!r}: a {type(layout).__name__} is no Layout.")
+        raise LayoutError(f"Module {module!r}: expected a Layout, got {layout!r}.")
     if layout.name != _UNNAMED:
         return layout
     return Layout.from_dict({**layout.to_dict(), "name": prefix + module})

@@ -10,7 +10,7 @@ and those along tp and pp together
 
     0 1 8 9           bases 0   steps (1, 2), (8, 2)
 
-Ranks that are no product have several bases: 0 1 4 5 7 8 is (0, 4, 7) with steps (1, 2).
+Ranks that are not a product have several bases: 0 1 4 5 7 8 is (0, 4, 7) with steps (1, 2).
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ class RankRanges(msgspec.Struct, frozen=True, array_like=True):
     """Ranks in ascending order; equal ranks give equal ranges."""
 
     bases: tuple[int, ...]
-    """Where each block of ranks begins, ascending."""
+    """First rank of each block, ascending."""
     steps: tuple[tuple[int, int], ...]
     """Stride and count of each level of a block, from the innermost; counts are above 1."""
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> RankRanges:
-        """The ranges of ascending ranks.
+        """Return the ranges of ascending ranks.
 
         Cost: O(number of ranks) vector work.
         """
         heads = np.array(list(ranks), dtype=np.int64)
         steps = []
+        # Each round folds the innermost level: runs of equal length and stride become their heads.
         while len(heads) > 1:
             gaps = np.diff(heads)
             other = np.flatnonzero(gaps != gaps[0])
@@ -52,7 +53,7 @@ class RankRanges(msgspec.Struct, frozen=True, array_like=True):
         return cls(bases=tuple(heads.tolist()), steps=tuple(steps))
 
     def __contains__(self, rank: int) -> bool:
-        """Whether it is one of the ranks. Cost: O(levels), and a bisection of the bases."""
+        """Return True if `rank` is among these. Cost: O(levels), and a bisection of the bases."""
         number = bisect_right(self.bases, rank) - 1
         if number < 0:
             return False
@@ -63,14 +64,14 @@ class RankRanges(msgspec.Struct, frozen=True, array_like=True):
         return left == 0
 
     def __iter__(self) -> Iterator[int]:
-        """The ranks."""
+        """Iterate over the ranks."""
         ranks = np.array(self.bases, dtype=np.int64)
         for stride, count in reversed(self.steps):
             ranks = (ranks[:, None] + np.arange(count) * stride).reshape(-1)
         return iter(ranks.tolist())
 
     def __len__(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         number = len(self.bases)
         for _, count in self.steps:
             number *= count

@@ -293,9 +293,9 @@ def _mistakes(context: RankContext) -> None:
         other = "language" if context.rank < 2 else "vision"
         with pytest.raises(GroupError, match=f"does not have module '{other}'"):
             module_parts(groups, {**mine, other: {}})
-        with pytest.raises(LayoutError, match="no module 'audio'"):
+        with pytest.raises(LayoutError, match="Unknown module 'audio'"):
             module_parts(groups, {**mine, "audio": {}})
-        with pytest.raises(LayoutError, match="no module 'audio'"):
+        with pytest.raises(LayoutError, match="Unknown module 'audio'"):
             module_parts(groups, mine, without=["audio"])
         with pytest.raises(ConfigError, match="would be lost"):
             module_parts(groups, dict(list(mine.items())[1:]))

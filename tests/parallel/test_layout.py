@@ -240,7 +240,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ep": 2, "dp": 2, "order": "tp-dp-pp"}, "lacks 'ep', but ep = 2"),
     ({"dp": 3, "replicas": 2}, r"dp_cp has 3 ranks, .* replicas = 2 .*remainder 1"),
     ({"dp": 4, "ep": 4, "replicas": 2}, "expt_dp has 1 ranks"),
-    ({"name": ""}, "needs a name"),
+    ({"name": ""}, "must be a non-empty string"),
 ]
 
 
@@ -273,7 +273,7 @@ def test_layout_of_a_world_derives_dp() -> None:
     assert Layout.of_world(24, tp=2, pp=3, dp=4) == Layout(tp=2, pp=3, dp=4)
     with pytest.raises(LayoutError, match=r"24 ranks cannot be divided by .* 5 .* \(remainder 4\)"):
         Layout.of_world(24, tp=5)
-    with pytest.raises(LayoutError, match=r"times dp = 3 makes 18 ranks, but there are 24"):
+    with pytest.raises(LayoutError, match=r"times dp = 3 makes 18 ranks, but world_size is 24"):
         Layout.of_world(24, tp=2, pp=3, dp=3)
 
 

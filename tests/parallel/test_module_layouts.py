@@ -23,15 +23,18 @@ EDGE = [("vision", "language")]
 BOTH = {"vision": VISION, "language": LANGUAGE}
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no modules": (lambda: ModuleLayouts({}), r"no modules: give at least one layout"),
-    "name with a dot": (lambda: ModuleLayouts({"a.b": VISION}), r"'a\.b' is not letters"),
+    "no modules": (lambda: ModuleLayouts({}), r"No modules were given: pass at least one layout"),
+    "name with a dot": (
+        lambda: ModuleLayouts({"a.b": VISION}),
+        r"must be a Python identifier, got 'a\.b'",
+    ),
     "name with a space": (
         lambda: ModuleLayouts({"a b": VISION}),
-        r"beginning of its keys .* 'a b'",
+        r"starts its keys .* 'a b'",
     ),
-    "empty name": (lambda: ModuleLayouts({"": VISION}), r"'' is not letters"),
-    "number as name": (lambda: ModuleLayouts({3: VISION}), r"3 is not letters"),  # type: ignore[dict-item]
-    "no layout": (lambda: ModuleLayouts({"vision": 2}), r"'vision': a int is no Layout"),  # type: ignore[dict-item]
+    "empty name": (lambda: ModuleLayouts({"": VISION}), r"must be a Python identifier, got ''"),
+    "number as name": (lambda: ModuleLayouts({3: VISION}), r"must be a Python identifier, got 3"),  # type: ignore[dict-item]
+    "no layout": (lambda: ModuleLayouts({"vision": 2}), r"'vision': expected a Layout, got 2"),  # type: ignore[dict-item]
     "overlapping spans": (
         lambda: ModuleLayouts({"vision": Layout(dp=3), "language": Layout(tp=3, ranks=(2, 3, 4))}),
         r"'vision' on ranks 0-2 and 'language' on ranks 2-4 share ranks 2, but not all",
@@ -58,11 +61,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "equal names of layouts": (
         lambda: ModuleLayouts({"a": Layout(name="x"), "b": Layout(ranks=(1,), name="x")}),
-        r"Modules 'a' and 'b' have layouts of one name, 'x'",
+        r"The layouts of modules 'a' and 'b' have the same name, 'x'",
     ),
     "the name of another module": (
         lambda: ModuleLayouts({"a": Layout(), "b": Layout(ranks=(1,), name="a")}),
-        r"Modules 'a' and 'b' have layouts of one name, 'a'",
+        r"The layouts of modules 'a' and 'b' have the same name, 'a'",
     ),
     "the name of all": (
         lambda: ModuleLayouts({"modules": Layout()}),
@@ -70,12 +73,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown source": (
         lambda: ModuleLayouts(BOTH, edges=[("audio", "language")]),
-        r"Edge audio -> language: there is no module 'audio'; there are 'vision' on ranks 0, 1, "
+        r"Edge audio -> language: unknown module 'audio'; the modules are 'vision' on ranks 0, 1, "
         r"'language' on ranks 2, 3",
     ),
     "unknown destination": (
         lambda: ModuleLayouts(BOTH, edges=[("vision", "text")]),
-        r"Edge vision -> text: there is no module 'text'; there are 'vision' on ranks 0, 1",
+        r"Edge vision -> text: unknown module 'text'; the modules are 'vision' on ranks 0, 1",
     ),
     "widths that do not divide": (
         lambda: ModuleLayouts(
@@ -86,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "edge twice": (
         lambda: ModuleLayouts(BOTH, edges=EDGE * 2),
-        r"Edge vision -> language is there twice",
+        r"Edge vision -> language is given twice",
     ),
     "edge to itself": (
         lambda: ModuleLayouts(BOTH, edges=[("vision", "vision")]),
@@ -109,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "looked up": (
         lambda: ModuleLayouts(BOTH)["audio"],
-        r"no module 'audio' in 'modules'; there are 'vision' on ranks 0, 1",
+        r"Unknown module 'audio' of 'modules'; the modules are 'vision' on ranks 0, 1",
     ),
     "other fields": (
         lambda: ModuleLayouts.from_dict({"layouts": []}),

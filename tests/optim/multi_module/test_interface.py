@@ -87,7 +87,7 @@ def refused(context: RankContext) -> list[str]:
         wrong(
             3, {own: ReducedOptimizer(plain, groups.union)}, "module 'language': its optimizer is "
         )
-        wrong(-1, good, "There is no module 'ear'", loss_module="ear")
+        wrong(-1, good, "Unknown module 'ear'", loss_module="ear")
         optimizer = MultiModuleOptimizer(groups, good)
         other = next(name for name in SPECS if name != own)
         with pytest.raises(GroupError, match=f"does not have module '{other}'"):
