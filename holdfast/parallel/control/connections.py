@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 _TOKEN_NBYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
-"""First on a connection: the receiver's token, and the sender's index."""
+"""The first bytes on a connection: the receiver's token, and the sender's index."""
 _BACKLOG = 4096
+"""Connections that wait to be accepted: all ranks may connect before this one makes a call."""
 
 
 class LateError(Exception):
-    """A transfer was not complete at its deadline."""
+    """A transfer is not complete at its deadline."""
 
 
 class Connections:
@@ -50,14 +51,18 @@ class Connections:
     def __init__(self, *, index: int, store: Store) -> None:
         self._index = index
         self._store = store
+        # Only ranks that read the store know it: a scan of ports cannot pass for a rank, nor a rank
+        # of another run whose peer had this port.
         self._token = secrets.token_bytes(_TOKEN_NBYTES)
         family, host = own_address(store)
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        # `_accept` takes every connection that waits, and must not wait for the next.
         self._listener.setblocking(False)
         self._unnamed: dict[socket.socket, bytearray] = {}
-        """Accepted, but they have not sent their whole hello."""
+        """Accepted connections, with the part of their hello that has arrived."""
         self._from: dict[int, IncomingStream] = {}
         self._to: dict[int, OutgoingStream] = {}
+        # Last: a rank that finds the address can connect.
         port = self._listener.getsockname()[1]
         store.set(f"address/{index}", f"{self._token.hex()} {port} {host}")
 
@@ -73,7 +78,7 @@ class Connections:
         """Connect to ranks that this one will send to.
 
         Raises:
-            OSError: One is not there (any more), or cannot be reached.
+            OSError: One has left, or cannot be reached.
             LateError: The deadline passed.
             RuntimeError: The store is gone.
         """
@@ -89,8 +94,8 @@ class Connections:
     ) -> None:
         """Send and receive each (index, bytes), all in flight at once.
 
-        Messages of one sender arrive in the order in which they were sent; they may still be on
-        their way when it returns. A connection that an error leaves midway carries nothing any
+        Messages of one sender arrive in the order in which they were sent. They may still be on
+        their way when this returns. A connection that an error leaves midway carries nothing any
         more; `close` lets the others know before their deadlines.
 
         Raises:
@@ -102,21 +107,23 @@ class Connections:
         streams: list[Stream] = []
         for index, messages in sending.items():
             streams.append(self._to[index])
-            self._to[index].begin(messages)
+            self._to[index].start(messages)
         for index, messages in receiving.items():
             streams.append(self._from.setdefault(index, IncomingStream()))
-            self._from[index].begin(messages)
+            self._from[index].start(messages)
+        # All streams at once, in both directions: two ranks that both sent first would wait for
+        # each other once their sockets are full.
         while streams := [stream for stream in streams if not stream.advance()]:
             self._wait(streams, deadline)
 
     def _wait(self, streams: Sequence[Stream], deadline: float) -> None:
-        """Sleep until a stream of a transfer can continue, and accept."""
-        poll = select.poll()  # needs no descriptor, where epoll would take one for each call
+        """Sleep until a stream of a transfer can continue, and accept connections."""
+        poll = select.poll()  # epoll would take a descriptor for each call
         for stream in streams:
             if stream.connection is not None:
                 poll.register(stream.connection, stream.events)
             else:
-                # Which of those who connect it will be shows only in the hello.
+                # Only the hello will tell which of those who connect it is.
                 for each in (self._listener, *self._unnamed):
                     poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
@@ -126,7 +133,7 @@ class Connections:
         self._accept()
 
     def _accept(self) -> None:
-        """Take the connections that are there, and read who they are from."""
+        """Accept the connections that wait, and read which ranks they are from."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 accepted, _ = self._listener.accept()
@@ -134,7 +141,7 @@ class Connections:
                 self._unnamed[accepted] = bytearray()
         for each, hello in list(self._unnamed.items()):
             try:
-                # Not a byte more: what follows the hello is the first message.
+                # Not a byte more: the first message follows the hello, and its stream reads it.
                 data = each.recv(_HELLO.size - len(hello))
             except BlockingIOError:
                 continue
@@ -146,7 +153,7 @@ class Connections:
             del self._unnamed[each]
             token, index = _HELLO.unpack(hello) if data else (b"", 0)
             if not secrets.compare_digest(token, self._token):
-                each.close()  # a stranger: a scan of ports, or a rank of another run
+                each.close()  # a stranger, see `_token`
                 continue
             stream = self._from.setdefault(index, IncomingStream())
             if stream.connection is None:
@@ -155,9 +162,9 @@ class Connections:
                 each.close()
 
     def _connect(self, index: int, deadline: float) -> OutgoingStream:
-        """A connection to a rank, which left its address before this one could use `control`."""
+        """Connect to a rank; all ranks left their addresses before they met to use `control`."""
         token, port, host = self._store.get(f"address/{index}").decode().split()
-        left = max(deadline - time.monotonic(), 0.001)
+        left = max(deadline - time.monotonic(), 0.001)  # 0 would mean a non-blocking socket
         try:
             made = socket.create_connection((host, int(port)), timeout=left)
         except TimeoutError:
@@ -172,7 +179,7 @@ class Connections:
 
 
 def _by_index(messages: Iterable[tuple[int, memoryview]]) -> Mapping[int, Sequence[memoryview]]:
-    """The messages of each index, in order."""
+    """Return the messages of each index, in order."""
     of_index: dict[int, list[memoryview]] = {}
     for index, data in messages:
         of_index.setdefault(index, []).append(data)

@@ -1,9 +1,9 @@
 """Agreement between the ranks of a layout: small messages, every one with a deadline.
 
-All traffic is on connections that nothing else uses. Each call opens with one collective
-over fixed-size frames, which carry the caller's phase and, if it is short, its payload. So ranks
-that are out of sync all learn where each of them is, and agreement over small payloads costs
-exactly one collective.
+All traffic is on connections that nothing else uses. Each call opens with one collective over
+frames of one size, which carry the caller's phase and its payload, if that is short. So ranks that
+are out of sync all learn where each of them is, and agreement over small payloads costs exactly one
+collective.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ INLINE_NBYTES = 512
 """Payloads up to this size travel in the frame itself."""
 FRAME_NBYTES = 128 + INLINE_NBYTES
 _PHASE_NBYTES = 64
-"""Bytes of a phase that are shown; the digest distinguishes longer ones."""
+"""Bytes of a phase that a message shows; a digest distinguishes longer phases."""
 _LENGTH_NBYTES = 2
 FAILED = "failed"
-"""In place of any operation on a rank that cannot go on; its payload is a `FailureNotice`."""
+"""The operation of a rank that cannot continue; its payload is a `FailureNotice`."""
 _WINDOW = 16
-"""Messages in flight at the coordinator, which bounds its extra memory."""
+"""Messages in flight at the coordinator, to bound its extra memory."""
 
 
 class FailureNotice(msgspec.Struct, frozen=True, array_like=True):
@@ -39,13 +39,13 @@ class FailureNotice(msgspec.Struct, frozen=True, array_like=True):
 
     error: ErrorRecord
     is_shared: bool
-    """Whether the error is one that all ranks have raised already."""
+    """True if all ranks have raised this error already."""
     depth: int
-    """How many guards of the rank the error has left open."""
+    """Number of the rank's guards that are still open around the error."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where a rank is (sequence number, operation, phase), and its payload if that is short."""
+    """The place of a rank (sequence number, operation, phase), and its payload if that is short."""
 
     sequence: int
     operation: str
@@ -54,13 +54,13 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     length: int
     inline: bytes
     misuse: str
-    """What is wrong with the rank's arguments; it travels in place of the payload."""
+    """A mistake in the rank's arguments, sent instead of the payload; empty if there is none."""
 
     @classmethod
     def make(
         cls, sequence: int, operation: str, phase: str, payload: bytes, misuse: str | None
     ) -> Frame:
-        """The frame of a call; `misuse` fails the call on all ranks."""
+        """Return the frame of a call; `misuse` fails the call on all ranks."""
         is_inline = len(payload) <= INLINE_NBYTES and not misuse
         return cls(
             sequence=sequence,
@@ -73,23 +73,23 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         )
 
     def encode(self) -> bytes:
-        """`FRAME_NBYTES` bytes."""
+        """Return `FRAME_NBYTES` bytes."""
         data = msgspec.msgpack.encode(self)
         return (len(data).to_bytes(_LENGTH_NBYTES, "little") + data).ljust(FRAME_NBYTES, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Frame:
-        """Inverse of `encode`."""
+        """Return the frame that `encode` was called on."""
         stop = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
         return msgspec.msgpack.decode(data[_LENGTH_NBYTES:stop], type=cls)
 
     @property
     def call(self) -> tuple[int, str, bytes]:
-        """What has to be equal on all ranks."""
+        """The parts that must be equal on all ranks."""
         return self.sequence, self.operation, self.phase_digest
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the place for messages."""
         return f"phase {self.phase!r} ({self.operation}, collective {self.sequence})"
 
 
@@ -98,17 +98,17 @@ class GuardScope:
     """One run of a guard; scopes nest like the guards do."""
 
     guard: object | None = None
-    """The guard itself, by which one that is run within itself is recognised."""
+    """The guard itself, to recognise one that is run within itself."""
     outer: GuardScope | None = None
-    """The scope that this one runs in."""
+    """The scope around this one."""
     depth: int = 1
-    """How many scopes there are, this one included."""
+    """Number of nested scopes, this one included."""
     answers: dict[str, list[bytes]] = field(default_factory=dict)
-    """What `Control.agree` has returned in it, by phase."""
+    """Payloads that `Control.agree` has returned in it, by phase."""
     has_failed_on_all: bool = False
-    """Whether it has failed on every rank. No rank waits for another then, so no more calls."""
+    """True once it has failed on every rank: no rank waits for another, so calls are refused."""
     failure: BaseException | None = None
-    """What it has failed with."""
+    """The error that it has failed with."""
 
     def refuse_calls_after_failure(self) -> None:
         """Raise the failure again, if there is one on all ranks."""
@@ -116,7 +116,7 @@ class GuardScope:
             raise self.failure
 
     def remember(self, error: BaseException) -> None:
-        """Keep what a call in this scope, or in one around it, has failed with on all ranks."""
+        """Keep the error that a call in this scope, or in one around it, raised on all ranks."""
         scope: GuardScope | None = self
         while scope is not None and scope.has_failed_on_all:
             scope.failure = scope.failure or error
@@ -138,16 +138,16 @@ class Control:
 
     Args:
         transport: connects exactly `ranks`, in that order; None for one rank.
-        ranks: global ranks; the first one is the coordinator.
+        ranks: global ranks; the first is the coordinator.
         rank: this process's global rank.
-        timeout_s: about how long every method takes at most.
+        timeout_s: the longest time that a method takes, about.
         name: the layout's name, for messages.
 
     Raises:
-        GroupError: By every method, on all ranks alike: the ranks are in different phases or
-            operations. The message names each one's.
-        DeadlineError: By every method, on all ranks alike: a rank does not arrive, or its
-            connection breaks. The message names it, and where it was last seen. Later calls raise.
+        GroupError: By every method, on all ranks: the ranks are in different phases or operations.
+            The message names each rank's.
+        DeadlineError: By every method, on all ranks: a rank does not arrive, or its connection
+            breaks. The message names it and where it was last seen. Later calls raise.
     """
 
     def __init__(
@@ -173,6 +173,7 @@ class Control:
         self._transport = transport
         self._sequence = 0
         self._is_midway = False
+        """True while other ranks may wait for bytes of this one, see `_calling`."""
         self.scope: GuardScope | None = None
         """The innermost guarded operation in progress, kept by `Guard`."""
         self.shared_error: BaseException | None = None
@@ -180,22 +181,22 @@ class Control:
 
     @classmethod
     def single(cls, *, rank: int = 0, name: str = "model") -> Control:
-        """The control of one process, which agrees with itself."""
+        """Return the control of one process, which agrees with itself."""
         return cls(None, ranks=(rank,), rank=rank, timeout_s=60.0, name=name)
 
     @property
     def is_broken(self) -> bool:
-        """Whether the communicator failed earlier, so that nothing can be sent any more."""
+        """True if the communicator failed earlier, so that nothing can be sent any more."""
         return self._transport is not None and self._transport.is_broken
 
     @property
     def num_collectives(self) -> int:
-        """Collectives and single messages that this rank has taken part in."""
+        """Number of collectives and single messages that this rank has taken part in."""
         return 0 if self._transport is None else self._transport.num_collectives
 
     @property
     def nbytes_sent(self) -> int:
-        """Bytes that this rank has contributed to them."""
+        """Number of bytes that this rank has contributed to them."""
         return 0 if self._transport is None else self._transport.nbytes_sent
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class Control:
             self._transport.close()
 
     def all_gather(self, payload: bytes, *, phase: str) -> list[bytes]:
-        """Every rank's payload, in the layout's order of ranks.
+        """Return every rank's payload, in the layout's order of ranks.
 
         Cost: one collective; if a payload is longer than `INLINE_NBYTES`, a second one in which
         all are padded to the longest.
@@ -213,7 +214,7 @@ class Control:
             return self._all_gather("all_gather", payload, phase)
 
     def gather(self, payload: bytes, *, phase: str) -> list[bytes] | None:
-        """Every rank's payload at the coordinator, in the layout's order of ranks; None elsewhere.
+        """Return every rank's payload at the coordinator, in the layout's order; None elsewhere.
 
         Cost: one collective, and a message for each payload longer than `INLINE_NBYTES`.
         """
@@ -234,22 +235,26 @@ class Control:
             return payloads
 
     def scatter(self, payloads: Sequence[bytes] | None, *, phase: str) -> bytes:
-        """The coordinator's `payloads[index]` at each rank; the others pass None.
+        """Return the coordinator's `payloads[index]` at each rank; the others pass None.
 
         Cost: one collective, and two messages of the exact size to each other rank.
         """
         misuse = None
         if not self.is_coordinator:
-            misuse = None if payloads is None else "scatter takes payloads at the coordinator only"
+            misuse = (
+                None
+                if payloads is None
+                else "scatter takes payloads at the coordinator alone: pass None here"
+            )
         elif payloads is None or len(payloads) != self.size:
-            count = "none" if payloads is None else str(len(payloads))
+            count = "None" if payloads is None else str(len(payloads))
             misuse = f"scatter needs {self.size} payloads at the coordinator, got {count}"
         with self._calling(phase):
             self._open("scatter", phase, b"", misuse=misuse)
             transport = self._transport
             if payloads is None:
                 if transport is None:
-                    raise GroupError(f"Phase {phase!r}: no rank to scatter from.")
+                    raise GroupError(f"Phase {phase!r}: a rank alone cannot receive a scatter.")
                 (length,) = transport.receive([(0, 8)])
                 return transport.receive([(0, int.from_bytes(length, "little"))])[0]
             for start in range(1, self.size, _WINDOW):
@@ -260,7 +265,7 @@ class Control:
             return payloads[0]
 
     def broadcast(self, payload: bytes | None, *, phase: str) -> bytes:
-        """The coordinator's payload at every rank; the others pass None.
+        """Return the coordinator's payload at every rank; the others pass None.
 
         Cost: one collective; a second one if the payload is longer than `INLINE_NBYTES`.
         """
@@ -276,7 +281,7 @@ class Control:
     def gather_and_broadcast(
         self, payload: bytes, data: bytes | None, *, phase: str
     ) -> tuple[list[bytes], bytes]:
-        """Every rank's short payload, and the coordinator's data if any; the others pass None.
+        """Return every rank's short payload, and the coordinator's data; the others pass None.
 
         Cost: one collective if the payloads are shorter than `INLINE_NBYTES` by 8, and a broadcast.
         """
@@ -291,18 +296,18 @@ class Control:
     def agree(
         self, error: BaseException | None, *, phase: str, payload: bytes = b""
     ) -> list[bytes]:
-        """Every rank's payload if no rank has an `error`; otherwise all ranks raise.
+        """Return every rank's payload if no rank has an `error`; otherwise all ranks raise.
 
         Args:
-            error: why this rank cannot go on; None if it can.
-            phase: where this rank is, for messages; equal on all ranks.
+            error: why this rank cannot continue; None if it can.
+            phase: the place in the program, for messages; equal on all ranks.
             payload: at most some MiB.
 
         Raises:
             HoldfastError: Some rank has an error. Its class is that of the first failing rank
-                (HoldfastError for an error from outside the hierarchy), its text lists every
-                failing rank and its message, its ``__cause__`` is this rank's own error. A single
-                process raises its own HoldfastError unchanged.
+                (HoldfastError for an error from outside the hierarchy). Its text lists every
+                failing rank with its message, and its ``__cause__`` is this rank's own error. A
+                single process raises its own HoldfastError unchanged.
 
         Cost: as `all_gather`; one collective if no payload is longer than `INLINE_NBYTES`.
         """
@@ -318,8 +323,8 @@ class Control:
         """Join whatever call the other ranks make next, and raise on all of them as `agree` does.
 
         Args:
-            error: why this rank cannot go on.
-            phase: where this rank is; the text names the place where the others waited, if any did.
+            error: why this rank cannot continue.
+            phase: the place in the program. If other ranks waited, the text names their place.
 
         Cost: one collective; a second one for long messages.
         """
@@ -358,9 +363,9 @@ class Control:
 
         Args:
             outgoing: (position in the layout, bytes), in an order and sizes that both sides know.
-            incoming: likewise, memory to fill.
-            phase: where this rank is, for messages.
-            error: why this rank cannot go on; None if it can.
+            incoming: (position in the layout, memory to fill), likewise.
+            phase: the place in the program, for messages.
+            error: why this rank cannot continue; None if it can.
 
         Cost: one collective, and one message of the exact size for each entry; no copies.
         """
@@ -370,8 +375,9 @@ class Control:
             self._open("agree", phase, b"")
             if self._transport is None:
                 if outgoing or incoming:
-                    raise GroupError(f"Phase {phase!r}: one rank has no other to exchange with.")
+                    raise GroupError(f"Phase {phase!r}: a rank alone cannot exchange with others.")
                 return
+            # The frames may have used up the deadline, while one rank came late.
             self._transport.extend(self.timeout_s)
             self._transport.exchange(outgoing, incoming)
 
@@ -381,7 +387,7 @@ class Control:
             self._open("barrier", phase, b"")
 
     def _all_gather(self, operation: str, payload: bytes, phase: str) -> list[bytes]:
-        """Every rank's payload, under the name of the operation that needs them."""
+        """Return every rank's payload, under the name of the operation that needs them."""
         frames = self._open(operation, phase, payload)
         if self._transport is None:
             return [payload]
@@ -393,10 +399,10 @@ class Control:
 
     @contextmanager
     def _calling(self, phase: str) -> Iterator[None]:
-        """One call. A rank that leaves it midway, whatever the reason, breaks the communicator.
+        """Run one call; a rank that leaves it midway, for whatever reason, breaks the communicator.
 
-        The others would wait for bytes that do not come. Before this rank's frame is out, or once
-        all ranks have raised, no rank waits.
+        The others would wait for bytes that do not come. No rank waits before this rank's frame is
+        out, nor once all ranks have raised: then the communicator stays usable.
         """
         self._is_midway = False
         if self.scope is not None:
@@ -423,17 +429,19 @@ class Control:
         misuse: str | None = None,
         error: BaseException | None = None,
     ) -> list[Frame]:
-        """Exchange frames, and check that all ranks make the same call with right arguments."""
+        """Exchange frames; check that all ranks make the same call, with correct arguments."""
         own = Frame.make(self._sequence + 1, operation, phase, payload, misuse)
         if self._transport is None:
             frames = [own]
             self._sequence += 1
         else:
             data = own.encode()
-            self._transport.begin(own.sequence, phase, self.timeout_s)
+            self._transport.start(own.sequence, phase, self.timeout_s)
+            # Before a byte is sent: an interrupt from here on breaks the communicator.
             self._is_midway = True
             self._sequence += 1
             frames = [Frame.decode(row) for row in self._transport.all_gather(data, FRAME_NBYTES)]
+        # Failures first: a failed rank is out of sync by design, as its frame stands for any call.
         if any(frame.operation == FAILED for frame in frames):
             self._raise_failures(frames, payload, error)
         try:
@@ -451,7 +459,7 @@ class Control:
     def _raise_failures(
         self, frames: Sequence[Frame], payload: bytes, error: BaseException | None
     ) -> NoReturn:
-        """Some frames are `FAILED`: receive all failure notices in full, and raise them."""
+        """Receive the failure notices of all `FAILED` frames in full, and raise them."""
         failed = [index for index, frame in enumerate(frames) if frame.operation == FAILED]
         payloads = [frame.inline for frame in frames]
         longest = max(frames[index].length for index in failed)
@@ -460,9 +468,10 @@ class Control:
             payloads = [row[: frame.length] for row, frame in zip(rows, frames, strict=True)]
         decode = msgspec.msgpack.Decoder(FailureNotice).decode
         notices = {self.ranks[index]: decode(payloads[index]) for index in failed}
-        # The rank that has left most guards ends what the others do under theirs, too.
+        # The rank whose error has left most guards ends, on the others, the same guards.
         self._mark_failed_on_all(min(notice.depth for notice in notices.values()))
         new = {rank: notice.error for rank, notice in notices.items() if not notice.is_shared}
+        # All ranks pass on an error that all of them know: an outer guard leaves it as it is.
         if error is not None and not new and len(failed) == self.size:
             raise error
         waiting = [frame.phase for frame in frames if frame.operation != FAILED]
@@ -473,13 +482,13 @@ class Control:
         ) from error
 
     def _mark_failed_on_all(self, depth: int) -> None:
-        """Every rank raises now and none waits for another: guards from `depth` inwards end."""
+        """Note that every rank raises now and none waits: guards from `depth` inwards end."""
         self._is_midway = False
         if self.scope is not None:
             self.scope.fail_on_all(depth)
 
     def _check_in_sync(self, frames: Sequence[Frame]) -> None:
-        """GroupError with the place of each rank unless all make the same call."""
+        """Raise GroupError with the place of each rank unless all make the same call."""
         indices_by_call: dict[tuple[int, str, bytes], list[int]] = {}
         for index, frame in enumerate(frames):
             indices_by_call.setdefault(frame.call, []).append(index)
@@ -492,10 +501,10 @@ class Control:
             lines.append(f"rank{plural} {shorten_ranks(ranks)} in {frames[indices[0]]}")
         raise GroupError(
             f"The ranks of layout {self.name!r} are out of sync: {'; '.join(lines)}. Every "
-            "rank has to make the same calls in the same order."
+            "rank must make the same calls in the same order."
         )
 
 
 def _shorten(text: str, nbytes: int) -> str:
-    """At most the first `nbytes` bytes, cut between characters."""
+    """Return at most the first `nbytes` bytes, cut between characters."""
     return text.encode()[:nbytes].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""One guard around an operation of all ranks: what goes wrong on one is raised on every one."""
+"""A guard around an operation of all ranks: an error on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _MAX_RUNS = 8
-"""How often an operation is run at most, where it is retried."""
+"""The most runs of an operation that is retried."""
 
 
 class Guard(Generic[T]):
     """An operation that several ranks do together, such as a save or a load.
 
     The body makes the operation's calls of `Control`; between them it may do anything. Whatever it
-    raises on one rank, MemoryError and KeyboardInterrupt included, takes the place of that rank's
-    next call: the others meet it in theirs, wherever that is, and all ranks raise one error that
-    names the failing ranks, with their messages. All are in sync then, and may go on.
+    raises on one rank, MemoryError and KeyboardInterrupt included, replaces that rank's next call.
+    The others receive it in their next call, wherever that is, and all ranks raise one error that
+    names the failing ranks, with their messages. Then all are in sync, and may continue.
 
-    The operation ends with a call of all ranks, so that an error after its last own one is met,
-    too.
+    The operation ends with a call of all ranks, so that an error after the body's last call reaches
+    the others, too.
 
     Args:
-        control: the ranks, and where their calls are made.
+        control: makes the calls of these ranks.
         operation: its name, for messages and phases.
-        is_complete: for an operation that does without the call at its end: tells, from what
-            `agree` returned by phase, whether this rank has made all its calls.
-        rescue: takes what is raised after that. It must let the other ranks know in another way,
-            and returns for the operation.
+        is_complete: for an operation without the call at its end: returns, from what `agree`
+            returned by phase, True if this rank has made all its calls.
+        rescue: takes an error that is raised after that. It must tell the other ranks in another
+            way; its result is the operation's.
         undo: called when the operation has failed on all ranks, before the error is raised here.
-        retry_if: called on all ranks when a run has failed on all of them, with the error: whether
-            to run the body again. It may make calls of its own, and must answer alike on all
+        retry_if: called on all ranks with the error when a run has failed on all of them: returns
+            True to run the body again. It may make calls itself, and must return the same on all
             ranks. Not together with `is_complete`.
     """
 
@@ -53,7 +53,7 @@ class Guard(Generic[T]):
         self._control = control
         self._operation = operation
         self._end = f"{operation}: end"
-        # each run of a retried operation has an end of its own
+        # Each run of a retried operation has its own end.
         self._has_end = is_complete is None and retry_if is None
         self._is_complete = is_complete if is_complete is not None else self._has_ended
         self._rescue = rescue
@@ -61,27 +61,27 @@ class Guard(Generic[T]):
         self._retry_if = retry_if
         self._attempt: Guard[T] | None = None
         self.num_done = 0
-        """Runs that ended well here."""
+        """Number of runs that succeeded here."""
         self.num_failed = 0
-        """Runs that raised here."""
+        """Number of runs that raised here."""
         self._made_all_calls = False
         self._scope = GuardScope()
 
     @property
     def answers(self) -> Mapping[str, list[bytes]]:
-        """What `Control.agree` returned in the last run, by phase."""
+        """Payloads that `Control.agree` returned in the last run, by phase."""
         return self._scope.answers
 
     def run(self, body: Callable[[], T]) -> T:
-        """The body's result, if no rank failed; else all ranks raise as `Control.agree` does.
+        """Return the body's result if no rank failed; else all ranks raise as `Control.agree` does.
 
         A rank that was interrupted (KeyboardInterrupt, SystemExit) raises that, the others an error
-        that names it. Guards may be nested, and one may be run several times, though not within
-        itself (ConfigError). An error that left an inner guard on all ranks passes the outer one
+        that names it. Guards may be nested, and one may be run several times, but not within itself
+        (ConfigError). An error that left an inner guard on all ranks passes the outer one
         unchanged.
 
-        A function and not a context manager: between the body of a `with` and its exit is a place
-        where an interrupt would reach no guard.
+        This is a function and not a context manager, because an interrupt between the body of a
+        `with` and its exit would escape the guard.
 
         Cost: without `is_complete`, one collective. With `retry_if`, one more for each failed run.
         """
@@ -101,12 +101,13 @@ class Guard(Generic[T]):
             self.num_done += 1
             return result
         except BaseException as error:
+            # The error may have come after this rank's last call: then no other rank waits for it.
             if not (self._made_all_calls or scope.has_failed_on_all or control.is_broken):
                 self._made_all_calls = self._is_complete(scope.answers)
             if self._made_all_calls and self._rescue is not None:
                 return self._rescue(error)
             self.num_failed += 1
-            if self._made_all_calls:
+            if self._made_all_calls:  # the others have succeeded: the error is this rank's alone
                 raise
             self._fail(error)
             raise
@@ -115,9 +116,9 @@ class Guard(Generic[T]):
             scope.outer = scope.failure = None  # their tracebacks would keep tensors alive
 
     def _retried(self, body: Callable[[], T], retry_if: Callable[[BaseException], bool]) -> T:
-        """The body under a guard of its own, until it succeeds or is not to be run again.
+        """Run the body, each time under its own guard, until it succeeds or `retry_if` says no.
 
-        `retry_if` is called under this guard: a rank that is interrupted before it calls ends the
+        `retry_if` is called under this guard: a rank that is interrupted before its calls ends the
         operation for the others, too.
         """
         for _ in range(_MAX_RUNS - 1):
@@ -131,17 +132,17 @@ class Guard(Generic[T]):
         return attempt.run(body)
 
     def _refuse_within(self, outer: GuardScope | None) -> None:
-        """ConfigError if this guard is open already: the operation is called from within itself."""
+        """Raise ConfigError if this guard is open: the operation is called from within itself."""
         while outer is not None:
             if outer.guard is self:
                 raise ConfigError(
                     f"{self._operation} is called from within itself, by code that it runs "
-                    f"(state_dict, load_state_dict, a codec, merge); call it before or after"
+                    f"(state_dict, load_state_dict, a codec, merge). Call it before or after."
                 )
             outer = outer.outer
 
     def _fail(self, error: BaseException) -> None:
-        """Raise what all ranks raise; return where this rank is to raise its own error."""
+        """Raise what all ranks raise; return if this rank must raise its own error."""
         control = self._control
         shared = error
         if not (self._scope.has_failed_on_all or control.is_broken):
@@ -152,15 +153,18 @@ class Guard(Generic[T]):
             except HoldfastError as raised:
                 shared = raised
         elif not isinstance(error, HoldfastError):
+            # The others have raised already, or cannot be reached: nothing is sent, but the error
+            # is still one of the hierarchy.
             shared = HoldfastError(f"{self._operation}: {type(error).__name__}: {error}")
         control.shared_error = shared
         if self._undo is not None:
             self._undo()
+        # An interrupt stays what it is: the caller must see KeyboardInterrupt or SystemExit.
         if shared is not error and isinstance(error, Exception):
             raise shared from error
 
     def _has_ended(self, answers: Mapping[str, list[bytes]]) -> bool:
-        """Whether this rank has made the call at the end of the operation, or of its last run."""
+        """Return True if this rank has made the last call of the operation, or of its last run."""
         if self._retry_if is not None:
             return self._attempt is not None and self._attempt._made_all_calls
         return self._end in answers

@@ -1,4 +1,4 @@
-"""Bytes between the ranks of a layout, with deadlines that name those which did not arrive."""
+"""Bytes between the ranks of a layout, with deadlines that name the ranks that did not arrive."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _PROGRESS_WAIT_S = 2.0
-"""How long to wait for the others' progress entries before a rank is called missing or silent."""
+"""Time for the others to post their progress before a rank is called missing or silent."""
 
 _decode_report = msgspec.json.Decoder(tuple[dict[int, str], list[int]]).decode
 
 
 class Transport:
-    """Moves exact bytes between group indices for `Control`; no protocol of its own.
+    """Moves exact bytes between group indices for `Control`, with a deadline for each call.
 
-    Before a collective each rank writes a progress entry, ``sequence:phase``, under one store key
-    of its own (overwritten, so the store does not grow). When a wait fails, the entries say who is
-    missing and where each was last seen; that is a DeadlineError, and the transport is broken from
-    then on: its connections are closed at once, so that ranks which wait for this one fail too. One
-    rank reads the entries, for all that fail in the same collective.
+    Before a collective each rank writes a progress entry, ``sequence:phase``, under its own store
+    key (overwritten, so the store does not grow). When a wait fails, the entries say who is missing
+    and where each was last seen. That is a DeadlineError, and the transport is broken from then on:
+    its connections are closed at once, so that ranks that wait for this one fail, too. One rank
+    reads the entries, for all that fail in the same collective.
 
     Two ranks connect when one first sends to the other, and finds its address in the store.
     All-gather and broadcast take ceil(log2(ranks)) rounds over the same connections: each rank has
-    one to and one from the ranks at distances 1, 2, 4, … before and after it; a message connects
-    its two ranks. Where ranks are connected, a store that is gone costs the names, not the
-    collective.
+    one to and one from the ranks at distances 1, 2, 4, … before and after it. Once ranks are
+    connected, a store that is gone costs the names of missing ranks, not the collective.
 
     Args:
         ranks: global ranks, in order.
@@ -70,10 +69,10 @@ class Transport:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it failed, or was abandoned or closed."""
+        """True if it failed, or was abandoned or closed."""
         return bool(self._broken) or self._is_closed
 
-    def begin(self, sequence: int, phase: str, timeout_s: float) -> None:
+    def start(self, sequence: int, phase: str, timeout_s: float) -> None:
         """Post the progress of the next call; GroupError if an earlier call broke the transport.
 
         The call has `timeout_s` from now on.
@@ -88,23 +87,26 @@ class Transport:
         self._post(phase)
 
     def close(self) -> None:
-        """End the connections; nothing happens the second time."""
+        """End the connections; a second call does nothing."""
         self._is_closed = True
         self._connections.close()
 
     def abandon(self, why: str) -> None:
-        """Break it on purpose; the others' waits end with a DeadlineError that names this rank."""
+        """Break it on purpose: the others' waits end with a DeadlineError that names this rank."""
         if not self._broken:
             self._broken = why
             self.close()
 
     def all_gather(self, data: bytes, row_nbytes: int) -> list[bytes]:
-        """Every rank's `data`, padded to `row_nbytes`, by group index.
+        """Return every rank's `data`, padded to `row_nbytes`, by group index.
 
         In each round a rank sends on all rows it has, and so has twice as many after it.
         """
         size = len(self._ranks)
-        rows = bytearray(size * row_nbytes)  # by distance from this rank
+        # By distance from this rank, so that what it has, and what it receives next, is contiguous.
+        # With ranks 0 to 4 this rank sends its first 1, 2 and 1 rows to the ranks 1, 2 and 4 before
+        # it, and receives as many from the ranks 1, 2 and 4 after it.
+        rows = bytearray(size * row_nbytes)
         rows[:row_nbytes] = data.ljust(row_nbytes, b"\0")
         view = memoryview(rows)
         self._check_open()
@@ -112,20 +114,25 @@ class Transport:
             self._count(row_nbytes)
             self._connections.connect((self._at(-d) for d in self._distances()), self._deadline)
             for held in self._distances():
+                # Twice as many after each round; the last lacks only the rest.
                 nbytes = min(held, size - held) * row_nbytes
                 have = held * row_nbytes
                 outgoing = [(self._at(-held), view[:nbytes])]
                 self._transfer(outgoing, [(self._at(held), view[have : have + nbytes])])
+        # Index 0 is at distance size - index: rotate the rows into the order of the layout.
         start = (size - self._index) * row_nbytes
         ordered = bytes(view[start:]) + bytes(view[:start])
         return [ordered[i * row_nbytes : (i + 1) * row_nbytes] for i in range(size)]
 
     def broadcast(self, data: bytes | None, nbytes: int) -> bytes:
-        """The `data` of index 0, `nbytes` long, at every rank.
+        """Return the `data` of index 0, `nbytes` long, at every rank.
 
         Down a binomial tree: over the connections of an all-gather.
         """
         buffer = memoryview(bytearray(nbytes) if data is None else data)
+        # Towards lower indices, as rows of an all-gather go, so that no rank needs another
+        # connection. A rank at distance d before index 0 hears from that at d without its
+        # highest bit, and tells those at d with one higher bit.
         from_root = -self._index % len(self._ranks)
         with self._naming_missing_ranks():
             self._count(0 if data is None else nbytes)
@@ -143,7 +150,7 @@ class Transport:
         self.exchange([(index, memoryview(data)) for index, data in messages], [])
 
     def receive(self, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
-        """One message from each (index, nbytes), all in flight at once; 0 bytes are not waited for.
+        """Return a message from each (index, nbytes), all in flight at once; 0 bytes are left out.
 
         Messages of one sender arrive in the order in which they were sent.
         """
@@ -153,7 +160,7 @@ class Transport:
         return [bytes(buffer) for buffer in buffers]
 
     def extend(self, timeout_s: float) -> None:
-        """Give the call in progress so many seconds from now on."""
+        """Give the call in progress `timeout_s` from now on."""
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
 
     def exchange(
@@ -184,16 +191,16 @@ class Transport:
         self._connections.transfer(outgoing, incoming, self._deadline)
 
     def _check_open(self) -> None:
-        """GroupError after `close`."""
+        """Raise GroupError after `close`."""
         if self._is_closed:
             raise GroupError(f"The control communicator of layout {self._name!r} is closed.")
 
     def _distances(self) -> list[int]:
-        """Powers of two below the number of ranks: to those ranks collectives connect this one."""
+        """Return the powers of two below the number of ranks: collectives connect so far apart."""
         return [1 << bit for bit in range((len(self._ranks) - 1).bit_length())]
 
     def _at(self, distance: int) -> int:
-        """The index at a distance round the ranks."""
+        """Return the index at a distance round the ranks."""
         return (self._index + distance) % len(self._ranks)
 
     def _count(self, nbytes: int) -> None:
@@ -203,24 +210,25 @@ class Transport:
 
     def _post(self, phase: str) -> None:
         """Write this rank's progress entry."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # progress is for messages: calls work without it
             self._store.set(f"progress/{self._rank}", f"{self._sequence}:{phase}")
 
     @contextlib.contextmanager
     def _naming_missing_ranks(self) -> Iterator[None]:
-        """Around transfers: DeadlineError for one that fails, and the transport is broken."""
+        """Raise DeadlineError if a transfer inside fails, and break the transport."""
         try:
             yield
         except (OSError, LateError, RuntimeError) as error:  # the last is the store's
             if isinstance(error, GroupError):
                 raise
+            # Post, then close: who sees the connection break finds that this rank is only a victim.
             self._post(f"{self._phase} (gave up)")
             self.close()
             self._broken, ranks = self._describe(error, broke=not isinstance(error, LateError))
             raise DeadlineError(self._broken, details={"missing_ranks": ranks}) from error
 
     def _describe(self, cause: Exception, *, broke: bool) -> tuple[str, list[int]]:
-        """Why a wait failed, and the ranks to look at."""
+        """Return why a wait failed, and the ranks to look at."""
         where = f"Phase {self._phase!r} (collective {self._sequence} of layout {self._name!r})"
         what = "a connection broke" if broke else f"not complete after {self._timeout_s:g} s"
         try:
@@ -245,13 +253,14 @@ class Transport:
         )
 
     def _read_progress(self, *, broke: bool) -> tuple[dict[int, str], list[int]]:
-        """Ranks that have not reached this collective, with where they are; and the silent ones.
+        """Return the ranks that have not reached this collective, with places; and the silent ones.
 
-        The first rank that fails looks, the others read what it reports.
+        The first rank that fails looks, the others read what it reports: if all looked, the store
+        would send ranks * ranks entries at the worst time.
         """
         report = f"report/{self._sequence}"
         if self._store.add(f"{report}/readers", 1) > 1:
-            with contextlib.suppress(RuntimeError):  # the rank that was to report failed, too
+            with contextlib.suppress(RuntimeError):  # the rank that should report is gone, too
                 self._store.wait([report], timedelta(seconds=2 * _PROGRESS_WAIT_S))
                 return _decode_report(self._store.get(report))
         progress = self._look(broke=broke)

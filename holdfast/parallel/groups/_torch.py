@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 _LATE_SHARE = 0.9
-"""Of the time to connect: a failure after it is a timeout. torch raises one class for every reason,
-and gloo rounds its waits."""
+"""A failure after this share of the time to connect counts as a timeout: torch raises one class for
+every reason, and gloo rounds its waits."""
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed has a default group in this process."""
+    """Return True if torch.distributed has a default group in this process."""
     return dist.is_available() and dist.is_initialized()
 
 
 def default_rank() -> int:
-    """This process's rank; GroupError where torch.distributed is not initialised."""
+    """Return this process's rank; GroupError unless torch.distributed is initialised."""
     if not is_initialized():
         raise GroupError(
             "Communicators need torch.distributed, which is not initialised in this process. Call "
@@ -48,31 +48,35 @@ def default_rank() -> int:
 
 
 def default_store() -> Store:
-    """The store that init_process_group was given."""
+    """Return the store that init_process_group was given."""
     from torch.distributed import distributed_c10d as c10d
 
     return c10d._get_default_store()
 
 
 def prefix_store(prefix: str, store: Store) -> Store:
-    """`store` with every key under `prefix`."""
+    """Return `store` with every key under `prefix`."""
     from torch._C._distributed_c10d import PrefixStore
 
     return PrefixStore(prefix, store)
 
 
 def default_backend() -> str:
-    """The default group's backend, as passed to `init_process_group`."""
+    """Return the default group's backend, as passed to `init_process_group`."""
     return str(dist.get_backend())
 
 
 def new_group(
     ranks: Sequence[int], *, name: str, backend: str, timeout_s: float, store: Store
 ) -> ProcessGroup:
-    """A communicator of exactly `ranks`, in that order; called by its members only.
+    """Make a communicator of exactly `ranks`, in that order; called by its members only.
 
     `name` is unique per communicator and equal on its members. NCCL connects on first use, gloo
-    now. Raises DeadlineError if a member does not come, GroupError for any other refusal.
+    now.
+
+    Raises:
+        DeadlineError: A member does not come.
+        GroupError: torch refuses for any other reason.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -97,12 +101,13 @@ def new_group(
             f"Could not connect the {backend} communicator {name!r} of ranks {list(ranks)} within "
             f"{timeout_s:g} s: {error}"
         ) from error
+    # What `dist.new_group` records for its groups, by which collectives translate ranks.
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast("ProcessGroup", group)
 
 
 def group_ranks(group: object) -> list[int]:
-    """The ordered ranks of a live communicator; GroupError for anything else."""
+    """Return the ordered ranks of a live communicator; GroupError for anything else."""
     if group is None or isinstance(group, int):
         raise GroupError(
             f"is {group!r}, not a communicator"
@@ -113,21 +118,23 @@ def group_ranks(group: object) -> list[int]:
     try:
         return dist.get_process_group_ranks(group)
     except KeyError:
-        raise GroupError("is a communicator that torch does not know (destroyed?)") from None
+        raise GroupError(
+            "is a communicator that torch does not know: it may be destroyed"
+        ) from None
 
 
 def group_name(group: ProcessGroup) -> str:
-    """The name under which a communicator's members found each other."""
+    """Return the name under which a communicator's members found each other."""
     return str(getattr(group, "group_name", ""))
 
 
 def backend_of(group: ProcessGroup) -> str:
-    """A communicator's backend, in the form `new_group` takes."""
+    """Return a communicator's backend, in the form `new_group` takes."""
     return str(dist.get_backend(group))
 
 
 def destroy(group: ProcessGroup) -> None:
-    """Destroy a communicator; nothing happens where it is gone already."""
+    """Destroy a communicator, unless it is gone already."""
     with contextlib.suppress(ValueError, RuntimeError, AssertionError):
         if dist.is_initialized():
             dist.destroy_process_group(group)
@@ -137,8 +144,8 @@ def destroy(group: ProcessGroup) -> None:
 def _not_split_from_world() -> Iterator[None]:
     """Keep torch from splitting a communicator off the world's, which every rank would have to do.
 
-    torch does so wherever `init_process_group` was given a `device_id`; the ranks outside the
-    layout would be waited for.
+    torch does so if `init_process_group` was given a `device_id`, and would then wait for the ranks
+    outside the layout.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -185,9 +192,9 @@ def _set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
     """Make a mesh unequal to meshes with another mark, and its slices to theirs.
 
     Torch compares meshes by their ranks and names, not by their communicators, and caches what an
-    operation on DTensors gives by that comparison: a result on one mesh then lies on another that
-    was there before, and its collectives run on communicators that the caller did not name, or
-    that are destroyed. The field set here is the one by which torch distinguishes threads that
+    operation on DTensors gives by that comparison. So a result on one mesh would be on another that
+    was there before, and its collectives would run on communicators that the caller did not name,
+    or that are destroyed. The field set here is the one by which torch distinguishes threads that
     simulate ranks.
     """
     private: Any = mesh
@@ -205,7 +212,7 @@ def _set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
 def forget_meshes() -> None:
     """Drop what torch has cached of operations on DTensors, and with it the meshes in there.
 
-    FSDP joins slices into meshes of its own, which `_set_apart` does not reach.
+    FSDP joins slices into its own meshes, which `_set_apart` does not reach.
     """
     from torch.distributed.tensor import debug
 

@@ -1,4 +1,4 @@
-"""Records every collective that a rank launches, and on which communicator."""
+"""A record of every collective that a rank launches, and of its communicator."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Launch:
     """One collective, as it was launched."""
 
     order: int
-    """How many launches the recorder saw before this one."""
+    """Number of launches that the recorder saw before this one."""
     op: str
-    """What was launched: `reduce_scatter`, `all_gather`, `all_reduce`, `broadcast`, ..."""
+    """The operation: `reduce_scatter`, `all_gather`, `all_reduce`, `broadcast`, ..."""
     purpose: str
-    """Under which name the groups hold the communicator; its own name if they do not.
+    """The name under which the groups hold the communicator; its own name if they do not.
 
-    Where several names share it, the first of them in the order of creation: `tp` for `tp_cp`.
+    If several names share it, the first of them in the order of creation: `tp` for `tp_cp`.
     """
     ranks: tuple[int, ...]
     """The communicator's members, in its order."""
@@ -57,11 +57,11 @@ class LaunchRecorder(TorchDispatchMode):
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """What was launched, in order."""
+        """The launches, in order."""
         return tuple(self._launches)
 
     def of(self, op: str) -> tuple[Launch, ...]:
-        """The launches of one kind, in order."""
+        """Return the launches of one kind, in order."""
         return tuple(launch for launch in self._launches if launch.op == op)
 
     def __torch_dispatch__(
@@ -71,7 +71,7 @@ class LaunchRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Note a collective and go on; a DTensor operator is seen as what it launches."""
+        """Note a collective and run it; a DTensor operator is noted as what it launches."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         call: Callable[..., Any] = func
@@ -81,7 +81,7 @@ class LaunchRecorder(TorchDispatchMode):
         return call(*args, **dict(kwargs or {}))
 
     def _note(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Keep one launch, unless it is none on a communicator."""
+        """Keep a launch, if the operator has a communicator."""
         group = _group(arguments)
         if group is None:
             return
@@ -97,7 +97,7 @@ class LaunchRecorder(TorchDispatchMode):
         )
 
     def _purpose(self, group: dist.ProcessGroup) -> str:
-        """See `Launch.purpose`."""
+        """Return the `Launch.purpose` of a communicator."""
         name = _torch.group_name(group)
         for purpose in self._groups.held():
             if _torch.group_name(self._groups.group(purpose)) == name:
@@ -107,7 +107,7 @@ class LaunchRecorder(TorchDispatchMode):
 
 
 def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """The communicator among an operator's arguments; None for one that launches nothing."""
+    """Return the communicator among an operator's arguments; None if it launches nothing."""
     value = arguments.get("process_group", arguments.get("group_name"))
     if value is None or isinstance(value, dist.ProcessGroup):
         return value
@@ -122,7 +122,7 @@ def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 
 def _plain(name: str) -> str:
-    """torch's names of one collective (`_allgather_base_`, `allgather_`, ...) under one name."""
+    """Return one name for torch's several of a collective (`_allgather_base_`, `allgather_`)."""
     for part, plain in (
         ("reduce_scatter", "reduce_scatter"),
         ("allgather", "all_gather"),
@@ -140,7 +140,7 @@ def _plain(name: str) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of an argument."""
+    """Return the tensors of an argument."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):

@@ -1,14 +1,14 @@
 """Agreement before there is a communicator: ranks compare proposals over the c10d store.
 
-A rank makes a fixed number of requests for each stage, however many ranks there are: it posts an
-entry under a key of its own, adds itself to the ranks that have arrived and to those that propose
-the same, and waits for one key, the verdict. The last to arrive compares the two counts and sets
-the verdict. Entries are read where something is wrong, by the one rank that reports it: the last
-to arrive if ranks disagree or failed, the first whose time is over if ranks are missing. The first
+A rank makes a fixed number of requests for each stage, however many ranks there are. It posts an
+entry under its own key, adds itself to the ranks that have arrived and to those that propose the
+same, and waits for one key, the verdict. The last to arrive compares the two counts and sets the
+verdict. Entries are read only if something is wrong, by the one rank that reports it: the last to
+arrive if ranks disagree or failed, the first whose time is over if ranks are missing. The first
 verdict counts for all ranks.
 
-Ranks meet under the list of ranks that they expect. The first to arrive under a list announces it,
-so that two lists which share ranks are noticed at once, not at the deadline.
+Ranks meet under the list of ranks that they expect. The first to arrive under a list announces it.
+So two lists that share ranks are noticed at once, not at the deadline.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _REPORT_WAIT_S = 10.0
-"""How long a rank whose time is over waits for the one that reports who is missing."""
+"""Time that a late rank gives the one that reports who is missing."""
 _MAX_SHOWN = 8
 """Missing ranks, or differing proposals, that a message describes one by one."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank posts at a stage."""
+    """The entry that one rank posts at a stage."""
 
     digest: str = ""
     text: str = ""
@@ -56,7 +56,7 @@ class _Announced(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...]
     text: str
     meeting: str
-    """The prefix of the keys under which they meet."""
+    """The prefix of the keys under which those ranks meet."""
 
 
 _encode = msgspec.json.encode
@@ -79,13 +79,13 @@ class Rendezvous:
         ranks: the global ranks that take part.
         rank: this process's global rank.
         timeout_s: bounds every stage.
-        scope: separates agreements that cannot concern each other, of which there may be many.
+        scope: separates agreements that do not concern each other: the number is counted in it.
 
     Raises:
         GroupError: The store does not answer.
 
-    Cost: two requests, and five for each stage; none grows with the number of ranks. A stage that
-    fails costs one rank a request per rank.
+    Cost: two requests, and five for each stage, however many ranks there are. A stage that fails
+    costs one rank a request per rank.
     """
 
     def __init__(
@@ -102,6 +102,8 @@ class Rendezvous:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.timeout_s = timeout_s
+        # Counted in the store and not here: a process that starts again while the store lives must
+        # not meet under keys that have a verdict already.
         prefix = "/".join(filter(None, (layout_name, purpose, scope)))
         self._root = _torch.prefix_store("holdfast", store)
         try:
@@ -139,9 +141,9 @@ class Rendezvous:
         A rank with an error does not wait for the others: it reports and raises.
 
         Args:
-            stage: its name; each stage of an agreement has one of its own.
-            error: why this rank cannot go on; None if it can.
-            report: what other ranks may read of this one with `report_of` afterwards.
+            stage: its name, unique in the agreement.
+            error: why this rank cannot continue; None if it can.
+            report: text that other ranks may read with `report_of` afterwards.
 
         Raises:
             DeadlineError: Ranks did not arrive; they are named.
@@ -155,18 +157,18 @@ class Rendezvous:
             raise error
 
     def report_of(self, rank: int, stage: str) -> str:
-        """What a rank reported at a stage that is over."""
+        """Return what a rank reported at a stage that is over."""
         with self._asking(stage):
             return self._entries(stage, [rank])[rank].text
 
     def tally(self, name: str, amount: int) -> int:
-        """Add to a number that all ranks share; what it is then."""
+        """Add to a number that all ranks share, and return the sum."""
         with self._asking(name):
             return int(self._store.add(self._key("tally", name), amount))
 
     @contextlib.contextmanager
     def _asking(self, stage: str) -> Iterator[None]:
-        """Around requests to the store: GroupError where it fails."""
+        """Raise GroupError if a request to the store fails."""
         try:
             yield
         except RuntimeError as error:
@@ -176,12 +178,14 @@ class Rendezvous:
             ) from error
 
     def _meet(self, stage: str, entry: _Entry, *, is_waiting: bool = True) -> _Verdict:
-        """Take part in a stage; why it failed, alike on all ranks that waited for it.
+        """Take part in a stage; return why it failed, the same on all ranks that waited for it.
 
         A rank that does not wait learns only of a failure that is known already.
         """
         verdict = self._key(stage, "verdict")
         with self._asking(stage):
+            # Entry, count, arrival, in this order: the last to arrive finds all entries and the
+            # whole count.
             self._store.set(self._key(stage, self.rank), _encode(entry).decode())
             if entry.error is None:
                 self._store.add(self._key(stage, "same", entry.digest), 1)
@@ -201,19 +205,21 @@ class Rendezvous:
             return _decode_verdict(self._store.get(verdict))
 
     def _key(self, stage: str, *names: object) -> str:
-        """The key of one rank, or of what all ranks share, at a stage."""
+        """Return a key of one rank, or of what all ranks share, at a stage."""
         return "/".join([self._meeting, stage, *map(str, names)])
 
     def _decide(self, stage: str, failure: HoldfastError | None, meeting: str = "") -> _Verdict:
-        """Set the verdict of a stage, unless there is one; the one that counts."""
+        """Set the verdict of a stage, unless there is one; return the one that counts."""
         record = None
         if failure is not None:  # in full: `ErrorRecord.of` would cut off a long list of ranks
             record = msgspec.structs.replace(ErrorRecord.of(failure), message=str(failure))
         key = f"{meeting or self._meeting}/{stage}/verdict"
+        # The last to arrive and a rank whose time is over may decide at once: only the first
+        # verdict is stored, and both return it.
         return _decode_verdict(self._store.compare_set(key, "", _encode(record).decode()))
 
     def _judge(self, stage: str, entry: _Entry) -> HoldfastError | None:
-        """All ranks are there: why they cannot go on together, if so."""
+        """Return why ranks that have all arrived cannot continue together; None if they can."""
         if self._store.add(self._key(stage, "same", entry.digest), 0) == len(self.ranks):
             return self._overlap(entry.text) if stage == "open" else None
         entries = self._entries(stage, self.ranks)
@@ -223,12 +229,12 @@ class Rendezvous:
         return self._disagreement(entries)
 
     def _entries(self, stage: str, ranks: Sequence[int]) -> dict[int, _Entry]:
-        """The entries of ranks that have arrived."""
+        """Return the entries of ranks that have arrived."""
         values = self._store.multi_get([self._key(stage, rank) for rank in ranks]) if ranks else []
         return dict(zip(ranks, map(_decode_entry, map(bytes, values)), strict=True))
 
     def _disagreement(self, entries: dict[int, _Entry]) -> LayoutError:
-        """The error that lists who proposes what."""
+        """Return the error that lists who proposes what."""
         ranks_by_digest: dict[str, list[int]] = {}
         for rank, entry in entries.items():
             ranks_by_digest.setdefault(entry.digest, []).append(rank)
@@ -242,13 +248,13 @@ class Rendezvous:
         )
 
     def _give_up(self, stage: str, verdict: str) -> _Verdict:
-        """No verdict came in time: the first rank to whom that happens looks who is missing."""
+        """Return the verdict on a stage that took too long: the first late rank decides it."""
         if self._store.add(self._key(stage, "late"), 1) > 1:
             try:
                 self._store.wait([verdict], timedelta(seconds=_REPORT_WAIT_S))
                 return _decode_verdict(self._store.get(verdict))
             except RuntimeError:
-                pass  # the rank that was to report is gone, too
+                pass  # the rank that should report is gone, too: look here
         missing = [rank for rank in self.ranks if not self._store.check([self._key(stage, rank)])]
         entries = self._entries(stage, [rank for rank in self.ranks if rank not in {*missing}])
         late = DeadlineError(self._absent(missing, stage), details={"missing_ranks": missing})
@@ -263,7 +269,7 @@ class Rendezvous:
         )
 
     def _absent(self, missing: Sequence[int], stage: str) -> str:
-        """Who is missing at a stage, and what each of them was seen doing."""
+        """Return who is missing at a stage, and what each of them was last seen doing."""
         waited = f"Rank {self.rank} waited {self.timeout_s:g} s to {self.what}, stage {stage!r}: "
         if not missing:
             last = self._key(stage, "last")
@@ -271,8 +277,8 @@ class Rendezvous:
                 f"rank {self._store.get(last).decode()}" if self._store.check([last]) else "a rank"
             )
             return (
-                f"{waited}all ranks arrived, but {who}, the last of them, did not go on. Look at "
-                "what happened there first."
+                f"{waited}all ranks arrived, but {who}, the last of them, did not continue. Look "
+                "at what happened there first."
             )
         seen = []
         for rank in missing[:_MAX_SHOWN]:
@@ -280,13 +286,13 @@ class Rendezvous:
             there = self._root.get(key).decode() if self._root.check([key]) else "never seen"
             seen.append(f"rank {rank}: {there}")
         return (
-            f"{waited}ranks {list(missing)} did not arrive ({'; '.join(seen)}). Every rank of the "
-            "layout creates its groups, in the same order of layouts; layouts that share ranks "
-            "have names of their own."
+            f"{waited}ranks {list(missing)} did not arrive ({'; '.join(seen)}). Every rank of a "
+            "layout must create its groups, with layouts in the same order; layouts that share "
+            "ranks need different names."
         )
 
     def _announce(self, text: str) -> None:
-        """Announce this list of ranks; end the agreement of one that shares ranks with it."""
+        """Announce this list of ranks; end the agreement of a list that shares ranks with it."""
         own = _Announced(self.rank, self.ranks, text, self._meeting)
         number = self._store.add("num_announced", 1)
         self._store.set(f"announced/{number}", _encode(own).decode())
@@ -295,7 +301,7 @@ class Rendezvous:
             self._decide("open", failure)
 
     def _overlap(self, text: str) -> LayoutError | None:
-        """Why this list of ranks contradicts another one, whose agreement is ended, too."""
+        """Return why this list of ranks contradicts another; end the other's agreement, too."""
         own = _Announced(self.rank, self.ranks, text, self._meeting)
         for number in range(1, int(self._store.add("num_announced", 0)) + 1):
             key = f"announced/{number}"
@@ -316,10 +322,10 @@ class Rendezvous:
 
 
 def _odd_list(one: _Announced, other: _Announced) -> tuple[_Announced, _Announced, list[int]]:
-    """Which of two lists is the odd one, the other, and its ranks that the other does not have.
+    """Return the odd one of two lists, the other, and ranks that only the odd one has.
 
-    Each list ends the other's agreement, maybe at the same time, so both have to choose alike: by
-    what is in them, not by who looks.
+    Each list ends the other's agreement, maybe at the same time, so both must choose the same: by
+    what is in the lists, not by who looks.
     """
     sides = []
     for odd, rest in ((one, other), (other, one)):
@@ -331,7 +337,7 @@ def _odd_list(one: _Announced, other: _Announced) -> tuple[_Announced, _Announce
 
 
 def _counts(ranks: Sequence[int]) -> str:
-    """These ranks as the subject of a sentence."""
+    """Return these ranks as the subject of a sentence, with its verb."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} counts"
     return f"ranks {shorten_ranks(ranks)} count"

@@ -85,11 +85,11 @@ def test_every_rank_gets_every_row_and_the_root_s_bytes(size: int) -> None:
 
     def collect(index: int) -> tuple[list[bytes], bytes, bytes, int]:
         transport = Transport(ranks=range(10, 10 + size), rank=10 + index, store=store, name="m")
-        transport.begin(1, "rows", 60)
+        transport.start(1, "rows", 60)
         rows = transport.all_gather(b"%d" % index, 5)
         small = transport.broadcast(b"root" if index == 0 else None, 4)
         large = transport.broadcast(big if index == 0 else None, len(big))
-        transport.begin(2, "over", 60)
+        transport.start(2, "over", 60)
         transport.all_gather(b"", 1)
         transport.close()
         return rows, small, large, transport.num_collectives
@@ -105,14 +105,14 @@ def test_a_closed_transport_says_so_and_connects_nowhere(is_used: bool) -> None:
     def use(index: int) -> Transport:
         transport = Transport(ranks=range(2), rank=index, store=store, name="m")
         if is_used:
-            transport.begin(1, "used", 60)
+            transport.start(1, "used", 60)
             transport.all_gather(b"row", 3)
         return transport
 
     first, second = in_threads(2, use)
     first.close()
     first.close()
-    first.begin(2, "closed", 60)
+    first.start(2, "closed", 60)
     with pytest.raises(GroupError, match="is closed"):
         first.all_gather(b"row", 3)
     second.close()
@@ -128,7 +128,7 @@ def test_a_message_of_another_length_is_noticed() -> None:
         else:
             connections.transfer([], [(0, memoryview(bytearray(9)))], soon())
 
-    assert "5 bytes in place of 9" in str(in_threads(2, differ)[1])
+    assert "a message has 5 bytes, expected 9" in str(in_threads(2, differ)[1])
 
 
 def test_strangers_are_turned_away() -> None:

@@ -211,7 +211,7 @@ def test_the_last_to_arrive_is_named_if_it_does_not_go_on() -> None:
     for rank in (0, 1, 3):
         kind, text, seconds = outcome.results[rank]
         assert kind == DeadlineError.__name__
-        assert "all ranks arrived, but rank 2, the last of them, did not go on" in text
+        assert "all ranks arrived, but rank 2, the last of them, did not continue" in text
         assert seconds < 3 + 5
 
 
