@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.harness import RankContext, run_ranks
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -22,27 +21,16 @@ READER = "read_without_torch"
 STEPS = 10
 
 
-def run_program(context: RankContext, name: str, root: str, steps: int, port: int) -> None:
-    """The program as a launcher starts it, but in a process that has imported torch already."""
-    if context.num_ranks > 1:
-        os.environ |= {
-            "RANK": str(context.rank),
-            "WORLD_SIZE": str(context.num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    os.chdir(Path(root).parent)
-    sys.argv = [f"{name}.py", root, str(steps)]
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+def program(name: str) -> str:
+    return (FOLDER / f"{name}.py").read_text()
 
 
 def launch(name: str, num_ranks: int, root: Path, steps: int) -> list[str]:
     """The last line that each rank prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    outcome = run_ranks(num_ranks, run_program, name, str(root), steps, port, init=False)
-    return [re.findall(r"step \d+, loss .*", text)[-1] for text in outcome.outputs]
+    outputs = programs.launch(
+        program(name), root, steps, num_ranks=num_ranks, directory=root.parent
+    )
+    return [re.findall(r"step \d+, loss .*", text)[-1] for text in outputs]
 
 
 def read(root: Path) -> str:
@@ -60,10 +48,10 @@ def read(root: Path) -> str:
 
 
 def test_every_example_is_run_and_listed() -> None:
-    programs = {path.stem for path in FOLDER.glob("*.py")}
-    assert programs == {*NUM_RANKS, READER}
+    found = {path.stem for path in FOLDER.glob("*.py")}
+    assert found == {*NUM_RANKS, READER}
     page = (FOLDER / "README.md").read_text()
-    assert set(re.findall(r"\[(\w+)\.py\]", page)) == programs
+    assert set(re.findall(r"\[(\w+)\.py\]", page)) == found
 
 
 @pytest.mark.parametrize(
@@ -88,18 +76,17 @@ def test_an_example_continues_after_a_stop_as_if_there_had_been_none(
 
 
 def stop_early(context: RankContext, root: str, port: int) -> None:
-    """As `run_program`, with a SIGTERM to rank 1 alone while it trains."""
+    """The program, with a SIGTERM to rank 1 alone while it trains."""
     if context.rank == 1:
         threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    run_program(context, "async_policies", root, 10**6, port)
+    words = [root, str(10**6)]
+    programs.run_program(context, program("async_policies"), words, str(Path(root).parent), port)
 
 
 @pytest.mark.slow
 def test_sigterm_to_one_rank_stops_all_after_the_same_saved_step(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    outcome = run_ranks(2, stop_early, str(tmp_path / "runs"), port, init=False)
+    arguments = (str(tmp_path / "runs"), programs.free_port())
+    outcome = run_ranks(2, stop_early, *arguments, init=False, fresh=True)
     steps = {int(re.findall(r"stopped at step (\d+)", text)[-1]) for text in outcome.outputs}
     assert len(steps) == 1
     assert (tmp_path / "runs" / f"iter_{steps.pop():07d}" / "manifest.json").is_file()

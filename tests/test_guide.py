@@ -1,4 +1,4 @@
-"""The guide's program runs as printed: on four ranks, resumed, and resumed on two."""
+"""The guide's programs run as printed: on four ranks, resumed, and resumed on two."""
 
 from __future__ import annotations
 
@@ -9,49 +9,62 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
 
 
-def launch(script: Path, num_ranks: int, root: Path, steps: int) -> dict[str, str]:
-    """Run the program under torchrun; each rank's last words."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node", str(num_ranks), str(script), str(root), str(steps)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    # Ranks share one pipe: a line end may come after another rank's words.
-    return dict(re.findall(r"(rank \d+): (step \d+, loss \d+\.\d{9})", done.stdout))
+def last_words(text: str) -> dict[str, str]:
+    """What each rank prints at its end; ranks may share one pipe, and one may interrupt another."""
+    return dict(re.findall(r"(rank \d+): (step \d+, loss \d+\.\d{9})", text))
 
 
-def written(name: str, path: Path) -> Path:
-    """The guide's program of that name, as a file."""
+def launch(program: str, num_ranks: int, root: Path, steps: int) -> dict[str, str]:
+    """Run the program; each rank's last words."""
+    outputs = programs.launch(program, root, steps, num_ranks=num_ranks, directory=root.parent)
+    return last_words("".join(outputs))
+
+
+def printed(name: str) -> str:
+    """The guide's program of that name."""
     program = re.search(rf"guide: {name} -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert program is not None
     assert len([line for line in program[1].splitlines() if line.strip()]) < 40
-    path.write_text(program[1])
-    return path
+    return program[1]
 
 
 @pytest.mark.slow
 def test_the_guide_trains_resumes_and_changes_layout(tmp_path: Path) -> None:
-    script = written("begin", tmp_path / "train.py")
-    straight = launch(script, 4, tmp_path / "a", 10)
+    program = printed("begin")
+    straight = launch(program, 4, tmp_path / "a", 10)
     assert len(straight) == 4
     assert all(words.startswith("step 10, ") for words in straight.values())
-    launch(script, 4, tmp_path / "b", 5)
-    assert launch(script, 4, tmp_path / "b", 10) == straight
-    launch(script, 4, tmp_path / "c", 5)
-    other = launch(script, 2, tmp_path / "c", 10)
+    launch(program, 4, tmp_path / "b", 5)
+    assert launch(program, 4, tmp_path / "b", 10) == straight
+    launch(program, 4, tmp_path / "c", 5)
+    other = launch(program, 2, tmp_path / "c", 10)
     loss = float(straight["rank 0"].split("loss ")[1])
     assert float(other["rank 0"].split("loss ")[1]) == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_whole_and_sharded_optimizers_go_on_from_each_other(tmp_path: Path) -> None:
-    whole = written("begin", tmp_path / "train.py")
-    sharded = written("sharded begin", tmp_path / "sharded.py")
+    whole, sharded = printed("begin"), printed("sharded begin")
     straight = launch(whole, 4, tmp_path / "a", 15)
     launch(whole, 4, tmp_path / "b", 5)
     launch(sharded, 4, tmp_path / "b", 10)
     mixed = launch(whole, 2, tmp_path / "b", 15)
     loss = float(straight["rank 0"].split("loss ")[1])
     assert float(mixed["rank 0"].split("loss ")[1]) == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_guide_as_it_is_printed(tmp_path: Path) -> None:
+    """The command in the guide, in processes of torchrun; it does what the tests' ranks do."""
+    script = tmp_path / "train.py"
+    script.write_text(printed("begin"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc-per-node", "4", str(script), str(tmp_path / "a"), "10"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert last_words(done.stdout) == launch(script.read_text(), 4, tmp_path / "b", 10)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import RankContext, run_ranks
+from tests import programs
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 PROGRAMS = dict(
@@ -23,25 +20,12 @@ PROGRAMS = dict(
 STEPS = 8
 
 
-def run_program(context: RankContext, name: str, root: str, steps: int, port: int) -> None:
-    """The program as `torchrun` starts it, but in a process that has imported torch already."""
-    os.environ |= {
-        "RANK": str(context.rank),
-        "WORLD_SIZE": str(context.num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    sys.argv = [f"{name}.py", root, str(steps)]
-    exec(compile(PROGRAMS[name], f"recipe {name}", "exec"), {"__name__": "__main__"})
-
-
 def launch(name: str, num_ranks: int, root: Path, steps: int) -> list[str]:
     """The last line that each rank prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    outcome = run_ranks(num_ranks, run_program, name, str(root), steps, port, init=False)
-    return [re.findall(r"step \d+, loss .*", text)[-1] for text in outcome.outputs]
+    outputs = programs.launch(
+        PROGRAMS[name], root, steps, num_ranks=num_ranks, directory=root.parent
+    )
+    return [re.findall(r"step \d+, loss .*", text)[-1] for text in outputs]
 
 
 def test_the_page_has_the_recipes_that_people_ask_for() -> None:

@@ -1,0 +1,49 @@
+"""Runs a printed program as `torchrun` does, in processes that have imported torch already."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from tests.harness import RankContext, run_ranks
+
+
+def launch(program: str, *words: object, num_ranks: int, directory: Path) -> list[str]:
+    """Run the text of a program on so many ranks; what each rank printed.
+
+    Args:
+        program: executed as `__main__`.
+        words: its command line.
+        num_ranks: processes.
+        directory: the working directory.
+    """
+    line = [str(word) for word in words]
+    # A program leaves its process as it likes: with connections, and with torch's hooks.
+    return run_ranks(
+        num_ranks, run_program, program, line, str(directory), free_port(), init=False, fresh=True
+    ).outputs
+
+
+def free_port() -> int:
+    """Where the ranks of a program may meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_program(
+    context: RankContext, program: str, words: list[str], directory: str, port: int
+) -> None:
+    """Be one rank of a program."""
+    os.environ |= {
+        "RANK": str(context.rank),
+        "LOCAL_RANK": str(context.rank),
+        "WORLD_SIZE": str(context.num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.chdir(directory)
+    sys.argv = ["program", *words]
+    exec(compile(program, "program", "exec"), {"__name__": "__main__"})
