@@ -15,8 +15,8 @@ from holdfast.cli.support.messages import EXIT_MISTAKE, print_error
 from holdfast.errors import HoldfastError
 from holdfast_trainer.command import parse
 from holdfast_trainer.train.config import TrainConfig
-from holdfast_trainer.train.launch import open_trainer
 from holdfast_trainer.train.launch_environment import LaunchEnvironment
+from holdfast_trainer.train.worker import open_trainer
 
 
 def main(words: list[str]) -> int:

@@ -87,7 +87,7 @@ READERS = frozenset(
 )
 
 TRAINER = ROOT.parent / "trainer"
-READS_TORCHS_ERRORS = frozenset({"launch.py"})
+READS_TORCHS_ERRORS = frozenset({"worker.py"})
 """Files of the trainer: gloo raises a bare RuntimeError when a rank is lost."""
 
 

@@ -80,7 +80,7 @@ def _launch(config: TrainConfig, words: Sequence[str]) -> int:
 def _work(config: TrainConfig, *, environment: LaunchEnvironment) -> int:
     """Train in this process; the exit code."""
     config.check(world_size=environment.world_size)
-    from holdfast_trainer.train.launch import run_worker
+    from holdfast_trainer.train.worker import run_worker
 
     return run_worker(config, environment=environment)
 

@@ -192,6 +192,11 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = False
     """Fail, instead of starting afresh, if --load holds no committed checkpoint."""
 
+    @property
+    def directories(self) -> tuple[Path | None, ...]:
+        """Where a checkpoint of the run may be, the likeliest first."""
+        return self.save, self.load
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
