@@ -20,6 +20,7 @@ import torch
 import holdfast
 from holdfast.errors import LayoutError
 from tests.harness import RankContext, run_ranks
+from tests.ranks import pool
 
 
 def _sum(rank: RankContext, amount: int) -> tuple[int, str, int]:
@@ -44,6 +45,12 @@ def _all_ways_to_fail(rank: RankContext) -> int:
         print(child.pid, flush=True)
         time.sleep(600)
     return rank.rank
+
+
+def _wait_for_a_failure(rank: RankContext) -> int:
+    if rank.rank == 0:
+        time.sleep(600)
+    return _all_ways_to_fail(rank)
 
 
 _TRACES: list[int] = []
@@ -138,5 +145,15 @@ def test_every_failure_is_reported_and_nothing_is_left_behind() -> None:
 
 
 def test_a_failure_that_nobody_expected_raises_with_every_traceback() -> None:
+    started = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)rank 1: LayoutError: no such axis.*Traceback"):
         run_ranks(2, _all_ways_to_fail, init=False)
+    assert time.monotonic() - started < 5
+
+
+def test_others_are_not_waited_for_long_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: TimedOut.*rank 1: LayoutError"):
+        run_ranks(2, _wait_for_a_failure, init=False)
+    assert time.monotonic() - started < 5

@@ -132,6 +132,7 @@ class RankPool:
                 self._keep_clean(ranks, jobs, end)
             for process in ranks:
                 if process not in self._idle.values():
+                    process.pipe.close()  # a live rank would wait for its next job
                     process.join(max(0.0, end - time.monotonic()))
         finally:
             for process in ranks:

@@ -58,7 +58,7 @@ _ASSIGNED = {
 }
 """Attributes that may be another object after a job: os.environ is compared by value."""
 _MAX_RESIDENT_NBYTES = 1 << 30
-_SETTLE_S = 0.3
+_SETTLE_S = 0.1
 """How long threads and descriptors of what was closed may take to go."""
 
 
