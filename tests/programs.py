@@ -33,17 +33,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def launched(context: RankContext, port: int) -> dict[str, str]:
+    """What a launcher puts into the environment of a process."""
+    return {
+        "RANK": str(context.rank),
+        "LOCAL_RANK": str(context.rank),
+        "WORLD_SIZE": str(context.num_ranks),
+        "LOCAL_WORLD_SIZE": str(context.num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def run_program(
     context: RankContext, program: str, words: list[str], directory: str, port: int
 ) -> None:
     """Be one rank of a program."""
-    os.environ |= {
-        "RANK": str(context.rank),
-        "LOCAL_RANK": str(context.rank),
-        "WORLD_SIZE": str(context.num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= launched(context, port)
     os.chdir(directory)
     sys.argv = ["program", *words]
     exec(compile(program, "program", "exec"), {"__name__": "__main__"})

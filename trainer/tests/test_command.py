@@ -15,20 +15,9 @@ import pytest
 
 from holdfast_trainer.command import main
 from holdfast_trainer.train.launch_environment import LaunchEnvironment
+from trainer.tests.launches import SMALL, TORCHRUN, TRAIN, environment, run, run_on_ranks
 
-TRAIN = [sys.executable, "-m", "holdfast_trainer"]
-SMALL = [
-    *("--num-layers", "1", "--model-dim", "16", "--num-heads", "2"),
-    *("--seq-len", "16", "--global-batch-size", "4", "--device", "cpu"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("hold fast " * 400)
+pytestmark = pytest.mark.usefixtures("unlaunched")
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -117,25 +106,15 @@ def test_answers_that_need_no_torch_do_not_import_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run(words: list[str], *, launcher: list[str] = TRAIN) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [*launcher, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
-    )
-
-
 def steps_of(path: Path) -> dict[int, float]:
     events = [json.loads(line) for line in path.read_text().splitlines()]
     return {e["step"]: e["loss"] for e in events if e["event"] == "step"}
 
 
 @pytest.mark.slow
-def test_train_save_and_resume_by_itself_and_under_torchrun(tmp_path: Path) -> None:
+def test_train_save_and_resume_by_itself_and_under_torchrun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*SMALL, "--data", "text", "--save", "ck", "--save-interval", "2"]
     first = run([*words, "--nproc", "2", "--tp", "2", "--steps", "3", "--jsonl", "a.jsonl"])
     assert first.returncode == 0, first.stderr
@@ -143,17 +122,12 @@ def test_train_save_and_resume_by_itself_and_under_torchrun(tmp_path: Path) -> N
     assert "step 3/3  loss" in first.stdout
     assert "saved step 2" in first.stdout
     assert "saved step 3" in first.stdout
-    torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "holdfast_trainer"),
-    ]
-    second = run([*words, "--steps", "5", "--load", "ck", "--jsonl", "a.jsonl"], launcher=torchrun)
+    second = run([*words, "--steps", "5", "--load", "ck", "--jsonl", "a.jsonl"], launcher=TORCHRUN)
     assert second.returncode == 0, second.stderr
     assert "loaded step 3 from ck" in second.stdout
     assert "the schedule continues as the checkpoint's: decay_steps 3 (not 5)" in second.stdout
     words = [*SMALL, "--data", "text", "--decay-steps", "3"]
-    alone = run([*words, "--steps", "5", "--jsonl", "b.jsonl"])
-    assert alone.returncode == 0, alone.stderr
+    assert main([*words, "--steps", "5", "--jsonl", "b.jsonl"]) == 0, capsys.readouterr()
     ours, theirs = steps_of(tmp_path / "a.jsonl"), steps_of(tmp_path / "b.jsonl")
     assert list(ours) == list(theirs) == [1, 2, 3, 4, 5]
     assert max(abs(ours[step] - theirs[step]) for step in ours) < 1e-5
@@ -161,8 +135,10 @@ def test_train_save_and_resume_by_itself_and_under_torchrun(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_failure_inside_of_the_processes_is_one_line_too(tmp_path: Path) -> None:
-    words = [*SMALL, "--data", "text", "--nproc", "2"]
-    assert run([*words, "--steps", "2", "--save", "ck"]).returncode == 0
+    words = [*SMALL, "--data", "text"]
+    saved = run_on_ranks(2, [*words, "--steps", "2", "--save", "ck"], directory=tmp_path)
+    assert saved.codes == [0, 0]
+    words += ["--nproc", "2"]
     other = run([*words, "--steps", "4", "--load", "ck", "--num-layers", "2"])
     assert other.returncode == 2
     assert other.stderr.count("\n") == 1
@@ -188,6 +164,7 @@ def test_a_killed_process_ends_the_run_with_a_line(tmp_path: Path) -> None:
     words = [*SMALL, "--data", "text", "--nproc", "2", "--steps", "100000"]
     parent = subprocess.Popen(
         [*TRAIN, *words, "--jsonl", "a.jsonl"],
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

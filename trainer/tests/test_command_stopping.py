@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,21 +24,11 @@ from holdfast_trainer.train.loop import Trainer
 from holdfast_trainer.train.metrics import Reporter
 from holdfast_trainer.train.stopping import StopDir
 from tests.harness import RankContext, run_ranks
+from trainer.tests.launches import SMALL, TORCHRUN, TRAIN, environment
 
-TRAIN = [sys.executable, "-m", "holdfast_trainer"]
-SMALL = [
-    *("--num-layers", "1", "--model-dim", "16", "--num-heads", "2"),
-    *("--seq-len", "16", "--global-batch-size", "4", "--device", "cpu"),
-]
+pytestmark = pytest.mark.usefixtures("unlaunched")
+
 ENDLESS = [*SMALL, "--data", "text", "--steps", "1000000", "--log-interval", "10"]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("hold fast " * 400)
 
 
 class StopsAfter(SavePolicy):
@@ -159,7 +148,7 @@ def start(words: Sequence[str], *, launcher: Sequence[str] = TRAIN) -> subproces
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=environment(),
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -241,12 +230,8 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "holdfast_trainer"),
-    ]
     process = start(
-        [*ENDLESS, "--save", "ck", "--save-interval", "100000", "--async-save"], launcher=torchrun
+        [*ENDLESS, "--save", "ck", "--save-interval", "100000", "--async-save"], launcher=TORCHRUN
     )
     process.send_signal(signal.SIGTERM)
     _, out, err = end(process)

@@ -34,6 +34,7 @@ from holdfast_trainer.train.resume import (
     step_to_load,
 )
 from tests.harness import RankContext, run_ranks
+from trainer.tests.launches import LAUNCHED
 from trainer.tests.train import multimodal_runs
 from trainer.tests.train.test_resume import config_of, tensors, text, whole, workplace
 
@@ -241,7 +242,7 @@ def test_a_rank_whose_replicas_drift_is_named_with_its_device(workplace: Path, w
 
 @pytest.fixture
 def alone(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "HOLDFAST_DEVICE"):
+    for name in (*LAUNCHED, "HOLDFAST_DEVICE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(workplace)
     return workplace

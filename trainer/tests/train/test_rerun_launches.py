@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from holdfast.format.names import list_steps
 from holdfast.rerun import read_report
 from holdfast.storage import PosixStorage
+from trainer.tests.launches import TORCHRUN, run, run_on_ranks
 from trainer.tests.train.test_rerun import (
     AT,
     DROPOUT,
@@ -30,7 +28,6 @@ SMALL = (
     "--num-layers 1 --model-dim 16 --num-heads 2 --seq-len 16 --global-batch-size 4 --data text "
     f"--device cpu --steps {STEPS} --save-interval 1 {DROPOUT} --deterministic"
 )
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
 pytestmark = pytest.mark.slow
 
@@ -41,25 +38,8 @@ def bad_loss(kind: str) -> tuple[str, str]:
     return injection(kind, points, hits=f"{AT}:cp=0,dp=1,pp=0,tp=0:loss:0")
 
 
-def launch(
-    directory: Path, words: str, *, device: str, launcher: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Start `holdfast train` on a device of this name, and wait."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-    }
-    starter = launcher or (sys.executable,)
-    return subprocess.run(
-        [*starter, "-m", "holdfast_trainer", *SMALL.split(), *words.split()],
-        cwd=directory,
-        env=environment | {"HOLDFAST_DEVICE": device, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def words_of(*texts: str) -> list[str]:
+    return [word for text in (SMALL, *texts) for word in text.split()]
 
 
 def lines_with(text: str, part: str) -> list[str]:
@@ -82,14 +62,20 @@ def exit_codes(text: str) -> list[int]:
 def test_every_verdict_is_an_exit_code_and_training_goes_on_bitwise(
     workplace: Path, kind: str, devices: str, codes: list[int], how: str
 ) -> None:
+    """Each code comes out of our launcher once; starts that end otherwise need no launcher."""
     seed, flags = bad_loss(kind)
-    assert launch(workplace, f"--nproc 2 {seed} --save good", device="a").returncode == 0
-    words = f"--nproc 2 {seed} {flags} {how} --save ck --load ck"
+    good = words_of(seed, "--save good")
+    assert run_on_ranks(2, good, directory=workplace, HOLDFAST_DEVICE="a").codes == [0, 0]
+    words = words_of(seed, flags, how, "--save ck --load ck")
     for device, code in zip(devices, codes, strict=True):
-        ended = launch(workplace, words, device=device)
-        assert ended.returncode == code, ended.stdout + ended.stderr
-        assert len(lines_with(ended.stderr, f"holdfast: exit code {code}: ")) == (code != 0)
-        assert "Traceback" not in ended.stderr
+        if code == 0 or (kind, code) == ("correct_result", 16):
+            ended = run_on_ranks(2, words, directory=workplace, HOLDFAST_DEVICE=device)
+            assert ended.codes == [code, code], ended.printed
+            continue
+        launched = run(["--nproc", "2", *words], directory=workplace, HOLDFAST_DEVICE=device)
+        assert launched.returncode == code, launched.stdout + launched.stderr
+        assert len(lines_with(launched.stderr, f"holdfast: exit code {code}: ")) == 1
+        assert "Traceback" not in launched.stderr
     assert stored(workplace / "ck", STEPS) == stored(workplace / "good", STEPS)
     assert list_steps(PosixStorage(workplace / "ck")) == list(range(1, STEPS + 1))
     verdicts = [each for each in read_report(workplace / "ck/rerun") if each["event"] == "verdict"]
@@ -97,30 +83,31 @@ def test_every_verdict_is_an_exit_code_and_training_goes_on_bitwise(
 
 
 def test_under_torchrun_every_process_ends_with_the_code(workplace: Path) -> None:
-    seed, flags = bad_loss("persistent_error")
-    words = f"{seed} {flags} --save ck --load ck"
-    ended = launch(workplace, words, device="a", launcher=tuple(TORCHRUN))
+    words = words_of(*bad_loss("persistent_error"), "--save ck")
+    ended = run(words, launcher=TORCHRUN, directory=workplace, HOLDFAST_DEVICE="a")
     assert exit_codes(ended.stderr) == [16, 16], ended.stderr
     assert len(lines_with(ended.stderr, "holdfast: exit code 16: ")) == 1
-    ended = launch(workplace, words, device="b", launcher=tuple(TORCHRUN))
-    assert exit_codes(ended.stderr) == [18, 18], ended.stderr
 
 
 def test_another_layout_drops_the_fault_with_one_message_and_goes_on(workplace: Path) -> None:
     seed, flags = bad_loss("persistent_error")
-    assert launch(workplace, f"--nproc 2 {seed} {flags} --save ck", device="a").returncode == 16
-    ended = launch(workplace, f"--nproc 1 {seed} {VALIDATE} --save ck --load ck", device="a")
-    assert ended.returncode == 0, ended.stderr
-    assert len(lines_with(ended.stdout, "under another layout")) == 1
+    words = words_of(seed, flags, "--save ck")
+    assert run_on_ranks(2, words, directory=workplace, HOLDFAST_DEVICE="a").codes == [16, 16]
+    words = words_of(seed, VALIDATE, "--save ck --load ck")
+    ended = run_on_ranks(1, words, directory=workplace, HOLDFAST_DEVICE="a")
+    assert ended.codes == [0], ended.printed
+    assert len(lines_with(ended.printed, "under another layout")) == 1
     assert list_steps(PosixStorage(workplace / "ck"))[-1] == STEPS
 
 
 def test_the_good_checkpoint_is_there_when_the_fault_save_dies(workplace: Path) -> None:
     """Both are of one step; the fault's own directory is not committed yet."""
     seed, flags = bad_loss("correct_result")
-    assert launch(workplace, f"--nproc 2 {seed} {flags} --save ck", device="a").returncode == 16
+    words = words_of(seed, flags, "--save ck")
+    assert run_on_ranks(2, words, directory=workplace, HOLDFAST_DEVICE="a").codes == [16, 16]
     faults = workplace / "ck/rerun/checkpoints"
     (faults / f"iter_{AT - 1:07d}").rename(faults / f".saving-iter_{AT - 1:07d}-abc")
-    ended = launch(workplace, f"--nproc 2 {seed} --save ck --load ck", device="a")
-    assert ended.returncode == 0, ended.stderr
-    assert f"loaded step {AT - 1} from ck" in ended.stdout
+    words = words_of(seed, "--save ck --load ck")
+    ended = run_on_ranks(2, words, directory=workplace, HOLDFAST_DEVICE="a")
+    assert ended.codes == [0, 0], ended.printed
+    assert f"loaded step {AT - 1} from ck" in ended.printed
