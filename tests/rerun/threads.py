@@ -22,18 +22,24 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=20)
-        self.slots: list[Any] = [None] * size
-        self.num_collectives = 0
+        # In turn: nobody writes to a row before everyone has come to the meeting after it, and so
+        # has read it. One wait is then enough for a meeting.
+        self._rows: list[list[Any]] = [[None] * size, [None] * size]
+        self._num_meetings = [0] * size
+        """Of each thread."""
+
+    @property
+    def num_collectives(self) -> int:
+        """How often all of them have met."""
+        return min(self._num_meetings)
 
     def exchange(self, index: int, value: Any) -> list[Any]:
         """Every thread's value."""
-        self.slots[index] = value
+        row = self._rows[self._num_meetings[index] % 2]
+        self._num_meetings[index] += 1
+        row[index] = value
         self.barrier.wait()
-        everyone = list(self.slots)
-        if index == 0:
-            self.num_collectives += 1
-        self.barrier.wait()
-        return everyone
+        return list(row)
 
 
 class ThreadControl:
