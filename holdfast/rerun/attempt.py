@@ -1,4 +1,4 @@
-"""One run of a step on one rank: which validation calls it made, and what they came to."""
+"""One run of a step on one rank: the validation calls it made, and their outcomes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from holdfast.rerun.states import Outcome
 from holdfast.rerun.values import Value, describe, relative_difference
 
 Compare = Callable[[Any, Any], float]
-"""The relative difference of two values: 0.0 for equal ones."""
+"""Returns the relative difference of two values: 0.0 if they are equal."""
 
 
 class Call(NamedTuple):
-    """One validation call of a step: its name, and which of that name it is."""
+    """One validation call of a step: its name, and its number among the calls of that name."""
 
     name: str
     occurrence: int
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Suspect:
-    """A value that was rejected, on the rank that has produced it."""
+    """A value that was rejected, on the rank that computed it."""
 
     value: Value
     why: str
@@ -38,7 +38,7 @@ class Suspect:
 
 
 class RejectedValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A rejected value as other ranks and the report have it."""
+    """A rejected value, as it is sent to other ranks and written to the report."""
 
     call: str
     occurrence: int
@@ -48,7 +48,7 @@ class RejectedValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A rejected value and what a rerun has made of it, as other ranks and the report have it."""
+    """A rejected value and its outcome in a rerun, for other ranks and the report."""
 
     call: str
     occurrence: int
@@ -58,7 +58,7 @@ class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
     fatal: bool
     outcome: Outcome
     difference: float | str | None
-    """Relative; "inf" for values that have nothing in common, None where the call was not made."""
+    """Relative; "inf" if the two values cannot be compared, None if the call was not made."""
     is_same_device: bool
     first_rank: int
     first_host: str
@@ -66,7 +66,7 @@ class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has to say at the end of a run of a step."""
+    """The report of one rank at the end of a run of a step."""
 
     rejected: list[RejectedValue]
     rechecked: list[RecheckedValue]
@@ -76,9 +76,9 @@ class Attempt:
     """The validation calls of one run of a step, on this rank.
 
     Args:
-        suspects: values that were rejected before, by call.
-        confirmed: calls whose rejected value is known to be correct, or was judged already.
-        keeps_values: whether every value is kept, to be compared with those of another run.
+        suspects: values that were rejected in an earlier run, by call.
+        confirmed: calls whose rejected value is known to be correct, or already has a verdict.
+        keeps_values: True to keep every value, for a comparison with another run.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Attempt:
         self._counts: Counter[str] = Counter()
 
     def next_call(self, name: str) -> Call:
-        """The call that is made now."""
+        """Count a validation call, and return it."""
         call = Call(name, self._counts[name])
         self._counts[name] += 1
         return call
@@ -112,7 +112,7 @@ class Attempt:
         tolerance: float,
         compare: Compare | None,
     ) -> None:
-        """Take the value of a call, and why it is rejected; None where it is not."""
+        """Take the value of a call, and the reason for its rejection; None if it is accepted."""
         if self._keeps_values:
             self.values[call] = _kept(value)
         suspect = self.suspects.get(call)
@@ -120,7 +120,7 @@ class Attempt:
             difference = (compare or relative_difference)(suspect.value, value)
             if difference <= tolerance:
                 outcome = Outcome.REPRODUCED
-            else:  # also where a user's own comparison returns NaN
+            else:  # also if a user's own comparison returns NaN
                 outcome = Outcome.GOOD if why is None else Outcome.CHANGED
             self.rechecked[call] = outcome, _kept(value), float(difference)
         elif why is not None and call not in self._confirmed:
@@ -129,7 +129,7 @@ class Attempt:
             )
 
     def report_rejected(self) -> list[RejectedValue]:
-        """The values that were rejected for the first time."""
+        """Return the values that were rejected for the first time."""
         return [
             RejectedValue(
                 call=call.name,
@@ -144,7 +144,7 @@ class Attempt:
     def report_rechecked(
         self, *, is_same_device: bool, first_rank: int, first_host: str, first_device: str
     ) -> list[RecheckedValue]:
-        """The outcomes of the values that were rejected before."""
+        """Return the outcomes of the values that were rejected before."""
         reports = []
         for call, suspect in self.suspects.items():
             outcome, value, difference = self.rechecked.get(call, (Outcome.UNREACHED, None, None))
@@ -169,7 +169,7 @@ class Attempt:
 
 
 def _kept(value: Value) -> Value:
-    """A value that stays what it is, whatever the caller does with a tensor."""
+    """Return a value that no later change of the caller's tensor can reach."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -3,11 +3,12 @@
     Phase 1: a step starts         `begin`, and with a pending fault `_consider_fault`
     Phase 2: it runs               in the caller's loop; `attempt` takes the calls of each run
     Phase 3: all ranks report      `conclude`: nothing was rejected, or the step runs again
-    Phase 4: a rerun is judged     `_follow`: a verdict, another rerun, or another start
-    Phase 5: what is kept          `_keep_fault`: for a process on another device
+    Phase 4: a rerun is judged     `_follow`: a verdict, another rerun, or another restart
+    Phase 5: the fault is kept     `_keep_fault`: for a process on another device
 
-It has no thread and no lock: everything happens in calls of the loop. What is collective is so on
-every path: each rank acts on what `Team` has brought to all of them, never on what it alone knows.
+There are no threads and no locks: everything happens in calls of the loop. A collective method is
+collective on every path: each rank acts on what `Team` has brought to all ranks, never on what it
+alone knows. Otherwise one rank would wait in a collective that the others never enter.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ _WORDS = {
 
 
 class Course:
-    """Where a machine is, and what follows.
+    """The state of a machine, the step that runs, and the fault that waits for a verdict.
 
     Args:
         team: the ranks.
         mode: of the machine.
-        replayed: what is brought back before a rerun.
-        limits: after how many tries it gives up.
+        replayed: restores buffers and random streams before a rerun.
+        limits: numbers of reruns and restarts after which the machine gives up.
         codecs: for batches of a user's own types.
         report_every: steps between two reports on determinism.
-        checkpoints: where fault checkpoints go, for messages.
+        checkpoints: directory of fault checkpoints, for messages.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class Course:
         report_every: int,
         checkpoints: object,
     ) -> None:
-        """Between steps; nothing has run."""
+        """Start between two steps."""
         self.team = team
         self.codecs = codecs
         self.state = State.NOT_RUNNING_YET
         self.decision = Decision()
         self.fault: PendingFault | None = None
-        """The fault that waits for a verdict, as this rank knows it."""
+        """The fault that waits for a verdict, with this rank's part of it."""
         self.judged: set[str] = set()
         """Faults with a verdict, by id."""
         self.learned = Learned()
@@ -95,7 +96,7 @@ class Course:
         self._checkpoints = checkpoints
         self._num_compared = 0
         self._is_checked = False
-        """Whether a first step has shown that buffers can be kept."""
+        """True once a first step has shown that buffers can be kept."""
 
         # Of the step that runs.
         self.step = -1
@@ -109,7 +110,7 @@ class Course:
 
     @property
     def is_running(self) -> bool:
-        """Whether a step runs."""
+        """Return True while a step runs."""
         return self.state in _RUNNING
 
     # Phase 1: a step starts
@@ -118,9 +119,9 @@ class Course:
         """Start a step; return False if a pending fault is judged without a run. Collective."""
         if self.decision.exit_code is not None:
             raise ConfigError(
-                f"step {step}: the machine has asked for an end with exit code "
-                f"{int(self.decision.exit_code)} ({self.decision.message}); save if "
-                f"`decision.save`, and leave the loop"
+                f"step {step}: the machine has decided to end the run with exit code "
+                f"{int(self.decision.exit_code)} ({self.decision.message}); save the state if "
+                f"`decision.save` is True, and leave the loop"
             )
         self.decision = Decision()
         self.step, self.batches = step, batches
@@ -139,7 +140,8 @@ class Course:
                 return False
         suspects: dict[Call, Suspect] = {}
         if loaded is not None and loaded.step == step:
-            # Also if the verdict is known: a source may continue behind the batches of the step.
+            # Even if the verdict is known: a source that saved its position continues behind the
+            # batches of the step, so only the checkpoint still has them.
             loaded.replay_batches(batches)
             self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
             if self.fault is not None:
@@ -156,7 +158,7 @@ class Course:
         at = -1 if self.fault is None else self.fault.step
         self._fault_id, history, is_one = self.team.consider(self.fault)
         if not is_one:
-            return self._drop_fault("ranks have loaded contexts of different faults")
+            return self._drop_fault("the ranks have loaded different faults")
         if history.verdict:
             return self._drop_fault(f"its verdict is known: {_WORDS[Verdict(history.verdict)]}")
         if at != step:
@@ -168,8 +170,8 @@ class Course:
             self.fault = None
             return self._decide(
                 ExitCode.UNDECIDED,
-                f"step {at}: {num_restarts} starts from its checkpoint have ended without a "
-                f"verdict: {_WORDS[Verdict.UNDECIDED]}",
+                f"step {at}: {num_restarts} starts from its checkpoint ended without a verdict: "
+                f"{_WORDS[Verdict.UNDECIDED]}",
                 verdict=Verdict.UNDECIDED,
             )
         self._num_restarts = num_restarts + 1
@@ -178,7 +180,7 @@ class Course:
         return None
 
     def _drop_fault(self, why: str) -> None:
-        """Leave the pending fault: the step runs as any other."""
+        """Drop the pending fault; the step runs like any other."""
         step = -1 if self.fault is None else self.fault.step
         self.record("dropped", why=why)
         self.enter(Event.DROPPED)
@@ -195,7 +197,7 @@ class Course:
         )
 
     def _run_again(self, suspects: dict[Call, Suspect]) -> bool:
-        """Bring everything back to the start of the step, for another run in place."""
+        """Restore everything to the start of the step, for another run in place."""
         self.enter(Event.REJECTED)
         self.learned.discard()
         self._num_reruns += 1
@@ -241,12 +243,12 @@ class Course:
         return self._follow(judgement, evidence)
 
     def _accept(self) -> None:
-        """No value was rejected."""
+        """Accept the step: no rank has rejected a value."""
         self.learned.commit()
         self.enter(Event.ACCEPTED)
         if not self._is_checked:
-            # Batches are kept as they are taken. Buffers are only needed at a fault: then it is too
-            # late to find out that one cannot be kept.
+            # Batches are kept as they are taken. Buffers are kept only at a fault, which would be
+            # too late to find out that one of them cannot be.
             self._replayed.kept(codecs=self.codecs)
             self._is_checked = True
 
@@ -268,14 +270,14 @@ class Course:
         return False
 
     def _refuse_other_iterators(self, evidence: Evidence) -> None:
-        """ConfigError, on all ranks, if a rerun could not have the same batches. Collective."""
+        """Raise ConfigError on all ranks if a rerun could not get the same batches. Collective."""
         error: HoldfastError | None = None
         batches = self.batches
         if batches is not None and not isinstance(batches, ReplayableBatches):
             error = ConfigError(
                 f"step {self.step}: {evidence.describe_rejected()}; the step cannot run again, "
-                f"because `attempts` was given {kind_of(batches)}, which cannot be rewound: give "
-                f"it machine.replayable(iterator)"
+                f"because `attempts` was given {kind_of(batches)}, which cannot be rewound; pass "
+                f"machine.replayable(iterator)"
             )
         self.team.agree(error, phase="batches")
 
@@ -290,7 +292,7 @@ class Course:
     # Phase 4: a rerun is judged
 
     def _follow(self, judgement: Judgement, evidence: Evidence) -> bool:
-        """Do what a judgement says; return whether the step is run again. Collective."""
+        """Act on a judgement; return whether the step is run again. Collective."""
         values = evidence.rechecked(judgement.verdicts)
         is_in_place = self.state is State.RERUNNING_IN_PLACE
         self.record("rerun_in_place" if is_in_place else "rerun_from_checkpoint", values=values)
@@ -303,10 +305,12 @@ class Course:
             self.enter(judgement.event)
             self._decide(
                 judgement.exit_code,
-                f"{message}: nothing was decided by this start ({self._num_restarts} of "
-                f"{self._limits.max_restarts}); start once more on other devices",
+                f"{message}: this start ({self._num_restarts} of {self._limits.max_restarts}) "
+                f"decided nothing; start once more on other devices",
             )
             return False
+        # The verdict is recorded before the loop hears of it: if the process dies in between, the
+        # next start finds it in the report, and does not run the step again.
         verdict = heaviest([each for each in judgement.verdicts if each is not None])
         devices = evidence.suspect_devices(judgement.verdicts)
         if verdict is not None:
@@ -317,11 +321,12 @@ class Course:
         message += f": {_WORDS[verdict]}{blamed and f' of {blamed}'}"
         self.fault = None
         has_new = bool(evidence.new_is_fatal)
-        if has_new:  # another fault, with an id of its own
+        if has_new:  # another fault, with its own id
             self._fault_id = self.team.name_fault()
             self.record("rejected", values=evidence.rejected())
             message += f"; {evidence.describe_rejected()}"
         if judgement.event is Event.REJECTED:
+            # Calls with a verdict: rejecting their values once more would be a fault without end.
             self._confirmed |= {
                 call
                 for call, (outcome, _, _) in self.attempt.rechecked.items()
@@ -355,7 +360,7 @@ class Course:
         self.team.say(f"{message}: {ending}")
 
     def enter(self, event: Event) -> None:
-        """Go to the state that follows."""
+        """Go to the state that follows after an event."""
         self.state = next_state(self.state, event)
 
     def record(self, event: str, **fields: Any) -> None:
@@ -363,11 +368,11 @@ class Course:
         self.team.record(event, step=self.step, fault=self._fault_id, **fields)
 
     def _record_verdict(self, verdict: Verdict, **fields: Any) -> None:
-        """Add to the report what the fault of this step was. Collective."""
+        """Add the verdict on the fault of this step to the report. Collective."""
         self.team.record_verdict(verdict, step=self.step, fault=self._fault_id, **fields)
         self.judged.add(self._fault_id)
 
-    # Phase 5: what is kept for another process
+    # Phase 5: the fault is kept for another process
 
     def load_fault(self, fault: PendingFault) -> None:
         """Take the pending fault of a checkpoint: its step is to run again."""
@@ -375,12 +380,13 @@ class Course:
         self.enter(Event.LOADED)
 
     def forget_fault(self) -> None:
-        """Go back to between steps, whatever is pending: another state is loaded."""
+        """Drop any pending fault, because another state is loaded; no step runs then."""
         self.state, self.fault = State.NOT_RUNNING_YET, None
 
     def _keep_fault(self, judgement: Judgement, evidence: Evidence) -> None:
         """Keep what a new process needs to run the step again on another device."""
         rechecked, batches = self.attempt.rechecked, self.batches
+        # The caller saves now: the state has to be that of the start of the step.
         self._replayed.restore()
         self.learned.discard()
         here = self.team.here

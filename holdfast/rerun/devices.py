@@ -1,4 +1,4 @@
-"""Which device a process computes on, as something that two processes can compare."""
+"""The device that a process computes on, in a form that two processes can compare."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 DEVICE_VARIABLE = "HOLDFAST_DEVICE"
-"""Environment variable that names the device of a process, where the machine hides which it is."""
+"""Environment variable that names the device of a process, for hosts that hide its identity."""
 _CPU = "cpu"
 
 
@@ -19,9 +19,9 @@ class DeviceIdentity:
     """A device that values are computed on.
 
     Args:
-        host: name of the machine.
-        uuid: of the device: what the driver calls it, or what `HOLDFAST_DEVICE` says; "cpu" for the
-            processors of the host.
+        host: name of the host.
+        uuid: of the device, from the driver or from `HOLDFAST_DEVICE`; "cpu" for the processors of
+            the host.
     """
 
     host: str
@@ -29,13 +29,13 @@ class DeviceIdentity:
 
     @classmethod
     def of(cls, device: torch.device | None = None) -> DeviceIdentity:
-        """The identity of a device of this process.
+        """Return the identity of a device of this process.
 
         Args:
             device: default: the current CUDA device if there is one, else the CPU.
 
-        The environment variable `HOLDFAST_DEVICE` overrides what is known of it: for virtual
-        machines that hide their devices, and to try things out on one.
+        The environment variable `HOLDFAST_DEVICE` overrides it: for virtual machines that hide
+        their devices, and to try things out on a single device.
         """
         host = socket.gethostname()
         named = os.environ.get(DEVICE_VARIABLE, "")
@@ -50,17 +50,17 @@ class DeviceIdentity:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, str]) -> DeviceIdentity:
-        """Inverse of `to_dict`."""
+        """Return the identity that `to_dict` has written."""
         return cls(host=data["host"], uuid=data["uuid"])
 
     def to_dict(self) -> dict[str, str]:
-        """Plain text."""
+        """Return host and uuid as plain text, for JSON."""
         return {"host": self.host, "uuid": self.uuid}
 
     def is_same(self, other: DeviceIdentity) -> bool:
-        """Whether both are one device.
+        """Return True if both are one device.
 
-        A device with a name of its own is the same on whatever host it seems to be: containers
-        change the names of hosts. Processors are those of their host.
+        A uuid identifies a device whatever the host is called: containers change the names of
+        hosts. "cpu" is not such a uuid, so processors are the same only if their hosts are.
         """
         return self.uuid == other.uuid and (self.uuid != _CPU or self.host == other.host)

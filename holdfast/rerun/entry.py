@@ -1,13 +1,13 @@
-"""What a machine has in a checkpoint: an entry for each rank, of plain values and tensors.
+"""The machine's entry in a checkpoint: one for each rank, of plain values and tensors.
 
     version     of this form
-    learned     call -> what rules have learned of it, a tensor of constant length
-    injector    what was injected where; None without an injector
+    learned     call -> magnitudes of its accepted values, a tensor of constant length
+    injector    the errors that were injected; None without an injector
     statistics  differences between two runs, by call
-    fault       the pending fault with all that a rerun needs, see `PendingFault`; None without one
+    fault       the pending fault and everything that its rerun needs, see `PendingFault`; or None
 
 Saves without a pending fault have the same leaves from step to step, so that one plan serves them
-all. A pending fault adds leaves of its own below `fault`: batches have any number and shape.
+all. A pending fault adds its own leaves below `fault`: batches have any number and shape.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION = 1
 
 
 class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A suspect value; the value as `keep_tree` makes it."""
+    """A suspect as it is stored: its value is in the form that `keep_tree` returns."""
 
     call: str
     occurrence: int
@@ -52,16 +52,16 @@ class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault without a verdict as one rank knows it, and what its rerun needs.
+    """One rank's part of a fault without a verdict, and everything that its rerun needs.
 
     Args:
         fault: its id, the same on all ranks.
-        step: that was bad.
+        step: the number of the step that was bad.
         rank, coordinate, host, device: of the rank that has written this.
         suspects: the values of this rank that were bad twice.
-        batches: of the step, see `ReplayableBatches.kept`; None if the loop takes none from the
-            machine.
-        replayed: what `Replayed.kept` returns, of the start of the step.
+        batches: of the step, see `ReplayableBatches.kept`; None if the loop does not take its
+            batches from the machine.
+        replayed: random streams and buffers at the start of the step, see `Replayed.kept`.
     """
 
     fault: str
@@ -75,7 +75,7 @@ class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
     replayed: Any
 
     def suspects_by_call(self, *, codecs: Codecs) -> dict[Call, Suspect]:
-        """Return the suspects with their values."""
+        """Return the suspects with their values revived."""
         return {
             Call(each.call, each.occurrence): Suspect(
                 value=revive_tree(each.value, path=f"value '{each.call}'", codecs=codecs),
@@ -87,24 +87,24 @@ class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def replay_batches(self, batches: object) -> None:
-        """Let `batches` start with the kept ones.
+        """Make `batches` start with the kept ones.
 
         Raises:
-            ConfigError: they cannot be replayed.
+            ConfigError: `batches` cannot replay.
         """
         if self.batches is None:
             return
         if not isinstance(batches, ReplayableBatches):
             raise ConfigError(
                 f"step {self.step}: the checkpoint holds a pending fault and the batches of its "
-                f"step, which have to be used again, but `attempts` was given "
-                f"{kind_of(batches)}: give it machine.replayable(iterator)"
+                f"step, which must be used again, but `attempts` was given {kind_of(batches)}; "
+                f"pass machine.replayable(iterator)"
             )
         batches.replay_kept(self.batches)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's machine has in a checkpoint; see the top of this file."""
+    """The entry of one rank; its fields are described at the top of this file."""
 
     version: int = _VERSION
     learned: dict[str, Any] = {}
@@ -125,10 +125,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         """Return the entry of a tree.
 
         Raises:
-            CorruptionError: it is not of this form, or of a newer one.
+            CorruptionError: the tree is not an entry, or of another version.
         """
         if not isinstance(tree, dict) or tree.get("version") != _VERSION:
-            raise CorruptionError("the entry is of a form that this version does not know")
+            raise CorruptionError("the entry has a form that this version does not know")
         try:
             return msgspec.convert(tree, cls)
         except msgspec.ValidationError as error:
@@ -136,14 +136,15 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pick_entries(request: PerRankRequest) -> tuple[PerRankSource, bool]:
-    """Which entries a rank reads, and whether it is its own.
+    """Return the entries that a rank reads, and True if that is its own one.
 
-    Under another layout it is one of each pipeline stage: a pending fault is of no use there, but
-    what rules have learned is.
+    Under another layout a rank reads one entry of each pipeline stage. A pending fault is useless
+    there, but what rules have learned is not.
     """
     here = request.here
     if _is_of_layout(request.stored, layout=request.layout, axes=request.axes, path=request.path):
         return PerRankSource(labels=(here,), here=here, is_picked=True), True
+    # The first label of each stage by coordinate, so that every rank picks the same ones.
     first: dict[int, tuple[list[int], str]] = {}
     for label in request.stored:
         at = parse_label(label)
@@ -157,11 +158,11 @@ def pick_entries(request: PerRankRequest) -> tuple[PerRankSource, bool]:
 def _is_of_layout(
     labels: Mapping[str, Any], *, layout: Layout, axes: Sequence[str], path: str
 ) -> bool:
-    """Return whether these are the labels of all ranks of a layout."""
+    """Return True if these are the labels of all ranks of a layout."""
     mine = {coordinate_label(layout, rank, axes, path=path) for rank in layout.ranks}
     return set(labels) == mine
 
 
 def kind_of(batches: object) -> str:
-    """What a caller has given for batches, in words."""
+    """Return in words what a caller has passed as batches."""
     return "no batches" if batches is None else f"a {type(batches).__name__}"

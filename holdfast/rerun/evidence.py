@@ -1,4 +1,4 @@
-"""What all ranks have reported of a run of a step: for the verdict, the report and a person."""
+"""The reports of all ranks on one run of a step: for the verdict, the report and a person."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NAMED = 4
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank runs."""
+    """The host and the device that a rank runs on."""
 
     rank: int
     coordinate: str
@@ -27,7 +27,7 @@ class Evidence:
 
     Args:
         places: of all ranks, in order.
-        payloads: `AttemptReport` of each, as msgpack; empty where there is nothing to report.
+        payloads: `AttemptReport` of each, as msgpack; empty if it has nothing to report.
     """
 
     def __init__(self, places: Sequence[Place], payloads: Sequence[bytes]) -> None:
@@ -39,19 +39,19 @@ class Evidence:
 
     @property
     def new_is_fatal(self) -> list[bool]:
-        """Of each value that was rejected for the first time, whether it is fatal."""
+        """For each value that was rejected for the first time, True if it is fatal."""
         return [each.fatal for _, report in self._reports for each in report.rejected]
 
     @property
     def rechecks(self) -> list[Recheck]:
-        """Of each value that was rejected before, what a verdict depends on."""
+        """For each value that was rejected before, what a verdict depends on."""
         return [
             Recheck(outcome=each.outcome, fatal=each.fatal, is_same_device=each.is_same_device)
             for _, each in self._rechecked()
         ]
 
     def rejected(self) -> list[dict[str, Any]]:
-        """The values that were rejected for the first time, for the report."""
+        """Return the values that were rejected for the first time, for the report."""
         return [
             {**msgspec.structs.asdict(place), **msgspec.structs.asdict(each)}
             for place, report in self._reports
@@ -59,7 +59,7 @@ class Evidence:
         ]
 
     def rechecked(self, verdicts: Sequence[Verdict | None]) -> list[dict[str, Any]]:
-        """The values that were rejected before, with their verdicts, for the report."""
+        """Return the values that were rejected before, with their verdicts, for the report."""
         return [
             {
                 **msgspec.structs.asdict(place),
@@ -71,7 +71,7 @@ class Evidence:
         ]
 
     def describe_rejected(self) -> str:
-        """Which values were rejected, whose and why, for a person."""
+        """Describe for a person which values were rejected, on which ranks and why."""
         return _joined(
             [
                 f"'{each.call}' on rank {place.rank} ({place.host}, {place.device}) is "
@@ -82,11 +82,11 @@ class Evidence:
         )
 
     def describe_rechecked(self) -> str:
-        """The outcomes of the values that were rejected before, for a person."""
+        """Describe for a person the outcomes of the values that were rejected before."""
         return _joined([_sentence(place, each) for place, each in self._rechecked()])
 
     def suspect_devices(self, verdicts: Sequence[Verdict | None]) -> list[str]:
-        """The devices that persistent errors were on."""
+        """Return the devices that produced persistent errors, each once."""
         pairs = zip(self._rechecked(), verdicts, strict=True)
         names = {
             f"{each.first_host}, {each.first_device} (rank {each.first_rank} then)": None
@@ -100,7 +100,7 @@ class Evidence:
 
 
 def _sentence(place: Place, each: RecheckedValue) -> str:
-    """One value in a rerun, in words."""
+    """Describe one value in a rerun."""
     where = f"'{each.call}' on rank {place.rank} ({place.host}, {place.device})"
     if each.outcome is Outcome.UNREACHED:
         return f"{where} was {_shown(each.before)}, and was not validated again"
@@ -116,7 +116,7 @@ def _sentence(place: Place, each: RecheckedValue) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as `describe` has it, short."""
+    """Return what `describe` has made of a value as a short text."""
     if not isinstance(value, Mapping):
         text = f"{value:g}" if isinstance(value, float) else str(value)
     elif "shape" not in value:
@@ -132,7 +132,7 @@ def _shown(value: object) -> str:
 
 
 def _joined(sentences: Sequence[str]) -> str:
-    """The first ones, and how many more there are."""
+    """Join the first sentences, and say how many more there are."""
     more = len(sentences) - _MAX_NAMED
     shown = "; ".join(sentences[:_MAX_NAMED])
     return shown if more <= 0 else f"{shown}; and {more} more"

@@ -1,4 +1,4 @@
-"""Errors on purpose, to try out everything from a rejected value to a verdict."""
+"""Deliberate errors, to try out everything from a rejected value to a verdict."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.values import Value
 
 ErrorKind = Literal["correct_result", "transient_error", "persistent_error"]
-"""Whose fault an injected error looks like."""
+"""The verdict that an injected error should get."""
 
 
 class ErrorInjector:
-    """Makes validated values bad now and then: NaN, as a fault of the kind would.
+    """Replaces a validated value by NaN now and then, as a fault of the given kind would.
 
-    Which call of which step on which coordinate is hit depends on the seed alone, so a rerun, or
-    another process, hits the same ones. Only the value that is validated changes, never the
-    training itself.
+    The seed alone decides which call of which step on which coordinate is hit, so a rerun or
+    another process hits the same ones. Only the value that is validated changes, never the training
+    itself.
 
     Args:
-        rate: one in so many validation calls, on average; 0 for none.
+        rate: one of `rate` validation calls is hit on average; 0 for none.
         kind: "transient_error": bad in the first run only, once. "persistent_error": bad whenever
             the device is the one on which it was bad first. "correct_result": bad everywhere.
         seed: of the choice.
 
     Raises:
-        ConfigError: a rate below 0, or an unknown kind.
+        ConfigError: `rate` is not an integer of at least 0, or `kind` is unknown.
     """
 
     def __init__(self, rate: int, kind: ErrorKind = "transient_error", *, seed: int = 0) -> None:
-        """Nothing has been injected."""
+        """Start without any injected error."""
         self.rate = check_int(rate, name="ErrorInjector: rate", least=0)
         check_choice(kind, name="ErrorInjector: kind", choices=get_args(ErrorKind))
         self.kind = kind
@@ -44,7 +44,7 @@ class ErrorInjector:
         self._settled: set[str] = set()
 
     def is_hit(self, point: str) -> bool:
-        """Whether the seed chooses a point."""
+        """Return True if the seed chooses a point."""
         if self.rate == 0:
             return False
         digest = hashlib.blake2b(f"{self.seed}:{point}".encode(), digest_size=8).digest()
@@ -53,13 +53,13 @@ class ErrorInjector:
     def injected(
         self, point: str, *, is_rerun: bool, device: DeviceIdentity, value: Value
     ) -> Value:
-        """The value, or a bad one of the same shape.
+        """Return the value, or NaN of the same shape.
 
         Args:
-            point: names the call, the step and the rank's coordinate.
-            is_rerun: whether the step runs again.
+            point: names the call, the step and the rank's coordinate, see `point_of`.
+            is_rerun: True if the step runs again.
             device: of this process.
-            value: what was computed.
+            value: the value that was computed.
         """
         if point in self._settled or not self.is_hit(point):
             return value
@@ -78,14 +78,14 @@ class ErrorInjector:
         self._settled.update(points)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was injected where; plain values."""
+        """Return the injected errors as plain values."""
         return {
             "devices": {point: each.to_dict() for point, each in self._devices.items()},
             "settled": sorted(self._settled),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state; points that are settled here stay so."""
+        """Load what `state_dict` has returned; points that are settled here stay settled."""
         self._devices = {
             point: DeviceIdentity.from_dict(each) for point, each in state["devices"].items()
         }
@@ -93,12 +93,12 @@ class ErrorInjector:
 
 
 def point_of(step: int, coordinate: str, call: str, occurrence: int) -> str:
-    """The name of one validation call of one rank in one step."""
+    """Return the name of one validation call of one rank in one step."""
     return f"{step}:{coordinate}:{call}:{occurrence}"
 
 
 def _bad(value: Value) -> Value:
-    """A value of the same form that is not one."""
+    """Return NaN in the form of a value."""
     if not isinstance(value, torch.Tensor):
         return math.nan
     is_inexact = value.is_floating_point() or value.is_complex()

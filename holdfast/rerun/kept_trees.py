@@ -1,12 +1,12 @@
-"""The one form in which the machine keeps a tree: plain values, and tensors that a save finds.
+"""The form in which the machine keeps a tree: plain values, and tensors that a save finds.
 
-    keep_tree(batch)  ->  a tree of what JSON can hold, and of tensors with memory of their own
+    keep_tree(batch)  ->  a tree of values that JSON can hold, and of tensors with their own memory
     revive_tree(kept) ->  the batch again, each time in new memory
 
 A batch, a suspect value, a buffer: each is kept in this form from the moment it is taken, in the
 process and in a checkpoint. A state flattens it as it flattens any other tree, so its tensors are
-leaves with keys and digests. The walk over containers, and types that a user has registered, are
-those of `holdfast.format.values`; this file adds what a tensor is besides its elements:
+leaves with keys and digests. `holdfast.format.values` walks containers and types that a user has
+registered; this file adds the properties that a tensor has besides its elements:
 
     {"$": "tensor", "v": memory, "dtype", "device", "kind", "offset", "shape", "strides"}
     {"$": "array", "v": memory, …, "code": the dtype of NumPy if the tensor does not imply it}
@@ -36,9 +36,13 @@ from holdfast.state.tensor_elements import (
 )
 
 _ALIGNMENT = 16
-"""Bytes; a multiple of the size of every element, so that offsets stay whole elements."""
+"""Bytes; a multiple of the size of every element, so that offsets stay whole elements.
+
+The largest element is complex128. A cluster starts at such a multiple of its storage, whatever
+dtypes its views have, and each view counts its offset in its own elements.
+"""
 _LONG_TEXT = 1024
-"""Texts and bytes from this length on become tensors: a manifest is no place for a JPEG."""
+"""Texts and bytes of at least this length become tensors: a JPEG would bloat the manifest."""
 _TEXTS = (str, bytes, bytearray)
 _SPARSE_LAYOUTS = {
     str(layout).removeprefix("torch."): layout
@@ -53,8 +57,8 @@ def keep_tree(tree: object, *, path: str, codecs: Codecs) -> Node:
     """Return a tree in the form that is kept; it shares no memory with the original.
 
     Tensors keep dtype, strides, device type and `requires_grad`. Those that overlap in memory
-    overlap again when they are revived. A view of a larger tensor costs what it shows. Objects
-    other than tensors that occur twice are kept twice.
+    overlap again when they are revived. A view of a larger tensor costs only the elements that it
+    shows. Objects other than tensors that occur twice are kept twice.
 
     Args:
         tree: a batch, or anything else.
@@ -62,15 +66,15 @@ def keep_tree(tree: object, *, path: str, codecs: Codecs) -> Node:
         codecs: the types beyond the built-in ones.
 
     Raises:
-        ConfigError: naming the place and the type of what cannot be kept, and the fix.
+        ConfigError: a value cannot be kept; the message names its place, its type and the fix.
 
-    Cost: time and memory of the tree; a CUDA device is not waited for.
+    Cost: time and memory of the tree; it does not wait for a CUDA device.
     """
     keeper = _Keeper(codecs)
     try:
         node = encode_tree(tree, path=path, codecs=codecs, on_leaf=keeper.leaf)
     except PlacementError as error:
-        # Nothing in a batch can be marked.
+        # A batch has no markers, so the advice of the walk to use one would not help here.
         reason = error.details.get("without_markers", error)
         raise ConfigError(
             f"this cannot be kept for a rerun: {reason}. Codecs are passed to RerunMachine and "
@@ -78,13 +82,14 @@ def keep_tree(tree: object, *, path: str, codecs: Codecs) -> Node:
         ) from error
     with torch.no_grad():
         keeper.copy_memory()
-    # The keys that a save will give them: it would refuse two alike, when the fault has happened.
+    # The keys that a save will give them. It would refuse two that are the same, but only when the
+    # fault has happened.
     names = Counter(name for name, _ in instances_in(node, torch.Tensor, path))
     name, number = names.most_common(1)[0] if names else ("", 0)
     if number > 1:
         raise ConfigError(
-            f"this cannot be kept for a rerun: two of its tensors would have the key {name!r} (a "
-            f"name with a dot in it, or a number and the same number as text?); rename one"
+            f"this cannot be kept for a rerun: two of its tensors would have the key {name!r} (is "
+            f"there a name with a dot in it, or a number and the same number as text?); rename one"
         )
     return node
 
@@ -92,10 +97,10 @@ def keep_tree(tree: object, *, path: str, codecs: Codecs) -> Node:
 def revive_tree(node: Any, *, path: str, codecs: Codecs) -> Any:
     """Return a kept tree as it was, in new memory; it can be revived any number of times.
 
-    Tensors of a CUDA device come to the current one, or to the host if there is none.
+    Tensors of a CUDA device are put on the current one, or on the host without CUDA.
 
     Raises:
-        CorruptionError: the node is not one that `keep_tree` makes.
+        CorruptionError: `keep_tree` does not return such a node.
         MismatchError: a dataclass, enum or codec is not registered here, or has changed.
     """
     with torch.no_grad():
@@ -103,17 +108,17 @@ def revive_tree(node: Any, *, path: str, codecs: Codecs) -> Any:
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are in one run of memory, by offset and strides."""
+    """Return True if offset and strides tell where in one storage the elements are."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has a layout of indices and values."""
+    """Return True if the tensor has a layout of indices and values."""
     return tensor.layout in _SPARSE_LAYOUTS.values()
 
 
 def members_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The indices and, last, the values of a sparse tensor, detached; they share its memory."""
+    """Return the indices and, last, the values of a sparse tensor, detached, in its memory."""
     detached = tensor.detach()
     if detached.layout is torch.sparse_coo:
         # The public methods refuse a tensor that is not coalesced.
@@ -124,15 +129,20 @@ def members_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _Keeper:
-    """One walk: the nodes of tensors, whose memory is copied when all of them are known."""
+    """One walk over a tree.
+
+    Phase 1: `leaf` makes a node for each tensor, and notes which view of which storage it is.
+    Phase 2: `copy_memory` copies the memory, when all views of each storage are known.
+    """
 
     def __init__(self, codecs: Codecs) -> None:
         self._codecs = codecs
         self._views: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        """Each tensor, kept alive so that no other gets its address, and its node."""
+        """Each tensor and its node. The tensors stay alive: a freed one could give its address to
+        the next, which would pass for a view of the same storage."""
 
     def leaf(self, path: str, value: object) -> Node:
-        """The node of a tensor, an array or a long text; None for anything else."""
+        """Return the node of a tensor, an array or a long text; None for anything else."""
         if isinstance(value, _TEXTS):
             if type(value) not in _TEXTS or len(value) < _LONG_TEXT:
                 return None
@@ -160,7 +170,11 @@ class _Keeper:
         )
 
     def _view(self, path: str, tensor: torch.Tensor, node: dict[str, Any]) -> dict[str, Any]:
-        """A node that `copy_memory` completes; PlacementError for a dtype without a name."""
+        """Return a node that `copy_memory` completes.
+
+        Raises:
+            PlacementError: the dtype has no name.
+        """
         plain = tensor.detach().resolve_conj().resolve_neg()
         node["dtype"] = dtype_name(plain.dtype, key=path)
         node["device"] = plain.device.type
@@ -168,7 +182,7 @@ class _Keeper:
         return node
 
     def copy_memory(self) -> None:
-        """Copy what the tensors show, and complete their nodes."""
+        """Copy the bytes that the tensors show, and complete their nodes."""
         for cluster in _clusters(self._views):
             if len(cluster) == 1:
                 ((tensor, node),) = cluster
@@ -198,7 +212,7 @@ class _Reviver:
         self._copies: dict[int, torch.Tensor] = {}
 
     def leaf(self, path: str, node: dict[str, Any]) -> object:
-        """What a node of `_Keeper` stands for."""
+        """Return the tensor, array or text of a node that `_Keeper` has made."""
         try:
             return self._leaf(path, node)
         except (RuntimeError, AttributeError, IndexError) as error:  # from torch, of odd numbers
@@ -226,11 +240,11 @@ class _Reviver:
         return tensor.requires_grad_(node["kind"] == "requires grad")
 
     def _view(self, node: dict[str, Any]) -> torch.Tensor:
-        """A tensor in a copy of its memory."""
+        """Return a tensor as a view of a copy of its memory."""
         memory = node["v"]
         if id(memory) not in self._copies:
             copy = memory.clone()
-            # What a load brings is on the host.
+            # A load puts every tensor on the host.
             is_elsewhere = node["device"] == "cuda" and copy.device.type == "cpu"
             self._copies[id(memory)] = (
                 copy.cuda() if is_elsewhere and torch.cuda.is_available() else copy
@@ -253,7 +267,7 @@ class _Reviver:
 def _complete(
     node: dict[str, Any], memory: torch.Tensor, *, offset: int, like: torch.Tensor
 ) -> None:
-    """Note in a node which view of the memory its tensor is; `offset` counts its own elements."""
+    """Note in a node which view of the memory its tensor is; `offset` is in its elements."""
     node |= {
         "v": memory,
         "offset": offset,
@@ -263,7 +277,7 @@ def _complete(
 
 
 def _sparse_tensor(node: dict[str, Any], members: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sparse tensor of its members; RuntimeError if indices are out of range."""
+    """Return the sparse tensor of its members; RuntimeError if indices are out of range."""
     layout, shape = _SPARSE_LAYOUTS[node["layout"]], tuple(node["shape"])
     if layout is torch.sparse_coo:
         indices, values = members
@@ -277,17 +291,17 @@ def _sparse_tensor(node: dict[str, Any], members: Sequence[torch.Tensor]) -> tor
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    """What a tensor is besides its elements."""
+    """Return the kind of a tensor: a parameter or not, with or without a gradient."""
     if type(tensor) is nn.Parameter:
         return "parameter" if tensor.requires_grad else "frozen parameter"
     return "requires grad" if tensor.requires_grad else "plain"
 
 
 def _check_plain(path: str, tensor: torch.Tensor) -> None:
-    """PlacementError for a tensor that is more than views of memory."""
+    """Raise PlacementError if a tensor has properties that its elements do not tell."""
     if tensor.grad_fn is not None:
         raise PlacementError(
-            f"{path}: a tensor of shape {list(tensor.shape)} with a backward "
+            f"{path}: a tensor of shape {list(tensor.shape)} has a backward "
             f"({type(tensor.grad_fn).__name__}), which cannot run twice; yield tensor.detach(), "
             f"and compute what needs gradients in the model"
         )
@@ -303,18 +317,20 @@ def _check_plain(path: str, tensor: torch.Tensor) -> None:
         problem = f"with {what}"
     if problem:
         raise PlacementError(
-            f"{path}: a tensor {problem} cannot be kept as its elements alone; have plain "
-            f"tensors there, and convert them where they are used, or register a Codec for its type"
+            f"{path}: a tensor {problem} cannot be kept, because its elements alone do not restore "
+            f"it; yield plain tensors and convert them in the step, or register a Codec for its "
+            f"type"
         )
 
 
 def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Of a tensor with elements, the distance from its first to its last one in memory."""
+    """Return the distance in memory from the first element of a tensor to its last one."""
+    # Strides of torch are never negative: the last index of every dim is the last one in memory.
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its storage, and the one behind its last."""
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if not tensor.numel():
@@ -325,13 +341,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _clusters(
     views: Sequence[tuple[torch.Tensor, dict[str, Any]]],
 ) -> Iterator[list[tuple[torch.Tensor, dict[str, Any]]]]:
-    """Tensors whose bytes overlap, directly or through others, with their nodes."""
+    """Yield groups of tensors whose bytes overlap, directly or through others, with their nodes."""
     by_storage: dict[tuple[torch.device, int], list[tuple[torch.Tensor, dict[str, Any]]]] = {}
     for tensor, node in views:
         key = tensor.device, tensor.untyped_storage().data_ptr()
         by_storage.setdefault(key, []).append((tensor, node))
     for sharing in by_storage.values():
-        # By their first bytes: one that begins behind the end of all before it opens a cluster.
+        # A sweep by first bytes: a tensor that starts behind the end of all before it overlaps none
+        # of them, and neither does any tensor after it. So it opens the next cluster.
         cluster: list[tuple[torch.Tensor, dict[str, Any]]] = []
         end = 0
         for view in sorted(sharing, key=lambda each: _span(each[0])):

@@ -1,8 +1,8 @@
-"""The rerun machine: what a training loop sees of it, and what a checkpoint holds of it.
+"""The rerun machine: the interface for a training loop, and a part of the state.
 
 A loop asks `attempts` for the runs of a step, shows its values to `validate`, and does what
-`decision` says. What follows from a rejected value is in `course.py`; what the ranks tell each
-other, and the report, in `team.py`.
+`decision` says. `course.py` has everything that follows from a rejected value; `team.py` has the
+messages between ranks and the report.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from holdfast.state.markers import PerRank
 
 
 class RerunMachine(OptionalPart):
-    """Runs a step again if a value was rejected, and tells what the fault was.
+    """Runs a step again if a value was rejected, and finds out what the fault was.
 
         machine = RerunMachine(groups, directory="ckpt/rerun", replayed=Replayed(modules=[model]))
         batches = machine.replayable(loader)
@@ -59,21 +59,25 @@ class RerunMachine(OptionalPart):
                 ...  # save if machine.decision.save, then sys.exit(machine.decision.exit_code)
             optimizer.step()
 
-    It belongs to one model and its groups; several machines in one process know nothing of each
-    other. It is a part of the state (`{"rerun": machine}`) that a checkpoint may lack. Making one
-    is collective.
+    A step has five phases, in this order: `attempts` starts it; `validate` takes the values of each
+    run; at the end of a run all ranks report; a rerun is judged; a value that was bad twice is kept
+    for a rerun in another process. `course.py` names the method of each.
+
+    A machine belongs to one model and its groups; several machines in one process know nothing of
+    each other. It is a part of the state (`{"rerun": machine}`) that a checkpoint may lack. The
+    constructor is collective.
 
     Args:
-        groups: of the model; their control carries what the ranks tell each other.
+        groups: of the model; their control carries the messages between the ranks.
         mode: see `Mode`.
-        directory: of the report and of fault checkpoints; one for each machine. Needed in mode
+        directory: of the report and of fault checkpoints; one for each machine. Required in mode
             `validate_results`.
-        replayed: what is brought back before a rerun; default: the global random streams.
+        replayed: restores what a run changes before a rerun; default: the global random streams.
         name: of the machine, in messages.
-        device: of this process; default: from its current device, see `DeviceIdentity`.
-        limits: after how many tries it gives up.
-        skip_rejected: whether a step that one rank has rejected in two jobs, by the report, is
-            skipped from then on (`skips`).
+        device: of this process; default: its current device, see `DeviceIdentity`.
+        limits: numbers of reruns and restarts after which the machine gives up.
+        skip_rejected: True to skip a step from then on (see `skips`) if, by the report, one rank
+            has rejected it in two jobs.
         injector: makes values bad, to try everything out.
         report_every: steps between two reports on determinism.
         codecs: for batches of a user's own types.
@@ -83,8 +87,8 @@ class RerunMachine(OptionalPart):
         ConfigError: an argument is wrong, or ranks have different ones; on all ranks.
         StorageError, CorruptionError: the report cannot be read; on all ranks.
 
-    Cost: in a step without a rejected value one small collective, and what `Replayed.take` and
-    keeping the batches take; nothing while disabled.
+    Cost: in a step without a rejected value one small collective, the cost of `Replayed.take`, and
+    a copy of the batches; nothing while disabled.
     """
 
     def __init__(
@@ -110,11 +114,12 @@ class RerunMachine(OptionalPart):
         self.mode = Mode.DISABLED
         self._injector = injector
         self._batches: object = None
-        """The last ones that `replayable` has returned."""
+        """The last iterator that `replayable` has returned."""
         self._is_own_layout = True
         self._is_left = False
-        """Whether the step of the fault is skipped, and its kept batches are to be taken."""
+        """True if the step of the fault is skipped, and its kept batches are replayed."""
         limits = limits or Limits()
+        # A rank with a wrong argument still meets the others, which would wait for it otherwise.
         error: HoldfastError | None = None
         try:
             self.mode = _check_settings(
@@ -150,7 +155,7 @@ class RerunMachine(OptionalPart):
     def _meet(
         self, error: HoldfastError | None, settings: dict[str, str], *, skip_rejected: bool
     ) -> frozenset[int]:
-        """Compare settings with all ranks, and learn from the report what is settled. Collective.
+        """Compare settings with all ranks, and read the verdicts of earlier jobs. Collective.
 
         Returns:
             The steps to skip.
@@ -164,27 +169,27 @@ class RerunMachine(OptionalPart):
 
     @property
     def decision(self) -> Decision:
-        """What the loop does after the runs of a step; the same on all ranks."""
+        """The instruction for the loop after the runs of a step; the same on all ranks."""
         return self._course.decision
 
     @property
     def state(self) -> State:
-        """The state that the machine is in."""
+        """The current state of the machine."""
         return self._course.state
 
     @property
     def fault(self) -> PendingFault | None:
-        """The fault that waits for a verdict, as this rank knows it."""
+        """The fault that waits for a verdict, with this rank's part of it."""
         return self._course.fault
 
     @property
     def learned(self) -> Learned:
-        """What rules have learned."""
+        """Magnitudes of accepted values, which rules look at."""
         return self._course.learned
 
     @property
     def statistics(self) -> DeterminismStatistics:
-        """How far two runs of a step have differed, on this rank."""
+        """Differences between two runs of each step, on this rank."""
         return self._course.statistics
 
     @property
@@ -195,7 +200,9 @@ class RerunMachine(OptionalPart):
             ConfigError: the machine has no directory.
         """
         if self.directory is None:
-            raise ConfigError("a machine without directory= has no fault checkpoints")
+            raise ConfigError(
+                "this machine has no fault checkpoints: it was made without directory="
+            )
         return self.directory / FAULT_CHECKPOINTS
 
     def replayable(
@@ -207,10 +214,10 @@ class RerunMachine(OptionalPart):
 
         Args:
             source: of batches, endless or not.
-            is_rewound: whether the source, in a run that was resumed, starts again with the first
-                batch of the next step, whatever had been taken when the state was saved: one whose
-                position is the number of finished steps. The batches of a rerun step, which the
-                checkpoint holds, are then passed over in it.
+            is_rewound: True if the source of a resumed run starts with the first batch of the next
+                step, however many had been taken when the state was saved: its position is the
+                number of finished steps. The batches of a rerun step, which the checkpoint holds,
+                are then passed over in the source.
         """
         if self.mode is Mode.DISABLED:
             return iter(source)
@@ -218,10 +225,10 @@ class RerunMachine(OptionalPart):
         return self._batches
 
     def skips(self, step: int) -> bool:
-        """Return whether a step is bad wherever it runs, and not to be trained on.
+        """Return True if a step is bad wherever it runs, and must not be trained on.
 
-        Its batches are to be taken and left. A step that a pending fault is about is run until the
-        fault has its verdict; what `replayable` returned gives the batches that were kept then.
+        Take its batches, and do not use them. The step of a pending fault is run until the fault
+        has its verdict; the iterator from `replayable` then returns the kept batches.
         """
         step = checked_step(step)
         if step not in self._skipped:
@@ -237,35 +244,37 @@ class RerunMachine(OptionalPart):
         return True
 
     def attempts(self, step: int, batches: object = None) -> Iterator[int]:
-        """The runs of a step: one, and further ones if a value was rejected. Collective.
+        """Yield once for each run of a step: more than once if a value was rejected. Collective.
 
-        Before each further one random streams, buffers and hooks are what they were before the
-        first, and `batches` starts again with the first batch of the step. Gradients are the
-        caller's: drop them at the start of each run. After the last run `decision` says what to do.
-        If a checkpoint with a pending fault was loaded, the first step is the one that was bad, on
-        the batches that were kept.
+        Before each further run random streams, buffers and hooks are restored to what they were
+        before the first one, and `batches` starts again with the first batch of the step. Drop the
+        gradients at the start of each run: the machine does not know them. After the last run
+        `decision` says what to do. If a checkpoint with a pending fault was loaded, the first step
+        is the one that was bad, on the batches that were kept.
 
         Args:
             step: its number, an integer of at most 63 bits; the same on all ranks.
-            batches: what the step takes batches from: `replayable(...)`. Another iterator is
-                accepted until a value is rejected. None if the step's data does not come from an
-                iterator: then each run of the step, also after a restart, must use the same.
+            batches: the iterator from `replayable` that the step takes batches from. Another
+                iterator is accepted until a value is rejected. None if the step's data does not
+                come from an iterator: then each run of the step, even after a restart, must use the
+                same data.
 
         Yields:
             The number of the run, from 0.
 
         Raises:
-            ConfigError: `step` is not such a number. On all ranks: a step with a rejected value
-                whose batches cannot be taken again, or a loop that continues after an exit code.
-            FaultError: in mode `report_determinism_stats`, on all ranks, for a fatal value that is
-                rejected in both runs.
+            ConfigError: `step` is not an integer of at most 63 bits. On all ranks: a value was
+                rejected and the batches of the step cannot be taken again, or the loop continues
+                after an exit code.
+            FaultError: in mode `report_determinism_stats`, on all ranks: a fatal value is rejected
+                in the second run.
         """
         step = checked_step(step)
         is_wrapped = batches is None or isinstance(batches, ReplayableBatches)
         if self.mode is Mode.REPORT_DETERMINISM_STATS and not is_wrapped:
             raise ConfigError(
                 f"step {step}: every step runs twice in mode '{self.mode.value}', on the same "
-                f"batches, but `attempts` was given a {type(batches).__name__}: give it "
+                f"batches, but `attempts` was given a {type(batches).__name__}; pass "
                 f"machine.replayable(iterator)"
             )
         if not self._course.begin(step, batches):
@@ -290,31 +299,31 @@ class RerunMachine(OptionalPart):
     ) -> None:
         """Validate a value of the step that runs; local to this rank.
 
-        Validate what a rank has computed itself, before it is reduced over ranks: afterwards all
-        ranks have the same bad value, and none can be blamed.
+        Validate a value before it is reduced over ranks: afterwards all ranks have the same bad
+        value, and no rank can be blamed.
 
         Args:
-            name: of the value; it may be used several times in a step, in the same order.
-            value: a number, an array or a tensor; the rule, the comparison and the report get what
-                `plain_value` makes of it: of a DTensor what this rank has.
-            rule: what is rejected.
-            fatal: whether the run ends once the fault has its verdict; otherwise it continues.
+            name: of the value; a name may be used several times in a step, in the same order.
+            value: a number, an array or a tensor. The rule, the comparison and the report get the
+                result of `plain_value`: for a DTensor this rank's part of it.
+            rule: decides whether the value is rejected.
+            fatal: True to end the run once the fault has its verdict; otherwise it continues.
             tolerance: the largest relative difference of two values that count as the same; above 0
                 if runs of a step are not bitwise equal by nature.
-            compare: computes the relative difference of two values, 0.0 for the same; default
-                `relative_difference`.
+            compare: computes the relative difference of two values, 0.0 if they are the same;
+                default `relative_difference`.
 
         Raises:
-            FaultError: on this rank, for a fatal rejected value of a disabled machine.
-            ConfigError: outside of `attempts`, the value cannot be looked at, or another argument
-                is not of its kind.
+            FaultError: on this rank: the machine is disabled, and a fatal value is rejected.
+            ConfigError: the call is outside of `attempts`, the value cannot be validated, or
+                another argument is wrong.
 
         Cost: that of the rule; reading a tensor of a GPU waits for it.
         """
         course = self._course
         if self.mode is not Mode.DISABLED and not course.is_running:
             raise ConfigError(
-                f"validate({name!r}) outside of a run: call it inside `for _ in "
+                f"validate({name!r}) was called outside of a run; call it inside `for _ in "
                 f"machine.attempts(step, batches)`"
             )
         check_call(name, rule, tolerance)
@@ -324,8 +333,8 @@ class RerunMachine(OptionalPart):
         why = rule.rejects(value, self.learned.of(name))
         if why is not None and not isinstance(why, str):
             raise ConfigError(
-                f"validate({name!r}): {type(rule).__name__}.rejects returned {why!r}; it returns "
-                f"None, or in words why the value is rejected"
+                f"validate({name!r}): {type(rule).__name__}.rejects returned {why!r}; return None, "
+                f"or a text that says why the value is rejected"
             )
         if self.mode is not Mode.DISABLED:
             course.attempt.take(
@@ -338,11 +347,11 @@ class RerunMachine(OptionalPart):
 
     @property
     def has_entry(self) -> bool:
-        """Whether it is saved and loaded: not while it is disabled."""
+        """True unless the machine is disabled: then nothing is saved or loaded."""
         return self.mode is not Mode.DISABLED
 
     def tree(self) -> object:
-        """This rank's entry, see `Entry`."""
+        """Return this rank's entry, see `Entry`."""
         injector = self._injector
         entry = Entry(
             learned=self.learned.state_dict(),
@@ -353,7 +362,7 @@ class RerunMachine(OptionalPart):
         return PerRank(entry.tree(), axes=DENSE_AXES, missing="keep", surplus="drop")
 
     def template(self, stored: StoredPart) -> object:
-        """The entry of this rank, or those that another layout can learn from."""
+        """Request the entry of this rank, or those that another layout can learn from."""
         del stored
 
         def pick(request: PerRankRequest) -> PerRankSource:
@@ -363,11 +372,11 @@ class RerunMachine(OptionalPart):
         return PickedPerRank(Stored(), axes=DENSE_AXES, missing="keep", surplus="drop", pick=pick)
 
     def restore(self, tree: object) -> None:
-        """Take what was loaded.
+        """Take the entries that were loaded.
 
-        Under another layout it is what rules have learned on a rank of the same pipeline stage, and
-        a pending fault is dropped with one message. An entry that cannot be read is left with one
-        message, too: a run never fails to resume because of its machine.
+        Under another layout only what rules have learned is taken, and a pending fault is dropped
+        with one message. An entry that cannot be read is ignored, with one message too: a run never
+        fails to resume because of its machine.
         """
         if not isinstance(tree, Mapping):
             return
@@ -385,7 +394,7 @@ class RerunMachine(OptionalPart):
                 self._injector.load_state_dict(entry.injector)
         except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as error:
             self._course.team.say(
-                f"the machine's entry in the checkpoint cannot be read, and is left: "
+                f"the machine's entry in the checkpoint cannot be read, and is ignored: "
                 f"{type(error).__name__}: {error}"
             )
             return
@@ -400,7 +409,7 @@ class RerunMachine(OptionalPart):
         self._course.load_fault(entry.fault)
 
     def _take_learned(self, entries: list[Entry]) -> None:
-        """Take what other coordinates have learned, and drop the fault."""
+        """Take what rules have learned on other coordinates, and drop the fault."""
         learned: dict[str, Any] = {}
         for entry in entries:
             learned = entry.learned | learned
@@ -414,27 +423,27 @@ class RerunMachine(OptionalPart):
         )
         if faults[0].batches is not None:
             text += (
-                " (a source of batches that was saved behind those of the step continues there; "
-                "one that counts finished steps starts with them)"
+                " (a source of batches that has saved its position continues behind those of the "
+                "step; one that counts finished steps starts with them)"
             )
         self._course.team.say(text)
 
     def report_statistics(self) -> None:
-        """Report how far two runs of the same step have differed so far. Collective.
+        """Report the differences between two runs of each step so far. Collective.
 
         Mode `report_determinism_stats` calls it every `report_every` steps. The report gets an
-        event `determinism`, the person a table.
+        event `determinism`, and the person gets a table.
         """
         self._course.report_statistics()
 
     def record_drift(self, error: BaseException) -> None:
-        """Record in the report that ranks hold other bytes than their replicas do. Collective.
+        """Record in the report that ranks hold other bytes than their replicas. Collective.
 
-        For the DriftError of a save that compares replicas, and the CorruptionError of a load of
-        copies that differ: evidence of a device that computes wrong values without NaN or Inf.
+        Call it for the DriftError of a save that compares replicas, and for the CorruptionError of
+        a load of copies that differ: a device may compute wrong values without NaN or Inf.
 
         Args:
-            error: what was raised. Its `details["odd_ranks"]` are recorded with host and device.
+            error: the error. Its `details["odd_ranks"]` are recorded with host and device.
 
         Raises:
             StorageError: the report cannot be written; on all ranks.
@@ -450,16 +459,14 @@ class RerunMachine(OptionalPart):
             )
 
     def _refuse_when_disabled(self, name: str, why: str, *, fatal: bool) -> None:
-        """A rejected value without a machine that could explain it: an error, or a line."""
+        """Raise FaultError for a fatal value that a disabled machine rejects; else pass a line."""
         text = f"step {self._course.step}: '{name}' on rank {self.groups.rank} was rejected: {why}"
         if fatal:
-            raise FaultError(
-                f"{text}; no rerun machine is enabled that could say whose fault it is"
-            )
+            raise FaultError(f"{text}; enable the rerun machine to find out what the fault is")
         self._course.team.note(text)
 
     def _injected(self, call: Call, value: Value) -> Value:
-        """The value, or what the injector makes of it."""
+        """Return the value, or an injected error in its place."""
         if self._injector is None:
             return value
         course = self._course
@@ -471,14 +478,14 @@ class RerunMachine(OptionalPart):
         )
 
     def close(self) -> None:
-        """Forget kept batches; a machine needs no other end."""
+        """Forget kept batches; there is nothing else to close."""
         self._batches = None
 
 
 def _check_settings(
     mode: Mode | str, *, directory: object, report_every: object, skip_rejected: bool
 ) -> Mode:
-    """The mode; ConfigError if it is not one, or if other arguments do not fit."""
+    """Return the mode; raise ConfigError if it is unknown or other arguments do not fit it."""
     try:
         known = Mode(mode)
     except ValueError as error:
@@ -486,10 +493,10 @@ def _check_settings(
         raise ConfigError(f"RerunMachine(mode={mode!r}): it is one of {modes}") from error
     if known is Mode.VALIDATE_RESULTS and directory is None:
         raise ConfigError(
-            f"RerunMachine(mode='{known.value}') needs directory=: where the report is, and a "
-            f"fault checkpoint goes"
+            f"RerunMachine(mode='{known.value}') needs directory=, for the report and for fault "
+            f"checkpoints"
         )
     if skip_rejected and directory is None:
-        raise ConfigError("RerunMachine(skip_rejected=True) needs directory=: the report is there")
+        raise ConfigError("RerunMachine(skip_rejected=True) needs directory=, for the report")
     check_int(report_every, name="RerunMachine: report_every", least=1)
     return known

@@ -418,7 +418,7 @@ def test_an_entry_that_cannot_be_read_is_left_with_one_line(
     resumed = Loop(groups, tmp_path, injector=injector)
     resumed.load(tmp_path / "good")
     (line,) = resumed.lines
-    assert "cannot be read, and is left" in line
+    assert "cannot be read, and is ignored" in line
     assert resumed.machine.state is State.NOT_RUNNING_YET
     assert not resumed.machine.learned.state_dict()
     resumed.run(4)

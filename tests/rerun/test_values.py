@@ -141,7 +141,7 @@ class Untidy:
         (0, {"name": "\ud800"}, "a name is a text"),
         (0, {"rule": lambda value: False}, r"a function is not a rule; wrap.*Rejects\(function"),
         (0, {"rule": NotFinite}, r"a type is not a rule"),
-        (0, {"rule": Untidy()}, r"Untidy.rejects returned False; it returns None, or"),
+        (0, {"rule": Untidy()}, r"Untidy.rejects returned False; return None, or"),
         (0, {"tolerance": NAN}, "tolerance=nan"),
         (0, {"tolerance": -1}, "tolerance=-1"),
     ],
