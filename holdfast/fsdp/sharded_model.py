@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -263,7 +263,7 @@ class ShardedModel:
                 if kind == "experts" and _is_one_of_many(parameter):
                     # Ranks of other ep coordinates hold other experts under other names.
                     copies //= layout.ep
-                result.append(GradientPart(local=part.local, num_copies=copies))
+                result.append(replace(part, num_copies=copies))
         return result
 
     # ---- inside ----

@@ -40,7 +40,10 @@ class StepOutcome:
     bad_ranks: tuple[int, ...]
     """Global ranks whose share of the reduced gradients was not finite, ascending."""
     num_zeros: int | None
-    """Elements of the gradient that are exactly zero; None if not requested."""
+    """Elements of the gradient that are exactly zero; None if not requested.
+
+    A trained parameter that no rank used has a gradient of zeros.
+    """
     loss_scale: float
     """Factor of the loss of this step; 1 without a scaler."""
 

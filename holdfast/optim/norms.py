@@ -29,6 +29,8 @@ class GradientPart:
     """Of any shape, without padding except zeros that `num_padding` counts."""
     num_copies: int
     num_padding: int = 0
+    num_unused: int = 0
+    """Elements of parameters without a gradient, which are not in `local`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,10 @@ class GradientNorm:
     bad_ranks: tuple[int, ...]
     """Global ranks that hold an infinity or a NaN, ascending."""
     num_zeros: int | None
-    """Elements that are exactly zero, each counted once; None if not requested."""
+    """Elements that are exactly zero, each counted once; None if not requested.
+
+    A trained parameter that nothing used has a gradient of zeros.
+    """
 
     @property
     def is_finite(self) -> bool:
@@ -88,7 +93,10 @@ def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
 def gradient_parts(
     parameters: Iterable[nn.Parameter], *, groups: ProcessGroups
 ) -> list[GradientPart]:
-    """Return the parts of gradients in `.grad`, which are reduced; skip parameters without.
+    """Return the parts of gradients in `.grad`, which are reduced.
+
+    A trained parameter without a gradient is a part of zeros. In buckets and in shards an unused
+    parameter is seen as zeros, and every kind of optimizer counts the same.
 
     Raises:
         ConfigError: A DTensor gradient is a sum not yet reduced.
@@ -102,6 +110,15 @@ def gradient_parts(
                 local = local.to_dense()
             copies = num_copies(gradient, groups=groups)
             parts.append(GradientPart(local=local, num_copies=copies))
+        elif parameter.requires_grad:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            parts.append(
+                GradientPart(
+                    local=local.new_empty(0),
+                    num_copies=num_copies(parameter, groups=groups),
+                    num_unused=local.numel(),
+                )
+            )
     return parts
 
 
@@ -183,7 +200,7 @@ def _local_sums(
         square += _square(part.local) / part.num_copies
         if count_zeros:
             num_zeros = part.local.numel() - int(torch.count_nonzero(part.local))
-            zeros += (num_zeros - part.num_padding) * (unit // part.num_copies)
+            zeros += (num_zeros - part.num_padding + part.num_unused) * (unit // part.num_copies)
     return square, zeros
 
 

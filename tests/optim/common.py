@@ -148,30 +148,6 @@ def train(
     return outcomes
 
 
-def reference(
-    make: Make, *, steps: int = STEPS, max_norm: float = 0.0
-) -> tuple[Net, Any, list[float]]:
-    """One process, the whole batch at once: model, optimizer, and the norm of each step."""
-    net = build()
-    optimizer = make(groups_of(net))
-    norms = []
-    for step in range(steps):
-        rows = torch.cat(list(batches(step)))
-        net(rows).mean().backward()
-        parameters = [p for p in net.parameters() if p.grad is not None]
-        limit = max_norm if max_norm else float("inf")
-        norm = torch.linalg.vector_norm(
-            torch.stack([cast("Tensor", p.grad).double().norm() for p in parameters])
-        ).item()
-        norms.append(norm)
-        for p in parameters:
-            if norm > limit:
-                cast("Tensor", p.grad).mul_(limit / norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return net, optimizer, norms
-
-
 def groups_of(net: Net) -> list[dict[str, Any]]:
     """Two groups, as the trainer makes them: matrices with decay, the rest without."""
     parameters = list(net.parameters())
@@ -192,19 +168,3 @@ def sharded(net: Net, make: Make, groups: ProcessGroups, **options: Any) -> Shar
         **options,
     }
     return ShardedOptimizer(net, groups_of(net), make=make, groups=groups, **options)
-
-
-def values(net: Net) -> dict[str, Tensor]:
-    """Every parameter as a whole plain tensor."""
-    return {name: whole(p).detach().clone() for name, p in net.named_parameters()}
-
-
-def far(net: Net, truth: Net) -> float:
-    """The largest difference of any element."""
-    expected = values(truth)
-    found = [
-        float((value.double() - expected[name].double()).abs().max())
-        for name, value in values(net).items()
-        if value.numel()
-    ]
-    return max(found)

@@ -1,8 +1,8 @@
-"""A model with experts, dense parts and one shared embedding, and its one-process truth."""
+"""A model with experts, dense parts and one shared embedding."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,35 +97,3 @@ def rows_of(step: int, groups: ProcessGroups | None = None) -> Tensor:
     if groups is None:
         return rows
     return rows.reshape(groups.size("dp_cp"), -1)[groups.index("dp_cp")]
-
-
-def sparse_truth(make: Make, *, steps: int, max_norm: float) -> tuple[Sparse, list[float]]:
-    """One process on whole batches, gradients clipped to `max_norm`."""
-    net = build_sparse()
-    optimizer = make(
-        [
-            {"params": [net.dense]},
-            {"params": [net.bias], "weight_decay": 0.0},
-            {"params": [net.mixers]},
-        ]
-    )
-    norms = []
-    for step in range(steps):
-        net(rows_of(step)).mean().backward()
-        gradients = [cast("Tensor", p.grad) for p in net.parameters()]
-        norm = float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
-        norms.append(norm)
-        for gradient in gradients:
-            gradient.mul_(min(1.0, max_norm / norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return net, norms
-
-
-def difference(net: Sparse, truth: Sparse) -> float:
-    """The largest difference of any element from the truth's."""
-    worst = 0.0
-    for name, parameter in net.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        worst = max(worst, float((full - truth.get_parameter(name)).abs().max().detach()))
-    return worst

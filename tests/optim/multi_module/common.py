@@ -266,7 +266,9 @@ class Twin:
             for name, model in self.models.items()
         }
         norms[""] = norm_of(p.grad for p in self.trained if p.grad is not None)
-        self.num_zeros = sum(int((p.grad == 0).sum()) for p in self.trained if p.grad is not None)
+        self.num_zeros = sum(
+            p.numel() if p.grad is None else int((p.grad == 0).sum()) for p in self.trained
+        )
         for parameter in self.trained:
             if max_norm and norms[""] > max_norm and parameter.grad is not None:
                 parameter.grad.mul_(max_norm / norms[""])
