@@ -436,14 +436,17 @@ def _identity(obj: Any) -> object:
     """Return what two tensors share if they are one: memory, form and placement.
 
     None for a run of a flat bucket, which is the same only as the same object: runs are empty on
-    some ranks, and then alike. Tensors without elements have no memory; two of them are one if
-    their storages are, on all ranks alike.
+    some ranks, and then alike. Empty shards are the same only as the same tensor: in a bucket they
+    start at one offset, although other ranks have elements of both. Tensors without elements have
+    no memory; two of them are one if their storages are, on all ranks alike.
     """
     inner = obj.value if isinstance(obj, Padded) else obj
     if isinstance(inner, FlatShard):
         return None
     local = held_tensor(inner)
-    is_empty_shard = isinstance(inner, Sharded) and local.numel() == 0
+    is_empty_shard = local.numel() == 0 and (
+        isinstance(inner, Sharded) or (isinstance(inner, DTensor) and inner.numel() > 0)
+    )
     where = id(local) if is_empty_shard else _known_memory(local)
     placed = local if isinstance(inner, Replicated) else inner
     return where and (where, _traits(placed, {}), obj.shape if inner is not obj else None)

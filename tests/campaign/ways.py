@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,9 +118,6 @@ class Trained:
     def _optimizer(self, case: Case) -> Any:
         way, groups, model = self.way, self.groups, self.model
         make = OPTIMIZERS[self.program.optimizer]
-        if way.kind in ("plain", "fsdp"):
-            # torch's foreach functions refuse a list of DTensors and plain tensors.
-            make = partial(make, foreach=False)
         decays = "weight_decay" in make.keywords
         if way.kind == "fsdp":
             self.sharded = fully_shard_model(

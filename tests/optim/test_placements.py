@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from holdfast import ConfigError, Layout, ProcessGroups
+from holdfast import Checkpointer, ConfigError, Layout, ProcessGroups
 from holdfast.optim import ShardedOptimizer, gradient_norm
 from holdfast.optim.engine import clip_factor
 from holdfast.optim.norms import scale_gradients
@@ -124,3 +125,34 @@ def test_the_norm_counts_each_element_once() -> None:
         assert value == pytest.approx(float(expected), rel=1e-6)
         assert clipped == pytest.approx(1.0, rel=1e-6)
         assert num_bad == 1
+
+
+def save_one_row_each(context: RankContext, root: str) -> bool:
+    with ProcessGroups.create(Layout(tp=4)) as groups:
+        net = nn.ParameterList(torch.full((1, 6), float(number)) for number in range(3))
+        for number in range(3):
+            value = distribute_tensor(
+                net[number].detach(),
+                groups.mesh("dp_cp", "tp"),
+                [Replicate(), Shard(0)],
+                src_data_rank=None,
+            )
+            net[number] = nn.Parameter(value)
+        ShardedOptimizer(
+            net, net.parameters(), make=sgd, groups=groups, over="dp_cp", divisor=1
+        ).close()
+        checkpointer = Checkpointer(root, groups=groups)
+        checkpointer.save(1, {"model": net})
+        with torch.no_grad():
+            for parameter in net:
+                parameter.fill_(-1.0)
+        checkpointer.load({"model": net})
+        wholes = [cast("DTensor", p.detach()).full_tensor() for p in net]
+        return all(bool((whole == number).all()) for number, whole in enumerate(wholes))
+
+
+def test_empty_shards_that_start_at_one_place_of_a_bucket_are_several_tensors(
+    tmp_path: Path,
+) -> None:
+    """Before, a rank without rows of two parameters took them for one, and the save failed."""
+    assert all(run_ranks(4, save_one_row_each, str(tmp_path)).results)
