@@ -220,12 +220,27 @@ def _start(
     return None, None, NUM_STEPS, num_runs
 
 
+def is_first_of_its_kind(script: Script) -> bool:
+    """Of scripts that differ only by which of two equal ranks is which: one is.
+
+    Ranks but the coordinator are equal if their values are fatal alike. A script that is not the
+    first of its kind does not become it by further runs.
+    """
+    columns = [tuple(run[rank] for run in script.runs) for rank in range(len(script.fatal))]
+    return all(
+        columns[one] <= columns[other]
+        for one, other in itertools.pairwise(range(1, len(columns)))
+        if script.fatal[one] == script.fatal[other]
+    )
+
+
 @pytest.mark.parametrize(
     ("size", "outcomes", "depth"),
     [
         (1, (GOOD, BAD, OTHER, UNREACHED), 6),
-        (2, (GOOD, BAD), 4),
+        (2, (GOOD, BAD), 3),
         (3, (GOOD, BAD), 2),
+        pytest.param(2, (GOOD, BAD), 4, marks=pytest.mark.slow),
         pytest.param(2, (GOOD, BAD, UNREACHED), 3, marks=pytest.mark.slow),
         pytest.param(3, (GOOD, BAD), 3, marks=pytest.mark.slow),
     ],
@@ -253,6 +268,7 @@ def test_every_sequence_of_outcomes_ends_as_the_page_says(
         num_jobs += 1
         assert play(script, tmp_path / str(num_jobs)) == wanted, script
         if wanted.num_runs > len(script.runs) < depth:
-            waiting += [replace(script, runs=(*script.runs, run)) for run in alphabet]
-    assert num_jobs > 300
+            longer = (replace(script, runs=(*script.runs, run)) for run in alphabet)
+            waiting += filter(is_first_of_its_kind, longer)
+    assert num_jobs > 200
     assert set(CODES) == {verdict.value for verdict in Verdict}
