@@ -200,57 +200,69 @@ def test_a_full_disk_on_one_rank_fails_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".saving*"))
 
 
-def _die_in_save(context: RankContext, root: str, instant: int) -> int:
-    """Save step 2, killed at one storage operation of the coordinator; how many there were."""
-    layout = Layout(dp=2)
+def _save_one(context: RankContext, roots: list[str]) -> None:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for root in roots:
+            with Checkpointer(root, groups=groups) as checkpointer:
+                checkpointer.save(1, make_state(Layout(dp=2), context.rank))
+
+
+def _die_in_save(context: RankContext, roots: dict[str, int]) -> int:
+    """Save step 2 in pairs of ranks, one for each root; how many storage operations there were.
+
+    The coordinator of a pair is killed at the operation that its root names; 0 for none.
+    """
+    pair = context.rank // 2
+    layout = Layout(dp=2, ranks=(2 * pair, 2 * pair + 1))
+    root, instant = list(roots.items())[pair]
     count = 0
 
     def observe(operation: str, path: str, start: int, nbytes: int) -> None:
         nonlocal count
         count += 1
-        if count == instant and context.rank == 0:
+        if count == instant and context.rank == layout.ranks[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    # The survivor waits this long for a rank that is gone; what it says is tested elsewhere.
-    with ProcessGroups.create(layout, timeout_s=2) as groups:
+    # Survivors wait this long for a rank that is gone; what they say is tested elsewhere.
+    with ProcessGroups.create(layout, timeout_s=10) as groups:
         storage = PosixStorage(root, observer=observe)
         state = make_state(layout, context.rank)
         Checkpointer(storage, groups=groups).save(2, state)
     return count
 
 
-def _check_after_crash(context: RankContext, root: str) -> int:
+def _check_after_crash(context: RankContext, roots: list[str]) -> set[int]:
+    """Whatever is committed loads, and the next save works; the newest steps before it."""
     layout = Layout(dp=2)
+    newest = set()
     with ProcessGroups.create(layout) as groups:
-        checkpointer = Checkpointer(root, groups=groups)
-        steps = checkpointer.steps()
-        for step in steps:
-            target = make_state(layout, context.rank, blank=True)
-            checkpointer.load(target, step=step)
-            assert_equal(target, layout, context.rank)
-        checkpointer.save(3, make_state(layout, context.rank))
-        assert checkpointer.latest() == 3
-        return max(steps)
-
-
-def _save_one(context: RankContext, root: str) -> None:
-    with ProcessGroups.create(Layout(dp=2)) as groups:
-        Checkpointer(root, groups=groups).save(1, make_state(Layout(dp=2), context.rank))
+        for root in roots:
+            checkpointer = Checkpointer(root, groups=groups)
+            steps = checkpointer.steps()
+            for step in steps:
+                target = make_state(layout, context.rank, blank=True)
+                checkpointer.load(target, step=step)
+                assert_equal(target, layout, context.rank)
+            checkpointer.save(3, make_state(layout, context.rank))
+            assert checkpointer.latest() == 3
+            newest.add(max(steps))
+    return newest
 
 
 @pytest.mark.slow
 def test_killed_at_any_storage_operation_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """E1: the coordinator is killed at each of its storage operations in turn."""
-    run_ranks(2, _save_one, str(tmp_path / "whole"))
-    num_operations = run_ranks(2, _die_in_save, str(tmp_path / "whole"), 0).results[0]
-    committed = set()
-    for instant in {round(1 + i * (num_operations - 1) / 9) for i in range(10)}:
-        root = tmp_path / str(instant)
-        run_ranks(2, _save_one, str(root))
-        run_ranks(2, _die_in_save, str(root), instant, expect_failure=True, timeout_s=40)
-        outcome = run_ranks(2, _check_after_crash, str(root))
-        committed.update(outcome.results)
-    assert committed == {1, 2}
+    whole = str(tmp_path / "whole")
+    run_ranks(2, _save_one, [whole])
+    num_operations = run_ranks(2, _die_in_save, {whole: 0}).results[0]
+    instants = sorted({round(1 + i * (num_operations - 1) / 9) for i in range(10)})
+    roots = {str(tmp_path / str(instant)): instant for instant in instants}
+    run_ranks(2, _save_one, list(roots))
+    outcome = run_ranks(2 * len(roots), _die_in_save, roots, expect_failure=True, timeout_s=60)
+    killed = [error.signal if error is not None else None for error in outcome.errors]
+    assert killed[::2] == [signal.SIGKILL] * len(roots)
+    for newest in run_ranks(2, _check_after_crash, list(roots)).results:
+        assert newest == {1, 2}
 
 
 def _rng(context: RankContext, root: str, save: bool, dp: int) -> tuple[list[float], int]:
