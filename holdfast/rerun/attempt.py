@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.format.values import is_unicode
 from holdfast.rerun.states import Outcome
@@ -173,29 +175,29 @@ def _kept(value: Value) -> Value:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def check_call(name: object, rule: object, tolerance: float) -> None:
-    """ConfigError, at once, for what could not be recorded or used once a value is rejected."""
+def check_call(name: object, rule: object, tolerance: object) -> float:
+    """Return the tolerance of a validation call; check the arguments that a fault would need.
+
+    A fault may come after weeks: an argument that could not be recorded or compared then is refused
+    at the first call.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
     if not isinstance(name, str) or not is_unicode(name):
-        raise ConfigError(f"validate({name!r}): a name is a text, the same in each step")
+        raise ConfigError(
+            f"validate({name!r}): the name must be a valid Unicode string, the same in each step"
+        )
     is_rule = callable(getattr(rule, "rejects", None)) and hasattr(rule, "window")
     if not is_rule or isinstance(rule, type):
         fix = "; wrap a function: Rejects(function, message)" if callable(rule) else ""
         raise ConfigError(f"validate({name!r}): a {type(rule).__name__} is not a rule{fix}")
-    if not tolerance >= 0:
-        raise ConfigError(
-            f"validate({name!r}): tolerance={tolerance!r} is not a number of at least 0"
-        )
+    return check_number(tolerance, name=f"validate({name!r}): tolerance", least=0)
 
 
 def checked_step(step: object) -> int:
-    """The number of a step as Python's own; ConfigError if it is not an integer."""
-    try:
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(step, bool) or abs(number) >= 2**63:
-        raise ConfigError(
-            f"a step is a whole number of at most 63 bits, not {step!r} of type "
-            f"{type(step).__name__}"
-        )
-    return number
+    """Return the number of a step as an int; ConfigError if it is not an integer of 64 bits."""
+    with suppress(TypeError):
+        # A tensor or an array of one integer is accepted too; a bool is left for `check_int`.
+        step = step if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    return check_int(step, name="step", least=-(2**63), below=2**63)

@@ -253,7 +253,7 @@ class RerunMachine(OptionalPart):
         is the one that was bad, on the batches that were kept.
 
         Args:
-            step: its number, an integer of at most 63 bits; the same on all ranks.
+            step: its number, an integer of 64 bits; the same on all ranks.
             batches: the iterator from `replayable` that the step takes batches from. Another
                 iterator is accepted until a value is rejected. None if the step's data does not
                 come from an iterator: then each run of the step, even after a restart, must use the
@@ -263,9 +263,9 @@ class RerunMachine(OptionalPart):
             The number of the run, from 0.
 
         Raises:
-            ConfigError: `step` is not an integer of at most 63 bits. On all ranks: a value was
-                rejected and the batches of the step cannot be taken again, or the loop continues
-                after an exit code.
+            ConfigError: `step` is not an integer of 64 bits. On all ranks: a value was rejected and
+                the batches of the step cannot be taken again, or the loop continues after an exit
+                code.
             FaultError: in mode `report_determinism_stats`, on all ranks: a fatal value is rejected
                 in the second run.
         """
@@ -326,7 +326,7 @@ class RerunMachine(OptionalPart):
                 f"validate({name!r}) was called outside of a run; call it inside `for _ in "
                 f"machine.attempts(step, batches)`"
             )
-        check_call(name, rule, tolerance)
+        tolerance = check_call(name, rule, tolerance)
         value = plain_value(value)
         call = course.attempt.next_call(name)
         value = self._injected(call, value)
@@ -338,7 +338,7 @@ class RerunMachine(OptionalPart):
             )
         if self.mode is not Mode.DISABLED:
             course.attempt.take(
-                call, value, why, fatal=bool(fatal), tolerance=float(tolerance), compare=compare
+                call, value, why, fatal=bool(fatal), tolerance=tolerance, compare=compare
             )
         elif why is not None:
             self._refuse_when_disabled(name, why, fatal=fatal)

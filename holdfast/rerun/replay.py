@@ -1,4 +1,4 @@
-"""An iterator over batches that can give those of the current step again."""
+"""An iterator over batches that can repeat those of the current step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class _Drawn:
     """One answer of the source: a batch, its end, or an error."""
 
     batch: Any = None
-    """As `keep_tree` makes it."""
+    """In the form that `keep_tree` returns."""
     error: Exception | None = None
-    """A `StopIteration` is the end."""
+    """`StopIteration` at the end."""
 
 
 class ReplayableBatches(Iterator[Any]):
@@ -31,22 +31,22 @@ class ReplayableBatches(Iterator[Any]):
         batches.rewind()
         again = next(batches)  # equal to what `first` was, whatever was done to it since
 
-    A first pass gets the source's own objects; a replay gets copies of what they were. When the
-    kept batches are used up, a replay continues with the source. The end of the source, and an
-    error that it raises, are kept and replayed like batches.
+    A first pass returns the source's own objects; a replay returns copies of what they were. After
+    the last kept batch a replay continues with the source. The end of the source, and an error that
+    it raises, are kept and replayed like batches.
 
     A batch is kept in one form, in the process and in a checkpoint (`holdfast.rerun.kept_trees`):
-    what a checkpoint could not hold is refused when it is taken.
+    a batch that a checkpoint could not hold is refused when it is taken.
 
     Args:
-        source: An iterator, or an iterable, of which one iterator is made. It has no length.
+        source: An iterator, or an iterable, which is iterated once.
         codecs: Types in batches beyond the built-in ones: dataclasses, enums, others.
-        is_rewound: After a restart the source starts at the batches of the step that is repeated
-            (as a loader that counts steps does), not behind them. Each saved batch that is replayed
-            is then taken from the source too, and passed over.
+        is_rewound: True if after a restart the source starts with the batches of the repeated step
+            (like a loader that counts steps), not behind them. Each saved batch that is replayed is
+            then also taken from the source, and passed over.
 
     Cost: each batch is copied once when it is taken, and kept on its own device until `begin`;
-    `kept_nbytes` says how much that is.
+    `kept_nbytes` returns the size of the copies.
     """
 
     def __init__(
@@ -63,19 +63,21 @@ class ReplayableBatches(Iterator[Any]):
         self._kept: list[_Drawn] = []
         self._position = 0
         self._num_to_pass_over = 0
-        """How many of the kept batches, counted from the first, the source will also give."""
+        """Number of the kept batches, from the first, that the source will return once more."""
         self._num_passed_over = 0
+        """Number of these that were already taken from the source: a second replay of a step must
+        not take them again."""
 
     def __iter__(self) -> ReplayableBatches:
-        """The iterator itself, at its position."""
+        """Return the iterator itself, at its position."""
         return self
 
     def __next__(self) -> Any:
-        """The next batch, kept or new; StopIteration and errors as the source raises them.
+        """Return the next batch, kept or new; raise StopIteration and errors like the source.
 
         Raises:
-            ConfigError: The batch cannot be kept, or a source that is declared rewound ends before
-                the saved batches do.
+            ConfigError: The batch cannot be kept, or a source with `is_rewound` ends before the
+                saved batches do.
         """
         if self._position == len(self._kept):
             return self._take()
@@ -89,12 +91,12 @@ class ReplayableBatches(Iterator[Any]):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the next batch is a kept one."""
+        """True if the next batch is a kept one."""
         return self._position < len(self._kept)
 
     @property
     def num_kept(self) -> int:
-        """Batches that are kept, the end of the source and errors included."""
+        """Number of kept batches, including the end of the source and errors."""
         return len(self._kept)
 
     @property
@@ -107,7 +109,7 @@ class ReplayableBatches(Iterator[Any]):
     def begin(self) -> None:
         """Start a step: forget the batches that were taken before it.
 
-        Batches that a rerun has not taken again were never consumed: they come next.
+        Batches that a rerun has not taken again count as not consumed: they come next.
         """
         del self._kept[: self._position]
         self._num_to_pass_over = max(0, self._num_to_pass_over - self._position)
@@ -119,25 +121,26 @@ class ReplayableBatches(Iterator[Any]):
         self._position = 0
 
     def kept(self) -> list[dict[str, Any]]:
-        """The kept batches as a tree for a checkpoint: the step's, whatever was replayed of them.
+        """Return all batches of the step as a tree for a checkpoint, at any position of a replay.
 
-        An error of the source is stored as its class and text. Nothing is copied: a batch stays as
-        it is here until it is forgotten.
+        An error of the source is stored as its class and text. Nothing is copied: a kept batch is
+        never changed.
         """
         return [_entry_of(drawn) for drawn in self._kept]
 
     def replay_kept(self, entries: Sequence[Any]) -> None:
-        """Replay, before anything of the source, what `kept` gave in another process.
+        """Replay the batches that `kept` returned in another process, before those of the source.
 
-        Batches that were taken from the source before this are forgotten.
+        Batches that were taken from the source so far are forgotten.
 
         Raises:
-            CorruptionError: The entries are not such ones. Nothing has changed then.
+            CorruptionError: `kept` does not return such entries. Nothing has changed then.
             MismatchError: A dataclass, enum or codec in them is not registered here.
         """
         kept = [_drawn_of(entry) for entry in entries]
         for number, drawn in enumerate(kept):
-            self._revive(drawn.batch, number)  # proves that it can be
+            # To fail now, before anything has changed, and not in the middle of the step.
+            self._revive(drawn.batch, number)
         self._kept = kept
         self._position = self._num_passed_over = 0
         self._num_to_pass_over = len(kept) if self._is_rewound else 0
@@ -146,7 +149,7 @@ class ReplayableBatches(Iterator[Any]):
         return revive_tree(batch, path=f"batch {number}", codecs=self._codecs)
 
     def _take(self) -> Any:
-        """A batch of the source, kept as it is now: the caller may change what it gets."""
+        """Take a batch from the source, and keep a copy: the caller may change the original."""
         try:
             batch = next(self._source)
         except StopIteration as end:
@@ -164,15 +167,15 @@ class ReplayableBatches(Iterator[Any]):
         self._position += 1
 
     def _pass_over(self, drawn: _Drawn) -> None:
-        """Take from the source what it gives in the place of a saved batch."""
+        """Take from the source the batch that a saved one replaces."""
         try:
             next(self._source)
         except StopIteration:
             if drawn.error is None:
                 raise ConfigError(
-                    "a source of batches is declared rewound (is_rewound=True), but it ends before "
-                    "the saved batches of the repeated step do: it does not start at that step's "
-                    "first batch; declare it is_rewound=False if it starts behind the step"
+                    "the source of batches was declared with is_rewound=True, but it ends before "
+                    "the saved batches of the repeated step do, so it does not start at that "
+                    "step's first batch; pass is_rewound=False if it starts behind the step"
                 ) from None
         except Exception:
             if drawn.error is None:
@@ -199,6 +202,6 @@ def _drawn_of(entry: Any) -> _Drawn:
         case {"batch": batch}:
             return _Drawn(batch)
     raise CorruptionError(
-        "the kept batches of a rerun are not of a form that this version knows; load an older "
+        "the kept batches of a rerun have a form that this version does not know; load an older "
         "checkpoint, or continue without the rerun"
     )

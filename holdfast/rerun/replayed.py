@@ -1,4 +1,4 @@
-"""What is brought back before a step runs again: random streams, buffers, whatever hooks do."""
+"""Restores random streams, buffers and the state of hooks before a step runs again."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_t
 from holdfast.state import RNG
 
 Hook = tuple[Callable[[], Any], Callable[[Any], object]]
-"""What takes a state of the caller's, and what brings it back; it may be brought back twice."""
+"""A function that returns a state of the caller, and one that restores it, perhaps twice."""
 
 
 class Replayed:
-    """What a run of a step changes, but for batches, gradients and what the caller drops itself.
+    """Restores everything that a run of a step changes, except batches and gradients.
 
     Args:
-        modules: all their buffers are brought back, with their memory: persistent or not, replaced,
-            resized, removed or added meanwhile.
-        rng: whether the global streams of Python, NumPy, torch and the current CUDA device are.
+        modules: all their buffers are restored, with their memory: persistent or not, even if they
+            were replaced, resized, removed or added in the meantime.
+        rng: True to restore the global streams of Python, NumPy, torch and the current CUDA device.
         streams: further random streams: `RNG(generators=…)`, `ModuleRNG`.
-        hooks: pairs (save, restore) for anything else: caches, counters, queues. What `save`
-            returns is copied, so it may refer to what the step changes: (model.state_dict,
-            model.load_state_dict).
+        hooks: pairs (save, restore) for anything else: caches, counters, queues. The state that
+            `save` returns is copied, so it may refer to objects that the step changes:
+            (model.state_dict, model.load_state_dict).
 
     Raises:
-        ConfigError: an argument of another kind.
+        ConfigError: an argument is wrong.
 
     Cost: `take` copies the buffers and some 10 kB for each set of streams.
     """
@@ -47,26 +47,29 @@ class Replayed:
         streams: Sequence[RNG] = (),
         hooks: Sequence[Hook] = (),
     ) -> None:
-        """Nothing is taken yet."""
+        """Check the arguments; `take` comes first."""
         if isinstance(modules, nn.Module):
             modules = (modules,)
         self._modules = tuple(modules)
         self._streams = (*((RNG(),) if rng else ()), *streams)
         self._hooks = tuple(hooks)
-        for kind, members in ((nn.Module, self._modules), (RNG, self._streams)):
+        for kind, words, members in (
+            (nn.Module, "a module", self._modules),
+            (RNG, "a set of random streams", self._streams),
+        ):
             for each in members:
                 if not isinstance(each, kind):
                     raise ConfigError(
-                        f"Replayed: a {type(each).__name__} is no {kind.__name__}; anything but "
-                        f"modules and streams is brought back by hooks=[(save, restore)]"
+                        f"Replayed: a {type(each).__name__} is not {words}; to "
+                        f"restore anything else, pass hooks=[(save, restore)]"
                     )
         for hook in self._hooks:
             if len(hook) != 2 or not all(callable(half) for half in hook):
-                raise ConfigError("Replayed: a hook is a pair of functions (save, restore)")
+                raise ConfigError("Replayed: each hook must be a pair of functions (save, restore)")
         self._taken: _Snapshot | None = None
 
     def take(self) -> None:
-        """Take what there is now; what was taken before is forgotten.
+        """Take a snapshot in place of the last one.
 
         Raises:
             ConfigError: a lazy module has not run yet.
@@ -78,35 +81,35 @@ class Replayed:
         )
 
     def restore(self) -> None:
-        """Bring back what was taken; may be called again.
+        """Restore the snapshot; may be called again.
 
         Raises:
-            ConfigError: nothing was taken.
+            ConfigError: `take` was not called before.
         """
         taken = self._taken
         if taken is None:
-            raise ConfigError("Replayed.restore before take: there is nothing to bring back")
+            raise ConfigError("Replayed.restore was called before take; call take first")
         for buffers in taken.buffers:
             buffers.restore()
         for (_, restore), state in zip(self._hooks, taken.hooks, strict=True):
             restore(_copy_of(state))
-        # Last: anything above may draw.
+        # Streams come last: everything above may draw random numbers.
         for stream, states in zip(self._streams, taken.streams, strict=True):
             stream.reset(states)
 
     def kept(self, *, codecs: Codecs) -> object:
-        """What was taken of streams, and of buffers that no state dict has, as `keep_tree` does.
+        """Return the streams and the buffers that no state dict has, in the form of `keep_tree`.
 
-        For another process: the state has everything else.
+        They are for another process; everything else is in the state.
 
         Raises:
-            ConfigError: naming module, buffer and type of what cannot be kept, and the fix.
+            ConfigError: a buffer cannot be kept; the message names module, buffer, type and fix.
 
         Cost: copies of these buffers.
         """
         taken = self._taken
         if taken is None:
-            raise ConfigError("Replayed.kept before take: there is nothing to keep")
+            raise ConfigError("Replayed.kept was called before take; call take first")
         buffers = {
             str(index): {
                 name: keep_tree(
@@ -123,9 +126,10 @@ class Replayed:
         }
 
     def replay_kept(self, kept: Any, *, codecs: Codecs) -> None:
-        """Set streams and unsaved buffers to what `kept` gave in another process.
+        """Set streams and unsaved buffers to those that `kept` returned in another process.
 
-        Streams of other generators than here, and buffers of other names or shapes, stay.
+        Streams of generators that do not exist here, and buffers of other names or shapes, are
+        ignored.
         """
         for index, each in enumerate(self._submodules()):
             stored = kept["buffers"].get(str(index), {})
@@ -142,7 +146,7 @@ class Replayed:
                 stream.reset({name: state for name, state in states.items() if name in known})
 
     def _submodules(self) -> list[nn.Module]:
-        """Every module once, in the order of the tree."""
+        """Return every module once, in the order of the tree."""
         seen: dict[int, nn.Module] = {}
         for root in self._modules:
             for each in root.modules():
@@ -151,7 +155,7 @@ class Replayed:
 
 
 class _Snapshot:
-    """What was taken at one time."""
+    """Streams, buffers and states of hooks at one time."""
 
     def __init__(
         self, *, streams: list[dict[str, Any]], buffers: list[_Buffers], hooks: list[Any]
@@ -162,7 +166,11 @@ class _Snapshot:
 
 
 class _Buffers:
-    """The buffers of one module, not of those inside of it: the tensors and copies of them."""
+    """The buffers of one module without its submodules: the tensors, and copies of them.
+
+    A step may replace a buffer, or its `.data`. So three things are kept: the tensor object (others
+    may refer to it), a detached tensor that keeps its memory alive, and a copy of its elements.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -171,15 +179,15 @@ class _Buffers:
         for name, each in self._tensors.items():
             if each is not None and is_lazy(each):
                 raise ConfigError(
-                    f"buffer '{name}' of a {self.module_name} has no elements yet (a lazy module): "
-                    f"run the model once before its first step"
+                    f"buffer '{name}' of a {self.module_name} has no elements yet, because the "
+                    f"module is lazy; run the model once before its first step"
                 )
         self._memory = {
             name: each.detach()
             for name, each in self._tensors.items()
             if each is not None and _is_in_memory(each)
         }
-        """The memory of each buffer, also while the buffer has another one."""
+        """The memory of each buffer, even while the step gives the buffer another one."""
         self._copies = {
             name: (self._memory[name] if name in self._memory else each.detach()).clone()
             for name, each in self._tensors.items()
@@ -188,11 +196,11 @@ class _Buffers:
 
     @property
     def module_name(self) -> str:
-        """The module's class, for messages."""
+        """Name of the module's class, for messages."""
         return type(self._module).__qualname__
 
     def restore(self) -> None:
-        """The same tensors with the same values under the same names, and no others."""
+        """Restore the same tensors with the same values under the same names, and no others."""
         module = self._module
         buffers: Any = buffer_table(module)
         if isinstance(buffers, dict):
@@ -220,28 +228,28 @@ class _Buffers:
                 tensor.data = memory
 
     def unsaved(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that are not persistent."""
+        """Return copies of the buffers that are not persistent."""
         return {name: _local(each) for name, each in self._copies.items() if name in self._unsaved}
 
 
 def _copy_of(state: Any) -> Any:
-    """A copy of what a hook has returned; it never leaves the process, so it may be anything."""
+    """Return a deep copy of a hook's state: it never leaves the process, so it can be anything."""
     try:
         return copy.deepcopy(state)
     except Exception as error:
         raise ConfigError(
-            f"what a hook of Replayed has returned, a {type(state).__qualname__}, cannot be "
-            f"copied: {type(error).__name__}: {error}; return plain values and detached tensors"
+            f"Replayed: a hook has returned a {type(state).__qualname__}, which cannot be copied: "
+            f"{type(error).__name__}: {error}; return plain values and detached tensors"
         ) from error
 
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a buffer is a view of one run of memory, and nothing more."""
+    """Return True if a buffer is a plain view of one storage."""
     return type(tensor) in (torch.Tensor, nn.Buffer) and is_strided(tensor)
 
 
 def _is_same_view(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Whether a buffer still is the view of its memory that it was."""
+    """Return True if a buffer is still the same view of its memory."""
     return (
         tensor.data_ptr() == memory.data_ptr()
         and tensor.dtype == memory.dtype
@@ -252,11 +260,11 @@ def _is_same_view(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a buffer the elements of a copy of it, which stays what it is."""
+    """Give a buffer the elements of a copy; the copy stays separate."""
     with torch.no_grad():
         if is_sparse(tensor):
-            # `copy_` alone needs as many stored elements; `.data =` does nothing where the layout
-            # is a compressed one.
+            # `copy_` alone needs the same number of stored elements, and `.data =` does nothing for
+            # a compressed layout.
             tensor.resize_as_sparse_(value).copy_(value)
         elif is_strided(tensor):
             tensor.copy_(value)
@@ -265,7 +273,7 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _holds(memory: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether a buffer's memory can take what it held."""
+    """Return True if a buffer's memory still has room for the saved elements."""
     if memory.shape != saved.shape or 0 in memory.stride():
         return False
     last = sum((n - 1) * s for n, s in zip(memory.shape, memory.stride(), strict=True))
@@ -274,5 +282,5 @@ def _holds(memory: torch.Tensor, saved: torch.Tensor) -> bool:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""When a validated value is rejected: rules, and what they learn from accepted values."""
+"""Rules that reject validated values, and the accepted values that rules learn from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.rerun.kept_trees import is_sparse
 from holdfast.rerun.values import Value, describe, plain_tensor
@@ -17,19 +18,19 @@ from holdfast.rerun.values import Value, describe, plain_tensor
 
 @runtime_checkable
 class Rule(Protocol):
-    """Decides on one value of a validation call. It holds no state of its own."""
+    """Decides whether a value is rejected. It has no state: the machine keeps what it learns."""
 
     @property
     def window(self) -> int:
-        """How many of the call's last accepted values the rule looks at; 0: none are kept."""
+        """The number of the call's last accepted values that the rule looks at; 0 to keep none."""
         ...
 
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
-        """Why the value is rejected, in words; None where it is accepted.
+        """Return in words why the value is rejected, or None if it is accepted.
 
         Args:
-            value: a number or a tensor; of a tensor every element counts.
-            accepted: what the call has learned, oldest first: `Learned.of(name)`.
+            value: a number or a tensor, all of whose elements count.
+            accepted: magnitudes of the call's accepted values, oldest first: `Learned.of(name)`.
         """
         ...
 
@@ -84,19 +85,19 @@ class IsInf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spike:
-    """Rejects what is much larger than usual: |value| > factor x median of accepted |values|.
+    """Rejects a value much larger than usual: |value| > factor x median of accepted |values|.
 
-    Of a tensor its largest finite element counts. NaN and infinities are left to other rules. While
-    the median is zero there is no scale, and nothing is rejected. A rejected value is not learned,
-    so values that stay at a new level stay rejected.
+    For a tensor its largest finite element counts. NaN and infinities are left to other rules. A
+    median of zero gives no scale, so nothing is rejected. A rejected value is not learned, so
+    values that stay at a new level stay rejected.
 
     Args:
         factor: greater than 1.
-        num_samples: accepted values before the rule begins to reject.
-        window: how many of the last accepted values the median is of; at least `num_samples`.
+        num_samples: number of accepted values before the rule rejects any.
+        window: number of last accepted values that the median is taken of; at least `num_samples`.
 
     Raises:
-        ConfigError: For settings that contradict this.
+        ConfigError: an argument is out of its range.
     """
 
     factor: float = 10.0
@@ -105,13 +106,10 @@ class Spike:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if not (math.isfinite(self.factor) and self.factor > 1):
-            raise ConfigError(f"Spike(factor={self.factor!r}): it is a finite number above 1")
-        if not 1 <= self.num_samples <= self.window:
-            raise ConfigError(
-                f"Spike(num_samples={self.num_samples}, window={self.window}): num_samples is at "
-                f"least 1 and at most window, of which the median is taken"
-            )
+        check_number(self.factor, name="Spike: factor", above=1, is_finite=True)
+        least = check_int(self.num_samples, name="Spike: num_samples", least=1)
+        hint = f" (num_samples is {least}: the median is taken of the window)"
+        check_int(self.window, name="Spike: window", least=least, hint=hint)
 
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
         """See `Rule`."""
@@ -129,14 +127,14 @@ class Spike:
 
 @dataclass(frozen=True, slots=True)
 class Rejects:
-    """Rejects what a function of the caller's says: `Rejects(lambda x: x < 0, "a negative loss")`.
+    """Rejects a value by a function of the caller: `Rejects(lambda x: x < 0, "a negative loss")`.
 
     Args:
-        predicate: value -> whether it is rejected; the same on every call with one value.
-        message: what is wrong with a rejected value, for messages and reports.
+        predicate: returns True for a value to reject; always the same for the same value.
+        message: says what is wrong with a rejected value, for messages and reports.
 
     Raises:
-        ConfigError: They are not a function and a text.
+        ConfigError: `predicate` is not a function, or `message` is not a string.
     """
 
     predicate: Callable[[Value], object]
@@ -146,8 +144,8 @@ class Rejects:
         """Check the arguments."""
         if not callable(self.predicate) or not isinstance(self.message, str):
             raise ConfigError(
-                f"Rejects({self.predicate!r}, {self.message!r}): it takes a function of the value "
-                f"and a text"
+                f"Rejects({self.predicate!r}, {self.message!r}): pass a function of the value and "
+                f"a string"
             )
 
     @property
@@ -156,7 +154,7 @@ class Rejects:
         return 0
 
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
-        """See `Rule`. ConfigError where the predicate returns a tensor of several elements."""
+        """See `Rule`. ConfigError if the predicate returns a tensor of several elements."""
         verdict = self.predicate(value)
         if isinstance(verdict, torch.Tensor) and verdict.numel() != 1:
             raise ConfigError(
@@ -168,19 +166,19 @@ class Rejects:
 
 @dataclass(frozen=True, slots=True, init=False)
 class RejectsAny:
-    """Rejects what any of its rules rejects; the first one gives the reason."""
+    """Rejects a value if any of its rules does; the first such rule gives the reason."""
 
     rules: tuple[Rule, ...]
 
     def __init__(self, *rules: Rule) -> None:
         """Take the rules in the order in which they are tried; ConfigError without any."""
         if not rules:
-            raise ConfigError("RejectsAny() has no rules: it would accept everything; name one")
+            raise ConfigError("RejectsAny() would accept everything; pass at least one rule")
         object.__setattr__(self, "rules", rules)
 
     @property
     def window(self) -> int:
-        """The largest of its rules'."""
+        """The largest window of its rules."""
         return max(rule.window for rule in self.rules)
 
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
@@ -190,22 +188,22 @@ class RejectsAny:
 
 
 class Learned:
-    """Magnitudes of accepted values by validation call, of accepted steps alone.
+    """Magnitudes of accepted values by validation call, only of accepted steps.
 
-    Values are staged while a step is attempted: `commit` when it is accepted, `discard` when it is
-    rejected or run again, so that no value is learned twice. Part of the checkpoint, so that a
-    resume knows what was usual.
+    Values are staged while a step runs: `commit` when it is accepted, `discard` when it is rejected
+    or run again, so that no value is learned twice. The magnitudes are in the checkpoint, so that a
+    resumed run knows what was usual.
     """
 
     def __init__(self) -> None:
-        """Nothing is learned yet."""
+        """Start without any magnitude."""
         self._accepted: dict[str, list[float]] = {}
         self._windows: dict[str, int] = {}
-        """How many are kept of each call."""
+        """Number of magnitudes to keep for each call."""
         self._staged: list[tuple[str, float, int]] = []
 
     def of(self, name: str) -> Sequence[float]:
-        """What a call has learned in accepted steps, oldest first; not to be changed."""
+        """Return the magnitudes of a call in accepted steps, oldest first; do not change them."""
         return self._accepted.get(name, ())
 
     def accept(self, name: str, value: Value, *, window: int) -> None:
@@ -213,8 +211,8 @@ class Learned:
 
         Args:
             name: of the validation call.
-            value: what was accepted.
-            window: that of the call's rule; 0: nothing is kept, at no cost.
+            value: the accepted value.
+            window: of the call's rule; 0 to keep nothing, at no cost.
         """
         if window == 0:
             return
@@ -223,7 +221,7 @@ class Learned:
             self._staged.append((name, size, window))
 
     def commit(self) -> None:
-        """Learn what is staged: the step is accepted."""
+        """Learn the staged values: the step is accepted."""
         for name, size, window in self._staged:
             accepted = self._accepted.setdefault(name, [])
             self._windows[name] = window
@@ -232,14 +230,14 @@ class Learned:
         self._staged.clear()
 
     def discard(self) -> None:
-        """Forget what is staged: the step is run again, or given up."""
+        """Forget the staged values: the step is run again, or given up."""
         self._staged.clear()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Magnitudes by the name of the call, without what is only staged.
+        """Return the magnitudes by the name of the call, without staged ones.
 
-        Each tensor is as long as the window of its rule, filled up with NaN, which is never
-        learned: so its shape is the same in every save.
+        Each tensor is as long as the window of its rule, so that its shape is the same in every
+        save. It is filled up with NaN, which is never learned.
         """
         return {
             name: torch.tensor(
@@ -249,17 +247,17 @@ class Learned:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what another process learned, in the place of everything here.
+        """Replace all magnitudes by those of another process.
 
         Raises:
-            CorruptionError: It is not what `state_dict` makes. Nothing has changed then.
+            CorruptionError: `state_dict` does not return such a state. Nothing has changed then.
         """
         for name, sizes in state.items():
             is_known = isinstance(sizes, torch.Tensor) and sizes.dtype == torch.float64
             if not is_known or sizes.dim() != 1:
                 raise CorruptionError(
-                    f"what the call {name!r} has learned is not a list of numbers in this "
-                    f"checkpoint; load an older one, or continue without it"
+                    f"the magnitudes of the call {name!r} are not a list of numbers in this "
+                    f"checkpoint; load an older one, or continue without them"
                 )
         self._accepted = {name: sizes[~sizes.isnan()].tolist() for name, sizes in state.items()}
         self._windows = {name: len(sizes) for name, sizes in state.items()}
@@ -267,11 +265,11 @@ class Learned:
 
 
 def magnitude(value: Value, *, only_finite: bool = False) -> float | None:
-    """The largest |element| that is finite, as a float; None where none is.
+    """Return the largest finite |element| as a float; None if no element is finite.
 
     Args:
-        value: a number or a tensor; of a DTensor what this rank has of it.
-        only_finite: None as well where any element is NaN or infinite.
+        value: a number or a tensor; for a DTensor this rank's part of it.
+        only_finite: True to return None if any element is NaN or infinite.
 
     Cost: one pass over a tensor in float64, and a wait for its device.
     """
@@ -293,9 +291,9 @@ def magnitude(value: Value, *, only_finite: bool = False) -> float | None:
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of this rank, in a form for which torch has `isnan`, `isinf` and `abs`.
+    """Return the elements of this rank in a dtype for which torch has `isnan`, `isinf` and `abs`.
 
-    Of a sparse tensor those that it stores: all others are zero.
+    For a sparse tensor only those that it stores: all others are zero.
     """
     local = plain_tensor(tensor)
     if is_sparse(local):
@@ -306,7 +304,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_words(fault: str, value: torch.Tensor, is_faulty: torch.Tensor) -> str | None:
-    """That a tensor has faulty elements, and how many; None where it has none."""
+    """Say how many elements of a tensor are faulty; None if there are none."""
     num = int(is_faulty.sum())
     if num == 0:
         return None

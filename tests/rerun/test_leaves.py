@@ -387,7 +387,7 @@ def test_a_lazy_model_has_to_run_once_before_its_first_step() -> None:
 
 def test_what_cannot_be_brought_back_is_refused() -> None:
     """By its type, with the fix."""
-    with pytest.raises(ConfigError, match=r"dict is no Module.*hooks"):
+    with pytest.raises(ConfigError, match=r"dict is not a module.*hooks"):
         Replayed(modules=[{}])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="pair of functions"):
         Replayed(hooks=[(print,)])  # type: ignore[list-item]
