@@ -1,4 +1,4 @@
-"""What flows from one module to the next: activations forward, gradients backward.
+"""The data flow between modules: activations forward, gradients backward.
 
 In come the tokens of a source module's samples, on the ranks of its last stage; out comes a
 `Bridged` on the ranks of the destination's first stage, with the samples of that data rank. In the

@@ -1,4 +1,4 @@
-"""A bridge: what one module makes of its samples is sent to the module that goes on with them."""
+"""A bridge: sends the output of one module to the module that takes it as input."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Bridge:
         except Exception as error:
             failure = error
         rows = control.agree(failure, phase=route.phase("forward", number), payload=payload)
-        self._num_forwards = number  # one that failed before is none, on any rank
+        self._num_forwards = number  # a forward that failed before this is counted on no rank
         headers = {r: Header.decode(row) for r, row in zip(control.ranks, rows, strict=True)}
         crossing = Crossing(
             route, check_headers(headers, route.plan, edge=route.edge), number=number
@@ -126,7 +126,7 @@ class Bridge:
         return self._cross(crossing, packed)
 
     def _cross(self, crossing: Crossing, packed: Packed | None) -> Bridged:
-        """Exchange the activations, under autograd where a backward will be needed."""
+        """Exchange the activations, under autograd if a backward will be needed."""
         taken: Packed | None
         if crossing.needs_backward:
             # Autograd calls the backward of a function that has an input which needs a gradient:
@@ -152,7 +152,7 @@ class Bridge:
     def _packed(
         self, tokens: Tensor | None, counts: Sequence[int] | Tensor | None
     ) -> tuple[Packed | None, Given | None]:
-        """What this rank gives and its description; ConfigError for wrong arguments."""
+        """Return the samples that this rank gives, and their description; check the arguments."""
         route = self._route
         source, destination = route.edge
         where = f"Module {source!r} on rank {route.rank}"
@@ -193,7 +193,7 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, crossing: Crossing, hook: Tensor, tokens: Tensor | None, counts: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The anchor, and where this rank is the destination its tokens and counts."""
+        """Return the anchor and, if this rank is a destination, its tokens and counts."""
         ctx.crossing = crossing
         ctx.set_materialize_grads(False)
         own = None if tokens is None or counts is None else Packed(tokens, counts)

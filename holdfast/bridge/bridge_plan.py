@@ -23,7 +23,7 @@ class Piece:
     destination: int
     """The destination's data rank."""
     part: int
-    """Which of the equal parts of the source data rank's samples it is; 0 where there is one."""
+    """Number of this part among the equal parts of the source data rank's samples, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class _Turns:
         self._num_given = 0
 
     def next_for(self, taker: int) -> int:
-        """The rank that gives to `taker`: itself where it is one of them."""
+        """Return the rank that gives to `taker`: `taker` itself if it is one of them."""
         if taker in self._ranks:
             return taker
         self._num_given += 1

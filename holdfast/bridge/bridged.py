@@ -1,4 +1,4 @@
-"""What a bridge returns: the destination's tokens, and the anchor of the backward exchange."""
+"""The result of a bridge: the destination's tokens, and the anchor of the backward exchange."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from holdfast.errors import ConfigError
 class Bridged:
     """The result of one forward of a `Bridge` on one rank.
 
-    The backward exchange runs where autograd reaches it, and every rank of the edge has to: each
+    Autograd runs the backward exchange, and has to reach it on every rank of the edge: each rank
     adds `anchor` to its loss, or calls `backward` of this object or of `anchor` itself.
     """
 
     tokens: Tensor | None
     """(number of tokens, *features): the packed tokens of this destination data rank's samples, on
-    every rank with the destination's first pipeline stage; None elsewhere. Read only: where this
+    every rank with the destination's first pipeline stage; None elsewhere. Read only: if this
     rank also has the source, it may be a view of the source's own tokens."""
     counts: Tensor | None
-    """int64 on the CPU: the tokens of each of these samples; None where `tokens` is."""
+    """int64 on the CPU: the number of tokens of each of these samples; None if `tokens` is."""
     anchor: Tensor
     """A scalar zero to add to this rank's loss. Its gradient is of no interest; its backward runs
-    the backward exchange, also where no token was used."""
+    the backward exchange, even if no token was used."""
     crossing: Crossing
     """The sizes and messages of this forward."""
 
     def backward(self, gradient: Tensor | None = None) -> None:
-        """Run the backward exchange and, on source ranks, go on from there into the source.
+        """Run the backward exchange and, on source ranks, continue into the source.
 
         For a gradient that was gathered elsewhere, as after a pipeline schedule on a detached leaf:
 
@@ -40,7 +40,7 @@ class Bridged:
             ...
             bridged.backward(leaf.grad)
 
-        Called by all ranks of the edge. Nothing happens where no source rank needs a gradient.
+        Called by all ranks of the edge. Nothing happens if no source rank needs a gradient.
 
         Args:
             gradient: of `tokens`, in their shape and dtype; None for none, and on ranks without
@@ -57,7 +57,7 @@ class Bridged:
                 raise failure
             return
         if failure is not None:
-            # sent in this rank's place in the agreement, so that all ranks raise it
+            # The agreement of the backward carries it to all ranks, which raise it together.
             self.crossing.failure = failure
         if gradient is None or failure is not None or self.tokens is None:
             torch.autograd.backward([self.anchor])
@@ -67,7 +67,7 @@ class Bridged:
             )
 
     def _misfit(self, gradient: Tensor | None) -> ConfigError | None:
-        """Why a gradient cannot be that of the tokens here."""
+        """Return an error if a gradient cannot be that of the tokens here."""
         where = self.crossing.describe_destination()
         if gradient is None:
             return None

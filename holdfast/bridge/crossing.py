@@ -18,7 +18,7 @@ _TOKENS_TAG, _COUNTS_TAG = 0, 1
 
 
 class Span(NamedTuple):
-    """Where a piece is in what a data rank has: a run of tokens, and one of samples."""
+    """The place of a piece in a data rank's samples: a run of tokens, and one of samples."""
 
     first_token: int
     num_tokens: int
@@ -35,33 +35,35 @@ class Packed(NamedTuple):
     """int64, tokens of each sample, on the communicator's device."""
 
     def cut(self, span: Span) -> Packed:
-        """Views of some of the samples."""
+        """Return views of some of the samples."""
         return Packed(
             self.tokens.narrow(0, span.first_token, span.num_tokens),
             self.counts.narrow(0, span.first_sample, span.num_samples),
         )
 
     def parcels(self, rank: int) -> list[Parcel]:
-        """The two messages to, or from, a rank."""
+        """Return the two messages to, or from, a rank."""
         return [Parcel(self.tokens, rank, _TOKENS_TAG), Parcel(self.counts, rank, _COUNTS_TAG)]
 
 
 class Crossing:
-    """What one forward has sent where, for as long as its backward may come.
+    """One forward, kept for its backward: the sizes of all pieces, and no tensors.
 
-    It holds sizes, no tensors.
+    Phase 1, `send_tokens`: activations go from the source to the destination. Phase 2,
+    `send_gradient`: all ranks of the edge agree on the ranks that have a gradient, and gradients go
+    back along the same pieces.
 
     Args:
-        route: what this rank has to do with the edge.
-        given: what each rank with the source's last stage gives.
-        number: of this forward, counted from 1 on all ranks alike.
+        route: this rank's share of the edge.
+        given: the samples of each rank with the source's last stage.
+        number: number of this forward, counted from 1, the same on all ranks.
     """
 
     def __init__(self, route: Route, given: Mapping[int, Given], *, number: int) -> None:
         self.failure: HoldfastError | None = None
-        """Why this rank cannot take part in the backward, which then fails on all ranks."""
+        """Set if this rank cannot take part in the backward, which then fails on all ranks."""
         self.needs_backward = any(each.needs_gradient for each in given.values())
-        """Whether there is a backward; the same on all ranks."""
+        """True if there is a backward; the same on all ranks."""
         self._route = route
         self._number = number
         some = next(iter(given.values()))
@@ -70,9 +72,9 @@ class Crossing:
         self._gradients = [m for m in route.gradients if given[m.taker].needs_gradient]
         plan = route.plan
         self._at_source: dict[int, Span] = {}
-        """By piece, where it is in what this rank gives."""
+        """Place of each piece in the samples that this rank gives."""
         self._at_destination: dict[int, Span] = {}
-        """By piece, where it is in what this rank takes."""
+        """Place of each piece in the samples that this rank takes."""
         if route.source_dp is not None:
             self._at_source = self._spans(plan.pieces_of_source(route.source_dp), given)
         if route.destination_dp is not None:
@@ -81,21 +83,21 @@ class Crossing:
 
     @property
     def device(self) -> torch.device:
-        """Where what arrives lies."""
+        """The device on which tokens and gradients arrive."""
         return self._route.device
 
     def describe_destination(self) -> str:
-        """Destination and rank, for messages."""
+        """Return destination and rank, for messages."""
         return f"Module {self._route.edge[1]!r} on rank {self._route.rank}"
 
     def send_tokens(self, own: Packed | None) -> Packed | None:
-        """Exchange activations, and return what this rank takes as the destination.
+        """Exchange activations, and return the samples that this rank takes.
 
         Args:
-            own: what this rank gives, without autograd; None if it gives nothing.
+            own: the samples that this rank gives, detached; None if it gives none.
 
-        Cost: to each taker two messages (tokens; counts). What a rank takes from itself alone is a
-        view of its own memory; otherwise memory for all that it takes.
+        Cost: two messages to each taker (tokens; counts), and memory for the samples taken. A rank
+        that takes only from itself gets a view, and needs no memory.
         """
         rank = self._route.rank
         taken = [m for m in self._route.activations if m.taker == rank]
@@ -104,6 +106,8 @@ class Crossing:
             taken = []
         else:
             target = self._allocate() if taken else None
+        # Parcels are listed in the order of the plan on every rank: messages between two ranks are
+        # matched by their order.
         leaving: list[Parcel] = []
         arriving: list[Parcel] = []
         for message in self._route.activations:
@@ -126,10 +130,10 @@ class Crossing:
     def send_gradient(self, gradient: Tensor | None) -> Tensor | None:
         """Exchange gradients, and return that of the tokens which this rank gave.
 
-        All ranks of the edge call it, also those without any tokens.
+        Collective over the edge; ranks without tokens call it too.
 
         Args:
-            gradient: of what this rank took, in its shape; None if none of it was used.
+            gradient: of the tokens that this rank took, in their shape; None if none was used.
 
         Returns:
             (tokens given, *features); None if this rank gave none, or needs no gradient.
@@ -168,7 +172,7 @@ class Crossing:
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def _agree_backward(self, gradient: Tensor | None) -> set[int]:
-        """The ranks with a gradient, on all ranks of the edge."""
+        """Return the ranks that have a gradient; collective over the edge."""
         control = self._route.groups.control
         rows = control.agree(
             self.failure,
@@ -184,13 +188,13 @@ class Crossing:
                     raise GroupError(
                         f"{self._route.phase('backward', self._number)}: of the tp replicas "
                         f"{shorten_ranks(by_tp)} of {destination!r} only ranks "
-                        f"{shorten_ranks(sorted(having))} have a gradient of the tokens. Their "
-                        f"gradients must be equal, since one of them is taken: gather it first."
+                        f"{shorten_ranks(sorted(having))} have a gradient of the tokens. Only "
+                        f"one of these equal gradients is sent back; run the backward on all ranks."
                     )
         return givers
 
     def _spans(self, pieces: Iterable[int], given: Mapping[int, Given]) -> dict[int, Span]:
-        """Where consecutive pieces are in what a data rank has of them."""
+        """Return the places of consecutive pieces in the samples of a data rank."""
         spans = {}
         first_token = first_sample = 0
         for index in pieces:
@@ -202,7 +206,7 @@ class Crossing:
         return spans
 
     def _allocate(self) -> Packed:
-        """Memory for what this rank takes."""
+        """Return memory for the samples that this rank takes."""
         spans = self._at_destination.values()
         counts = torch.empty(
             sum(span.num_samples for span in spans), dtype=torch.int64, device=self._route.device
@@ -210,13 +214,13 @@ class Crossing:
         return Packed(self._empty(sum(span.num_tokens for span in spans)), counts)
 
     def _empty(self, num_tokens: int) -> Tensor:
-        """Memory for tokens or their gradient."""
+        """Return memory for tokens or their gradient."""
         return torch.empty(
             (num_tokens, *self._features), dtype=self._dtype, device=self._route.device
         )
 
     def _sum(self, shares: Sequence[Tensor], span: Span) -> Tensor:
-        """The gradient of a piece from the shares of the destination's cp ranks, in their order.
+        """Add up the shares of the destination's cp ranks, in the order of their coordinates.
 
         Sums of 16-bit gradients are made in float32 and rounded once.
         """

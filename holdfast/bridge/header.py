@@ -1,4 +1,4 @@
-"""What the ranks of an edge agree on before anything is sent: one small header of each.
+"""The agreement of an edge's ranks before anything is sent: one small header of each rank.
 
 Every rank has the headers of all, so a mistake of one is the same error on all of them, and the
 sizes of all messages are known before the first is started.
@@ -22,11 +22,11 @@ DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
-"""What activations may be, by the name in a header."""
+"""The dtypes of activations, by their name in a header."""
 
 
 class Given(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a rank with the source's last stage gives."""
+    """The samples that a rank with the source's last stage gives."""
 
     dtype: str
     features: tuple[int, ...]
@@ -45,10 +45,10 @@ class Given(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What every rank of the edge states."""
+    """The statement of every rank of the edge."""
 
     has_gradients: bool
-    """Whether autograd is on."""
+    """True if autograd is on."""
     given: Given | None
     """None on a rank without the source's last stage."""
 
@@ -63,7 +63,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 def checked_counts(counts: Sequence[int] | Tensor, *, where: str) -> list[int]:
-    """The tokens of each sample as numbers; ConfigError if they are none.
+    """Return the number of tokens of each sample; ConfigError if they are not numbers.
 
     Args:
         counts: whole numbers >= 0, one per sample.
@@ -72,7 +72,7 @@ def checked_counts(counts: Sequence[int] | Tensor, *, where: str) -> list[int]:
     if isinstance(counts, Tensor):
         if counts.dim() != 1 or counts.is_floating_point() or counts.is_complex():
             raise ConfigError(
-                f"{where}: counts must be whole numbers, one per sample; got a tensor of "
+                f"{where}: counts must be integers, one per sample; got a tensor of "
                 f"{counts.dtype} with shape {tuple(counts.shape)}."
             )
         counts = counts.tolist()
@@ -80,7 +80,7 @@ def checked_counts(counts: Sequence[int] | Tensor, *, where: str) -> list[int]:
         numbers = [operator.index(count) for count in counts]
     except TypeError:
         raise ConfigError(
-            f"{where}: counts must be whole numbers, one per sample; got {counts!r}."
+            f"{where}: counts must be integers, one per sample; got {counts!r}."
         ) from None
     negative = [i for i, count in enumerate(numbers) if count < 0]
     if negative:
@@ -92,7 +92,7 @@ def checked_counts(counts: Sequence[int] | Tensor, *, where: str) -> list[int]:
 def describe_given(
     tokens: Tensor, counts: Sequence[int], *, num_parts: int, destination: str, where: str
 ) -> Given:
-    """What a rank gives; ConfigError where tokens and counts do not fit each other.
+    """Return the samples that a rank gives; ConfigError if tokens and counts do not fit each other.
 
     Args:
         tokens: (sum(counts), *features).
@@ -131,7 +131,7 @@ def describe_given(
 def check_headers(
     headers: Mapping[int, Header], plan: BridgePlan, *, edge: tuple[str, str]
 ) -> dict[int, Given]:
-    """What each rank with the source's last stage gives; ConfigError where they do not fit.
+    """Return the samples of each rank with the source's last stage; ConfigError if they do not fit.
 
     Headers are the same on all ranks, and so is the error.
 
@@ -172,7 +172,7 @@ def check_headers(
 def _check_equal(
     given: Mapping[int, Given], value_of: Callable[[Given], object], what: str, where: str
 ) -> None:
-    """ConfigError that names the ranks of each value unless all have the same."""
+    """Raise a ConfigError that names the ranks of each value, unless all ranks have the same."""
     ranks_by_value: dict[object, list[int]] = {}
     for rank, each in given.items():
         ranks_by_value.setdefault(value_of(each), []).append(rank)

@@ -1,4 +1,4 @@
-"""Tensors sent between single ranks: all started before any is waited for, each with a deadline."""
+"""Tensors sent between pairs of ranks: all are started, then all are waited for by a deadline."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 _PROBE_S = 0.001
-"""How long a message is waited for once time is over: gloo tells only then whether it is there."""
+"""Seconds to wait for a message after the deadline: gloo says only in a wait if it has arrived."""
 
 
 class Parcel(NamedTuple):
     """A tensor to send to a rank, or to receive from it."""
 
     tensor: Tensor
-    """Contiguous. One without elements is not sent."""
+    """Contiguous. A tensor without elements is not sent."""
     rank: int
     """The other rank."""
     tag: int = 0
@@ -43,15 +43,15 @@ def exchange(
 ) -> None:
     """Send and receive; on return every tensor has arrived and none is read any more.
 
-    Nothing is waited for before everything is started, so no order of ranks can deadlock. With NCCL
+    All messages are started before the first wait, so no order of ranks can deadlock. With NCCL
     the messages are one batch on the communicator's stream, and this thread waits for them, too.
 
     Args:
         leaving: to send. Between two ranks the order of messages is the same at both ends.
-        arriving: where to receive.
-        get_group: the communicator; called only where there is something to send or receive.
+        arriving: to receive into.
+        get_group: the communicator; called only if there is something to send or receive.
         timeout_s: deadline for all of it together.
-        what: which exchange it is, for messages.
+        what: the name of the exchange, for messages.
         giver: the module whose ranks send, for messages.
         taker: the module whose ranks receive.
 
@@ -85,7 +85,7 @@ def exchange(
 
 
 def _wait(works: Sequence[dist.Work], names: Sequence[str], *, deadline: float, what: str) -> None:
-    """Wait for all messages; DeadlineError that names those which did not complete."""
+    """Wait for all messages; raise a DeadlineError that names those which did not complete."""
     for index, work in enumerate(works):
         remaining = deadline - time.monotonic()
         try:
@@ -101,7 +101,7 @@ def _wait(works: Sequence[dist.Work], names: Sequence[str], *, deadline: float, 
 
 
 def _has_completed(work: dist.Work) -> bool:
-    """Whether a message has completed; one that has not is given up."""
+    """Return True if a message has completed; give it up otherwise."""
     try:
         work.wait(timedelta(seconds=_PROBE_S))
     except RuntimeError:
@@ -110,7 +110,7 @@ def _has_completed(work: dist.Work) -> bool:
 
 
 def _late(what: str, names: Sequence[str], error: Exception) -> DeadlineError:
-    """The error for messages that did not complete."""
+    """Return the error for messages that did not complete."""
     listed = ", ".join(dict.fromkeys(names))
     return DeadlineError(
         f"{what}: messages {listed} did not complete: {error}. Look at what happened on these "

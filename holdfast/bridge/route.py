@@ -1,4 +1,4 @@
-"""What one rank has to do with an edge: its share of the plan, and the communicator for it."""
+"""One rank's share of the plan of an edge, and the communicator for it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What a rank has to do with an edge; the same for every forward."""
+    """A rank's share of an edge; the same for every forward."""
 
     edge: tuple[str, str]
     """Source and destination module."""
     plan: BridgePlan
     groups: ProcessGroups
-    """Of the edge."""
+    """The communicators of the edge."""
     device: torch.device
-    """Of the communicator, and of what arrives."""
+    """The device of the communicator, on which tensors arrive."""
     activations: tuple[Message, ...]
     """The plan's messages that this rank gives or takes."""
     gradients: tuple[Message, ...]
@@ -42,7 +42,7 @@ class Route:
     def of(
         cls, plan: BridgePlan, groups: ProcessGroups, *, edge: tuple[str, str], device: torch.device
     ) -> Route:
-        """The share of the rank whose groups these are. Cost: one pass over the plan."""
+        """Return the share of the rank that holds these groups. Cost: one pass over the plan."""
         rank = groups.rank
         return cls(
             edge=edge,
@@ -61,7 +61,7 @@ class Route:
         return self.groups.rank
 
     def phase(self, direction: str, number: int) -> str:
-        """What all ranks are doing; the number comes first, since long phases are cut."""
+        """Return the name of this phase; the number comes first, because long names are cut."""
         return f"{direction} {number} of {self.edge[0]} -> {self.edge[1]}"
 
     def exchange(
@@ -69,7 +69,7 @@ class Route:
     ) -> None:
         """Send and receive within the groups' deadline; see `parcels.exchange`.
 
-        Where that fails, the other ranks receive the error in their next agreement.
+        If that fails, the other ranks receive the error in their next agreement.
         """
         giving, taking = self.edge if direction == "forward" else self.edge[::-1]
         phase = self.phase(direction, number)
@@ -87,22 +87,22 @@ class Route:
             self._fail_on_all(error, phase)
 
     def _fail_on_all(self, error: DeadlineError, phase: str) -> NoReturn:
-        """Raise on all ranks. A rank that left at once would pass for a missing one itself."""
+        """Raise on all ranks. If this rank left at once, the others would report it as missing."""
         control = self.groups.control
         try:
             control.fail(error, phase=phase)
         except HoldfastError:
-            if control.is_broken:  # a rank is missing there, too: this one's error says more
+            if control.is_broken:  # a rank is missing there too: the first error says more
                 raise error from None
             raise
 
     def _group(self) -> ProcessGroup:
-        """The communicator; an edge of one rank has none, and sends nothing."""
+        """Return the communicator; an edge of one rank has none, and sends nothing."""
         return self.groups.group("dp")
 
 
 def _data_rank(ranks: tuple[tuple[tuple[int, ...], ...], ...], rank: int) -> int | None:
-    """The data rank that has a rank among its replicas."""
+    """Return the data rank that has a rank among its replicas."""
     for dp, by_cp in enumerate(ranks):
         if any(rank in by_tp for by_tp in by_cp):
             return dp

@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 
 
 class Mode(StrEnum):
-    """What a machine does."""
+    """The work that a machine does."""
 
     DISABLED = "disabled"
     """Nothing is recorded and nothing is sent; a fatal rejected value is a FaultError."""
@@ -26,7 +26,7 @@ class Mode(StrEnum):
 
 
 class State(StrEnum):
-    """Where a machine is."""
+    """The state of a machine."""
 
     NOT_RUNNING_YET = "not_running_yet"
     """Between steps."""
@@ -44,10 +44,10 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What takes a machine from one state to another."""
+    """An event that takes a machine from one state to another."""
 
     BEGIN = "begin"
-    """A step begins."""
+    """A step starts."""
     ACCEPTED = "accepted"
     """No rank has rejected a value."""
     REJECTED = "rejected"
@@ -99,13 +99,13 @@ def next_state(state: State, event: Event) -> State:
     if after is None:
         raise ConfigError(
             f"the rerun machine cannot take {event.name} in state {state.name}: a loop calls "
-            f"`attempts` once for each step, and ends where `decision.exit_code` says so"
+            f"`attempts` once for each step, and ends if `decision.exit_code` is not None"
         )
     return after
 
 
 class Verdict(StrEnum):
-    """What a rejected value was. In order of weight, the heaviest last."""
+    """The cause of a rejected value. In order of weight, the heaviest last."""
 
     TRANSIENT_ERROR = "transient_error"
     """The device computed something else when the step ran again on it."""
@@ -157,7 +157,7 @@ class Outcome(StrEnum):
 
     @property
     def is_bad(self) -> bool:
-        """Whether the value was bad once more."""
+        """True if the value was bad once more."""
         return self in (Outcome.REPRODUCED, Outcome.CHANGED)
 
 
@@ -168,30 +168,30 @@ class Recheck:
     outcome: Outcome
     fatal: bool = True
     is_same_device: bool = True
-    """Whether the rerun was on the device that has produced the value before."""
+    """True if the rerun was on the device that produced the value before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What follows from one rerun."""
+    """The consequence of one rerun."""
 
     event: Event
     verdicts: tuple[Verdict | None, ...]
-    """Of each rejected value; None where it is still open."""
+    """Of each rejected value; None if it is still open."""
     exit_code: ExitCode | None = None
     needs_checkpoint: bool = False
-    """Whether a fault checkpoint has to be saved before the exit."""
+    """True if a fault checkpoint has to be saved before the exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a loop does after the runs of a step; the same on all ranks.
+    """The next action of a loop after the runs of a step; the same on all ranks.
 
     Args:
-        exit_code: with which the process ends; None to go on.
+        exit_code: with which the process ends; None to continue.
         save: whether the state has to be saved to `RerunMachine.checkpoints` before.
-        verdict: on the values that were rejected; None where none was, or it is still open.
-        message: what has happened, in a sentence; empty where nothing has.
+        verdict: on the values that were rejected; None if none was, or if it is still open.
+        message: what has happened, in a sentence; empty if nothing has.
     """
 
     exit_code: ExitCode | None = None
@@ -221,7 +221,7 @@ class Limits:
 def judge_rerun_in_place(
     rechecks: Sequence[Recheck], *, new_is_fatal: Sequence[bool], num_reruns: int, limits: Limits
 ) -> Judgement:
-    """What a rerun in the same process says.
+    """Return the consequence of a rerun in the same process.
 
     Args:
         rechecks: the values that were rejected before, of all ranks.
@@ -249,7 +249,7 @@ def judge_rerun_in_place(
 def judge_rerun_from_checkpoint(
     rechecks: Sequence[Recheck], *, new_is_fatal: Sequence[bool], num_restarts: int, limits: Limits
 ) -> Judgement:
-    """What a rerun in a new process says.
+    """Return the consequence of a rerun in a new process.
 
     Args:
         rechecks: the values that were bad twice, of all ranks.
@@ -279,7 +279,7 @@ def _in_place(recheck: Recheck) -> Verdict:
 
 
 def _on_restart(recheck: Recheck) -> Verdict | None:
-    """The verdict on a value that was bad twice, after a restart; None where it stays open."""
+    """Return the verdict on a value that was bad twice, after a restart; None if it stays open."""
     if recheck.outcome is Outcome.UNREACHED:
         return None
     if recheck.is_same_device:
@@ -292,7 +292,7 @@ def _on_restart(recheck: Recheck) -> Verdict | None:
 
 
 def _exit_code(rechecks: Sequence[Recheck], verdicts: Sequence[Verdict | None]) -> ExitCode | None:
-    """The code of the heaviest verdict on a fatal value; None where none is fatal."""
+    """Return the code of the heaviest verdict on a fatal value; None if no value is fatal."""
     pairs = zip(rechecks, verdicts, strict=True)
     fatal = [verdict for each, verdict in pairs if each.fatal and verdict is not None]
     return EXIT_CODES[max(fatal, key=_WEIGHT.__getitem__)] if fatal else None

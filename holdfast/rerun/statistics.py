@@ -1,4 +1,4 @@
-"""How far two runs of the same step differ, by validation call."""
+"""Differences between two runs of the same step, by validation call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Differences:
             self.decades[decade] = self.decades.get(decade, 0) + 1
 
     def report(self) -> dict[str, Any]:
-        """As JSON; the largest is "inf" where two values had nothing in common."""
+        """Return them as JSON; the largest is "inf" if two values had nothing in common."""
         num_finite = self.num_compared - self.num_incomparable
         return {
             "num_compared": self.num_compared,
@@ -84,7 +84,7 @@ class DeterminismStatistics:
         return result
 
     def add(self, name: str, difference: float) -> None:
-        """Count one comparison of a call; infinite where it was made in one of the runs only."""
+        """Count one comparison of a call; infinite if it was made in one of the runs only."""
         self._calls.setdefault(name, _Differences()).add(difference)
 
     def compare(self, first: Mapping[Call, Value], second: Mapping[Call, Value]) -> None:
@@ -97,7 +97,7 @@ class DeterminismStatistics:
 
     @property
     def is_identical(self) -> bool:
-        """Whether no two values have differed."""
+        """True if no two values have differed."""
         return all(each.num_identical == each.num_compared for each in self._calls.values())
 
     def report(self) -> dict[str, Any]:

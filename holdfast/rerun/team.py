@@ -1,4 +1,4 @@
-"""The ranks of one machine: where each of them runs, and everything that they tell each other.
+"""The ranks of one machine: the place of each, and all messages between them.
 
 Every method that is collective goes through the control of the groups, which raises an error of one
 rank on all of them. So no rank can conclude something else than the others: whatever a machine
@@ -27,7 +27,7 @@ from holdfast.state.coordinates import coordinate_label
 
 
 class Past(msgspec.Struct, frozen=True, array_like=True):
-    """What the report of earlier jobs says, the same on all ranks."""
+    """Faults in the report of earlier jobs, the same on all ranks."""
 
     skipped: list[int] = []
     """Steps that are bad wherever they run."""
@@ -38,7 +38,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others when machines are made."""
+    """The message of a rank to the others when machines are made."""
 
     settings: dict[str, str]
     job: str
@@ -47,7 +47,7 @@ class _Meeting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Settlement(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others about the pending fault that it has loaded."""
+    """The message of a rank to the others about the pending fault that it has loaded."""
 
     fault: str
     step: int
@@ -93,7 +93,7 @@ class Team:
     def meet(
         self, error: HoldfastError | None, *, settings: dict[str, str], reads_past: bool
     ) -> Past:
-        """Compare settings, learn where all ranks run, and what the report says. Collective.
+        """Compare settings, and learn the places of all ranks and the report. Collective.
 
         Args:
             error: what is wrong with this rank's arguments.

@@ -1,4 +1,4 @@
-"""What can be validated: its plain form, how far two of them are apart, and one in a report.
+"""Values that can be validated: their plain form, their difference, and their form in a report.
 
 Whatever is passed to `validate` becomes a number or a plain tensor first (`plain_value`): strided,
 or a coalesced COO tensor, which is never made dense. Rules, comparison and report know these forms
@@ -25,7 +25,7 @@ from holdfast.errors import ConfigError, PlacementError
 from holdfast.state.tensor_elements import TORCH_TO_NAME, array_tensor, local_of
 
 Value: TypeAlias = float | int | bool | complex | torch.Tensor
-"""What can be validated: a number, or a tensor of any shape and dtype."""
+"""A value that can be validated: a number, or a tensor of any shape and dtype."""
 
 MAX_DESCRIBED_ELEMENTS = 8
 """A tensor of more elements is described by its range, not by its elements."""
@@ -199,7 +199,7 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> float:
 def _at_the_same_places(
     first: torch.Tensor, second: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The elements of two tensors at all places where one of them stores something."""
+    """Return the elements of two tensors at all places that one of them stores."""
     one, other = (
         each.cpu() if each.layout is torch.sparse_coo else each.cpu().to_sparse().coalesce()
         for each in (first, second)

@@ -77,11 +77,11 @@ MISTAKES: dict[str, tuple[int, Any, list[str]]] = {
         (torch.ones(4, 3, dtype=torch.int64), [1, 3]),
         ["'vision' on rank 1: tokens are of torch.int64"],
     ),
-    "fractions as counts": (1, (torch.ones(4, 3), [1.0, 3.0]), ["rank 1: counts must be whole"]),
+    "fractions as counts": (1, (torch.ones(4, 3), [1.0, 3.0]), ["rank 1: counts must be integers"]),
     "a float tensor as counts": (
         0,
         (torch.ones(4, 3), torch.tensor([1.0, 3.0])),
-        ["rank 0: counts must be whole", "torch.float32"],
+        ["rank 0: counts must be integers", "torch.float32"],
     ),
     "less than nothing": (0, (torch.ones(4, 3), [5, -1]), ["rank 0: sample 1 has -1 tokens"]),
 }
