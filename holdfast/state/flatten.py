@@ -444,9 +444,8 @@ def _identity(obj: Any) -> object:
     if isinstance(inner, FlatShard):
         return None
     local = held_tensor(inner)
-    is_empty_shard = local.numel() == 0 and (
-        isinstance(inner, Sharded) or (isinstance(inner, DTensor) and inner.numel() > 0)
-    )
+    is_shard = isinstance(inner, Sharded) or (isinstance(inner, DTensor) and inner.numel() > 0)
+    is_empty_shard = is_shard and local.numel() == 0
     where = id(local) if is_empty_shard else _known_memory(local)
     placed = local if isinstance(inner, Replicated) else inner
     return where and (where, _traits(placed, {}), obj.shape if inner is not obj else None)

@@ -35,7 +35,7 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("words", "result"),
     [
         ("--nproc 4 --tp 3", "4 ranks cannot be divided by"),
-        ("--nproc 4 --tp 2 --dp 4", "there are 4"),
+        ("--nproc 4 --tp 2 --dp 4", "world_size is 4"),
         ("--nproc 4 --order tp-xx-dp", "xx"),
         ("--nproc 4 --pp 4 --num-layers 3", "--pp"),
         ("--nproc 2 --data nothing", "--data nothing: no such file or directory"),
