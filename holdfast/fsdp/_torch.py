@@ -27,7 +27,9 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    _IS_KNOWN = hasattr(FSDPState(), "_fsdp_param_groups")
+    _IS_KNOWN = hasattr(FSDPState(), "_fsdp_param_groups") and hasattr(
+        FSDPModule, "reset_iter_state"
+    )
 except ImportError:  # an older torch, or a newer one that has moved them
     _IS_KNOWN = False
 
@@ -224,6 +226,36 @@ def is_idle(group: Any) -> bool:
     """Return True if a group is neither in a forward nor in a backward."""
     name: str = group._training_state.name
     return name == "IDLE"
+
+
+def is_interrupted(unit: nn.Module) -> bool:
+    """Return True if an error left a unit in the middle of a forward or a backward."""
+    state = _state(unit)
+    shared = state._state_ctx
+    return (
+        state._training_state.name != "IDLE"
+        or not all(map(is_idle, state._fsdp_param_groups))
+        # A backward that failed before it reached a unit.
+        or shared.post_backward_final_callback_queued
+    )
+
+
+def reset(root: nn.Module) -> None:
+    """Make all units below `root` ready for a forward, after one that an error has ended.
+
+    Whole parameters are freed, and gradients that are not in shards are forgotten.
+    """
+    unit: Any = root
+    unit.reset_iter_state()
+
+
+def has_unreduced(group: Any) -> bool:
+    """Return True if whole gradients of a group wait for a reduction."""
+    return any(
+        each.unsharded_accumulated_grad is not None
+        or (hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None)
+        for each in group.fsdp_params
+    )
 
 
 def _state(unit: nn.Module) -> Any:

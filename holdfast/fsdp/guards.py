@@ -24,6 +24,7 @@ class UnitGuard:
 
     def __init__(self, unit: nn.Module, *, name: str) -> None:
         self._name = name or "(the model)"
+        self._unit = unit
         self.groups: list[Any] = _torch.param_groups(unit)
         self._reductions = [_torch.reduction_of(group) for group in self.groups]
         self._gathers = [_torch.gather_of(group) for group in self.groups]
@@ -67,6 +68,26 @@ class UnitGuard:
                     f"or call set_reshard_after_backward(True) before the last backward; or "
                     f"reshard() on the unit before parameters are changed"
                 )
+
+    def check_ended(self) -> None:
+        """Raise ConfigError if an error ended a forward or a backward of this unit.
+
+        FSDP2 would not reduce, or not gather, this unit in the steps that follow.
+        """
+        if self.is_interrupted():
+            raise ConfigError(
+                f"unit '{self._name}': an error ended its last forward or backward, so its "
+                f"gradients are incomplete; after such an error call drop_gradients() of the "
+                f"sharded model on all ranks, and repeat the step"
+            )
+
+    def is_interrupted(self) -> bool:
+        """Return True if an error left this unit in the middle of a forward or a backward."""
+        return _torch.is_interrupted(self._unit)
+
+    def has_unreduced(self) -> bool:
+        """Return True if whole gradients of this unit wait for a reduction."""
+        return any(map(_torch.has_unreduced, self.groups))
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters, as the optimizer sees them, that got a gradient in this unit."""

@@ -91,6 +91,8 @@ class ShardedModel:
         self._schedule = schedule
         self._outer_reduction = outer_reduction
         self._is_pending = False
+        self._is_failed = False
+        """True from an error in a microbatch to `drop_gradients`."""
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
 
@@ -98,16 +100,20 @@ class ShardedModel:
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Enter around forward and backward of one microbatch; every rank enters the same contexts.
 
-        Without it every backward reduces, between slices too, and frees whole parameters.
+        Without it every backward reduces, between slices too, and frees whole parameters. After an
+        error in it the gradients of the step are incomplete: call `drop_gradients` on all ranks,
+        and repeat the step.
 
         Args:
             is_last: True if a step follows. Otherwise gradients are kept as the strategy says.
 
         Raises:
-            ConfigError: The reduction of a unit was changed since the model was sharded.
+            ConfigError: The reduction of a unit was changed since the model was sharded, or an
+                error ended the last microbatch.
 
         Cost: the collectives of a backward; a reduction only if the strategy says so.
         """
+        self._check_ended()
         for guard in self._guards:
             guard.check_settings()
         reduces = is_last or self._schedule.reduces_each_microbatch
@@ -119,7 +125,11 @@ class ShardedModel:
         self._is_pending = True
         try:
             yield
-            self._is_pending = not is_last
+            # Without a backward in the last one, gradients of those before it are not reduced.
+            self._is_pending = not is_last or any(g.has_unreduced() for g in self._guards)
+        except BaseException:
+            self._is_failed = True
+            raise
         finally:
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
@@ -175,8 +185,14 @@ class ShardedModel:
         return ShardedModelStepper(self, optimizer)
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, including those of microbatches that are not reduced."""
-        self._is_pending = False
+        """Forget all gradients, including those of microbatches that are not reduced.
+
+        After an error in a forward or a backward it makes the model ready for the next step; all
+        ranks call it then.
+        """
+        self._is_pending = self._is_failed = False
+        if any(guard.is_interrupted() for guard in self._guards):
+            _torch.reset(self.model)
         for guard in self._guards:
             guard.forget_used()
             for group in guard.groups:
@@ -248,12 +264,13 @@ class ShardedModel:
         """Return this rank's shards of the gradients, with the number of ranks that hold the same.
 
         Raises:
-            ConfigError: Some are not reduced.
+            ConfigError: Some are not reduced, or an error ended a microbatch.
         """
+        self._check_ended()
         if self._is_pending:
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
-                "step in microbatch(is_last=True)"
+                "step, with its backward, in microbatch(is_last=True)"
             )
         layout = self.groups.layout
         result = []
@@ -267,6 +284,17 @@ class ShardedModel:
         return result
 
     # ---- inside ----
+
+    def _check_ended(self) -> None:
+        """Raise ConfigError if an error ended a microbatch, and nothing was dropped since."""
+        for guard in self._guards:
+            guard.check_ended()
+        if self._is_failed:
+            raise ConfigError(
+                "an error ended the last microbatch, so the gradients of this step are "
+                "incomplete; call drop_gradients() of the sharded model on all ranks, and repeat "
+                "the step"
+            )
 
     def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
         if self._guards:

@@ -1,0 +1,148 @@
+"""Errors, and microbatches without a backward, between the steps of a sharded model (I1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from holdfast import ConfigError, Layout, ProcessGroups
+from holdfast.fsdp import ShardedModel
+from tests.fsdp.common import STRATEGIES, build, difference, place, rows_of, sgd, shard, truth
+from tests.harness import RankContext, run_ranks
+
+LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "replicas": 2}]
+
+
+class Trouble(Exception):
+    """Raised by a test's model."""
+
+
+def fails(*_: Any) -> Any:
+    raise Trouble
+
+
+def in_forward(sharded: ShardedModel, rows: Tensor) -> None:
+    layer: Any = sharded.model.layers[1]  # type: ignore[index]
+    handle = layer.down.register_forward_hook(fails)
+    try:
+        sharded.model(rows).mean().backward()
+    finally:
+        handle.remove()
+
+
+def in_backward(sharded: ShardedModel, rows: Tensor) -> None:
+    layer: Any = sharded.model.layers[1]  # type: ignore[index]
+    handle = layer.down.register_full_backward_hook(fails)
+    try:
+        sharded.model(rows).mean().backward()
+    finally:
+        handle.remove()
+
+
+def before_backward(sharded: ShardedModel, rows: Tensor) -> None:
+    sharded.model(rows)
+    raise Trouble
+
+
+def after_backward(sharded: ShardedModel, rows: Tensor) -> None:
+    sharded.model(rows).mean().backward()
+    raise Trouble
+
+
+PLACES = (in_forward, in_backward, before_backward, after_backward)
+
+
+def attempt(
+    sharded: ShardedModel, optimizer: Any, step: int, fail: Callable[..., None], *, at: int
+) -> None:
+    """A step that fails in one microbatch, that is refused, and whose gradients are dropped."""
+    groups = sharded.groups
+    parts = rows_of(step, index=groups.index("dp_cp"), shares=groups.size("dp_cp"))
+
+    def run() -> None:
+        for number, rows in enumerate(parts):
+            with sharded.microbatch(is_last=number == len(parts) - 1):
+                if number == at:
+                    fail(sharded, rows)
+                (sharded.model(rows).mean() / len(parts)).backward()
+
+    with pytest.raises(Trouble):
+        run()
+    with pytest.raises(ConfigError, match=r"drop_gradients\(\)"):
+        sharded.step(optimizer)
+    sharded.drop_gradients()
+
+
+def errors(context: RankContext, sizes: dict[str, Any], strategies: list[str]) -> list[str]:
+    """By case, what is wrong after a step that failed anywhere, and was repeated."""
+    wrong = []
+    expected, reference = truth(sgd, steps=3)
+    for strategy in strategies:
+        for fail in PLACES:
+            for at in (0, 1):
+                with ProcessGroups.create(Layout(**sizes)) as groups:
+                    net = place(build(), groups)
+                    sharded = shard(net, groups, strategy=strategy)
+                    optimizer = sgd(net.parameters())
+                    norms = []
+                    for step in range(3):
+                        attempt(sharded, optimizer, step, fail, at=at)
+                        norms.append(good(sharded, optimizer, step))
+                    far = difference(net, expected)
+                    off = max(abs(a - b[1]) for a, b in zip(norms, reference, strict=True))
+                    if not (far < 1e-6 and off < 1e-5):
+                        wrong.append(f"{strategy} {fail.__name__} {at}: {far} {off}")
+    return wrong
+
+
+def good(sharded: ShardedModel, optimizer: Any, step: int) -> float:
+    groups = sharded.groups
+    parts = rows_of(step, index=groups.index("dp_cp"), shares=groups.size("dp_cp"))
+    for number, rows in enumerate(parts):
+        with sharded.microbatch(is_last=number == len(parts) - 1):
+            (sharded.model(rows).mean() / len(parts)).backward()
+    norm: float = sharded.step(optimizer).norm
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategies"),
+    [
+        (LAYOUTS[0], STRATEGIES),
+        *[pytest.param(each, STRATEGIES, marks=pytest.mark.slow) for each in LAYOUTS[1:]],
+    ],
+)
+def test_after_an_error_in_a_microbatch_training_goes_on(
+    sizes: dict[str, Any], strategies: list[str]
+) -> None:
+    """I1: before, the next steps updated some tensors, and then the norm was 0 for ever."""
+    for wrong in run_ranks(sizes["dp"], errors, sizes, strategies, timeout_s=300).results:
+        assert wrong == []
+
+
+def skipped(context: RankContext) -> None:
+    expected, _ = truth(sgd, steps=1)
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for strategy in STRATEGIES:
+            net = build()
+            sharded = shard(net, groups, strategy=strategy)
+            optimizer = sgd(net.parameters())
+            first, _ = rows_of(0, index=groups.index("dp_cp"), shares=2)
+            with sharded.microbatch(is_last=False):
+                sharded.model(first).mean().backward()
+            with sharded.microbatch(is_last=True):
+                pass
+            if strategy in ("no_shard", "optim"):
+                with pytest.raises(ConfigError, match="are not reduced"):
+                    sharded.step(optimizer)
+            sharded.drop_gradients()
+            good(sharded, optimizer, 0)
+            assert difference(net, expected) < 1e-6, strategy
+
+
+def test_a_last_microbatch_without_a_backward_loses_no_gradient() -> None:
+    """I1: before, gradients of the microbatches before it vanished, and the norm was 0."""
+    run_ranks(2, skipped)
