@@ -38,15 +38,15 @@ class Traits:
 def whole(value: Tensor) -> Tensor:
     """Return all of a parameter, differentiably.
 
-    Ranks of `ep` have rows of their own, so that gradients from all of them add up. Those of `tp`
-    and of `expt_tp` compute the same.
+    Ranks of `tp` compute the same. Those of `ep` and `expt_tp` may have other rows, depending on
+    the order of axes, so gradients from all of them add up (see `Specialists.share`).
     """
     if not isinstance(value, DTensor):
         return value
     names = value.device_mesh.mesh_dim_names or ()
     gathered = value.redistribute(placements=[Replicate()] * len(names))
     return gathered.to_local(
-        grad_placements=[Partial() if name == "ep" else Replicate() for name in names]
+        grad_placements=[Partial() if name in ("ep", "expt_tp") else Replicate() for name in names]
     )
 
 

@@ -235,7 +235,7 @@ def _placed(case: Case, way: Way, groups: ProcessGroups) -> set[nn.Parameter] | 
     found = set()
     for module in case.model.modules():
         if isinstance(module, Specialists):
-            module.share = layout.expt_tp / layout.tp
+            module.share = 1 / layout.tp
             found.add(module.mix)
     return found
 
