@@ -206,6 +206,11 @@ def is_whole(group: Any) -> bool:
     return whole
 
 
+def version(tensor: torch.Tensor) -> int:
+    """Count the writes to a tensor, but for those through `.data`."""
+    return tensor._version
+
+
 def versions(group: Any) -> list[tuple[int, int]]:
     """Count the writes to each shard of a group: through the DTensor, and to its elements."""
     return [

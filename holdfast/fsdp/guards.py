@@ -29,6 +29,7 @@ class UnitGuard:
         self._reductions = [_torch.reduction_of(group) for group in self.groups]
         self._gathers = [_torch.gather_of(group) for group in self.groups]
         self._versions: list[list[tuple[int, int]]] = [[] for _ in self.groups]
+        self._whole_versions: dict[nn.Parameter, int] = {}
         self._hooked: set[nn.Parameter] = set()
         self._used: list[Any] = []
         # The first is before FSDP2's own hook, the second after it.
@@ -58,7 +59,20 @@ class UnitGuard:
             )
 
     def check_weights(self) -> None:
-        """Raise ConfigError if shards were written while whole weights of them were kept."""
+        """Raise ConfigError if shards were written while whole weights of them were kept.
+
+        Or if a whole weight was written, which is a copy that is thrown away. A write through
+        `.data` leaves no trace.
+        """
+        for whole, version in self._whole_versions.items():
+            if _torch.version(whole) != version:
+                self._whole_versions.clear()
+                raise ConfigError(
+                    f"unit '{self._name}': a parameter of shape {list(whole.shape)} was written "
+                    f"between a forward and its backward or the next step; that changed a whole "
+                    f"copy, which is thrown away. Write to parameters after a step, after a "
+                    f"forward under torch.no_grad(), or after reshard() of the sharded model"
+                )
         for group, versions in zip(self.groups, self._versions, strict=True):
             if _torch.is_whole(group) and versions and _torch.versions(group) != versions:
                 raise ConfigError(
@@ -116,6 +130,7 @@ class UnitGuard:
         del module, args
         for group in self.groups:
             for member, whole in _torch.whole_parameters(group):
+                self._whole_versions[whole] = _torch.version(whole)
                 if whole in self._hooked or not whole.requires_grad:
                     continue
                 self._hooked.add(whole)

@@ -95,6 +95,9 @@ class ShardedModel:
         """True from an error in a microbatch to `drop_gradients`."""
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
+        if guards:
+            # After FSDP2's own hook, which leaves whole parameters where a backward needs them.
+            model.register_forward_hook(self._after_forward)
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -284,6 +287,16 @@ class ShardedModel:
         return result
 
     # ---- inside ----
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        """Put shards back in the parameters' places after a forward without gradients.
+
+        No backward would do that, and a write to `model.parameters()` would go to whole copies that
+        are thrown away.
+        """
+        del module, args, output
+        if not torch.is_grad_enabled():
+            self.reshard()
 
     def _check_ended(self) -> None:
         """Raise ConfigError if an error ended a microbatch, and nothing was dropped since."""

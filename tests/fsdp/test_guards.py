@@ -129,8 +129,8 @@ def stale_root(groups: ProcessGroups) -> None:
     """A forward without backward leaves the model's own parameters whole."""
     net = build()
     shard(net, groups)
+    net(rows_of(0)[0])
     with torch.no_grad():
-        net(rows_of(0)[0])
         for unit in net.modules():
             if hasattr(unit, "_get_fsdp_state"):
                 for group in unit._get_fsdp_state()._fsdp_param_groups:

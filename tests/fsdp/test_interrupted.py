@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from holdfast import ConfigError, Layout, ProcessGroups
 from holdfast.fsdp import ShardedModel
@@ -146,3 +149,66 @@ def skipped(context: RankContext) -> None:
 def test_a_last_microbatch_without_a_backward_loses_no_gradient() -> None:
     """I1: before, gradients of the microbatches before it vanished, and the norm was 0."""
     run_ranks(2, skipped)
+
+
+def halve(model: nn.Module, how: str) -> None:
+    """Write to every parameter, as users do."""
+    with torch.no_grad():
+        if how == "state dict":
+            model.load_state_dict({n: v * 0.5 for n, v in model.state_dict().items()})
+        for parameter in model.parameters():
+            if how == "in place":
+                parameter.mul_(0.5)
+            elif how == "data":
+                parameter.data.mul_(0.5)
+            elif how == "local":
+                value = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                value.mul_(0.5)
+
+
+WRITES = ("in place", "data", "local", "state dict")
+
+
+def written_after_evaluation(context: RankContext) -> None:
+    for how in WRITES:
+        expected = build()
+        halve(expected, how)
+        with ProcessGroups.create(Layout(dp=2)) as groups:
+            for strategy in STRATEGIES:
+                net = build()
+                sharded = shard(net, groups, strategy=strategy)
+                with torch.no_grad():
+                    sharded.model(rows_of(0)[0])
+                halve(sharded.model, how)
+                assert difference(net, expected) == 0, (how, strategy, "state")
+                with torch.no_grad():
+                    found = sharded.model(rows_of(0)[0])
+                assert torch.allclose(found, expected(rows_of(0)[0]), atol=1e-6), (how, strategy)
+                optimizer = sgd(net.parameters())
+                good(sharded, optimizer, 0)
+                twin = copy.deepcopy(expected)
+                twin_optimizer = sgd(twin.parameters())
+                twin(torch.cat(rows_of(0))).mean().backward()
+                twin_optimizer.step()
+                assert difference(net, twin) < 1e-6, (how, strategy, "step")
+
+
+def test_a_write_after_an_evaluation_is_kept() -> None:
+    """I1: before, it went to whole copies, and was lost in the next step and in a save."""
+    run_ranks(2, written_after_evaluation)
+
+
+def written_before_backward(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for strategy in STRATEGIES:
+            net = build()
+            sharded = shard(net, groups, strategy=strategy)
+            sharded.model(rows_of(0)[0])
+            with torch.no_grad():
+                net.table.mul_(0.5)
+            with pytest.raises(ConfigError, match=r"\[7, 6\] was written between a forward"):
+                sharded.model(rows_of(0)[0])
+
+
+def test_a_write_between_forward_and_backward_is_refused() -> None:
+    run_ranks(2, written_before_backward)
