@@ -7,8 +7,9 @@ if a unit has several groups. Its pieces do all of that, so units are made of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
@@ -65,7 +66,7 @@ class GatherOn:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, is_on_host: bool) -> None:
-        self._group = group
+        self.group = group
         self._is_on_host = is_on_host
 
     def allocate(
@@ -84,9 +85,152 @@ class GatherOn:
         """Launch it; `group` is the main communicator, which is not used."""
         del group
         work: dist.Work | None = dist.all_gather_single(
-            output_tensor, input_tensor, group=self._group, async_op=async_op or self._is_on_host
+            output_tensor, input_tensor, group=self.group, async_op=async_op or self._is_on_host
         )
         return work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A collective of a unit."""
+
+    operation: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    group: dist.ProcessGroup
+    numel: int
+    """Elements that this rank gives."""
+    dtype: torch.dtype
+    device: torch.device
+
+    def repeat(self) -> dist.Work | None:
+        """Make such a collective, from zeros."""
+        given = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        size = self.group.size()
+        work: dist.Work | None
+        if self.operation == "all-gather":
+            out = given.new_empty(self.numel * size)
+            work = dist.all_gather_single(out, given, group=self.group, async_op=True)
+        elif self.operation == "reduce-scatter":
+            out = given.new_empty(self.numel // size)
+            work = dist.reduce_scatter_single(out, given, group=self.group, async_op=True)
+        else:
+            work = dist.all_reduce(given, group=self.group, async_op=True)
+        return work
+
+
+class LaunchLog:
+    """The collectives that all units of a model launch on this rank, in their order."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        """Since the last `restart`."""
+        self._counts: dict[dist.ProcessGroup, int] = {}
+
+    def restart(self) -> None:
+        """Forget the launches; counts stay."""
+        self.launches = []
+
+    def counts(self) -> Mapping[dist.ProcessGroup, int]:
+        """Return the number of launches on each communicator since the model was sharded."""
+        return self._counts
+
+    def add(
+        self,
+        operation: Literal["all-gather", "reduce-scatter", "all-reduce"],
+        given: torch.Tensor,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Note a launch of this rank."""
+        self._counts[group] = self._counts.get(group, 0) + 1
+        self.launches.append(
+            Launch(
+                operation=operation,
+                group=group,
+                numel=given.numel(),
+                dtype=given.dtype,
+                device=given.device,
+            )
+        )
+
+    def repeat(self, launches: Sequence[Launch]) -> list[dist.Work]:
+        """Make collectives like these, from zeros, without waiting for them."""
+        works = []
+        for each in launches:
+            self.launches.append(each)
+            self._counts[each.group] = self._counts.get(each.group, 0) + 1
+            work = each.repeat()
+            if work is not None:
+                works.append(work)
+        return works
+
+
+class LoggedGather:
+    """Gathers as another all-gather of FSDP2 does, and notes it."""
+
+    def __init__(self, inner: Any, log: LaunchLog) -> None:
+        self._inner = inner
+        self._log = log
+        self.allocate = inner.allocate
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Note it and launch it."""
+        used = self._inner.group if isinstance(self._inner, GatherOn) else group
+        self._log.add("all-gather", input_tensor, used)
+        work: dist.Work | None = self._inner(output_tensor, input_tensor, group, async_op)
+        return work
+
+
+class LoggedReduction:
+    """Reduces as another reduce-scatter of FSDP2 does, and notes it."""
+
+    def __init__(self, inner: Any, log: LaunchLog) -> None:
+        self._inner = inner
+        self._log = log
+        self.allocate = inner.allocate
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Note it and launch it."""
+        self._log.add("reduce-scatter", input_tensor, group)
+        work: dist.Work | None = self._inner(output_tensor, input_tensor, group, op, async_op)
+        return work
+
+
+class LoggedSum:
+    """Notes an all-reduce, after which FSDP2 calls it, and then calls another hook."""
+
+    def __init__(
+        self, inner: Callable[[torch.Tensor], None] | None, group: dist.ProcessGroup, log: LaunchLog
+    ) -> None:
+        self._inner = inner
+        self._group = group
+        self._log = log
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Note it."""
+        self._log.add("all-reduce", reduced, self._group)
+        if self._inner is not None:
+            self._inner(reduced)
+
+
+def log_launches(group: Any, log: LaunchLog) -> None:
+    """Note all collectives of a group of parameters from now on."""
+    group._all_gather_comm = LoggedGather(group._all_gather_comm, log)
+    group._reduce_scatter_comm = LoggedReduction(group._reduce_scatter_comm, log)
+    if isinstance(group.mesh_info, DDPMeshInfo):
+        between = group.mesh_info.replicate_process_group
+        group._all_reduce_hook = LoggedSum(group._all_reduce_hook, between, log)
 
 
 def make_unit(

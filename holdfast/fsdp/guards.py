@@ -99,6 +99,10 @@ class UnitGuard:
         """Return True if an error left this unit in the middle of a forward or a backward."""
         return _torch.is_interrupted(self._unit)
 
+    def is_whole(self) -> tuple[bool, ...]:
+        """Return for each group of parameters if whole ones are kept at this moment."""
+        return tuple(map(_torch.is_whole, self.groups))
+
     def has_unreduced(self) -> bool:
         """Return True if whole gradients of this unit wait for a reduction."""
         return any(map(_torch.has_unreduced, self.groups))

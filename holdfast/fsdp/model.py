@@ -134,12 +134,14 @@ def _shard(
         plan,
         parameters=tuple(put_on_mesh(each, axes[each.kind]) for each in plan.parameters),
     )
-    guards = _make_units(plan, axes, precision=precision, regathers=schedule.regathers)
+    log = _torch.LaunchLog()
+    guards = _make_units(plan, axes, precision=precision, regathers=schedule.regathers, log=log)
     _set_prefetch(list(plan.units), num_prefetched)
     return ShardedModel(
         model,
         groups,
         guards=guards,
+        log=log,
         axes=axes,
         schedule=schedule,
         outer_reduction=outer_reduction,
@@ -147,7 +149,12 @@ def _shard(
 
 
 def _make_units(
-    plan: UnitPlan, axes: dict[Kind, DataAxis], *, precision: MixedPrecisionPolicy, regathers: bool
+    plan: UnitPlan,
+    axes: dict[Kind, DataAxis],
+    *,
+    precision: MixedPrecisionPolicy,
+    regathers: bool,
+    log: _torch.LaunchLog,
 ) -> list[UnitGuard]:
     """Make every unit, innermost first, and give it its parameters."""
     guards = []
@@ -172,6 +179,7 @@ def _make_units(
             _torch.set_reduction(group, divisor=axis.divisor)
             if axis.gather is not None:
                 _torch.set_gather(group, axis.gather)
+            _torch.log_launches(group, log)
         guards.append(UnitGuard(unit, name=name))
     return guards
 

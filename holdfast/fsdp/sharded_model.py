@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast._torch import buffer_table, unsaved_buffers
@@ -20,6 +21,8 @@ from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind
 from holdfast.optim import LossScaler, StepOutcome, collectives
+from holdfast.optim.engine import ALONE
+from holdfast.optim.microbatches import Launched, Meeting, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import GradientPart, gradient_parts
 from holdfast.optim.reduced import PlainStepper
 from holdfast.parallel import ProcessGroups
@@ -58,7 +61,30 @@ whole to its end; between steps they are in shards, as gradients and state are.
 """
 
 
-class ShardedModel:
+class Programs:
+    """The collectives of whole microbatches, by what decides them, newest first."""
+
+    _MOST = 4
+    """Programs kept for each key: a model may leave out units in some steps."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], list[list[_torch.Launch]]] = {}
+
+    def remember(self, key: tuple[object, ...], launches: list[_torch.Launch]) -> None:
+        """Keep the collectives of a microbatch that is complete."""
+        known = self._known.setdefault(key, [])
+        if not known or known[0] != launches:
+            known[:] = [launches, *(each for each in known if each != launches)][: self._MOST]
+
+    def rest(self, key: tuple[object, ...], done: list[_torch.Launch]) -> Sequence[_torch.Launch]:
+        """Return what follows in the newest microbatch that started alike; nothing if none did."""
+        for launches in self._known.get(key, []):
+            if launches[: len(done)] == done:
+                return launches[len(done) :]
+        return ()
+
+
+class ShardedModel(MicrobatchTaker):
     """A model that `fully_shard_model` has sharded, with its microbatches and steps.
 
         sharded = fully_shard_model(model, groups, experts=(), units=model.layers)
@@ -80,6 +106,7 @@ class ShardedModel:
         groups: ProcessGroups,
         *,
         guards: Sequence[UnitGuard],
+        log: _torch.LaunchLog,
         axes: Mapping[Kind, DataAxis],
         schedule: StrategySchedule,
         outer_reduction: OuterReduction,
@@ -91,21 +118,31 @@ class ShardedModel:
         self._schedule = schedule
         self._outer_reduction = outer_reduction
         self._is_pending = False
-        self._is_failed = False
-        """True from an error in a microbatch to `drop_gradients`."""
+        self._log = log
+        self._programs = Programs()
+        self._program: tuple[object, ...] = ()
+        """Key of the microbatch in progress."""
+        layouts = {ALONE: groups.layout}
+        meeting = Meeting(groups, layouts, loss_module=None)
+        self._microbatches = Microbatches({ALONE: self}, meeting)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
         if guards:
             # After FSDP2's own hook, which leaves whole parameters where a backward needs them.
             model.register_forward_hook(self._after_forward)
 
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around forward and backward of one microbatch; every rank enters the same contexts.
 
-        Without it every backward reduces, between slices too, and frees whole parameters. After an
-        error in it the gradients of the step are incomplete: call `drop_gradients` on all ranks,
-        and repeat the step.
+        Without it every backward reduces, between slices too, and frees whole parameters.
+
+        An error in it on some ranks ends the step on all: it keeps its type where it occurred, and
+        the other ranks raise a HoldfastError that names it, at the end of this microbatch or, if it
+        is the last, in `step`. Call `drop_gradients` on all ranks then, and repeat the step; what
+        comes before that is refused. So that no rank waits, the one that failed makes the remaining
+        collectives, as they were in an earlier microbatch of the same kind. If there was none, or
+        other ranks wait in collectives of the model itself (`tp`), they raise when the limit of
+        that communicator is over; then start again from the last checkpoint.
 
         Args:
             is_last: True if a step follows. Otherwise gradients are kept as the strategy says.
@@ -113,28 +150,52 @@ class ShardedModel:
         Raises:
             ConfigError: The reduction of a unit was changed since the model was sharded, or an
                 error ended the last microbatch.
+            HoldfastError: It failed on another rank.
 
-        Cost: the collectives of a backward; a reduction only if the strategy says so.
+        Cost: the collectives of a backward; a reduction only if the strategy says so. After each
+        but the last one, the small sum of a step.
         """
-        self._check_ended()
+        return self._microbatches.enter(is_last=is_last)
+
+    @contextlib.contextmanager
+    def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Set up what the backward of a microbatch does; `microbatch` without other ranks."""
+        self.check_ended()
         for guard in self._guards:
             guard.check_settings()
         reduces = is_last or self._schedule.reduces_each_microbatch
-        self._set(
-            reduces=reduces,
-            reduces_outer=is_last or self._outer_reduction == "microbatch",
-            reshards=is_last or self._schedule.regathers,
-        )
+        reduces_outer = is_last or self._outer_reduction == "microbatch"
+        reshards = is_last or self._schedule.regathers
+        self._set(reduces=reduces, reduces_outer=reduces_outer, reshards=reshards)
+        self._program = (reduces, reduces_outer, reshards, *(g.is_whole() for g in self._guards))
+        self._log.restart()
         self._is_pending = True
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
             self._is_pending = not is_last or any(g.has_unreduced() for g in self._guards)
-        except BaseException:
-            self._is_failed = True
-            raise
+            self._programs.remember(self._program, self._log.launches)
         finally:
             self._set(reduces=True, reduces_outer=True, reshards=True)
+
+    @property
+    def communicates_each_microbatch(self) -> bool:
+        return True
+
+    def join_microbatch(self) -> None:
+        """Make the collectives that are missing, as in the last microbatch of the same kind."""
+        for work in self._log.repeat(self._programs.rest(self._program, self._log.launches)):
+            collectives.wait(work, "the rest of a microbatch that failed on this rank")
+
+    def join_reductions(self) -> None:
+        self.join_microbatch()
+
+    def launched(self) -> dict[str, Launched]:
+        names: dict[str, Launched] = {}
+        for group, count in self._log.counts().items():
+            ranks = dist.get_process_group_ranks(group)
+            names[group.group_name] = Launched(ranks=ranks, count=count)
+        return names
 
     def step(
         self,
@@ -193,11 +254,13 @@ class ShardedModel:
         After an error in a forward or a backward it makes the model ready for the next step; all
         ranks call it then.
         """
-        self._is_pending = self._is_failed = False
+        self._is_pending = self._is_interrupted = False
         if any(guard.is_interrupted() for guard in self._guards):
             _torch.reset(self.model)
         for guard in self._guards:
             guard.forget_used()
+            # After an error some ranks have whole parameters and others not: all gather again.
+            guard.reshard()
             for group in guard.groups:
                 _torch.drop_gradients(group)
 
@@ -269,7 +332,7 @@ class ShardedModel:
         Raises:
             ConfigError: Some are not reduced, or an error ended a microbatch.
         """
-        self._check_ended()
+        self.check_ended()
         if self._is_pending:
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
@@ -298,16 +361,10 @@ class ShardedModel:
         if not torch.is_grad_enabled():
             self.reshard()
 
-    def _check_ended(self) -> None:
-        """Raise ConfigError if an error ended a microbatch, and nothing was dropped since."""
+    def check_ended(self) -> None:
         for guard in self._guards:
             guard.check_ended()
-        if self._is_failed:
-            raise ConfigError(
-                "an error ended the last microbatch, so the gradients of this step are "
-                "incomplete; call drop_gradients() of the sharded model on all ranks, and repeat "
-                "the step"
-            )
+        super().check_ended()
 
     def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
         if self._guards:
@@ -338,8 +395,30 @@ class ShardedModelStepper(PlainStepper):
     def sharding_records(self) -> dict[str, dict[str, object]]:
         return {"optimizer": {"type": "fully_sharded", "num_data_ranks": self.divisor}}
 
-    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return self._sharded.microbatch(is_last=is_last)
+    def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._sharded.take_microbatch(is_last=is_last)
+
+    @property
+    def communicates_each_microbatch(self) -> bool:
+        return True
+
+    def join_microbatch(self) -> None:
+        self._sharded.join_microbatch()
+
+    def join_reductions(self) -> None:
+        self._sharded.join_reductions()
+
+    def launched(self) -> dict[str, Launched]:
+        return self._sharded.launched()
+
+    def close_communicators(self, reason: str) -> None:
+        self._sharded.close_communicators(reason)
+
+    def interrupt(self) -> None:
+        self._sharded.interrupt()
+
+    def check_ended(self) -> None:
+        self._sharded.check_ended()
 
     def gradient_parts(self) -> list[GradientPart]:
         self._sharded.check_optimizer(self.optimizer)

@@ -11,6 +11,7 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.optim.engine import Stepper
+from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
@@ -84,11 +85,22 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return [member.parameter for member in self._parameters]
 
     @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+    def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for optimizer in self._optimizers.values():
-                stack.enter_context(optimizer.microbatch(is_last=is_last))
+                stack.enter_context(optimizer.take_microbatch(is_last=is_last))
             yield
+
+    @property
+    def communicates_each_microbatch(self) -> bool:
+        return any(each.communicates_each_microbatch for each in self._optimizers.values())
+
+    def launched(self) -> dict[str, Launched]:
+        return {k: v for each in self._optimizers.values() for k, v in each.launched().items()}
+
+    def join_microbatch(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.join_microbatch()
 
     def gradient_parts(self) -> list[GradientPart]:
         return [part for each in self._optimizers.values() for part in each.gradient_parts()]
@@ -118,6 +130,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             optimizer.publish()
 
     def drop_gradients(self) -> None:
+        self._is_interrupted = False
         for optimizer in self._optimizers.values():
             optimizer.drop_gradients()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,9 +17,10 @@ from torch import nn
 from holdfast._torch import mark_stepped
 from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
 from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
-from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, share_square
+from holdfast.optim.microbatches import Meeting, Microbatches, MicrobatchTaker
+from holdfast.optim.norms import GradientNorm, GradientPart, share_square
 from holdfast.optim.scaler import LossScaler
-from holdfast.optim.step_sum import Contribution, StepSum, StepSums
+from holdfast.optim.step_sum import Contribution, StepSums
 from holdfast.optim.torch_interface import hyperparameters, refuse_closure
 from holdfast.parallel import Layout, ProcessGroups
 
@@ -59,7 +60,7 @@ class StepOutcome:
     """Tokens that gradients were divided by; None without `num_tokens`."""
 
 
-class Stepper(ABC):
+class Stepper(MicrobatchTaker):
     """The optimizer of one module on one rank, phase by phase; it can also step by itself.
 
     Methods marked as collective are so over the module's own groups: every rank of the module calls
@@ -99,9 +100,23 @@ class Stepper(ABC):
     def sharding_records(self) -> dict[str, dict[str, object]]:
         """Return how the state is sharded, by the name of each optimizer inside."""
 
-    @abstractmethod
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Enter around one microbatch with one backward. May be collective."""
+        """Enter around one microbatch with one backward; every rank enters the same contexts.
+
+        An error in it on some ranks ends the step on all: it keeps its type where it occurred, and
+        the other ranks raise a HoldfastError that names it, at the end of this microbatch or in
+        `step`. Call `drop_gradients` on all ranks then, and repeat the step; what comes before that
+        is refused. (A rank that waits in a collective of the model itself, as under `tp`, raises
+        when the limit of that communicator is over; then start again from the last checkpoint.)
+
+        Args:
+            is_last: True if a step follows.
+
+        Cost: the collectives of the kind. If it communicates in each microbatch (stage 2 of a
+            `ShardedOptimizer`, a `ShardedModel`), also the small sum of a step after each
+            microbatch but the last.
+        """
+        return self._engine.microbatch(is_last=is_last)
 
     @abstractmethod
     def gradient_parts(self) -> list[GradientPart]:
@@ -109,9 +124,6 @@ class Stepper(ABC):
 
         A second call in the same step reduces nothing.
         """
-
-    def join_reductions(self) -> None:  # noqa: B027
-        """Make the remaining collectives of `gradient_parts`, after it failed on this rank."""
 
     def share_norm(self) -> float:
         """Return the 2-norm of this rank's shares of the reduced gradients. Collective.
@@ -133,20 +145,20 @@ class Stepper(ABC):
     def update(self, factor: float) -> None:
         """Update this rank's shares with its gradients times `factor`; gather nothing yet."""
 
-    def launch_gathers(self) -> None:  # noqa: B027
+    def launch_gathers(self) -> None:
         """Start gathering the updated parameters, even after a failed update. Collective."""
 
-    def publish(self) -> None:  # noqa: B027
+    def publish(self) -> None:
         """Let parameters be used again; wait for those that cannot be overlapped."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Forget all gradients; `step` does so itself."""
+        """Forget all gradients, and allow microbatches after an error; `step` does so itself."""
 
-    def synchronize(self) -> None:  # noqa: B027
+    def synchronize(self) -> None:
         """Wait until this rank's parameters are whole and up to date."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Remove all hooks from the model."""
 
     def step(
@@ -224,6 +236,8 @@ class StepEngine:
         name: for messages, equal on all ranks.
         loss_module: whose ranks count the tokens of `step(num_tokens=)`.
         divisors: by module, what its gradients are divided by; needed with tokens.
+        communicates: True if a module, of any rank, communicates in each microbatch; by default
+            one of this rank.
     """
 
     def __init__(
@@ -235,6 +249,7 @@ class StepEngine:
         name: str,
         loss_module: str | None = None,
         divisors: Mapping[str, int] | None = None,
+        communicates: bool | None = None,
     ) -> None:
         self._groups = groups
         self._layouts = layouts
@@ -242,9 +257,14 @@ class StepEngine:
         self._name = name
         self._loss_module = loss_module
         self._divisors = {} if divisors is None else divisors
-        self._sum = StepSum(layouts, ranks=groups.layout.ranks, loss_module=loss_module)
-        self._total = LayoutSum(groups)
+        self._meeting = Meeting(groups, layouts, loss_module=loss_module)
+        self._sum, self._total = self._meeting.sum, self._meeting.total
+        self._microbatches = Microbatches(steppers, self._meeting, communicates=communicates)
         self._is_closed = False
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Enter around one microbatch of all modules; see `Stepper.microbatch`."""
+        return self._microbatches.enter(is_last=is_last)
 
     def step(
         self,
@@ -274,6 +294,7 @@ class StepEngine:
                 self._check_open()
             except Exception as error:
                 failure = error
+            failure = failure or self._refuse_interrupted()
             measured = self._measure(mine)
             failure = failure or measured
 
@@ -325,6 +346,21 @@ class StepEngine:
 
     # ---- Phase 1: measure what this rank holds ----
 
+    def _refuse_interrupted(self) -> Exception | None:
+        """Return the error of a module of which gradients are missing, after an earlier error.
+
+        The gradients that are left are dropped, so that the module makes the collectives of a whole
+        step, as it does on the other ranks.
+        """
+        failure: Exception | None = None
+        for module, stepper in self._steppers.items():
+            try:
+                stepper.check_ended()
+            except ConfigError as error:
+                failure = failure or _in_module(module, error)
+                stepper.drop_gradients()
+        return failure
+
     def _measure(self, mine: Contribution) -> Exception | None:
         """Add this rank's gradients to its contribution; return the first failure."""
         failure: Exception | None = None
@@ -348,24 +384,10 @@ class StepEngine:
 
     def _sum_up(self, mine: Contribution, failure: Exception | None) -> StepSums:
         """Return the sum of all ranks' contributions; raise on all ranks if any rank failed."""
-        control, phase = self._groups.control, "optimizer: gradients"
-        if isinstance(failure, DeadlineError):
-            # The others have waited for the same rank: a second wait, in the sum, helps no rank.
-            control.agree(failure, phase=phase)
-        if failure is not None:
-            mine = Contribution(has_failed=True)
-        values = self._sum.pack(mine, rank=self._groups.rank)
-        try:
-            total = self._total(values, what="the sum by which all ranks decide a step")
-        except DeadlineError as error:
-            # Only `control` knows which ranks are missing, and why the others failed.
-            control.agree(failure or error, phase=phase)
-            raise
-        sums = self._sum.read(total)
-        if sums.failed:
-            control.agree(failure, phase=phase)
+        sums = self._meeting.sum_up(mine, failure, takers=self._steppers)
         if sums.differ:
             # Digests show that ranks differ, but not in what: only now is it worth an exchange.
+            control = self._groups.control
             answers = control.agree(None, phase="optimizer: settings", payload=mine.described())
             by_rank = dict(zip(control.ranks, answers, strict=True))
             self._sum.refuse_differences(by_rank, name=self._name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class MultiModuleOptimizer(TorchInterface):
             name="MultiModuleOptimizer",
             loss_module=name_of_loss,
             divisors=_compare_ranks(groups.layouts, by_rank),
+            communicates=any(each[-1] for modules in by_rank.values() for each in modules.values()),
         )
         super().__init__([stepper.optimizer for stepper in self._steppers.values()])
 
@@ -124,16 +125,13 @@ class MultiModuleOptimizer(TorchInterface):
             for _ in stepper.optimizer.param_groups
         )
 
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around one microbatch with one backward, of all modules of this rank.
 
-        Cost: that of each module's own.
+        An error in it on some ranks ends the step on all ranks of all modules, see
+        `Stepper.microbatch`. Cost: that of each module's own.
         """
-        with contextlib.ExitStack() as stack:
-            for stepper in self._steppers.values():
-                stack.enter_context(stepper.microbatch(is_last=is_last))
-            yield
+        return self._engine.microbatch(is_last=is_last)
 
     def step(  # type: ignore[override]
         self,
@@ -277,10 +275,14 @@ def _refuse_common_parameters(steppers: Mapping[str, Stepper]) -> None:
 
 
 def _describe(stepper: Stepper | None) -> list[Any]:
-    """Return what ranks compare: kind, divisor, and a description of the pipeline stage."""
+    """Return what ranks compare, and last whether each microbatch communicates.
+
+    Compared are kind, divisor, and a description of the pipeline stage.
+    """
     if stepper is None:
-        return ["None", 1, ""]
-    return [stepper.kind, stepper.divisor, stepper.stage_description()]
+        return ["None", 1, "", False]
+    communicates = stepper.communicates_each_microbatch
+    return [stepper.kind, stepper.divisor, stepper.stage_description(), communicates]
 
 
 def _compare_ranks(

@@ -95,6 +95,8 @@ class ReducedOptimizer(PlainStepper):
         self._divisor = divisor
         self._reduce = reduce
         self._is_reduced = False
+        self._last_used: set[nn.Parameter] | None = None
+        """Parameters with a gradient in the last step, for which `reduce` made collectives."""
 
     @property
     def divisor(self) -> int:
@@ -109,7 +111,7 @@ class ReducedOptimizer(PlainStepper):
     def sharding_records(self) -> dict[str, dict[str, object]]:
         return {"optimizer": {"type": "whole"}}
 
-    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         del is_last  # nothing happens during a backward
         return nullcontext()
 
@@ -120,9 +122,26 @@ class ReducedOptimizer(PlainStepper):
         its communicator.
         """
         if self._reduce is not None and not self._is_reduced:
+            self._is_reduced = True  # before it: a call that failed cannot be joined by another
             self._reduce()
         self._is_reduced = True
+        self._last_used = {p for p in self.parameters() if p.grad is not None}
         return gradient_parts(self.parameters(), groups=self.groups)
+
+    def join_reductions(self) -> None:
+        """Call `reduce` as the other ranks do, after an error in a microbatch of this one.
+
+        It sees a gradient for the same parameters as in the last step, so that one that leaves out
+        parameters without a gradient makes the same collectives.
+        """
+        if self._reduce is None or self._is_reduced:
+            return
+        for parameter in self.parameters():
+            is_used = self._last_used is None or parameter in self._last_used
+            if parameter.requires_grad and parameter.grad is None and is_used:
+                parameter.grad = torch.zeros_like(parameter)
+        self._is_reduced = True
+        self._reduce()
 
     def usage(self) -> tuple[int, int]:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -163,6 +182,7 @@ class ReducedOptimizer(PlainStepper):
             raise error
 
     def drop_gradients(self) -> None:
+        self._is_interrupted = False
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False
 

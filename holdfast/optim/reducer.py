@@ -120,6 +120,8 @@ class GradientReducer:
         ]
         """One for each trained parameter, bucket by bucket."""
         self._next = 0
+        self.num_launched = 0
+        """Reductions of buckets since the start; equal on all ranks between two steps."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
         self._is_eager = False
         self._is_inside = False
@@ -145,7 +147,11 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Enter around the backward of one microbatch, see `ShardedOptimizer.microbatch`."""
+        """Enter around the backward of one microbatch; the last one reduces during it.
+
+        Raises:
+            ConfigError: Within another one, or after the last one of a step.
+        """
         if self._is_inside:
             raise ConfigError(
                 "microbatch(...) inside of microbatch(...): leave the first one first"
@@ -197,6 +203,12 @@ class GradientReducer:
         if self.divisor != 1:
             for bucket in self._buckets:
                 bucket.gradient.div_(self.divisor)
+
+    @torch.no_grad()
+    def join_microbatch(self) -> None:
+        """Launch the reductions of a microbatch that are missing after it failed on this rank."""
+        if self._stage == 2 and not self._is_reduced:
+            self._launch_rest()
 
     @torch.no_grad()
     def join(self) -> None:
@@ -351,6 +363,7 @@ class GradientReducer:
         if self._stage == 2 and self._next >= _MAX_IN_FLIGHT:
             self._buckets[self._next - _MAX_IN_FLIGHT].finish_reduction()
         self._buckets[self._next].launch_reduction()
+        self.num_launched += 1
         self._next += 1
 
     def _sum_between(self) -> None:

@@ -23,6 +23,7 @@ from holdfast.optim.checks import (
 )
 from holdfast.optim.elementwise import check_elementwise
 from holdfast.optim.engine import Stepper
+from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
 from holdfast.optim.reducer import GradientReducer, Slot, Stage
@@ -178,15 +179,19 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def parameters(self) -> list[nn.Parameter]:
         return [member.parameter for member in self._parameters]
 
-    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Enter around one microbatch with one backward; the last one reduces during the backward.
-
-        Every rank enters the same contexts. Raises ConfigError after the last one.
-
-        Cost: in the last microbatch a reduce-scatter per bucket (stage 2: in every one).
-        """
+    def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Take gradients; the last microbatch reduces during its backward, in stage 2 every one."""
         self._check_open()
         return self._reducer.microbatch(is_last=is_last)
+
+    @property
+    def communicates_each_microbatch(self) -> bool:
+        return self._stage == 2
+
+    def join_microbatch(self) -> None:
+        if not self._is_closed:
+            self.synchronize()
+            self._reducer.join_microbatch()
 
     def finish_gradients(self) -> None:
         """Reduce the gradients that are not reduced yet, and wait; `step` calls it.
@@ -211,6 +216,11 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def gradient_parts(self) -> list[GradientPart]:
         self.finish_gradients()
         return self._parts
+
+    def launched(self) -> dict[str, Launched]:
+        over = self._shard_groups.over
+        count = self._reducer.num_launched
+        return {f"{self.name}, {over}": Launched(ranks=self._groups.ranks(over), count=count)}
 
     def join_reductions(self) -> None:
         """Make the remaining collectives of `finish_gradients`, after a failure of this rank.
@@ -266,6 +276,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._watch.restart()
 
     def drop_gradients(self) -> None:
+        self._is_interrupted = False
         self._reducer.drop()
         for _, updated, _ in self._gradients:
             updated.grad = None
