@@ -149,6 +149,10 @@ class Stepper(ABC):
     def close(self) -> None:  # noqa: B027
         """Remove all hooks from the model."""
 
+    def unfinished_work(self) -> str | None:
+        """Return what a save or load in the middle of a step would lose, see `state.unfinished`."""
+        return None
+
     def step(
         self,
         closure: None = None,
