@@ -103,8 +103,7 @@ class ShardedModel:
             # After FSDP2's own hook, which leaves whole parameters where a backward needs them.
             model.register_forward_hook(self._after_forward)
 
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around forward and backward of one microbatch; every rank enters the same contexts.
 
         Without it every backward reduces, between slices too, and frees whole parameters. After an
@@ -117,9 +116,17 @@ class ShardedModel:
         Raises:
             ConfigError: The reduction of a unit was changed since the model was sharded, or an
                 error ended the last microbatch.
+            DeadlineError: A collective of the body was not completed by other ranks; on all ranks,
+                naming the late ones.
 
         Cost: the collectives of a backward; a reduction only if the strategy says so.
         """
+        return collectives.naming_late_ranks(
+            self._microbatch(is_last=is_last), self.groups.control, what="microbatch"
+        )
+
+    @contextlib.contextmanager
+    def _microbatch(self, *, is_last: bool) -> Iterator[None]:
         self._check_ended()
         for guard in self._guards:
             guard.check_settings()

@@ -9,7 +9,9 @@ them, which takes half the bytes of a sum, and no copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -17,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast._torch import untraced
+from holdfast._torch import lost_after_s, untraced
 from holdfast.errors import DeadlineError, GroupError, HoldfastError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from holdfast.parallel.control.control import Control
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -153,15 +157,49 @@ def _real(tensor: Tensor) -> Tensor:
 
 def wait(work: Pending, what: str) -> None:
     """Wait for a collective; raise DeadlineError that names it, `what`, if it fails or is late."""
+    started = time.monotonic()
     try:
         work.wait()
     except HoldfastError:
         raise
     except RuntimeError as error:
-        raise DeadlineError(
-            f"{what} did not complete: {error}. Look at what happened on the other ranks first; "
-            f"start again from the last checkpoint."
-        ) from error
+        raise _lost(error, what, waited_s=time.monotonic() - started) from error
+
+
+@contextmanager
+def naming_late_ranks(
+    inner: AbstractContextManager[None], control: Control, *, what: str
+) -> Iterator[None]:
+    """Enter `inner`; if a collective in it fails, raise a DeadlineError that names the late ranks.
+
+    Forward and backward have collectives of torch and of the model, which fail with the backend's
+    own text, and on each rank alone. All ranks come together after that, or are named.
+    """
+    try:
+        with inner:
+            yield
+    except Exception as error:
+        is_named = isinstance(error, HoldfastError) and not error.details.keys().isdisjoint(
+            ("missing_ranks", "failed_ranks")
+        )
+        is_late = isinstance(error, DeadlineError)
+        if control.is_broken or is_named or not (is_late or lost_after_s(error) is not None):
+            raise
+        failure = error if is_late else _lost(error, f"{what}: a collective")
+        with control.in_step():
+            control.agree(failure, phase=what)
+        raise
+
+
+def _lost(error: Exception, what: str, *, waited_s: float = 0.0) -> DeadlineError:
+    """Return the error for a collective that other ranks did not complete."""
+    # A backend counts from the launch, which may have been long before the wait.
+    waited_s = max(waited_s, lost_after_s(error) or 0.0)
+    return DeadlineError(
+        f"{what} did not complete: {error}. Look at what happened on the other ranks first; "
+        f"start again from the last checkpoint.",
+        details={"waited_s": waited_s},
+    )
 
 
 def count_ranks(flags: Sequence[bool], group: ProcessGroup | None, *, what: str) -> list[int]:

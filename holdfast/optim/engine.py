@@ -323,6 +323,13 @@ class StepEngine:
         for stepper in self._steppers.values():
             stepper.close()
 
+    def _agree_on(
+        self, failure: Exception | None, *, phase: str, payload: bytes = b""
+    ) -> list[bytes]:
+        """Agree with all ranks; one may be as late as in the collectives of the step."""
+        with self._groups.control.in_step():
+            return self._groups.control.agree(failure, phase=phase, payload=payload)
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"{self._name}: it is closed; build another one")
@@ -355,7 +362,7 @@ class StepEngine:
         control, phase = self._groups.control, "optimizer: gradients"
         if isinstance(failure, DeadlineError):
             # The others have waited for the same rank: a second wait, in the sum, helps no rank.
-            control.agree(failure, phase=phase)
+            self._agree_on(failure, phase=phase)
         if failure is not None:
             mine = Contribution(has_failed=True)
         values = self._sum.pack(mine, rank=self._groups.rank)
@@ -363,14 +370,14 @@ class StepEngine:
             total = self._total(values, what="the sum by which all ranks decide a step")
         except DeadlineError as error:
             # Only `control` knows which ranks are missing, and why the others failed.
-            control.agree(failure or error, phase=phase)
+            self._agree_on(failure or error, phase=phase)
             raise
         sums = self._sum.read(total)
         if sums.failed:
-            control.agree(failure, phase=phase)
+            self._agree_on(failure, phase=phase)
         if sums.differ:
             # Digests show that ranks differ, but not in what: only now is it worth an exchange.
-            answers = control.agree(None, phase="optimizer: settings", payload=mine.described())
+            answers = self._agree_on(None, phase="optimizer: settings", payload=mine.described())
             by_rank = dict(zip(control.ranks, answers, strict=True))
             self._sum.refuse_differences(by_rank, name=self._name)
         return sums
@@ -451,7 +458,7 @@ class StepEngine:
                     flags = self._total([failure is not None], what="the agreement on an update")
                     is_in_doubt = any(flags)
             if is_in_doubt:
-                self._groups.control.agree(failure, phase="optimizer: update")
+                self._agree_on(failure, phase="optimizer: update")
         except BaseException:
             with contextlib.suppress(DeadlineError):  # of a rank that the agreement has named
                 self.synchronize()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from holdfast._torch import parameter_table
 from holdfast.errors import ConfigError
+from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket, BucketPlan, plan_buckets
 from holdfast.optim.checks import (
     check_free,
@@ -186,7 +187,9 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         Cost: in the last microbatch a reduce-scatter per bucket (stage 2: in every one).
         """
         self._check_open()
-        return self._reducer.microbatch(is_last=is_last)
+        return collectives.naming_late_ranks(
+            self._reducer.microbatch(is_last=is_last), self._groups.control, what="microbatch"
+        )
 
     def finish_gradients(self) -> None:
         """Reduce the gradients that are not reduced yet, and wait; `step` calls it.

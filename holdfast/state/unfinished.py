@@ -73,11 +73,11 @@ def workers_on(thing: object) -> Iterator[Worker]:
 
 def unfinished_on(*things: object) -> str | None:
     """Return the first unfinished work on any of these objects, each worker asked once."""
-    asked: set[int] = set()
+    known: set[int] = set()
     for thing in things:
         for worker in workers_on(thing):
-            if id(worker) not in asked:
-                asked.add(id(worker))
+            if id(worker) not in known:
+                known.add(id(worker))
                 reason = worker.unfinished_work()
                 if reason is not None:
                     return reason
