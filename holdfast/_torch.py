@@ -6,11 +6,13 @@ A new version of torch is tried against this file, `parallel/groups/_torch.py` (
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AsyncCollectiveTensor", "TorchDispatchMode", "argument_names", "buffer_table", "copy_each",
-    "give_metadata", "is_mkldnn", "local_tensor", "local_tensor_slot", "mark_eager",
+    "give_metadata", "is_mkldnn", "local_tensor", "local_tensor_slot", "lost_after_s", "mark_eager",
     "mark_stepped", "module_table", "num_storage_uses", "parameter_table", "set_local_tensor",
     "sparse_members", "spec_of", "storage_id", "unsaved_buffers", "untraced",
     "without_torch_function", "write_counter",
@@ -141,6 +143,26 @@ def without_torch_function() -> AbstractContextManager[None]:
 def argument_names(operator: Any) -> list[str]:
     """Return the names of an operator's positional arguments."""
     return [each.name for each in operator._schema.arguments]
+
+
+# ---- Communicators ----
+
+_TIMED_OUT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d+)")
+"""Milliseconds that a backend waited, in the texts of gloo and NCCL."""
+
+
+def lost_after_s(error: Exception) -> float | None:
+    """Return how long a failed collective waited for other ranks, as far as its error says.
+
+    None for any other error. Gloo raises a bare RuntimeError, so its text is all that there is.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError):
+        return None
+    if not (isinstance(error, dist.DistError) or "/gloo/" in text):
+        return None
+    waited = _TIMED_OUT.search(text)
+    return 0.0 if waited is None else int(waited[1]) / 1000
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -164,12 +164,16 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 def joined_error(
-    by_rank: Mapping[int, ErrorRecord], *, num_ranks: int, phase: str
+    by_rank: Mapping[int, ErrorRecord],
+    *,
+    num_ranks: int,
+    phase: str,
+    missing_ranks: Sequence[int] = (),
 ) -> HoldfastError:
     """Join the failures of several ranks in one error of the first one's class.
 
     The message has every distinct message, with the ranks that have it. The details are those of
-    all records (see `joined_details`), and `failed_ranks`.
+    all records (see `joined_details`), `failed_ranks`, and `missing_ranks` if there are any.
     """
     ranks_by_message: dict[str, list[int]] = {}
     for rank, record in by_rank.items():
@@ -179,13 +183,45 @@ def joined_error(
         for message, ranks in ranks_by_message.items()
     ]
     text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
+    if missing_ranks:
+        named = ", ".join(map(str, missing_ranks))
+        text += (
+            f"\nThe others waited for ranks {named}, which came after the time limit: look there."
+        )
     first = next(iter(by_rank.values()))
     details = joined_details([record.details for record in by_rank.values()])
     return ErrorRecord(
         error_type=first.error_type,
         message=text,
-        details={"failed_ranks": sorted(by_rank), **details},
+        details={
+            "failed_ranks": sorted(by_rank),
+            **details,
+            **({"missing_ranks": list(missing_ranks)} if missing_ranks else {}),
+        },
     ).to_error()
+
+
+def late_ranks(
+    by_rank: Mapping[int, ErrorRecord], *, ranks: Sequence[int], limit_s: float
+) -> list[int]:
+    """Return the ranks that others waited for in vain, though in the end all ranks have come.
+
+    These are the ranks that did not wait for others themselves (`waited_s`, a detail of a
+    DeadlineError). A rank that comes late finds connections that the others gave up, or nothing
+    wrong at all.
+
+    Args:
+        by_rank: why ranks failed.
+        ranks: all of them.
+        limit_s: the time limit of collectives. Most of it counts: the first rank that gives up ends
+            the waits of the others.
+    """
+    waited = {
+        rank
+        for rank, record in by_rank.items()
+        if record.details.get("waited_s", 0.0) >= limit_s / 2
+    }
+    return [rank for rank in ranks if rank not in waited] if waited else []
 
 
 def joined_details(all_details: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class Bridge:
             payload = Header(has_gradients=torch.is_grad_enabled(), given=given).encode()
         except Exception as error:
             failure = error
-        rows = control.agree(failure, phase=route.phase("forward", number), payload=payload)
+        with control.in_step():
+            rows = control.agree(failure, phase=route.phase("forward", number), payload=payload)
         self._num_forwards = number  # a forward that failed before this is counted on no rank
         headers = {r: Header.decode(row) for r, row in zip(control.ranks, rows, strict=True)}
         crossing = Crossing(

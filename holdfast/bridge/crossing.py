@@ -174,11 +174,12 @@ class Crossing:
     def _agree_backward(self, gradient: Tensor | None) -> set[int]:
         """Return the ranks that have a gradient; collective over the edge."""
         control = self._route.groups.control
-        rows = control.agree(
-            self.failure,
-            phase=self._route.phase("backward", self._number),
-            payload=b"" if gradient is None else b"\1",
-        )
+        with control.in_step():
+            rows = control.agree(
+                self.failure,
+                phase=self._route.phase("backward", self._number),
+                payload=b"" if gradient is None else b"\1",
+            )
         givers = {rank for rank, row in zip(control.ranks, rows, strict=True) if row}
         for by_cp in self._route.plan.takers:
             for by_tp in by_cp:

@@ -73,18 +73,19 @@ class Route:
         """
         giving, taking = self.edge if direction == "forward" else self.edge[::-1]
         phase = self.phase(direction, number)
-        try:
-            exchange(
-                leaving,
-                arriving,
-                get_group=self._group,
-                timeout_s=self.groups.control.timeout_s,
-                what=f"{phase}, on rank {self.rank}",
-                giver=giving,
-                taker=taking,
-            )
-        except DeadlineError as error:
-            self._fail_on_all(error, phase)
+        with self.groups.control.in_step():
+            try:
+                exchange(
+                    leaving,
+                    arriving,
+                    get_group=self._group,
+                    timeout_s=self.groups.control.limit_s,
+                    what=f"{phase}, on rank {self.rank}",
+                    giver=giving,
+                    taker=taking,
+                )
+            except DeadlineError as error:
+                self._fail_on_all(error, phase)
 
     def _fail_on_all(self, error: DeadlineError, phase: str) -> NoReturn:
         """Raise on all ranks. If this rank left at once, the others would report it as missing."""

@@ -357,10 +357,12 @@ def version(tensor: torch.Tensor) -> int:
 
 def versions(group: Any) -> list[tuple[int, int]]:
     """Count the writes to each shard of a group: through the DTensor, and to its elements."""
-    return [
-        (each.sharded_param._version, each._sharded_local_tensor._version)
-        for each in group.fsdp_params
-    ]
+    return [version_of(each) for each in group.fsdp_params]
+
+
+def version_of(member: Any) -> tuple[int, int]:
+    """Count the writes to the shard of one parameter of FSDP2, in both ways."""
+    return (member.sharded_param._version, member._sharded_local_tensor._version)
 
 
 def set_microbatch(root: nn.Module, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:

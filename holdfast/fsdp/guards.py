@@ -31,7 +31,8 @@ class UnitGuard:
         self._versions: list[list[tuple[int, int]]] = [[] for _ in self.groups]
         self._whole_versions: dict[nn.Parameter, int] = {}
         self._hooked: set[nn.Parameter] = set()
-        self._used: list[Any] = []
+        self._used: dict[Any, tuple[int, int]] = {}
+        """Parameters that got a gradient, with the versions of their shards then."""
         # The first is before FSDP2's own hook, the second after it.
         unit.register_forward_pre_hook(self._before_gather, prepend=True)
         unit.register_forward_pre_hook(self._after_gather)
@@ -111,6 +112,11 @@ class UnitGuard:
         """Return the parameters, as the optimizer sees them, that got a gradient in this unit."""
         return {member.sharded_param for member in self._used}
 
+    def has_unused_gradients(self) -> bool:
+        """Return True if the unit has gradients, and no shard was written since they came."""
+        pending = [each for each in self._used if each.sharded_param.grad is not None]
+        return bool(pending) and all(_torch.version_of(m) == self._used[m] for m in pending)
+
     def forget_used(self) -> None:
         """Forget which parameters got a gradient."""
         self._used.clear()
@@ -143,6 +149,6 @@ class UnitGuard:
     def _note_use(self, member: Any) -> Callable[[torch.Tensor], None]:
         def note(whole: torch.Tensor) -> None:
             del whole
-            self._used.append(member)
+            self._used[member] = _torch.version_of(member)
 
         return note

@@ -27,6 +27,7 @@ from holdfast.optim.norms import GradientPart, gradient_parts
 from holdfast.optim.reduced import PlainStepper
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
+from holdfast.state.unfinished import set_worker
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """Nothing is sharded, or what ZeRO 1, 2 or 3 shards (Rajbhandari et al. 2020)."""
@@ -127,6 +128,9 @@ class ShardedModel(MicrobatchTaker):
         self._microbatches = Microbatches({ALONE: self}, meeting)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
+        # On each module: a part of a state may be one of them, or have the model inside.
+        for module in model.modules():
+            set_worker(self, on=module)
         if guards:
             # After FSDP2's own hook, which leaves whole parameters where a backward needs them.
             model.register_forward_hook(self._after_forward)
@@ -151,6 +155,8 @@ class ShardedModel(MicrobatchTaker):
             ConfigError: The reduction of a unit was changed since the model was sharded, or an
                 error ended the last microbatch.
             HoldfastError: It failed on another rank.
+            DeadlineError: A collective of the body was not completed by other ranks; on all ranks,
+                naming the late ones.
 
         Cost: the collectives of a backward; a reduction only if the strategy says so. After each
         but the last one, the small sum of a step.
@@ -263,6 +269,22 @@ class ShardedModel(MicrobatchTaker):
             guard.reshard()
             for group in guard.groups:
                 _torch.drop_gradients(group)
+
+    def unfinished_work(self) -> str | None:
+        """Return what a save or load of the model would lose now, see `state.unfinished`."""
+        if self._is_interrupted or any(guard.is_interrupted() for guard in self._guards):
+            return (
+                "an error ended the last microbatch of the sharded model; call drop_gradients() "
+                "of it on all ranks first"
+            )
+        if self._is_pending or any(
+            guard.has_unreduced() or guard.has_unused_gradients() for guard in self._guards
+        ):
+            return (
+                "the sharded model holds gradients that no step has used; leave microbatch(...) "
+                "and call step() first, or forget them with drop_gradients() of it on all ranks"
+            )
+        return None
 
     def reshard(self) -> None:
         """Free whole parameters that are kept, so that later writes to shards count."""

@@ -17,6 +17,7 @@ from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
 from holdfast.state.optimizer_protocol import OptimizerParameter
+from holdfast.state.unfinished import unfinished_on
 
 
 class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch's `step` returns a loss
@@ -143,6 +144,9 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             optimizer.close()
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
+
+    def unfinished_work(self) -> str | None:
+        return super().unfinished_work() or unfinished_on(*self._optimizers.values())
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         return self._parameters

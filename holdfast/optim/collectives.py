@@ -9,6 +9,7 @@ them, which takes half the bytes of a sum, and no copy.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast._torch import untraced
+from holdfast._torch import lost_after_s, untraced
 from holdfast.errors import DeadlineError, GroupError, HoldfastError
 
 if TYPE_CHECKING:
@@ -153,15 +154,39 @@ def _real(tensor: Tensor) -> Tensor:
 
 def wait(work: Pending, what: str) -> None:
     """Wait for a collective; raise DeadlineError that names it, `what`, if it fails or is late."""
+    started = time.monotonic()
     try:
         work.wait()
     except HoldfastError:
         raise
     except RuntimeError as error:
-        raise DeadlineError(
-            f"{what} did not complete: {error}. Look at what happened on the other ranks first; "
-            f"start again from the last checkpoint."
-        ) from error
+        raise _lost(error, what, waited_s=time.monotonic() - started) from error
+
+
+def lost_to_others(error: Exception) -> DeadlineError | None:
+    """Return the error of a collective that other ranks did not complete; None for any other.
+
+    Forward and backward have collectives of torch and of the model, which fail with the backend's
+    own text, and on each rank alone. An error that names ranks is known on all of them already.
+    """
+    if isinstance(error, HoldfastError):
+        if not error.details.keys().isdisjoint(("missing_ranks", "failed_ranks")):
+            return None
+        return error if isinstance(error, DeadlineError) else None
+    if lost_after_s(error) is None:
+        return None
+    return _lost(error, "a collective of the microbatch")
+
+
+def _lost(error: Exception, what: str, *, waited_s: float = 0.0) -> DeadlineError:
+    """Return the error for a collective that other ranks did not complete."""
+    # A backend counts from the launch, which may have been long before the wait.
+    waited_s = max(waited_s, lost_after_s(error) or 0.0)
+    return DeadlineError(
+        f"{what} did not complete: {error}. Look at what happened on the other ranks first; "
+        f"start again from the last checkpoint.",
+        details={"waited_s": waited_s},
+    )
 
 
 def count_ranks(flags: Sequence[bool], group: ProcessGroup | None, *, what: str) -> list[int]:

@@ -161,6 +161,12 @@ class Stepper(MicrobatchTaker):
     def close(self) -> None:
         """Remove all hooks from the model."""
 
+    def unfinished_work(self) -> str | None:
+        """Return what a save or load in the middle of a step would lose, see `state.unfinished`."""
+        if self._is_interrupted:
+            return f"an error ended the last microbatch of {self.kind}; call drop_gradients() first"
+        return None
+
     def step(
         self,
         closure: None = None,
@@ -387,8 +393,8 @@ class StepEngine:
         sums = self._meeting.sum_up(mine, failure, takers=self._steppers)
         if sums.differ:
             # Digests show that ranks differ, but not in what: only now is it worth an exchange.
-            control = self._groups.control
-            answers = control.agree(None, phase="optimizer: settings", payload=mine.described())
+            control, phase = self._groups.control, "optimizer: settings"
+            answers = self._meeting.agree(None, phase=phase, payload=mine.described())
             by_rank = dict(zip(control.ranks, answers, strict=True))
             self._sum.refuse_differences(by_rank, name=self._name)
         return sums
@@ -469,7 +475,7 @@ class StepEngine:
                     flags = self._total([failure is not None], what="the agreement on an update")
                     is_in_doubt = any(flags)
             if is_in_doubt:
-                self._groups.control.agree(failure, phase="optimizer: update")
+                self._meeting.agree(failure, phase="optimizer: update")
         except BaseException:
             with contextlib.suppress(DeadlineError):  # of a rank that the agreement has named
                 self.synchronize()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
+from holdfast.optim import collectives
 from holdfast.optim.norms import LayoutSum
 from holdfast.optim.step_sum import Contribution, StepSum, StepSums
 from holdfast.parallel import Layout, ProcessGroups
@@ -123,12 +124,23 @@ class Meeting:
         sums = self.sum.read(total)
         if sums.failed:
             self._compare_launched(takers)
-            self._groups.control.agree(failure, phase=_PHASE)
+            self.agree(failure, phase=_PHASE)
         return sums
 
+    def agree(self, failure: Exception | None, *, phase: str, payload: bytes = b"") -> list[bytes]:
+        """Agree with all ranks; one may be as late as in the collectives of the step."""
+        with self._groups.control.in_step():
+            return self._groups.control.agree(failure, phase=phase, payload=payload)
+
     def fail(self, error: Exception) -> NoReturn:
-        """Raise an error on all ranks without the sum."""
-        self._groups.control.fail(error, phase=_PHASE)
+        """Raise an error on all ranks without the sum, over which ranks may not meet."""
+        with self._groups.control.in_step():
+            self._groups.control.fail(error, phase=_PHASE)
+
+    @property
+    def is_broken(self) -> bool:
+        """True if no rank can be told of anything any more."""
+        return self._groups.control.is_broken
 
     def _compare_launched(self, takers: Mapping[str, MicrobatchTaker]) -> None:
         """Close the communicators of modules on which ranks have launched different collectives.
@@ -141,7 +153,8 @@ class Meeting:
             for module, taker in takers.items()
             for name, each in taker.launched().items()
         }
-        answers = control.all_gather(json.dumps(mine).encode(), phase="optimizer: collectives")
+        payload = json.dumps(mine).encode()
+        answers = self.agree(None, phase="optimizer: collectives", payload=payload)
         by_rank = dict(zip(control.ranks, map(json.loads, answers), strict=True))
         for module, taker in takers.items():
             for name, each in taker.launched().items():
@@ -194,7 +207,7 @@ class Microbatches:
             for taker in self._takers.values():
                 taker.interrupt()
             if isinstance(error, Exception):  # an interrupt leaves at once
-                self._report(error, meets=self._communicates and not is_last)
+                self._end_on_all(error, meets=self._communicates and not is_last)
             raise
         if self._communicates and not is_last:
             self._meet()
@@ -207,6 +220,15 @@ class Microbatches:
             for taker in self._takers.values():
                 taker.interrupt()
             raise
+
+    def _end_on_all(self, error: Exception, *, meets: bool) -> None:
+        """Let all ranks know of an error of this one; raise if others are late instead."""
+        if self._meeting.is_broken:
+            return
+        late = collectives.lost_to_others(error)
+        if late is not None:
+            self._meeting.fail(late)
+        self._report(error, meets=meets)
 
     def _report(self, error: Exception, *, meets: bool) -> None:
         """Raise an error of this rank on all others; here it keeps its type."""

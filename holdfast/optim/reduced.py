@@ -19,6 +19,7 @@ from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
 from holdfast.optim.shard_groups import mesh_lines
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
+from holdfast.state.unfinished import set_worker
 
 
 class PlainStepper(Stepper):
@@ -97,6 +98,8 @@ class ReducedOptimizer(PlainStepper):
         self._is_reduced = False
         self._last_used: set[nn.Parameter] | None = None
         """Parameters with a gradient in the last step, for which `reduce` made collectives."""
+        # What is saved is the torch optimizer, which does not know of this one.
+        set_worker(self, on=optimizer)
 
     @property
     def divisor(self) -> int:
@@ -185,6 +188,14 @@ class ReducedOptimizer(PlainStepper):
         self._is_interrupted = False
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False
+
+    def unfinished_work(self) -> str | None:
+        if self._is_interrupted or not self._is_reduced:
+            return super().unfinished_work()
+        return (
+            "ReducedOptimizer holds gradients that are reduced and that no step has used; call "
+            "step() first, or forget them with drop_gradients() on all ranks"
+        )
 
 
 def _data_axis(parameter: nn.Parameter) -> str:

@@ -138,6 +138,15 @@ class GradientReducer:
         """True if shares hold the averaged gradients of this step."""
         return self._is_finished
 
+    @property
+    def is_in_step(self) -> bool:
+        """True from the first gradient or microbatch of a step to `drop`."""
+        return (
+            self._is_inside
+            or self._is_reduced
+            or any(s.is_used or gradient_of(s.parameter) is not None for s in self.slots)
+        )
+
     def close(self) -> None:
         """Remove the hooks, and forget unused gradients."""
         self.drop()

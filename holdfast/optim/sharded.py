@@ -301,6 +301,14 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
+    def unfinished_work(self) -> str | None:
+        if self._is_interrupted or not self._reducer.is_in_step:
+            return super().unfinished_work()
+        return (
+            f"{self.kind} holds gradients that no step has used; leave microbatch(...) and call "
+            f"step() first, or forget them with drop_gradients() on all ranks"
+        )
+
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
         """Return every parameter with the elements of it that this rank updates."""
         return self._parameters

@@ -150,11 +150,13 @@ class Team:
 
     def exchange(self, payload: bytes, *, phase: str) -> list[bytes]:
         """Return the payloads of all ranks. Collective."""
-        return self._control.all_gather(payload, phase=f"{self._name}: {phase}")
+        with self._control.in_step():  # ranks come straight from their forward and backward
+            return self._control.all_gather(payload, phase=f"{self._name}: {phase}")
 
     def agree(self, error: HoldfastError | None, *, phase: str) -> None:
         """Raise the error of any rank on all of them. Collective."""
-        self._control.agree(error, phase=f"{self._name}: {phase}")
+        with self._control.in_step():
+            self._control.agree(error, phase=f"{self._name}: {phase}")
 
     def name_fault(self) -> str:
         """Return an id for what was rejected, the same on all ranks. Collective."""

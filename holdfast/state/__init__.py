@@ -31,6 +31,7 @@ parts that most states have.
 """
 
 from holdfast.state.flatten import flatten_state
+from holdfast.state.gradients import Gradients
 from holdfast.state.markers import (
     FlatShard,
     FromPart,
@@ -56,6 +57,7 @@ __all__ = [
     "RNG",
     "FlatShard",
     "FromPart",
+    "Gradients",
     "ModuleRNG",
     "ModuleState",
     "OnLayout",

@@ -48,6 +48,7 @@ from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_state import OptimizerState
 from holdfast.state.parts import Part, check_part_name, is_last, is_left_out, part_of
 from holdfast.state.tensor_elements import array_tensor, memory_key
+from holdfast.state.unfinished import refuse_unfinished
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _TENSORS = (torch.Tensor, *get_args(Marked))
@@ -107,7 +108,7 @@ def flatten_state(
     Raises:
         PlacementError: Naming the path, for a value that cannot be stored, two entries with one
             key, or a bad placement.
-        ConfigError: For a bad part name.
+        ConfigError: For a bad part name, and for a part in the middle of a step.
 
     Cost: no collectives, no tensor bytes copied.
     """
@@ -127,6 +128,7 @@ def flatten_state(
             )
         try:
             part = part_of(name, value.value if isinstance(value, OnLayout) else value)
+            refuse_unfinished(part, operation="save")
             tree = _declared_tree(part)
         except HoldfastError as error:
             raise type(error)(f"state part '{name}': {error}", details=error.details) from error

@@ -38,6 +38,7 @@ from holdfast.state.module_tree import (
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
 from holdfast.state.tensor_elements import element_bytes, equal_bits, local_of, tensor_digest
+from holdfast.state.unfinished import unfinished_on
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
 
@@ -169,6 +170,10 @@ class ModuleState:
             pending.copied or runs_code(self._module)
         ):
             pending.load_entries(loaded)
+
+    def unfinished_work(self) -> str | None:
+        """Return what the objects that train the module have not finished."""
+        return unfinished_on(*(inner for *_, inner, _ in walk_all(self._module)))
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ from holdfast.state.optimizer_targets import (
 )
 from holdfast.state.stored import StoredPart, StoredTensor, follow_stored
 from holdfast.state.tensor_elements import tensors_of
+from holdfast.state.unfinished import unfinished_on
 
 SHARDING = "param_state_sharding_type"
 """Key of the sharding records, which are stored for people."""
@@ -124,6 +125,12 @@ class OptimizerState:
         self._modules = modules_by_prefix(module)
         self._name = "optimizer"
         """The part's name in the checkpoint last looked at, for messages."""
+
+    def unfinished_work(self) -> str | None:
+        """Return what the optimizer, or the objects that train the modules, have not finished."""
+        own = self._optimizer if self._own is None else self._own
+        inside = [inner for m in self._modules.values() for *_, inner, _ in walk_all(m)]
+        return unfinished_on(own, *inside)
 
     # ---- a save ----
 

@@ -22,6 +22,7 @@ from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
 from holdfast.state.rng import RNG, ModuleRNG
 from holdfast.state.stored import PlacedTemplates, StoredPart
+from holdfast.state.unfinished import unfinished_on
 
 
 @runtime_checkable
@@ -92,6 +93,10 @@ class StatefulPart:
     def restore(self, tree: object) -> None:
         """Pass the tree to the object."""
         self._value.load_state_dict(tree)  # type: ignore[arg-type]
+
+    def unfinished_work(self) -> str | None:
+        """Return what the object has not finished."""
+        return unfinished_on(self._value)
 
 
 class TreePart:

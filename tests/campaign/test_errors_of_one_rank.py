@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from holdfast import Layout, ProcessGroups
@@ -154,3 +155,25 @@ def test_fully_sharded_ranks_make_the_collectives_of_a_failed_microbatch(way: Wa
     num_ranks = Layout(**way.layout).world_size
     for wrong in run_ranks(num_ranks, run_ways, [way], 1, timeout_s=60).results:
         assert wrong == []
+
+
+def in_a_collective_of_the_model(context: RankContext) -> str:
+    with ProcessGroups.create(Layout(tp=2), timeout_s=1, data_timeout_s=1) as groups:
+        trained = Trained(PROGRAM, Way(kind="plain", layout={"tp": 2}), groups)
+
+        def run() -> None:
+            with trained.optimizer.microbatch(is_last=True):
+                if context.rank == 1:
+                    raise Trouble("before a sum over tp")
+                dist.all_reduce(torch.ones(3), group=groups.group("tp"))
+
+        with pytest.raises((Trouble, HoldfastError)) as caught:
+            run()
+    return f"{caught.typename}: {caught.value}"
+
+
+def test_ranks_that_wait_in_the_models_own_collectives_name_the_one_that_failed() -> None:
+    """I1: before, they raised the backend's text after its limit, and named no rank."""
+    first, second = run_ranks(2, in_a_collective_of_the_model, fresh=True, timeout_s=60).results
+    assert "rank 1: Trouble: before a sum over tp" in first
+    assert second.startswith("Trouble: before a sum over tp")

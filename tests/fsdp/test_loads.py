@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast import Checkpointer, HoldfastError, Layout, OptimizerState, ProcessGroups
+from holdfast import Checkpointer, ConfigError, HoldfastError, Layout, OptimizerState, ProcessGroups
 from holdfast.fsdp import ShardedModel, fully_shard_model
 from tests.fsdp.common import ROWS, STRATEGIES, adamw, build, full, place, rows_of, shard, train
 from tests.harness import RankContext, run_ranks
@@ -70,6 +70,10 @@ def loaded_then_used(
                 keep_whole(sharded, how)
                 case = f"{sizes} {strategy} {how} {'bf16' if precision else ''}"
                 try:
+                    if how == "between microbatches":
+                        with pytest.raises(ConfigError, match=r"load in the middle of a step"):
+                            checkpointer.load({"model": sharded.model})
+                        sharded.drop_gradients()
                     checkpointer.load({"model": sharded.model})
                     actual = losses(sharded)
                 except HoldfastError as error:

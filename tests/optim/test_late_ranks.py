@@ -1,8 +1,9 @@
-"""A rank whose error comes after the others' deadline: every rank raises, and none waits for it."""
+"""Ranks that are late in a step: within the limit no harm, after it named on every rank."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.optim.test_settings import KINDS, SIZES, Alone
 DEADLINE_S = 1.0
 LATE_S = 2.5 * DEADLINE_S
 """Longer than both waits of the others: for the sum of a step, and for the rank by its name."""
+SHORT_S = 0.2
+"""The limit of agreement, which a rank that is late in a step may exceed."""
 
 
 @dataclass
@@ -36,7 +39,11 @@ class Report:
 def late(context: RankContext, kind: str, phase: str) -> Report:
     layouts = layouts_of({"one": Spec(sizes=SIZES)})
     create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
-    with create(layouts if kind == "modules" else Layout(**SIZES), timeout_s=DEADLINE_S) as groups:
+    with create(
+        layouts if kind == "modules" else Layout(**SIZES),
+        timeout_s=DEADLINE_S,
+        data_timeout_s=DEADLINE_S,
+    ) as groups:
         alone = Alone(kind, groups)
         alone.step(0)
         before = [shard.clone() for shard in shards(alone)]
@@ -84,3 +91,71 @@ def test_an_error_after_the_deadline_is_raised_and_no_rank_waits(kind: str, phas
     assert second.has_own
     assert not second.is_changed
     assert second.seconds < 2 * LATE_S
+
+
+def slowly(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The same call, late."""
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return call(*args, **options)
+
+    return slow
+
+
+def late_within(context: RankContext, kind: str) -> bool:
+    """Whether steps end in the same bits, rank 1 being late in each of their phases."""
+    layouts = layouts_of({"one": Spec(sizes=SIZES)})
+    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
+    with create(layouts if kind == "modules" else Layout(**SIZES)) as groups:
+        prompt, alone = Alone(kind, groups), Alone(kind, groups)
+        own = groups["one"].control if isinstance(groups, ModuleGroups) else groups.control
+        for control in (own, groups.control):
+            control.timeout_s = SHORT_S
+        stepper: Any = alone.trained.stepper
+        if kind == "fsdp":
+            alone.step(0)
+            prompt.step(0)
+            stepper = alone.trained.sharded._stepper
+        engine = stepper._engine if kind != "modules" else alone.call.__self__._engine
+        engine._total.is_on_host = False  # as on a GPU: agreement comes in after the update
+        for number, phase in enumerate(("", "usage", "update"), start=1):
+            prompt.step(number)
+            if context.rank == 1 and phase:
+                setattr(stepper, phase, slowly(getattr(stepper, phase), 3 * SHORT_S))
+            elif context.rank == 1:
+                time.sleep(3 * SHORT_S)
+            alone.step(number)
+        ours, theirs = alone.values(), prompt.values()
+        return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_late_by_less_than_the_data_limit_harms_nothing(kind: str) -> None:
+    """I7: in the forward, in measuring, in the update; agreement of a step waits for it, too."""
+    assert run_ranks(2, late_within, kind).results == [True, True]
+
+
+def late_by_more(context: RankContext, kind: str, lateness: float) -> tuple[str, Any, str]:
+    """The error on this rank when rank 1 comes to its forward after the data limit."""
+    with ProcessGroups.create(Layout(**SIZES), timeout_s=30, data_timeout_s=DEADLINE_S) as groups:
+        alone = Alone(kind, groups)
+        alone.step(0)
+        groups.control.timeout_s = SHORT_S
+        if context.rank == 1:
+            time.sleep(lateness)
+        with pytest.raises(HoldfastError) as caught:
+            alone.step(1)
+        error = caught.value
+        return type(error).__name__, error.details.get("missing_ranks"), str(error)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "fsdp"])
+@pytest.mark.parametrize("lateness", [1.5 * DEADLINE_S, LATE_S])
+def test_a_rank_later_than_the_data_limit_is_named(kind: str, lateness: float) -> None:
+    """I7: as missing if the others have left, and if it comes while they agree."""
+    first, second = run_ranks(2, late_by_more, kind, lateness, fresh=True, timeout_s=60).results
+    assert (first[0], first[1]) == ("DeadlineError", [1]), first
+    assert second[0] == "DeadlineError", second
+    if lateness < 2 * DEADLINE_S:
+        assert "waited for ranks 1, which came after the time limit" in first[2]

@@ -6,6 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -50,6 +51,9 @@ class ThreadControl:
         self.index = self.rank = index
         self.ranks = tuple(range(meeting.size))
         self.is_coordinator = index == 0
+
+    def in_step(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def all_gather(self, payload: bytes, *, phase: str) -> list[bytes]:
         rows = self._meeting.exchange(self.index, (phase, payload))

@@ -58,6 +58,7 @@ from holdfast.state.parts import (
     part_of,
 )
 from holdfast.state.stored import StoredPart
+from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
 
 _MAX_CANDIDATES = 10_000
@@ -323,6 +324,7 @@ class Loader:
                 continue
             part = part_of(name, value)
             try:
+                refuse_unfinished(part, operation="load")
                 template = part.template(StoredPart(node, tensors, name))
             except Exception as error:
                 if not isinstance(error, HoldfastError):

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from holdfast.errors import DeadlineError, ErrorRecord, GroupError, HoldfastError, joined_error
+from holdfast.errors import (
+    DeadlineError,
+    ErrorRecord,
+    GroupError,
+    HoldfastError,
+    joined_error,
+    late_ranks,
+)
 from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
@@ -141,6 +148,7 @@ class Control:
         ranks: global ranks; the first is the coordinator.
         rank: this process's global rank.
         timeout_s: the longest time that a method takes, about.
+        data_timeout_s: the same for calls inside of `in_step`; by default, and at least, timeout_s.
         name: the layout's name, for messages.
 
     Raises:
@@ -157,6 +165,7 @@ class Control:
         ranks: Sequence[int],
         rank: int,
         timeout_s: float,
+        data_timeout_s: float = 0.0,
         name: str = "model",
     ) -> None:
         if transport is None and len(ranks) != 1:
@@ -169,9 +178,11 @@ class Control:
         """The rank that gathers and scatters: the first of the layout, whatever its number."""
         self.is_coordinator = self.index == 0
         self.timeout_s = timeout_s
+        self.data_timeout_s = data_timeout_s or timeout_s
         self.name = name
         self._transport = transport
         self._sequence = 0
+        self._is_in_step = False
         self._is_midway = False
         """True while other ranks may wait for bytes of this one, see `_calling`."""
         self.scope: GuardScope | None = None
@@ -263,6 +274,23 @@ class Control:
                     transport.send([(i, len(payloads[i]).to_bytes(8, "little")) for i in window])
                     transport.send([(i, payloads[i]) for i in window])
             return payloads[0]
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Let calls inside wait for a late rank as long as collectives of tensors do.
+
+        For agreements that a rank may come to straight from a long forward or backward.
+        """
+        before, self._is_in_step = self._is_in_step, True
+        try:
+            yield
+        finally:
+            self._is_in_step = before
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a call waits for a late rank here: more inside of `in_step`."""
+        return max(self.timeout_s, self.data_timeout_s) if self._is_in_step else self.timeout_s
 
     def broadcast(self, payload: bytes | None, *, phase: str) -> bytes:
         """Return the coordinator's payload at every rank; the others pass None.
@@ -359,7 +387,7 @@ class Control:
         """Agree that no rank has an `error`, then move bytes between single ranks.
 
         For data of some MiB that no training communicator may carry. Nothing is sent unless every
-        rank came without an error; else all raise as by `agree`. It has its own `timeout_s`.
+        rank came without an error; else all raise as by `agree`. It has the time limit to itself.
 
         Args:
             outgoing: (position in the layout, bytes), in an order and sizes that both sides know.
@@ -378,7 +406,7 @@ class Control:
                     raise GroupError(f"Phase {phase!r}: a rank alone cannot exchange with others.")
                 return
             # The frames may have used up the deadline, while one rank came late.
-            self._transport.extend(self.timeout_s)
+            self._transport.extend(self.limit_s)
             self._transport.exchange(outgoing, incoming)
 
     def barrier(self, *, phase: str) -> None:
@@ -436,7 +464,7 @@ class Control:
             self._sequence += 1
         else:
             data = own.encode()
-            self._transport.start(own.sequence, phase, self.timeout_s)
+            self._transport.start(own.sequence, phase, self.limit_s)
             # Before a byte is sent: an interrupt from here on breaks the communicator.
             self._is_midway = True
             self._sequence += 1
@@ -475,10 +503,12 @@ class Control:
         if error is not None and not new and len(failed) == self.size:
             raise error
         waiting = [frame.phase for frame in frames if frame.operation != FAILED]
+        errors = new or {rank: notice.error for rank, notice in notices.items()}
         raise joined_error(
-            new or {rank: notice.error for rank, notice in notices.items()},
+            errors,
             num_ranks=self.size,
             phase=waiting[0] if waiting else frames[0].phase,
+            missing_ranks=late_ranks(errors, ranks=self.ranks, limit_s=self.data_timeout_s),
         ) from error
 
     def _mark_failed_on_all(self, depth: int) -> None:

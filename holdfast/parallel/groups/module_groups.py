@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import GroupError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.guard import Guard
-from holdfast.parallel.groups.process_groups import ProcessGroups
+from holdfast.parallel.groups.process_groups import DATA_TIMEOUT_S, ProcessGroups
 from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
 from holdfast.parallel.ranks import disagreement, shorten_ranks
 
@@ -47,6 +47,7 @@ class ModuleGroups:
         names: Mapping[str, Iterable[str]] | None = None,
         backend: str | None = None,
         timeout_s: float = 60.0,
+        data_timeout_s: float = DATA_TIMEOUT_S,
         rank: int | None = None,
         store: Store | None = None,
     ) -> ModuleGroups:
@@ -59,7 +60,7 @@ class ModuleGroups:
             layouts: the modules, equal on all ranks.
             names: the groups to make, by module; for a module that is left out, those that
                 `ProcessGroups.create` makes by default. LayoutError for unknown modules.
-            backend, timeout_s, rank, store: as for `ProcessGroups.create`.
+            backend, timeout_s, data_timeout_s, rank, store: as for `ProcessGroups.create`.
 
         Raises:
             PlanError: Ranks have different module layouts; they are named, on all ranks.
@@ -69,7 +70,12 @@ class ModuleGroups:
         three collectives of `control`.
         """
         create = partial(
-            ProcessGroups.create, backend=backend, timeout_s=timeout_s, rank=rank, store=store
+            ProcessGroups.create,
+            backend=backend,
+            timeout_s=timeout_s,
+            data_timeout_s=data_timeout_s,
+            rank=rank,
+            store=store,
         )
         union = create(layouts.union, names=("dp_cp",))
         groups = cls(layouts, union)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from holdfast.arguments import check_number
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.transport import Transport
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
+
+DATA_TIMEOUT_S = 600.0
+"""The limit of collectives by default: ten minutes, torch's own for NCCL, with every backend."""
 
 _CURRENT: ContextVar[ProcessGroups] = ContextVar("holdfast_process_groups")
 
@@ -54,6 +58,7 @@ class ProcessGroups:
 
     __slots__ = (
         "_backend",
+        "_data_timeout_s",
         "_has_meshes",
         "_held",
         "_is_closed",
@@ -74,6 +79,7 @@ class ProcessGroups:
         *,
         rank: int,
         timeout_s: float = 60.0,
+        data_timeout_s: float = DATA_TIMEOUT_S,
         backend: str = "",
         store: Store | None = None,
     ) -> None:
@@ -93,6 +99,7 @@ class ProcessGroups:
         """Where ranks meet; None in a process without torch.distributed."""
         self._backend = backend
         self._timeout_s = timeout_s
+        self._data_timeout_s = data_timeout_s
         self._prefix = ""
         """Starts the names of the communicators made here; unique to this meeting of the ranks."""
         self._has_meshes = False
@@ -107,6 +114,7 @@ class ProcessGroups:
         names: Iterable[str] | None = None,
         backend: str | None = None,
         timeout_s: float = 60.0,
+        data_timeout_s: float = DATA_TIMEOUT_S,
         rank: int | None = None,
         store: Store | None = None,
         scope: str = "",
@@ -122,7 +130,11 @@ class ProcessGroups:
             names: the groups to make; by default every named group of several ranks, the `_intra`
                 and `_inter` slices only if the layout has replicas.
             backend: of the communicators; by default the default group's.
-            timeout_s: bounds every stage here and every later call of `control`.
+            timeout_s: bounds every stage here and later calls of `control`: how long agreement
+                waits for a rank, between steps.
+            data_timeout_s: bounds collectives of the communicators made here, and the agreements
+                of a step: how long ranks wait for one that is late in a forward, a backward or an
+                update. A rank that is later is named on the others, after at most twice that.
             rank: this process's global rank, checked against torch.distributed's.
             store: where ranks find each other; by default the default group's.
             scope: calls are counted within it, so that a layout may be on other ranks in another
@@ -137,7 +149,13 @@ class ProcessGroups:
         communicators. Groups with equal lists of ranks share one, unless they are over data ranks
         or clones. `control` connects two ranks when one first sends to the other.
         """
-        groups = cls._start(layout, rank=rank, backend=backend, timeout_s=timeout_s, store=store)
+        groups = cls._start(
+            layout,
+            rank=rank,
+            backend=backend,
+            limits_s=(timeout_s, data_timeout_s),
+            store=store,
+        )
         # Phase 1, plan: which groups, asked of the layout on this rank alone.
         planned: dict[str, PlannedGroup] = {}
         error: Exception | None = None
@@ -164,6 +182,7 @@ class ProcessGroups:
         supplied: Mapping[str, ProcessGroup],
         *,
         timeout_s: float = 60.0,
+        data_timeout_s: float = DATA_TIMEOUT_S,
         rank: int | None = None,
         store: Store | None = None,
     ) -> ProcessGroups:
@@ -176,6 +195,8 @@ class ProcessGroups:
             supplied: live communicators by group name. Each has exactly the ranks that the layout
                 plans for its name, in that order, and is the same one on all of its members.
             timeout_s: as for `create`.
+            data_timeout_s: as for `create`, of agreements and clones; give what the communicators
+                were made with.
             rank: as for `create`.
             store: as for `create`.
 
@@ -188,7 +209,13 @@ class ProcessGroups:
         Cost: some thirty requests of this rank to the store and two for each name, however many
         ranks there are; and the communicator of `control`, as for `create`.
         """
-        groups = cls._start(layout, rank=rank, backend=None, timeout_s=timeout_s, store=store)
+        groups = cls._start(
+            layout,
+            rank=rank,
+            backend=None,
+            limits_s=(timeout_s, data_timeout_s),
+            store=store,
+        )
         if groups._store is None and not supplied:
             return groups
         # Phase 1, check: each communicator against the layout, on this rank alone.
@@ -406,10 +433,14 @@ class ProcessGroups:
         *,
         rank: int | None,
         backend: str | None,
-        timeout_s: float,
+        limits_s: tuple[float, float],
         store: Store | None,
     ) -> ProcessGroups:
         """Return groups that hold no communicator yet, for this process's rank of the layout."""
+        timeout_s, data_timeout_s = (
+            check_number(limit_s, name=name, above=0, is_finite=True)
+            for limit_s, name in zip(limits_s, ("timeout_s", "data_timeout_s"), strict=True)
+        )
         is_alone = layout.world_size == 1 and not _torch.is_initialized()
         own = layout.ranks[0] if rank is None else rank
         if not is_alone:
@@ -419,11 +450,12 @@ class ProcessGroups:
         if own not in layout.ranks:
             raise LayoutError(f"Rank {own} is not in {layout}: only its own ranks make its groups.")
         if is_alone:
-            return cls(layout, rank=own, timeout_s=timeout_s)
+            return cls(layout, rank=own, timeout_s=timeout_s, data_timeout_s=data_timeout_s)
         return cls(
             layout,
             rank=own,
             timeout_s=timeout_s,
+            data_timeout_s=data_timeout_s,
             backend=backend or _torch.default_backend(),
             store=_torch.default_store() if store is None else store,
         )
@@ -483,6 +515,7 @@ class ProcessGroups:
             ranks=ranks,
             rank=self.rank,
             timeout_s=self._timeout_s,
+            data_timeout_s=self._data_timeout_s,
             name=self.layout.name,
         )
 
@@ -494,7 +527,7 @@ class ProcessGroups:
             ranks,
             name=f"{self._prefix}/{name}/{ranks[0]}",
             backend=backend or self._backend,
-            timeout_s=self._timeout_s,
+            timeout_s=self._data_timeout_s,
             store=self._store,
         )
         self._owned.append(group)

@@ -230,7 +230,10 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes GPUs if there are any."""
     timeout_s: float = 60.0
-    """Seconds to wait for a rank that does not arrive before naming it and giving up."""
+    """Seconds to wait, between steps, for a rank that does not arrive before naming it and giving
+    up."""
+    data_timeout_s: float = 600.0
+    """The same inside of a step, where a rank may be late in a long forward or backward."""
     model: GPTConfig = field(default_factory=GPTConfig)
     """Sizes of the model."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)

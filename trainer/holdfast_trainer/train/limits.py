@@ -19,6 +19,7 @@ _MOST_OF: dict[str, float] = {
     "nproc": 1024,
     "seed": 2**63 - 1,
     "timeout_s": 30 * 86400.0,
+    "data_timeout_s": 30 * 86400.0,
     "num_layers": 10**5,
     "num_experts": 10**6,
     "vocab_size": 2**31,
@@ -42,7 +43,15 @@ _MOST_OF: dict[str, float] = {
 
 _POSITIVE = frozenset(
     {
-        *("nproc", "steps", "timeout_s", "seq_len", "global_batch_size", "log_interval"),
+        *(
+            "nproc",
+            "steps",
+            "timeout_s",
+            "data_timeout_s",
+            "seq_len",
+            "global_batch_size",
+            "log_interval",
+        ),
         *("save_interval", "bucket_nbytes", "tp", "pp", "cp", "ep", "expt_tp", "dp"),
         *("stages_per_rank", "stage_layers", "vocab_size", "num_layers", "model_dim", "num_heads"),
         *("vision_layers", "vision_dim", "vision_heads", "projector_dim", "vision_tp"),

@@ -101,7 +101,7 @@ def open_trainer(
                 open_modules(
                     config.module_layouts(world_size=world_size),
                     device=device,
-                    timeout_s=config.timeout_s,
+                    config=config,
                 )
             )
             digits, reporter = open_digits(config, groups=modules.union, stack=stack)
@@ -117,7 +117,7 @@ def open_trainer(
             )
             return
         layout = config.check(world_size=world_size)
-        groups = stack.enter_context(open_groups(layout, device=device, timeout_s=config.timeout_s))
+        groups = stack.enter_context(open_groups(layout, device=device, config=config))
         corpus, reporter = open_inputs(config, groups=groups, stack=stack)
         yield stack.enter_context(
             Trainer(
@@ -148,7 +148,7 @@ def _stop_message(trainer: BaseTrainer, stop_signal: int) -> str:
 
 @contextmanager
 def open_groups(
-    layout: Layout, *, device: torch.device, timeout_s: float
+    layout: Layout, *, device: torch.device, config: TrainConfig
 ) -> Iterator[ProcessGroups]:
     """The communicators of a layout over the environment's world; none for one process."""
     if layout.world_size == 1:
@@ -157,10 +157,16 @@ def open_groups(
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timeout=timedelta(seconds=timeout_s)
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        timeout=timedelta(seconds=config.timeout_s),
     )
     try:
-        with ProcessGroups.create(layout, backend=backend, timeout_s=timeout_s) as groups:
+        with ProcessGroups.create(
+            layout,
+            backend=backend,
+            timeout_s=config.timeout_s,
+            data_timeout_s=config.data_timeout_s,
+        ) as groups:
             yield groups
     finally:
         dist.destroy_process_group()
@@ -168,7 +174,7 @@ def open_groups(
 
 @contextmanager
 def open_modules(
-    layouts: ModuleLayouts, *, device: torch.device, timeout_s: float
+    layouts: ModuleLayouts, *, device: torch.device, config: TrainConfig
 ) -> Iterator[ModuleGroups]:
     """The communicators of all modules over the environment's world; also for one process."""
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -178,11 +184,16 @@ def open_modules(
     )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=config.timeout_s),
         **alone,  # type: ignore[arg-type]
     )
     try:
-        with ModuleGroups.create(layouts, backend=backend, timeout_s=timeout_s) as groups:
+        with ModuleGroups.create(
+            layouts,
+            backend=backend,
+            timeout_s=config.timeout_s,
+            data_timeout_s=config.data_timeout_s,
+        ) as groups:
             yield groups
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""Gradients in `.grad` as a part of the state: saves between two microbatches (I3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from holdfast import (
+    Checkpointer,
+    Gradients,
+    HoldfastError,
+    Layout,
+    MismatchError,
+    OptimizerState,
+    ProcessGroups,
+    declare_padding,
+)
+from tests.harness import RankContext, run_ranks
+
+ROWS = 6
+"""Real ones; with padding 8."""
+
+
+class Net(nn.Module):
+    """A padded table that is split over tp, a plain parameter, one that nothing uses."""
+
+    def __init__(self, groups: ProcessGroups, *, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        table = torch.randn(8, 4)
+        table[ROWS:] = 0
+        mesh = groups.mesh("tp")
+        self.table = nn.Parameter(distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None))
+        self.gain = nn.Parameter(torch.randn(4))
+        self.unused = nn.Parameter(torch.randn(3))
+        declare_padding(self, "table", (ROWS, 4))
+
+    def forward(self, row: int) -> Tensor:
+        whole = self.table.redistribute(placements=[Replicate()]).to_local()
+        return (whole[row] * self.gain).square().sum()
+
+
+def names_and_gradients(net: Net) -> dict[str, Tensor | None]:
+    """The gradients of whole parameters, without padding."""
+    found: dict[str, Any] = {name: p.grad for name, p in net.named_parameters()}
+    found["table"] = found["table"].full_tensor()[:ROWS]
+    return found
+
+
+def microbatch(net: Net, groups: ProcessGroups, number: int) -> None:
+    net(number + 2 * groups.index("dp")).backward()
+
+
+def finish(net: Net, optimizer: torch.optim.Optimizer, groups: ProcessGroups) -> None:
+    """Average over data parallelism."""
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            torch.distributed.all_reduce(local, group=groups.group("dp"))
+            local /= groups.size("dp")
+    optimizer.step()
+
+
+def accumulate(context: RankContext, root: str) -> list[str]:
+    """A save between two microbatches, and what is refused; then gradients under tp=4."""
+    told = []
+    with ProcessGroups.create(Layout(tp=2, dp=2, name="four")) as groups:
+        checkpointer = Checkpointer(root, groups=groups)
+        net, twin = Net(groups, seed=1), Net(groups, seed=2)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (net, twin)]
+
+        def state(each: Net, optimizer: Any, **options: Any) -> dict[str, object]:
+            gradients = Gradients(each, **options)
+            kept = OptimizerState(optimizer, each)
+            return {"model": each, "optimizer": kept, "gradients": gradients}
+
+        microbatch(net, groups, 0)
+        with pytest.raises(HoldfastError, match=r"gradients\.(gain|table)"):
+            checkpointer.save(1, state(net, optimizers[0]))  # ranks of dp hold others
+        checkpointer.save(1, state(net, optimizers[0], unreduced="dp"))
+        twin.unused.grad = torch.ones(3)
+        with pytest.raises(MismatchError, match="unreduced="):
+            checkpointer.load(state(twin, optimizers[1]))
+        checkpointer.load(state(twin, optimizers[1], unreduced="dp"))
+        assert twin.unused.grad is None  # a load replaces
+        for each, optimizer in zip((net, twin), optimizers, strict=True):
+            microbatch(each, groups, 1)
+            finish(each, optimizer, groups)
+        for ours, theirs in zip(twin.parameters(), net.parameters(), strict=True):
+            assert torch.equal(whole(ours), whole(theirs))
+        checkpointer.save(2, {"gradients": Gradients(net), "model": net})
+        kept = names_and_gradients(net)
+    with ProcessGroups.create(Layout(tp=4, name="tp")) as groups:
+        checkpointer = Checkpointer(root, groups=groups)
+        other = Net(groups, seed=3)
+        checkpointer.load({"model": other, "gradients": Gradients(other)}, step=2)
+        now = names_and_gradients(other)
+        assert now["unused"] is None
+        assert isinstance(other.table.grad, DTensor)
+        assert all(torch.equal(now[name], kept[name]) for name in ("table", "gain"))  # type: ignore[arg-type]
+        with pytest.raises(MismatchError) as caught:
+            checkpointer.load(
+                {"gradients": Gradients(other, unreduced="dp")}, step=1, ignore_unexpected=True
+            )
+        told.append(str(caught.value))
+    return told
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def test_a_save_between_two_microbatches_keeps_gradients(tmp_path: Path) -> None:
+    """I3: bitwise; of each data rank's own ones, no coordinate is dropped; and under any layout."""
+    for told in run_ranks(4, accumulate, str(tmp_path)).results:
+        assert "dp=1" in told[0]

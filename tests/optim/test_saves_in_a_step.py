@@ -1,0 +1,90 @@
+"""Saves and loads in the middle of a step, by every kind of optimizer: I3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import Checkpointer, ConfigError, Layout, OptimizerState, ProcessGroups
+from holdfast.parallel import ModuleGroups
+from tests.harness import RankContext, run_ranks
+from tests.optim.multi_module.common import Spec, layouts_of, rows_of, train_module
+from tests.optim.test_settings import KINDS, SIZES, Alone
+
+BUCKETED = ("sharded", "chained", "modules")
+
+
+def accumulate(alone: Alone, number: int, *, is_last: bool, inside: Any = None) -> None:
+    """One microbatch."""
+    with alone.around(is_last=is_last):
+        train_module(alone.trained, rows_of(number, "one"))
+        if inside is not None:
+            inside()
+
+
+def a_step(alone: Alone, look: Callable[[str], None]) -> None:
+    """A step of two microbatches; `look` is called at each place between two steps' ends."""
+    accumulate(alone, 1, is_last=False, inside=lambda: look("inside"))
+    look("between microbatches")
+    accumulate(alone, 2, is_last=True)
+    look("before the step")
+    stepper: Any = alone.trained.stepper
+    stepper.share_norm()
+    look("in the step")
+    alone.call()
+
+
+def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]:
+    """What saves and loads in the middle of a step said, by place."""
+    layouts = layouts_of({"one": Spec(sizes=SIZES)})
+    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
+    told: dict[str, list[str]] = {}
+    with contextlib.ExitStack() as stack:
+        groups = stack.enter_context(create(layouts if kind == "modules" else Layout(**SIZES)))
+        undisturbed, alone = Alone(kind, groups), Alone(kind, groups)
+        model, own = alone.trained.model, getattr(groups, "union", groups)
+        state = {"optimizer": OptimizerState(alone.optimizer, model), "model": model}
+        checkpointer = stack.enter_context(Checkpointer(root, groups=own))
+        for each in (undisturbed, alone):
+            each.step(0)
+        checkpointer.save(0, state)
+
+        def look(place: str) -> None:
+            for call in (lambda: checkpointer.save(9, state), lambda: checkpointer.load(state)):
+                try:
+                    call()
+                except ConfigError as error:
+                    told.setdefault(place, []).append(str(error))
+
+        # A plain optimizer's gradients are plain tensors until its step has begun.
+        a_step(undisturbed, lambda place: None)
+        a_step(alone, look if kind != "reduced" else (lambda p: p == "in the step" and look(p)))
+        assert checkpointer.latest() == 0
+        ours, theirs = alone.values(), undisturbed.values()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        checkpointer.save(1, state)
+        if kind in BUCKETED:  # a microbatch that is not the last one makes no collective
+            if context.rank:
+                accumulate(alone, 3, is_last=False)
+            look("on one rank")
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_or_load_in_the_middle_of_a_step_is_refused(kind: str, tmp_path: Path) -> None:
+    """I3: by name, with what to do; the step then ends as if there had been no attempt."""
+    first, second = run_ranks(2, attempts, kind, str(tmp_path)).results
+    places = ["inside", "between microbatches", "before the step", "in the step"]
+    places = places[-1:] if kind == "reduced" else places
+    for told in (first, second):
+        assert list(told) == ([*places, "on one rank"] if kind in BUCKETED else places)
+        for save, load in told.values():
+            assert "save in the middle of a step would lose its work" in save
+            assert "load in the middle of a step would be mixed with its work" in load
+            assert "drop_gradients()" in save
+            assert "step()" in save
