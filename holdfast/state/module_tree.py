@@ -202,7 +202,8 @@ def broadcast_elsewhere(module: nn.Module) -> set[int]:
         id(buffer)
         for each in wrappers
         if each.broadcast_buffers and dist.get_rank(each.process_group) > 0
-        for buffer in each.module.buffers()
+        for name, buffer in each.module.named_buffers()
+        if name not in each.parameters_to_ignore
     }
 
 

@@ -73,6 +73,11 @@ def buffers_and_hooks(context: RankContext, root: str) -> None:
             for each, its in ((model, optimizer), (twin, other))
         ]
         assert torch.equal(*losses)
+        if context.rank:  # what DDP does not give to all has to be equal
+            model.module[1].running_mean += 1
+        model.parameters_to_ignore.add("1.running_mean")
+        with pytest.raises(DriftError, match=r"model\.1\.running_mean"):
+            checkpointer.save(2, {"model": ModuleState(model, buffers="first_rank")})
         for odd in (wrapped(groups, seed=1, forward_sync_buffers=False), model.module):
             with pytest.raises(PlacementError, match="buffers='first_rank' declares"):
                 checkpointer.save(2, {"model": ModuleState(odd, buffers="first_rank")})
