@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AsyncCollectiveTensor", "TorchDispatchMode", "argument_names", "buffer_table", "copy_each",
-    "give_metadata", "is_mkldnn", "local_tensor", "local_tensor_slot", "lost_after_s", "mark_eager",
-    "mark_stepped", "module_table", "num_storage_uses", "parameter_table", "set_local_tensor",
-    "sparse_members", "spec_of", "storage_id", "unsaved_buffers", "untraced",
-    "without_torch_function", "write_counter",
+    "give_metadata", "hook_states", "is_mkldnn", "local_tensor", "local_tensor_slot",
+    "lost_after_s", "mark_eager", "mark_stepped", "module_table",
+    "num_storage_uses", "parameter_table", "set_local_tensor", "sparse_members", "spec_of",
+    "storage_id", "unsaved_buffers", "untraced", "without_torch_function", "write_counter",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -146,6 +146,23 @@ def argument_names(operator: Any) -> list[str]:
 
 
 # ---- Communicators ----
+
+_DERIVED = ("_AllreduceUpcastHookState", "DefaultState", "LowPrecisionState")
+"""Classes of torch whose objects hold only how a communication hook was set up."""
+
+
+def hook_states(module: nn.Module) -> list[tuple[str, object]]:
+    """Return communication hooks of DDP or FSDP1 that have a state of their own, by name."""
+    held: Any = module
+    pairs = list(vars(held).get("_comm_hooks", ()))
+    pairs.append((vars(held).get("_comm_hook"), vars(held).get("_comm_hook_state")))
+    return [
+        (getattr(hook, "__qualname__", type(hook).__name__), state)
+        for hook, state in pairs
+        if not (state is None or isinstance(state, dist.ProcessGroup))
+        and type(state).__name__ not in _DERIVED
+    ]
+
 
 _TIMED_OUT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d+)")
 """Milliseconds that a backend waited, in the texts of gloo and NCCL."""

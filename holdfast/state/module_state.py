@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast._torch import buffer_table, give_metadata, parameter_table, write_counter
+from holdfast.arguments import check_choice
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
 from holdfast.format.values import tag_of
 from holdfast.state.markers import Marked, Padded, Stored
@@ -27,11 +28,13 @@ from holdfast.state.module_tree import (
     ModuleStateDict,
     RegisteredTensor,
     StateDictEntry,
+    broadcast_elsewhere,
     declared_padding,
     forms_of,
     plain_root,
     read_state_dict,
     refuse_hidden,
+    refuse_hook_states,
     same_memory,
     some_of,
     walk_all,
@@ -70,18 +73,35 @@ class ModuleState:
             state).
         prefix: Put before every name, as in "decoder."; to load a module's entries from inside of a
             larger module's checkpoint see `FromPart`.
+        buffers: "equal" on all ranks, as parameters are; every save checks it. "first_rank" is for
+            a model in DistributedDataParallel, each rank of which has statistics of its own rows
+            (BatchNorm) and takes the first rank's at its next forward: these are stored, and a load
+            gives them to all ranks.
+        hook_state: a communication hook of a wrapper (DDP's `register_comm_hook`) may have a state,
+            such as PowerSGD's error feedback, which is not stored. "refuse" refuses a save then;
+            "transient" accepts that a resumed run starts it fresh.
 
     Raises:
-        ConfigError: If it is not a module, `only` is unknown, or the prefix does not end in a dot.
+        ConfigError: If it is not a module, an option is unknown, or the prefix does not end in a
+            dot.
         PlacementError: At a save, for a chosen parameter or persistent buffer that the module's
-            state dict shows in no form.
+            state dict shows in no form, for the state of a communication hook, and for
+            buffers="first_rank" without DistributedDataParallel that broadcasts them.
 
     Cost:
         A save makes no collectives and copies no tensors, beyond what the module's own `state_dict`
         does.
     """
 
-    def __init__(self, module: nn.Module, *, only: Selection = None, prefix: str = "") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        only: Selection = None,
+        prefix: str = "",
+        buffers: Literal["equal", "first_rank"] = "equal",
+        hook_state: Literal["refuse", "transient"] = "refuse",
+    ) -> None:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"ModuleState takes a module, got a {type(module).__name__}")
         if only is not None and only != "trainable" and not callable(only):
@@ -91,6 +111,11 @@ class ModuleState:
             )
         if not isinstance(prefix, str) or (prefix and not prefix.endswith(".")):
             raise ConfigError(f"ModuleState: prefix={prefix!r} does not end in a dot")
+        check_choice(hook_state, name="ModuleState: hook_state", choices=("refuse", "transient"))
+        check_choice(buffers, name="ModuleState: buffers", choices=("equal", "first_rank"))
+        self._buffers = buffers
+        self._root = module
+        self._refuses_hooks = hook_state == "refuse"
         self._module = plain_root(module)
         self._only = only
         self._prefix = prefix
@@ -103,11 +128,16 @@ class ModuleState:
             PlacementError: Naming parameters and persistent buffers that the module's state dict
                 shows in no form.
         """
+        if self._refuses_hooks:
+            refuse_hook_states(self._root)
         shown = self._read()
         padded = declared_padding(self._module)  # after the hooks, which may replace parameters
         result: dict[str, object] = {}
+        left_to_first = broadcast_elsewhere(self._root) if self._buffers == "first_rank" else set()
         for entry in self._selected(shown):
             value = entry.value
+            if entry.backing is not None and id(entry.backing.tensor) in left_to_first:
+                continue
             if isinstance(value, torch.Tensor) and not entry.is_extra:
                 declared = padded.find(value, entry.name)
                 value = value if declared is None else Padded(value, declared)
@@ -173,7 +203,7 @@ class ModuleState:
 
     def unfinished_work(self) -> str | None:
         """Return what the objects that train the module have not finished."""
-        return unfinished_on(*(inner for *_, inner, _ in walk_all(self._module)))
+        return unfinished_on(*(inner for *_, inner, _ in walk_all(self._root)))
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -362,7 +392,9 @@ class ModuleLoad:
             takes = inspect.signature(module.load_state_dict).parameters.values()
             lenient = any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in takes)
             options = {"strict": False} if lenient else {}
-            with torch.no_grad():
+            # A model that was made in inference mode can be written in it alone.
+            is_inference = any(held.tensor.is_inference() for held in self._before.registered)
+            with torch.inference_mode(is_inference), torch.no_grad():
                 outcome: object = module.load_state_dict(given, **options)
         except HoldfastError:
             raise

@@ -20,12 +20,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import buffer_table, module_table, parameter_table, unsaved_buffers
+from holdfast._torch import (
+    buffer_table,
+    hook_states,
+    module_table,
+    parameter_table,
+    unsaved_buffers,
+)
 from holdfast.errors import ConfigError, HoldfastError, PlacementError
 from holdfast.state.markers import Marked, check_real_shape
 from holdfast.state.tensor_elements import instances_in, local_of, memory_key
@@ -173,6 +180,47 @@ def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> 
             f"{type(module).__name__} at '{actual or '(root)'}' wraps a module and holds others "
             f"next to it ({', '.join(own)}); its names are not those of one logical tree"
         )
+
+
+def broadcast_elsewhere(module: nn.Module) -> set[int]:
+    """Return the `id` of each buffer that another rank of its DDP gives to this one.
+
+    DDP with `broadcast_buffers`, which is the default, copies the first rank's at each forward.
+
+    Raises:
+        PlacementError: No DDP in the tree does so.
+    """
+    wrappers = [m for *_, m, _ in walk_all(module) if isinstance(m, DistributedDataParallel)]
+    if not any(each.broadcast_buffers for each in wrappers):
+        raise PlacementError(
+            f"buffers='first_rank' declares that DistributedDataParallel gives the first rank's "
+            f"buffers to all, but {type(module).__name__} has "
+            f"{'broadcast_buffers=False' if wrappers else 'no such wrapper'}; pass the wrapped "
+            f"model, or make buffers equal before a save"
+        )
+    return {
+        id(buffer)
+        for each in wrappers
+        if each.broadcast_buffers and dist.get_rank(each.process_group) > 0
+        for name, buffer in each.module.named_buffers()
+        if name not in each.parameters_to_ignore
+    }
+
+
+def refuse_hook_states(module: nn.Module) -> None:
+    """Raise PlacementError for a wrapper whose communication hook has a state of its own.
+
+    Names look through DDP and FSDP1, so that nothing of them is stored.
+    """
+    for logical, _, inner, _ in walk_all(module):
+        for name, state in hook_states(inner):
+            raise PlacementError(
+                f"{type(inner).__name__} at '{logical.rstrip('.') or '(root)'}' has the "
+                f"communication hook {name}, whose {type(state).__name__} (error feedback, "
+                f"counters) is not part of the module's state and would be lost. If a resumed run "
+                f"may start it fresh, save ModuleState(module, hook_state='transient'); to keep "
+                f"it, add it as a part of its own, such as PerRank({{...}}), too"
+            )
 
 
 def _foreign(kind: type) -> str | None:

@@ -356,15 +356,29 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
     drifts = [_holders(plan, reported, groups[b]) for b in bad.tolist()]
     sentences = [f"{key}: {describe_drift(holders)}" for key, holders in drifts[:5]]
     more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
+    keys = list(dict.fromkeys(key for key, _ in drifts))
     raise DriftError(
         f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key, and "
         f"nothing declares them different. Either a rank has computed or kept wrong values, or "
         f"they are not meant to be equal: then give each its own key, or declare the shards with a "
-        f"DTensor or Sharded(...)",
+        f"DTensor or Sharded(...){_about_statistics(keys)}",
         details={
             "odd_ranks": {rank for _, holders in drifts for rank in odd_ranks(holders)},
-            "keys": list(dict.fromkeys(key for key, _ in drifts)),
+            "keys": keys,
         },
+    )
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def _about_statistics(keys: Sequence[str]) -> str:
+    """Return what else to do if all these tensors are statistics of BatchNorm; else nothing."""
+    if not all(key.rpartition(".")[2] in _STATISTICS for key in keys):
+        return ""
+    return (
+        ". Of a model in DistributedDataParallel, which gives the first rank's statistics to all, "
+        "save ModuleState(model, buffers='first_rank'); or use SyncBatchNorm"
     )
 
 

@@ -229,7 +229,8 @@ def dies(rank: RankContext, victim: int, moment: str) -> tuple[str, str, float]:
     with ModuleGroups.create(LAYOUTS, timeout_s=60) as groups:
         bridge = Bridge(groups, "vision", "language")
         is_victim = rank.rank == victim
-        groups.edge("vision", "language").control.timeout_s = LATE_S
+        groups.edge("vision", "language").control.data_timeout_s = LATE_S
+        groups.edge("vision", "language").control.timeout_s = LATE_S / 2
 
         def end(*_: Any, **__: Any) -> None:
             if moment == "stops in a message":

@@ -7,11 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from holdfast import Checkpointer, MismatchError, ModuleState, OptimizerState
+from holdfast import (
+    Checkpointer,
+    FromPart,
+    MismatchError,
+    ModuleState,
+    OptimizerState,
+    Stored,
+)
 from holdfast.cli.main import main
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
+from tests.objects.modules import Fused, randomise
 
 
 def keys(checkpointer: Checkpointer, step: int) -> set[str]:
@@ -111,3 +120,55 @@ def test_bitsandbytes_linear4bit(kind: str, nested: bool, tmp_path: Path) -> Non
     plain = nn.Sequential(bnb.nn.Linear4bit(64, 64, quant_type=kind), nn.Linear(64, 4))
     with pytest.raises(MismatchError, match=r"model\.0\.weight"):
         checkpointer.load({"model": plain}, step=1)
+
+
+def test_loads_in_inference_mode_leave_tensors_that_can_be_trained(tmp_path: Path) -> None:
+    """O1: also what a load makes new; and a model that was made in inference mode is loaded."""
+    source, twin = net(), net()
+    checkpointer = Checkpointer(tmp_path)
+    with torch.inference_mode():
+        checkpointer.save(0, {"model": source})
+    optimizer = stepped(source)
+    state = {"model": source, "optimizer": OptimizerState(optimizer, source)}
+    checkpointer.save(1, {**state, "tensor": torch.ones(2)})
+    fresh = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    with torch.inference_mode():
+        kept = OptimizerState(fresh, twin)
+        report = checkpointer.load({"model": twin, "optimizer": kept, "tensor": Stored()})
+        assert torch.is_inference_mode_enabled()
+        served, fused, made = net(), Fused(), Fused()
+        randomise(fused, 1)
+        randomise(made, 2)
+        checkpointer.load({"model": served}, step=0)
+        checkpointer.load({"model": served.bfloat16()}, step=1, cast=True)
+        checkpointer.save(2, {"model": fused})
+        checkpointer.load({"model": made}, step=2)
+    assert not report.values["tensor"].is_inference()
+    assert not any(value.is_inference() for value in fresh.state[next(twin.parameters())].values())
+    for each, its in ((source, optimizer), (twin, fresh)):
+        its.zero_grad()
+        each(torch.ones(3, 4)).sum().backward()
+        its.step()
+    assert all(map(torch.equal, source.parameters(), twin.parameters()))
+    assert torch.equal(made.wqkv, fused.wqkv)
+
+
+def test_an_averaged_model_is_a_module_like_any(tmp_path: Path) -> None:
+    """O1: its count and its buffers, also after averages and weights were swapped in place."""
+    model, twin = net(), net()
+    average, other = (AveragedModel(each, use_buffers=True) for each in (model, twin))
+    stepped(model)
+    average.update_parameters(model)
+    stepped(model)
+    average.update_parameters(model)
+    for one, two in zip(model.parameters(), average.parameters(), strict=True):
+        one.data, two.data = two.data, one.data
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"model": model, "average": average})
+    checkpointer.load({"model": twin, "average": other})
+    assert int(other.n_averaged) == 2
+    for ours, theirs in ((twin, model), (other, average)):
+        assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    bare = net()
+    checkpointer.load({"model": FromPart("average.module", bare)})
+    assert all(map(torch.equal, bare.parameters(), average.module.parameters()))

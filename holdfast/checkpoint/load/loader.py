@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+import torch
 
 from holdfast.checkpoint.load.choose_exchange import (
     ReplicaSets,
@@ -87,7 +88,8 @@ class Loader:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
         self._finder.version = None
         # A load makes many objects that stay: each pass of the garbage collector would visit them.
-        with collector_paused():
+        # Made in inference mode, they would stay inference tensors, which no step can update.
+        with collector_paused(), torch.inference_mode(False):
             if options.max_fallbacks != 0:
                 return self._load_newest_good(state, options)
             with ExitStack() as stack:

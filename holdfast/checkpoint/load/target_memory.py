@@ -108,13 +108,14 @@ class Target:
                 self._view = memoryview(bytearray(nbytes))
             return self._view
 
-    @torch.no_grad()
     def _finish(self) -> None:
         """Copy the buffer, which is full, to the tensor."""
         if self._view is None:
             return
         host = torch.frombuffer(self._view, dtype=self._stored).view(self._tensor.shape)
-        self._tensor.copy_(host)
+        # The mode is each thread's own, and only inside of it an inference tensor can be written.
+        with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
+            self._tensor.copy_(host)
         self._view = None
 
 

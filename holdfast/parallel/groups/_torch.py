@@ -67,12 +67,24 @@ def default_backend() -> str:
 
 
 def new_group(
-    ranks: Sequence[int], *, name: str, backend: str, timeout_s: float, store: Store
+    ranks: Sequence[int],
+    *,
+    name: str,
+    backend: str,
+    timeout_s: float,
+    data_timeout_s: float,
+    store: Store,
 ) -> ProcessGroup:
     """Make a communicator of exactly `ranks`, in that order; called by its members only.
 
-    `name` is unique per communicator and equal on its members. NCCL connects on first use, gloo
-    now.
+    Args:
+        ranks: the members.
+        name: unique per communicator and equal on its members.
+        backend: NCCL connects on first use, gloo now.
+        timeout_s: how long to wait here for all members to come.
+        data_timeout_s: the limit of its collectives. Gloo has one limit for connections and for
+            messages, so that members meet before they connect.
+        store: where they meet.
 
     Raises:
         DeadlineError: A member does not come.
@@ -80,9 +92,10 @@ def new_group(
     """
     from torch.distributed import distributed_c10d as c10d
 
+    _meet(len(ranks), name=name, timeout_s=timeout_s, store=store)
     index = list(ranks).index(default_rank())
     make: Any = c10d._new_process_group_helper
-    late_after = time.monotonic() + _LATE_SHARE * timeout_s
+    late_after = time.monotonic() + _LATE_SHARE * data_timeout_s
     try:
         with _not_split_from_world():
             group, _ = make(
@@ -92,18 +105,32 @@ def new_group(
                 dist.Backend(backend),
                 store,
                 name,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=data_timeout_s),
                 group_desc=name,
             )
     except (RuntimeError, ValueError) as error:
         is_late = time.monotonic() >= late_after
         raise (DeadlineError if is_late else GroupError)(
             f"Could not connect the {backend} communicator {name!r} of ranks {list(ranks)} within "
-            f"{timeout_s:g} s: {error}"
+            f"{data_timeout_s:g} s: {error}"
         ) from error
     # What `dist.new_group` records for its groups, by which collectives translate ranks.
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast("ProcessGroup", group)
+
+
+def _meet(num_ranks: int, *, name: str, timeout_s: float, store: Store) -> None:
+    """Return when all members of a communicator are about to connect; DeadlineError if not."""
+    key = f"{name}/members"
+    try:
+        if store.add(key, 1) == num_ranks:
+            store.set(f"{key}/all", "")
+        store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"Could not connect the communicator {name!r}: not all of its {num_ranks} ranks came "
+            f"within {timeout_s:g} s ({error})"
+        ) from error
 
 
 def group_ranks(group: object) -> list[int]:

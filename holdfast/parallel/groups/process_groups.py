@@ -527,7 +527,8 @@ class ProcessGroups:
             ranks,
             name=f"{self._prefix}/{name}/{ranks[0]}",
             backend=backend or self._backend,
-            timeout_s=self._data_timeout_s,
+            timeout_s=self._timeout_s,
+            data_timeout_s=self._data_timeout_s,
             store=self._store,
         )
         self._owned.append(group)
