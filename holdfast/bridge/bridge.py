@@ -55,12 +55,12 @@ class Bridge:
     Cost: of a forward, one agreement over the ranks of the edge, and two messages (tokens; counts)
     to each destination rank of the first stage and from each source data rank that it takes from.
     Of a backward, one agreement, and a message to each source rank of the last stage from each
-    destination data rank and cp coordinate that it gave to. A rank sends nothing to itself. Bytes
-    are those of the tokens once for each such pair. Both return when this rank's messages
+    destination data rank and cp coordinate that it gave to. A rank copies what it gives to itself.
+    Bytes are those of the tokens once for each such pair. Both return when this rank's messages
     have arrived, and no later use of memory waits for them.
     """
 
-    __slots__ = ("_num_forwards", "_route")
+    __slots__ = ("_crossings", "_num_forwards", "_route")
 
     def __init__(
         self,
@@ -82,6 +82,8 @@ class Bridge:
             device=torch.device(device),
         )
         self._num_forwards = 0
+        self._crossings = groups.crossings
+        self._crossings.add_bridge((source, destination))
         if is_nccl:
             # NCCL connects at the first use, which has to be one of all ranks of the group.
             dist.all_reduce(torch.zeros(1, device=device), group=of_edge.group("dp"))
@@ -126,6 +128,10 @@ class Bridge:
         )
         return self._cross(crossing, packed)
 
+    def unfinished_work(self) -> str | None:
+        """Return a sentence on the forwards that wait for their backward; None if none do."""
+        return self._crossings.unfinished_work(self._route.edge)
+
     def _cross(self, crossing: Crossing, packed: Packed | None) -> Bridged:
         """Exchange the activations, under autograd if a backward will be needed."""
         taken: Packed | None
@@ -136,6 +142,7 @@ class Bridge:
             counts = None if packed is None else packed.counts
             values = None if packed is None else packed.tokens
             anchor, *outputs = _Exchange.apply(crossing, hook, values, counts)  # type: ignore[no-untyped-call]
+            crossing.open(self._crossings)
             taken = Packed(*outputs) if outputs else None
         else:
             if packed is not None:

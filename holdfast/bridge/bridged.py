@@ -21,8 +21,8 @@ class Bridged:
 
     tokens: Tensor | None
     """(number of tokens, *features): the packed tokens of this destination data rank's samples, on
-    every rank with the destination's first pipeline stage; None elsewhere. Read only: if this
-    rank also has the source, it may be a view of the source's own tokens."""
+    every rank with the destination's first pipeline stage; None elsewhere. In memory that nothing
+    else sees, also where this rank has the source: either module may change its own in place."""
     counts: Tensor | None
     """int64 on the CPU: the number of tokens of each of these samples; None if `tokens` is."""
     anchor: Tensor

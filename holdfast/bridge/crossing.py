@@ -12,6 +12,7 @@ from holdfast.bridge.header import DTYPES, Given
 from holdfast.bridge.parcels import Parcel
 from holdfast.bridge.route import Route
 from holdfast.errors import GroupError, HoldfastError
+from holdfast.parallel.groups.crossings import Crossings
 from holdfast.parallel.ranks import shorten_ranks
 
 _TOKENS_TAG, _COUNTS_TAG = 0, 1
@@ -41,6 +42,10 @@ class Packed(NamedTuple):
             self.counts.narrow(0, span.first_sample, span.num_samples),
         )
 
+    def copy(self) -> Packed:
+        """Return the samples in memory of their own."""
+        return Packed(self.tokens.clone(memory_format=torch.contiguous_format), self.counts.clone())
+
     def parcels(self, rank: int) -> list[Parcel]:
         """Return the two messages to, or from, a rank."""
         return [Parcel(self.tokens, rank, _TOKENS_TAG), Parcel(self.counts, rank, _COUNTS_TAG)]
@@ -66,6 +71,8 @@ class Crossing:
         """True if there is a backward; the same on all ranks."""
         self._route = route
         self._number = number
+        self._crossings: Crossings | None = None
+        self._number_open = 0
         some = next(iter(given.values()))
         self._dtype, self._features = DTYPES[some.dtype], some.features
         self._takes_gradient = route.rank in given and given[route.rank].needs_gradient
@@ -86,6 +93,10 @@ class Crossing:
         """The device on which tokens and gradients arrive."""
         return self._route.device
 
+    def open(self, crossings: Crossings) -> None:
+        """Count as open until the backward is over."""
+        self._crossings, self._number_open = crossings, crossings.open(self._route.edge)
+
     def describe_destination(self) -> str:
         """Return destination and rank, for messages."""
         return f"Module {self._route.edge[1]!r} on rank {self._route.rank}"
@@ -96,13 +107,13 @@ class Crossing:
         Args:
             own: the samples that this rank gives, detached; None if it gives none.
 
-        Cost: two messages to each taker (tokens; counts), and memory for the samples taken. A rank
-        that takes only from itself gets a view, and needs no memory.
+        Cost: two messages to each taker (tokens; counts), and memory for the samples taken.
         """
         rank = self._route.rank
         taken = [m for m in self._route.activations if m.taker == rank]
         if own is not None and [m.giver for m in taken] == [rank]:
-            target: Packed | None = own.cut(self._at_source[taken[0].piece])
+            # The module may change its tokens, as if they had come from another rank.
+            target: Packed | None = own.cut(self._at_source[taken[0].piece]).copy()
             taken = []
         else:
             target = self._allocate() if taken else None
@@ -166,10 +177,16 @@ class Crossing:
             if message.taker == rank:
                 shares[message.piece].append(share)
         self._route.exchange(leaving, arriving, direction="backward", number=self._number)
+        if self._crossings is not None:
+            self._crossings.close(self._route.edge, self._number_open, has_gradient=bool(givers))
         if not self._takes_gradient:
             return None
         sums = [self._sum(each, self._at_source[piece]) for piece, each in shares.items()]
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
+        if len(sums) > 1:
+            return torch.cat(sums)
+        # The destination may still have the gradient that it gave to this rank itself.
+        is_shared = gradient is not None and _memory(sums[0]) == _memory(gradient)
+        return sums[0].clone() if is_shared else sums[0]
 
     def _agree_backward(self, gradient: Tensor | None) -> set[int]:
         """Return the ranks that have a gradient; collective over the edge."""
@@ -234,3 +251,8 @@ class Crossing:
         for share in shares[1:]:
             total += share
         return total.to(self._dtype)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return an address that tensors in the same memory have in common."""
+    return tensor.untyped_storage().data_ptr()

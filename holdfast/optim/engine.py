@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,12 +17,14 @@ from torch import nn
 from holdfast._torch import mark_stepped
 from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
 from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
+from holdfast.optim.divisors import refuse_unequal_divisors
 from holdfast.optim.microbatches import Meeting, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import GradientNorm, GradientPart, share_square
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.step_sum import Contribution, StepSums
 from holdfast.optim.torch_interface import hyperparameters, refuse_closure
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel.groups.crossings import Crossings, Edge
 
 ALONE = ""
 """The name of the only module, for a stepper that steps alone."""
@@ -241,9 +243,12 @@ class StepEngine:
         steppers: of the modules of this rank that are trained.
         name: for messages, equal on all ranks.
         loss_module: whose ranks count the tokens of `step(num_tokens=)`.
-        divisors: by module, what its gradients are divided by; needed with tokens.
+        divisors: by trained module, what its gradients are divided by; needed with tokens, and
+            compared without.
         communicates: True if a module, of any rank, communicates in each microbatch; by default
             one of this rank.
+        edges: between the modules, along which gradients come.
+        crossings: what the bridges of this rank have under way.
     """
 
     def __init__(
@@ -256,6 +261,8 @@ class StepEngine:
         loss_module: str | None = None,
         divisors: Mapping[str, int] | None = None,
         communicates: bool | None = None,
+        edges: Sequence[Edge] = (),
+        crossings: Crossings | None = None,
     ) -> None:
         self._groups = groups
         self._layouts = layouts
@@ -263,7 +270,8 @@ class StepEngine:
         self._name = name
         self._loss_module = loss_module
         self._divisors = {} if divisors is None else divisors
-        self._meeting = Meeting(groups, layouts, loss_module=loss_module)
+        self._crossings = Crossings() if crossings is None else crossings
+        self._meeting = Meeting(groups, layouts, loss_module=loss_module, edges=edges)
         self._sum, self._total = self._meeting.sum, self._meeting.total
         self._microbatches = Microbatches(steppers, self._meeting, communicates=communicates)
         self._is_closed = False
@@ -298,6 +306,8 @@ class StepEngine:
                     rank=self._groups.rank,
                 )
                 self._check_open()
+                self._check_crossings()
+                mine.carried = self._crossings.carried()
             except Exception as error:
                 failure = error
             failure = failure or self._refuse_interrupted()
@@ -332,6 +342,7 @@ class StepEngine:
 
     def drop_gradients(self) -> None:
         """Forget the gradients of all modules of this rank."""
+        self._crossings.forget()
         for stepper in self._steppers.values():
             stepper.drop_gradients()
 
@@ -349,6 +360,16 @@ class StepEngine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"{self._name}: it is closed; build another one")
+
+    def _check_crossings(self) -> None:
+        """Raise ConfigError if a gradient has not come back over a bridge."""
+        work = self._crossings.unfinished_work()
+        if work is not None:
+            raise ConfigError(
+                f"{self._name}: {work}, so gradients of the source are missing. Run the backward, "
+                f"with the anchor, on all ranks of the edge before the step; evaluate under "
+                f"torch.no_grad(). To leave the batch out, call drop_gradients() on all ranks"
+            )
 
     # ---- Phase 1: measure what this rank holds ----
 
@@ -408,9 +429,13 @@ class StepEngine:
         if not sums.num_bad_losses:
             sums.check_used(name=self._name)
         tokens = self._sum.total_tokens(sums)
+        if tokens is None:
+            refuse_unequal_divisors(
+                self._layouts, self._divisors, edges=sums.carried, name=self._name
+            )
         # With tokens each module's own division is undone, so that all gradients are sums.
         weights = {
-            module: 1.0 if tokens is None else float(self._divisors[module])
+            module: 1.0 if tokens is None else float(self._divisors.get(module, 1))
             for module in self._layouts
         }
         scale = 1.0 if mine.scale is None else mine.scale

@@ -15,6 +15,7 @@ from holdfast.optim import collectives
 from holdfast.optim.norms import LayoutSum
 from holdfast.optim.step_sum import Contribution, StepSum, StepSums
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel.groups.crossings import Edge
 from holdfast.parallel.ranks import shorten_ranks
 
 _PHASE = "optimizer: gradients"
@@ -93,13 +94,20 @@ class Meeting:
         groups: of all ranks of all modules.
         layouts: of all modules, in one order on all ranks.
         loss_module: whose ranks count tokens.
+        edges: between the modules, along which gradients come.
     """
 
     def __init__(
-        self, groups: ProcessGroups, layouts: Mapping[str, Layout], *, loss_module: str | None
+        self,
+        groups: ProcessGroups,
+        layouts: Mapping[str, Layout],
+        *,
+        loss_module: str | None,
+        edges: Sequence[Edge] = (),
     ) -> None:
         self._groups = groups
-        self.sum = StepSum(layouts, ranks=groups.layout.ranks, loss_module=loss_module)
+        ranks = groups.layout.ranks
+        self.sum = StepSum(layouts, ranks=ranks, loss_module=loss_module, edges=edges)
         self.total = LayoutSum(groups)
 
     def sum_up(

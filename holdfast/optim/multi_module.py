@@ -90,6 +90,8 @@ class MultiModuleOptimizer(TorchInterface):
             loss_module=name_of_loss,
             divisors=_compare_ranks(groups.layouts, by_rank),
             communicates=any(each[-1] for modules in by_rank.values() for each in modules.values()),
+            edges=groups.layouts.edges,
+            crossings=groups.crossings,
         )
         super().__init__([stepper.optimizer for stepper in self._steppers.values()])
 
@@ -148,6 +150,9 @@ class MultiModuleOptimizer(TorchInterface):
         If any rank's loss, or its gradients of any module, are not finite, nothing is updated
         anywhere. Gradients are forgotten in every case.
 
+        Without `num_tokens` modules that get gradients of the same losses divide them by the same
+        number, see docs/multi-module.md.
+
         With `num_tokens` losses are sums over tokens, and gradients are divided by the number of
         tokens of all data ranks of the module with the loss. What the modules' own optimizers
         divide by is undone then. A token counts once: of ranks with the same samples (tensor ranks,
@@ -168,8 +173,10 @@ class MultiModuleOptimizer(TorchInterface):
         Raises:
             ConfigError: On all ranks, before anything is updated: an argument is wrong or differs
                 between ranks, scalers have different scales, hyperparameters differ between ranks
-                of one pipeline stage of a module, token counts contradict each other or are 0 in
-                total, or no rank got a gradient for any parameter of any module.
+                of one pipeline stage of a module, a forward over a bridge has had no backward,
+                modules divide gradients of the same losses by different numbers, token counts
+                contradict each other or are 0 in total, or no rank got a gradient for any parameter
+                of any module.
             HoldfastError: Gradients or the update failed on some rank; raised on all, naming ranks
                 and modules. Before the update nothing has changed. A failed update has changed
                 the other ranks' shares by then, as for a `ShardedOptimizer`. In both cases the
@@ -188,8 +195,16 @@ class MultiModuleOptimizer(TorchInterface):
             num_tokens=num_tokens,
         )
 
+    def unfinished_work(self) -> str | None:
+        """Return a sentence on what waits for its backward over a bridge; None if nothing does."""
+        return self._module_groups.crossings.unfinished_work()
+
     def drop_gradients(self) -> None:
-        """Forget the gradients of all modules of this rank; `step` does so itself."""
+        """Forget the gradients of all modules of this rank; `step` does so itself.
+
+        Called on all ranks after a batch that is left out: forwards over bridges that had no
+        backward are forgotten, too.
+        """
         self._engine.drop_gradients()
 
     def synchronize(self) -> None:
@@ -280,7 +295,7 @@ def _describe(stepper: Stepper | None) -> list[Any]:
     Compared are kind, divisor, and a description of the pipeline stage.
     """
     if stepper is None:
-        return ["None", 1, "", False]
+        return ["None", None, "", False]
     communicates = stepper.communicates_each_microbatch
     return [stepper.kind, stepper.divisor, stepper.stage_description(), communicates]
 
@@ -288,7 +303,7 @@ def _describe(stepper: Stepper | None) -> list[Any]:
 def _compare_ranks(
     layouts: ModuleLayouts, by_rank: Mapping[int, Mapping[str, list[Any]]]
 ) -> dict[str, int]:
-    """Return each module's divisor; raise ConfigError, on all ranks, if ranks of one differ."""
+    """Return each trained module's divisor; raise ConfigError, on all ranks, if ranks differ."""
     for module, layout in layouts.items():
         for index, what in enumerate(("kind of optimizer", "divisor", "parameters")):
             peers: dict[int, dict[int, Any]] = {}
@@ -305,4 +320,5 @@ def _compare_ranks(
                         f"{first} in {what}: {values[differing[0]]} instead of {values[first]}; "
                         f"build the same on all ranks of the module"
                     )
-    return {module: by_rank[layout.ranks[0]][module][1] for module, layout in layouts.items()}
+    divisors = {module: by_rank[layout.ranks[0]][module][1] for module, layout in layouts.items()}
+    return {module: divisor for module, divisor in divisors.items() if divisor is not None}

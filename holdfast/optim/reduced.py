@@ -67,7 +67,8 @@ class ReducedOptimizer(PlainStepper):
         reduce: makes gradients equal on all ranks that hold the parameter, once in each step; None
             if that has happened by then. It leaves parameters that no rank used without a gradient,
             or gives them zeros.
-        divisor: `reduce` divides the sum over data ranks by it. Needed for `num_tokens` alone.
+        divisor: `reduce` divides the sum over data ranks by it. Needed for `num_tokens`, and to be
+            compared with those of modules on other layouts.
 
     Raises:
         ConfigError: `divisor` is not an integer of at least 1, or `optimizer` is not a torch

@@ -70,7 +70,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         over: `dp_cp` for dense parameters, `expt_dp` for experts; `dp_cp_intra` or
             `expt_dp_intra` to shard inside a slice and reduce between slices.
         divisor: the sum of gradients is divided by it. Every rank's loss is a mean over its own
-            rows, so that is the size of `dp_cp`, for experts too.
+            rows, so that is the size of `dp_cp`, for experts too. In a `MultiModuleOptimizer` it is
+            that of the module with the loss.
         gather: communicator for parameters; by default `over` with `_ag` appended.
         stage: 1 keeps whole gradients between microbatches; 2 reduces after each microbatch and
             keeps a share, which needs `microbatch` around each.

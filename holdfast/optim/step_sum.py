@@ -44,6 +44,8 @@ class Contribution:
     """By module, parameters that got a gradient on this rank, and trained ones."""
     hyperparameters: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     """By module, by parameter group, by name."""
+    carried: set[tuple[str, str]] = field(default_factory=set)
+    """Edges of this rank over which gradients may have come."""
 
     @property
     def settings(self) -> dict[str, object]:
@@ -75,6 +77,8 @@ class StepSums:
     """Ranks whose loss is not finite."""
     tokens: Mapping[int, int | None]
     """By rank of the module with the loss."""
+    carried: tuple[tuple[str, str], ...]
+    """Edges over which gradients may have come, on any rank."""
 
     def norm(
         self, *, divisor: float, weights: Mapping[str, float]
@@ -119,15 +123,22 @@ class StepSum:
         layouts: of all modules.
         ranks: of all modules, in the same order on every rank.
         loss_module: the one whose ranks count tokens; None without tokens.
+        edges: between the modules.
     """
 
     def __init__(
-        self, layouts: Mapping[str, Layout], *, ranks: Sequence[int], loss_module: str | None
+        self,
+        layouts: Mapping[str, Layout],
+        *,
+        ranks: Sequence[int],
+        loss_module: str | None,
+        edges: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.terms = {module: NormTerms(layout) for module, layout in layouts.items()}
         """By module, the numbers of its gradients."""
         self._layouts = dict(layouts.items())
         self._ranks = ranks
+        self._edges = tuple(edges)
         self._loss_module = loss_module
         self._loss_layout = None if loss_module is None else layouts[loss_module]
         self._stages = [
@@ -151,6 +162,7 @@ class StepSum:
             values += mine.usage.get(module, (0, 0))
             digest = self._digest(module, mine.hyperparameters.get(module, []))
             values += slots(self._layouts[module].ranks, digest)
+        values += [float(edge in mine.carried) for edge in self._edges]
         # One more than the tokens: 0 is the slot of a rank that does not count.
         count = 0 if mine.num_tokens is None else mine.num_tokens + 1
         return values + slots(self._loss_ranks, float(count))
@@ -171,6 +183,7 @@ class StepSum:
             gradients[module] = terms.read([next(rest) for _ in range(terms.size)])
             usage[module] = int(next(rest)), int(next(rest))
             digests[module] = slots(self._layouts[module].ranks)
+        carried = tuple(edge for edge in self._edges if next(rest))
         counts = {rank: int(each) - 1 for rank, each in slots(self._loss_ranks).items()}
         return StepSums(
             gradients=gradients,
@@ -182,6 +195,7 @@ class StepSum:
             ),
             num_bad_losses=num_bad_losses,
             tokens={rank: None if count < 0 else count for rank, count in counts.items()},
+            carried=carried,
         )
 
     def refuse_differences(self, described: Mapping[int, bytes], *, name: str) -> NoReturn:

@@ -47,6 +47,7 @@ from holdfast.state.markers import (
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_state import OptimizerState
 from holdfast.state.parts import Part, check_part_name, is_last, is_left_out, part_of
+from holdfast.state.rng import refuse_shared_streams
 from holdfast.state.tensor_elements import array_tensor, memory_key
 from holdfast.state.unfinished import refuse_unfinished
 
@@ -118,6 +119,7 @@ def flatten_state(
     nodes: dict[str, object] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
     entries = [(name, value) for name, value in state.items() if not is_left_out(value)]
+    refuse_shared_streams({n: v.value if isinstance(v, OnLayout) else v for n, v in entries})
     for name, value in sorted(entries, key=lambda item: is_last(item[1])):
         check_part_name(name)
         home = value.own_layout if isinstance(value, OnLayout) else layout

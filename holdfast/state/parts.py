@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 from holdfast.errors import ConfigError
 from holdfast.format.values import is_like_a_tag, is_unicode
 from holdfast.parallel import ModuleGroups
+from holdfast.parallel.control.guard import Guard
 from holdfast.state.markers import FromPart, OnLayout
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
-from holdfast.state.rng import RNG, ModuleRNG
+from holdfast.state.rng import RNG, refuse_shared_streams
 from holdfast.state.stored import PlacedTemplates, StoredPart
 from holdfast.state.unfinished import unfinished_on
 
@@ -196,14 +198,26 @@ def module_parts(
         without: modules that are left out on purpose, on every rank: for a load that does not
             want them, or a save that does not keep them.
 
-    Raises:
-        ConfigError: A module of this rank is missing and not in `without`, or is there and in
-            `without`; a part's name is empty; several modules here have an `RNG()`, which are the
-            same streams (`ModuleRNG` gives each its own).
-        LayoutError, GroupError: The module does not exist, or is not on this rank.
+    Called by all ranks.
 
-    Cost: none; nothing is read.
+    Raises:
+        ConfigError: On all ranks: a module of some rank is missing there and not in `without`, or
+            is there and in `without`; a part's name is empty; two modules of a rank have a random
+            stream in common, as with an `RNG()` each (`ModuleRNG` gives each its own).
+        LayoutError, GroupError: On all ranks: a module does not exist, or is not on that rank.
+
+    Cost: one small agreement; nothing is read.
     """
+    make = partial(_make_parts, groups, modules, without)
+    return Guard[dict[str, object]](groups.control, "module parts").run(make)
+
+
+def _make_parts(
+    groups: ModuleGroups,
+    modules: Mapping[str, Mapping[str, object]],
+    without: Collection[str],
+) -> dict[str, object]:
+    """Return the parts of this rank's modules; raise for what is wrong here."""
     for module in (*without, *modules):
         groups.layouts[module]  # LayoutError names those that there are
     for module in modules:
@@ -216,27 +230,11 @@ def module_parts(
             f"rank {groups.rank} has module '{forgotten[0]}', whose state is not given: it would "
             f"be lost. Give it, or leave it out on all ranks with without=['{forgotten[0]}']"
         )
-    _refuse_shared_streams(groups.rank, modules)
-    parts: dict[str, object] = {}
+    parts: dict[str, OnLayout] = {}
     for module, named in modules.items():
         for part, value in named.items():
             if not isinstance(part, str) or not part:
                 raise ConfigError(f"module '{module}': a part needs a name, got {part!r}")
             parts[f"{module}.{part}"] = OnLayout(groups[module], value)
-    return parts
-
-
-def _refuse_shared_streams(rank: int, modules: Mapping[str, Mapping[str, object]]) -> None:
-    """Raise ConfigError if two modules of this rank would store the process's own streams."""
-    sharing = [
-        f"'{module}.{part}'"
-        for module, named in modules.items()
-        for part, value in named.items()
-        if isinstance(value, RNG) and not isinstance(value, ModuleRNG)
-    ]
-    if len(sharing) > 1:
-        raise ConfigError(
-            f"rank {rank}: {' and '.join(sharing)} are the same streams, those of the process: "
-            f"each module would draw from where the other stopped. Give each a "
-            f"ModuleRNG(seed=...) and run it in `with` of that"
-        )
+    refuse_shared_streams({name: part.value for name, part in parts.items()}, are_modules=True)
+    return dict(parts)

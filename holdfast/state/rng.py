@@ -88,6 +88,48 @@ def global_accessors() -> dict[str, Accessors]:
     return streams
 
 
+def process_generators() -> dict[str, object]:
+    """Return the generators behind the streams of `global_accessors`."""
+    generators: dict[str, object] = {
+        "python": _owner(random.getstate),
+        "numpy": _owner(np.random.get_state),
+        "torch": torch.default_generator,
+    }
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    return generators
+
+
+def _owner(method: Any) -> object:
+    """Return the object that a module's function is a method of."""
+    return method.__self__
+
+
+def refuse_shared_streams(entries: Mapping[str, object], *, are_modules: bool = False) -> None:
+    """Raise ConfigError if a stream of a module is another entry's, too.
+
+    The streams of a `ModuleRNG` are the process's while it is entered.
+
+    Args:
+        entries: of a state, by name; those that are not random streams are passed over.
+        are_modules: True if each entry is a module's; otherwise only a `ModuleRNG` is.
+    """
+    owners: dict[int, tuple[str, RNG]] = {}
+    for name, value in entries.items():
+        if not isinstance(value, RNG):
+            continue
+        for stream, generator in value.streams().items():
+            other, owner = owners.setdefault(id(generator), (name, value))
+            has_module = isinstance(value, ModuleRNG) or isinstance(owner, ModuleRNG)
+            if other != name and (are_modules or has_module):
+                raise ConfigError(
+                    f"'{other}' and '{name}' are the same streams ({stream}): each would draw from "
+                    f"where the other stopped. Give each module a ModuleRNG(seed=...) of its own, "
+                    f"run it in `with` of that, and leave the `with` before streams of the process "
+                    f"are saved or loaded"
+                )
+
+
 def state_digest(state: object) -> str:
     """16 hex digits, equal for equal states whatever arrays or tensors hold them."""
     digest = hashlib.blake2b(digest_size=8)
@@ -283,6 +325,11 @@ class RNG:
         states = {name: loading.loaded(name, tree) for name in loading.fresh}
         for name, state in states.items():
             self._set_state(name, state)
+
+    def streams(self) -> dict[str, object]:
+        """Return the generator behind each stream: two names of one stream have one object."""
+        own = {n: getattr(each, "bit_generator", each) for n, each in self._generators.items()}
+        return process_generators() | own
 
     def capture(self) -> dict[str, State]:
         """Return the state of each stream, which `reset` takes."""
@@ -537,6 +584,10 @@ class ModuleRNG(RNG):
         self._held = super()._states()
         outer, self._outer = self._outer, None
         self._set_global(outer)
+
+    def streams(self) -> dict[str, object]:
+        """Return the generators: the process's while it is entered, else none but its own."""
+        return super().streams() if self.is_entered else {"its own": self}
 
     def _states(self) -> dict[str, State]:
         """Return the streams of the module, whether entered or not."""

@@ -241,33 +241,86 @@ def test_nothing_is_sent_back_to_a_source_that_needs_no_gradient() -> None:
     ]
 
 
-# What is not moved.
+# What a module does to its own tokens.
+
+COLOCATED = {"stem": Layout(dp=2), "left": Layout(dp=2), "right": Layout(tp=2)}
+DISJOINT = {"stem": Layout(), "left": Layout(ranks=(1,)), "right": Layout(ranks=(2,))}
 
 
-def aliases(rank: RankContext) -> list[bool]:
-    """Whether what this rank took lies in the memory of what it gave."""
-    seen = []
-    for name, (one, other) in {
-        "equal": (Layout(dp=2), Layout(dp=2)),
-        "out": (Layout(tp=2), Layout(dp=2)),
-        "crossed": (Layout(dp=2), Layout(dp=2, ranks=(1, 0))),
-    }.items():
-        layouts = ModuleLayouts({"a": one, "b": other}, edges=[("a", "b")], name=name)
-        with ModuleGroups.create(layouts) as groups:
-            leaf = torch.ones(4, 3, requires_grad=True)
-            bridged = Bridge(groups, "a", "b")(leaf * 1, [1] * 4)
-            (bridged.tokens.sum() + bridged.anchor).backward()  # type: ignore[union-attr]
-            source = torch.ones(4, 3)
-            bridged = Bridge(groups, "a", "b")(source, [1] * 4)
-            assert bridged.tokens is not None
-            here = bridged.tokens.untyped_storage().data_ptr()
-            seen.append(here == source.untyped_storage().data_ptr())
-    return seen
+def in_place(context: RankContext) -> list[str]:
+    """By case, what a change of one module's own tokens did to another module."""
+    wrong = []
+    for num_destinations in (1, 2):
+        for place, layouts_of in (("colocated", COLOCATED), ("disjoint", DISJOINT)):
+            chosen = dict(list(layouts_of.items())[: 1 + num_destinations])
+            layouts = ModuleLayouts(
+                chosen,
+                edges=[("stem", name) for name in list(chosen)[1:]],
+                name=f"{place} {num_destinations}",
+            )
+            if context.rank not in layouts.union.ranks:
+                continue
+            with ModuleGroups.create(layouts) as groups:
+                for is_trained in (False, True):
+                    for by in ("left", "stem"):
+                        case = f"{layouts.name} {is_trained} {by}"
+                        wrong += [f"{case}: {what}" for what in changed(groups, is_trained, by)]
+    return wrong
 
 
-def test_what_a_rank_has_already_is_not_copied() -> None:
-    """Colocated modules narrow local memory."""
-    assert run_ranks(2, aliases).results == [[True, True, False]] * 2
+def changed(groups: ModuleGroups, is_trained: bool, by: str) -> list[str]:
+    """What is wrong after `by` has changed its tokens in place, once all have theirs."""
+    wrong = []
+    leaf = torch.ones(2, 3, requires_grad=is_trained) if groups.has("stem") else None
+    tokens = None if leaf is None else leaf * 2
+    counts = None if leaf is None else [1, 1]
+    bridges = {e: Bridge(groups, *e) for e in groups.layouts.edges if any(map(groups.has, e))}
+    taken = {to: bridge(tokens, counts) for (_, to), bridge in bridges.items()}
+    if by == "stem" and tokens is not None:
+        tokens.mul_(5)
+    elif by in taken and taken[by].tokens is not None:
+        taken[by].tokens.mul_(5)  # type: ignore[union-attr]
+    loss: Any = 0
+    for name, bridged in taken.items():
+        expected = 10.0 if name == by else 2.0
+        if bridged.tokens is not None:
+            if not (bridged.tokens == expected).all():
+                wrong.append(f"{name} has {bridged.tokens.tolist()}")
+            loss = loss + bridged.tokens.sum()
+        loss = loss + bridged.anchor
+    if tokens is not None and not (tokens == (10 if by == "stem" else 2)).all():
+        wrong.append(f"stem has {tokens.tolist()}")
+    if torch.is_tensor(loss) and loss.requires_grad:
+        loss.backward()
+    # Every destination takes each token once: the gradient is the sum of their factors.
+    factor = 2.0 * sum(5 if name == by else 1 for name in list(groups.layouts)[1:])
+    if is_trained and leaf is not None and not (leaf.grad == factor).all():
+        wrong.append(f"gradient {leaf.grad.tolist()} instead of {factor}")  # type: ignore[union-attr]
+    return wrong
+
+
+def test_what_a_module_does_to_its_own_tokens_no_other_module_sees() -> None:
+    """M16: colocated as disjoint, a frozen source as a trained one."""
+    assert run_ranks(3, in_place).results == [[]] * 3
+
+
+def kept_gradient(context: RankContext) -> list[float]:
+    """The source's gradient, after the destination has changed the one that it gave."""
+    layouts = ModuleLayouts({"a": Layout(), "b": Layout()}, edges=[("a", "b")])
+    if context.rank not in layouts.union.ranks:
+        return []
+    with ModuleGroups.create(layouts) as groups:
+        leaf = torch.ones(1, 3, requires_grad=True)
+        bridged = Bridge(groups, "a", "b")(leaf, [1])
+        gradient = torch.ones(1, 3)
+        bridged.backward(gradient)
+        gradient.zero_()
+        assert leaf.grad is not None
+        return list(leaf.grad.flatten().tolist())
+
+
+def test_a_gradient_that_is_given_stays_the_givers() -> None:
+    assert run_ranks(1, kept_gradient).results == [[1.0] * 3]
 
 
 # A source of which one data rank needs no gradient.

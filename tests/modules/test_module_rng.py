@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, ConfigError, Layout, ModuleGroups, ModuleLayouts, ModuleRNG
+from holdfast import RNG, Checkpointer, ConfigError, Layout, ModuleGroups, ModuleLayouts, ModuleRNG
 from holdfast import module_parts as parts_of
 from tests.harness import RankContext, run_ranks
 
@@ -145,3 +145,40 @@ def test_streams_follow_a_module_to_other_ranks(tmp_path: Path) -> None:
             assert new.setdefault(key, mask) == mask, "ranks along tp draw alike"
     assert {key: new[key] for key in old} == old
     assert len({tuple(mask) for mask in new.values()}) == len(new)
+
+
+def _shared(context: RankContext, root: str) -> None:
+    layouts = ModuleLayouts({"vision": Layout(dp=2), "language": Layout(dp=2)})
+    with (
+        ModuleGroups.create(layouts) as groups,
+        Checkpointer(root, groups=groups.union) as checkpointer,
+    ):
+
+        def both(vision: RNG, language: RNG) -> dict[str, object]:
+            return parts_of(groups, {"vision": {"rng": vision}, "language": {"rng": language}})
+
+        own, other = ModuleRNG(seed=1), ModuleRNG(seed=2)
+        match = r"'vision\.rng' and 'language\.rng' are the same streams \(%s\)"
+        same_on_one = own if context.rank else other
+        for one, two, stream in (
+            (RNG(), RNG(), "python"),
+            (own, own, "its own"),
+            (own, same_on_one, "its own"),
+        ):
+            with pytest.raises(ConfigError, match=match % stream):
+                both(one, two)
+        state = both(own, RNG())
+        checkpointer.save(1, state)
+        with own:  # what the process draws from is the module's now
+            with pytest.raises(ConfigError, match=match % "python"):
+                checkpointer.save(2, state)
+            with pytest.raises(ConfigError, match=match % "python"):
+                checkpointer.load(state)
+        with pytest.raises(ConfigError, match=r"'more' are the same streams \(its own\)"):
+            checkpointer.save(2, {**both(own, other), "more": own})
+        checkpointer.save(2, both(own, other))
+
+
+def test_two_modules_never_share_a_stream(tmp_path: Path) -> None:
+    """M20: refused where the parts are named, and by saves and loads of an entered one."""
+    run_ranks(2, _shared, str(tmp_path))

@@ -58,6 +58,7 @@ from holdfast.state.parts import (
     is_left_out,
     part_of,
 )
+from holdfast.state.rng import refuse_shared_streams
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
@@ -304,6 +305,7 @@ class Loader:
         """Match the state with what is stored, without writing to a target."""
         requested = {name: each for name, each in state.items() if not is_left_out(each)}
         entries = {n: _unwrap(each, n, self._groups.layout) for n, each in requested.items()}
+        refuse_shared_streams({name: value for name, (_, _, value) in entries.items()})
         tensors = {info.key: (info.dtype, tuple(info.shape)) for info in files.manifest.tensors}
         matcher = Matcher(
             tensors=tensors,

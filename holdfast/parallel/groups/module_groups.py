@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import GroupError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.guard import Guard
+from holdfast.parallel.groups.crossings import Crossings
 from holdfast.parallel.groups.process_groups import DATA_TIMEOUT_S, ProcessGroups
 from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
 from holdfast.parallel.ranks import disagreement, shorten_ranks
@@ -28,7 +29,7 @@ class ModuleGroups:
     else is asked of a module's groups, or of those of the union.
     """
 
-    __slots__ = ("_edges", "_modules", "layouts", "rank", "union")
+    __slots__ = ("_edges", "_modules", "crossings", "layouts", "rank", "union")
 
     def __init__(self, layouts: ModuleLayouts, union: ProcessGroups) -> None:
         """Not for callers: use `create`."""
@@ -36,6 +37,10 @@ class ModuleGroups:
         self.union = union
         """The groups of all ranks together: agreement, sums over all modules, checkpoints."""
         self.rank: int = union.rank
+        self.crossings = Crossings(
+            edge for edge in layouts.edges if self.rank in layouts.of_edge(edge).ranks
+        )
+        """What bridges have under way; a step looks at it."""
         self._modules: dict[str, ProcessGroups] = {}
         self._edges: dict[tuple[str, str], ProcessGroups] = {}
 
