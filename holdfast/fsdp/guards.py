@@ -31,7 +31,7 @@ class UnitGuard:
         self._versions: list[list[tuple[int, int]]] = [[] for _ in self.groups]
         self._whole_versions: dict[nn.Parameter, int] = {}
         self._hooked: set[nn.Parameter] = set()
-        self._used: list[Any] = []
+        self._used: set[Any] = set()
         # The first is before FSDP2's own hook, the second after it.
         unit.register_forward_pre_hook(self._before_gather, prepend=True)
         unit.register_forward_pre_hook(self._after_gather)
@@ -139,6 +139,6 @@ class UnitGuard:
     def _note_use(self, member: Any) -> Callable[[torch.Tensor], None]:
         def note(whole: torch.Tensor) -> None:
             del whole
-            self._used.append(member)
+            self._used.add(member)
 
         return note
