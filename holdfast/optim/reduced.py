@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from holdfast.arguments import check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
+from holdfast.optim.agreement import Entry, compare_ranks, entry_of
 from holdfast.optim.engine import Stepper
 from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
+from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.shard_groups import mesh_lines
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
@@ -61,16 +63,24 @@ class ReducedOptimizer(PlainStepper):
     Args:
         optimizer: of the module's parameters on this rank. If there are none, of one group without
             parameters.
-        groups: the module's. A plain parameter is the same on all ranks of its pipeline stage, a
-            DTensor on those that its mesh says, and on those that its mesh leaves out.
+        groups: the module's. A plain parameter is the same on all ranks of its pipeline stage,
+            unless `shards` has it, which is checked; a DTensor on those that its mesh says, and on
+            those that its mesh leaves out.
         reduce: makes gradients equal on all ranks that hold the parameter, once in each step; None
             if that has happened by then. It leaves parameters that no rank used without a gradient,
             or gives them zeros.
         divisor: `reduce` divides the sum over data ranks by it. Needed for `num_tokens` alone.
+        shards: by axis, plain parameters of which each rank along the axis holds another shard:
+            `{"tp": [...]}`; for experts `ep` and `expt_tp`. DTensors are not declared.
+        name: for messages, and among the optimizers of a `ChainedOptimizer`.
 
     Raises:
-        ConfigError: `divisor` is not an integer of at least 1, or `optimizer` is not a torch
-            optimizer, or is one that reduces gradients itself.
+        ConfigError: On all ranks: `divisor` is not an integer of at least 1, `optimizer` is not a
+            torch optimizer, or is one that reduces gradients itself, `shards` does not fit, or
+            ranks that hold the same plain parameters have others, or other values. Parameters are
+            named if the optimizer was built with `model.named_parameters()`.
+
+    Cost: collective over the layout: one small agreement, and one hash of the plain parameters.
     """
 
     kind = "ReducedOptimizer"
@@ -82,19 +92,42 @@ class ReducedOptimizer(PlainStepper):
         *,
         reduce: Callable[[], object] | None = None,
         divisor: int = 1,
+        shards: Shards | None = None,
+        name: str = "optimizer",
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(
-            optimizer, TorchInterface
-        ):
-            raise ConfigError(
-                f"ReducedOptimizer: a {type(optimizer).__name__} is not a plain torch optimizer; a "
-                f"sharded or chained one needs no wrapper, alone or in a MultiModuleOptimizer"
-            )
-        check_int(divisor, name="ReducedOptimizer: divisor", least=1)
-        super().__init__(optimizer, groups)
+        self.name = name
         self._divisor = divisor
         self._reduce = reduce
         self._is_reduced = False
+        failure: Exception | None = None
+        entries: list[Entry] = []
+        try:
+            _check_plain(optimizer)
+            check_int(divisor, name="ReducedOptimizer: divisor", least=1)
+            super().__init__(optimizer, groups)
+            self._shards = PlainShards(
+                shards, self.parameters(), groups=groups, over=None, who="ReducedOptimizer"
+            )
+            entries = self._entries()
+        except Exception as error:
+            failure = error
+        compare_ranks(
+            entries,
+            groups,
+            who="ReducedOptimizer",
+            phase="ReducedOptimizer",
+            settings="",
+            hints=HINTS,
+            failure=failure,
+        )
+
+    def _entries(self) -> list[Entry]:
+        """Return what ranks compare of each plain parameter."""
+        return [
+            entry_of(parameter, over=self._shards.same_over(parameter), name=name)
+            for name, parameter in _named(self.optimizer)
+            if not isinstance(parameter, DTensor)
+        ]
 
     @property
     def divisor(self) -> int:
@@ -122,7 +155,9 @@ class ReducedOptimizer(PlainStepper):
         if self._reduce is not None and not self._is_reduced:
             self._reduce()
         self._is_reduced = True
-        return gradient_parts(self.parameters(), groups=self.groups)
+        return gradient_parts(
+            self.parameters(), groups=self.groups, num_parts=self._shards.num_parts
+        )
 
     def usage(self) -> tuple[int, int]:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -142,7 +177,7 @@ class ReducedOptimizer(PlainStepper):
         """
         by_axis: dict[str, list[nn.Parameter]] = {"dp_cp": [], "expt_dp": []}
         for parameter in self.parameters():
-            by_axis[_data_axis(parameter)].append(parameter)
+            by_axis[_data_axis(parameter, self._shards)].append(parameter)
         error: ConfigError | None = None
         for over, members in by_axis.items():
             if not members or self.groups.size(over) == 1:
@@ -167,12 +202,29 @@ class ReducedOptimizer(PlainStepper):
         self._is_reduced = False
 
 
-def _data_axis(parameter: nn.Parameter) -> str:
+def _check_plain(optimizer: object) -> None:
+    """Raise ConfigError unless it is a torch optimizer that leaves gradients to others."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, TorchInterface):
+        raise ConfigError(
+            f"ReducedOptimizer: a {type(optimizer).__name__} is not a plain torch optimizer; a "
+            f"sharded or chained one needs no wrapper, alone or in a MultiModuleOptimizer"
+        )
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters with their names, which are places in the groups if torch has no names."""
+    for number, group in enumerate(optimizer.param_groups):
+        places = [f"{i} of group {number}" for i in range(len(group["params"]))]
+        yield from zip(group.get("param_names", places), group["params"], strict=True)
+
+
+def _data_axis(parameter: nn.Parameter, shards: PlainShards) -> str:
     """Return the group of ranks whose gradients of a parameter are added up.
 
-    A DTensor that is cut along `ep` or `expt_tp` is an expert: its copies are along `expt_dp`.
+    One that is cut along `ep` or `expt_tp` is an expert: its copies are along `expt_dp`.
     """
-    if not isinstance(parameter, DTensor):
-        return "dp_cp"
-    cut = {dim for dim, placement, _ in mesh_lines(parameter) if not placement.is_replicate()}
+    if isinstance(parameter, DTensor):
+        cut = {dim for dim, placement, _ in mesh_lines(parameter) if not placement.is_replicate()}
+    else:
+        cut = set(shards.axes(parameter))
     return "dp_cp" if cut.isdisjoint(("ep", "expt_tp")) else "expt_dp"
