@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.errors import ConfigError
 from holdfast.optim.engine import Stepper
 from holdfast.optim.norms import GradientPart
+from holdfast.optim.scalars import Border
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
@@ -108,6 +109,9 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def update(self, factor: float) -> None:
         for optimizer in self._optimizers.values():
             optimizer.update(factor)
+
+    def borders(self) -> list[Border]:
+        return [border for each in self._optimizers.values() for border in each.borders()]
 
     def launch_gathers(self) -> None:
         for optimizer in self._optimizers.values():

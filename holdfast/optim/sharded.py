@@ -28,11 +28,13 @@ from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
 from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.reducer import GradientReducer, Slot, Stage
+from holdfast.optim.scalars import Border, numbers_of
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.optimizer_protocol import OptimizerParameter
+from holdfast.state.tensor_elements import local_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -155,6 +157,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             name=name,
         )
         self._gradients = self._gradient_views()
+        self._cut_ends = self._find_cut_ends()
         self._parts = self._make_parts()
         self._is_closed = False
         self._is_stale = self._main_requested = self._main_loaded = False
@@ -251,6 +254,16 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             updated.grad = gradient if slot.is_used else None
         self.inner.step()
         self._main_requested = self._main_loaded = False
+
+    def borders(self) -> list[Border]:
+        """Return the ends of parameters that are cut between ranks, with scalars of their state."""
+        state = self.inner.state
+        return [
+            Border(
+                place=place, is_end=is_end, numbers=numbers_of(state.get(updated, {}), name=name)
+            )
+            for name, updated, place, is_end in self._cut_ends
+        ]
 
     def launch_gathers(self) -> None:
         """Start gathering the updated parameters; every rank calls this, even after a failure.
@@ -414,6 +427,17 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             for parameter, owned in bucket.all_owned()
         }
 
+    def _find_cut_ends(self) -> list[tuple[str, Tensor, str, bool]]:
+        """Return name, elements, place of the cut, and if they end there, of each cut parameter."""
+        ends = []
+        for bucket in self._buckets:
+            for parameter, owned in bucket.all_owned():
+                name, numel = self._names[parameter], local_of(parameter).numel()
+                for at, is_end in ((owned.start, False), (owned.stop, True)):
+                    if 0 < at < numel:
+                        ends.append((name, self._updated[parameter], f"{name} at {at}", is_end))
+        return ends
+
     def _gradient_views(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """Return the elements that this rank updates, with their gradients."""
         owned = [owned for bucket in self._buckets for owned in bucket.owned]
@@ -456,7 +480,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             check_kind(inner, name=self.name)
             kinds = [bucket.main for bucket in self._buckets]
             if kinds:
-                check_elementwise(make, param_groups, like=kinds, name=self.name)
+                shapes = [local_of(p).shape for bucket in self._buckets for p in bucket.parameters]
+                check_elementwise(make, param_groups, like=kinds, shapes=shapes, name=self.name)
         return inner
 
     def _make_parameters(self) -> list[OptimizerParameter]:
