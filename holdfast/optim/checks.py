@@ -91,8 +91,14 @@ def check_kind(inner: torch.optim.Optimizer, *, name: str) -> None:
             what = kind if ancestor is type(inner) else f"{kind} (a {ancestor.__name__})"
             raise ConfigError(
                 f"optimizer '{name}': {what} does not update elements one by one, so parts "
-                f"of a tensor would not be updated like the whole"
+                f"of a tensor would not be updated like the whole. Keep its parameters whole, in "
+                f"a ReducedOptimizer, and chain it with the sharded ones (ChainedOptimizer)"
             )
+
+
+def is_known_elementwise(kind: type) -> bool:
+    """Return True for torch's own classes that update elements one by one."""
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in _NOT_ELEMENTWISE
 
 
 def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Parameter, str]) -> None:

@@ -45,7 +45,7 @@ class _NotElementwise(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class Trial:
     """An optimizer and the tensors it updates: one for each shape and group, or None."""
 
     optimizer: torch.optim.Optimizer
@@ -84,7 +84,7 @@ def check_elementwise(
     if len(listed) > _MAX_GROUPS:
         listed = list({_settings(group): group for group in listed}.values())
     try:
-        with _random_states_kept(like[0].device), torch.enable_grad():
+        with random_states_kept(like[0].device), torch.enable_grad():
             cuts = dict(zip(_SHAPES, _CUTS, strict=True)) | _own_cuts(shapes)
             for kind in {(t.dtype, t.device): t for t in like}.values():
                 for phases in _REGIMES.values():
@@ -92,8 +92,9 @@ def check_elementwise(
     except _NotElementwise as reason:
         raise ConfigError(
             f"optimizer '{name}': {reason}, so parts of a tensor would not be updated like the "
-            f"whole. Take an optimizer that updates elements one by one; if you are sure that "
-            f"this one does, pass ShardedOptimizer(..., elementwise=True)"
+            f"whole. Take an optimizer that updates elements one by one, or keep its parameters "
+            f"whole, in a ReducedOptimizer of a ChainedOptimizer; if you are sure that this one "
+            f"does, pass ShardedOptimizer(..., elementwise=True)"
         ) from None
     except Exception as error:
         raise ConfigError(
@@ -145,9 +146,9 @@ def _try(
     values = [_random(shape, generator, like) for shape in cuts for _ in listed]
     directions = [_random(shape, generator, like) for shape in cuts for _ in listed]
     pieces = [(v.flatten()[:cut], v.flatten()[cut:]) for v, cut in zip(values, at, strict=True)]
-    whole = _trial(make, listed, [v.clone() for v in values])
+    whole = make_trial(make, listed, [v.clone() for v in values])
     first, second = (
-        _trial(make, listed, [pair[i].clone() if pair[i].numel() else None for pair in pieces])
+        make_trial(make, listed, [pair[i].clone() if pair[i].numel() else None for pair in pieces])
         for i in range(2)
     )
     kind = type(whole.optimizer).__name__
@@ -161,11 +162,11 @@ def _try(
             for d, n in zip(directions, noises[number % 3], strict=True)
         ]
         before = torch.get_rng_state()
-        _step(whole, gradients)
+        take_step(whole, gradients)
         if not torch.equal(before, torch.get_rng_state()):
             raise _NotElementwise(f"{kind} draws random numbers, which differ between pieces")
-        _step(first, [g.flatten()[:cut] for g, cut in zip(gradients, at, strict=True)])
-        _step(second, [g.flatten()[cut:] for g, cut in zip(gradients, at, strict=True)])
+        take_step(first, [g.flatten()[:cut] for g, cut in zip(gradients, at, strict=True)])
+        take_step(second, [g.flatten()[cut:] for g, cut in zip(gradients, at, strict=True)])
         for position, tensor in enumerate(whole.tensors):
             parts = (first.tensors[position], second.tensors[position])
             if tensor is None or not _same(tensor, [t for t in parts if t is not None]):
@@ -184,11 +185,12 @@ def _random(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) ->
     return value.view(shape).to(dtype=like.dtype, device=like.device)
 
 
-def _trial(
+def make_trial(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     listed: Sequence[Mapping[str, Any]],
     values: Sequence[Tensor | None],
-) -> _Trial:
+) -> Trial:
+    """Return an optimizer of `make` over some values, in groups with the settings of `listed`."""
     tensors = [None if v is None else nn.Parameter(v) for v in values]
     groups = [
         {**group, "params": [t for t in tensors[i :: len(listed)] if t is not None]}
@@ -204,17 +206,18 @@ def _trial(
             group["lr"] = torch.full_like(rate, 0.01)
         elif isinstance(rate, int | float) and not rate > 0:
             group["lr"] = 0.01
-    return _Trial(optimizer, list(tensors))
+    return Trial(optimizer, list(tensors))
 
 
-def _step(trial: _Trial, gradients: Sequence[Tensor]) -> None:
+def take_step(trial: Trial, gradients: Sequence[Tensor]) -> None:
+    """Step with one gradient for each of the tensors."""
     for tensor, gradient in zip(trial.tensors, gradients, strict=True):
         if tensor is not None:
             tensor.grad = gradient.reshape(tensor.shape).clone()
     trial.optimizer.step()
 
 
-def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kind: str) -> None:
+def _compare_state(whole: Trial, parts: Sequence[Trial], position: int, *, kind: str) -> None:
     """Raise _NotElementwise for an entry that is neither one value per element nor a scalar."""
     tensor = whole.tensors[position]
     entries = {} if tensor is None else whole.optimizer.state.get(tensor, {})
@@ -258,7 +261,7 @@ def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
+def random_states_kept(device: torch.device) -> Iterator[None]:
     """Restore, on exit, every generator that code may draw from without naming it."""
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")

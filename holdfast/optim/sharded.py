@@ -474,7 +474,15 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             {**group, "params": [self._updated[p] for p in group["params"] if p in self._updated]}
             for group in param_groups
         ]
-        inner = make([{**group, "params": list(group["params"])} for group in own])
+        try:
+            inner = make([{**group, "params": list(group["params"])} for group in own])
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer '{self.name}': make failed for this rank's shards, which are tensors "
+                f"of one dim ({type(error).__name__}: {error}). An optimizer of whole matrices "
+                f"keeps its parameters whole, in a ReducedOptimizer, and is chained with the "
+                f"sharded ones (ChainedOptimizer)"
+            ) from error
         check_inner(inner, own, name=self.name)
         if not is_elementwise:
             check_kind(inner, name=self.name)
