@@ -7,14 +7,13 @@ A new version of torch is tried against this file, `parallel/groups/_torch.py` (
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,11 +23,8 @@ __all__ = [
     "give_metadata", "hook_states", "is_mkldnn", "local_tensor", "local_tensor_slot",
     "lost_after_s", "mark_eager", "mark_stepped", "module_table",
     "num_storage_uses", "parameter_table", "set_local_tensor", "sparse_members", "spec_of",
-    "storage_id", "unsaved_buffers", "untraced", "without_torch_function", "write_counter",
+    "storage_id", "unsaved_buffers", "without_torch_function", "write_counter",
 ]  # fmt: skip
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # ---- DTensors ----
 
@@ -124,14 +120,19 @@ def is_mkldnn(tensor: Tensor) -> bool:
 # ---- Calls ----
 
 
-def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function as torch.compile calls it, without looking inside."""
-    return _disable_dynamo(function)
-
-
 def mark_eager(function: Any) -> Any:
-    """Mark a function or a class so that torch.compile calls it; costs nothing in eager mode."""
+    """Have torch.compile neither trace a function or a class's calls, nor what they call.
+
+    While compiled code runs, the compiler looks at every Python function that is called in between,
+    such as a hook and what the hook calls, and reads what it finds there, parameters in flight
+    included. Costs nothing in eager mode.
+    """
     function._torchdynamo_disable = True
+    call = function.__call__ if isinstance(function, type) else function
+    compiler: Any = torch._C._dynamo.eval_frame
+    if hasattr(compiler, "set_code_exec_strategy"):  # torch 2.7
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(call.__code__, compiler._FrameExecStrategy(skip, skip))
     return function
 
 

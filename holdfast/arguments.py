@@ -75,10 +75,14 @@ def check_number(
     Raises:
         ConfigError: `value` is not a number in this range.
     """
+    excess = ""
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
             number = float(value)
         except OverflowError:  # an int of more than 1024 bits
+            number = math.inf
+        if math.isinf(number) and value not in (math.inf, -math.inf):
+            excess = ", which is beyond the range of a float (about 1.8e308)"
             number = math.nan
         in_range = (least is None or number >= least) and (above is None or number > above)
         if in_range and not math.isnan(number) and not (is_finite and math.isinf(number)):
@@ -88,7 +92,7 @@ def check_number(
         kind += f" of at least {least:g}"
     if above is not None:
         kind += f" above {above:g}"
-    raise ConfigError(f"{name} must be {kind}, got {_shown(value)}{hint}")
+    raise ConfigError(f"{name} must be {kind}, got {_shown(value)}{excess}{hint}")
 
 
 def check_choice(
@@ -130,6 +134,6 @@ def _shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints
-        return f"a {type(value).__name__}"
+        return f"an {type(value).__name__} of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."

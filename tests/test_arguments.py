@@ -137,3 +137,11 @@ def test_the_class_of_the_error_is_the_callers() -> None:
         check_int(0, name="tp", least=1, error=LayoutError)
     with pytest.raises(LayoutError):
         check_choice(0, name="tp", choices=(1,), error=LayoutError)
+
+
+def test_a_number_that_no_float_holds_is_named_as_that() -> None:
+    """Before, 10**400 was said not to be "a number of at least 0", which it is."""
+    for value in (10**400, -(10**400), 10**5000, Fraction(10**400), np.longdouble("1e4000")):
+        with pytest.raises(ConfigError, match="beyond the range of a float"):
+            check_number(value, name="max_norm", least=0)
+    assert check_number(math.inf, name="max_norm", least=0) == math.inf

@@ -19,12 +19,13 @@ from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
+from holdfast.fsdp.joins import check_joins
 from holdfast.fsdp.plan import Kind
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.engine import ALONE
 from holdfast.optim.microbatches import Launched, Meeting, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import GradientPart, gradient_parts
-from holdfast.optim.reduced import PlainStepper
+from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.unfinished import set_worker
@@ -205,7 +206,7 @@ class ShardedModel(MicrobatchTaker):
 
     def step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
         max_norm: float = 0.0,
         scaler: LossScaler | None = None,
@@ -219,7 +220,9 @@ class ShardedModel(MicrobatchTaker):
         anywhere. A parameter that no rank used keeps its value and its state, as in one process.
 
         Args:
-            optimizer: any torch optimizer of the sharded model's parameters.
+            optimizer: any torch optimizer of the sharded model's parameters, or several of them
+                by name, over different parameters (Muon for matrices, AdamW for the rest). One that
+                joins elements is tried once on a small matrix: it must update shards like a whole.
             max_norm: gradients are scaled down to this 2-norm; 0 or infinity for no limit.
             scaler: the one that scaled the loss; it is updated by the decision of all ranks.
             count_zeros: count the elements of the gradient that are exactly zero.
@@ -227,32 +230,38 @@ class ShardedModel(MicrobatchTaker):
 
         Raises:
             ConfigError: On all ranks, before anything is updated: the optimizer has parameters that
-                are not the model's (it was built before the model was sharded), gradients of a
-                microbatch are not reduced yet, no rank got a gradient, or ranks differ in an
-                argument or a hyperparameter.
+                are not the model's (it was built before the model was sharded), two have one in
+                common, one joins elements of local shards alone, gradients of a microbatch are not
+                reduced yet, no rank got a gradient, or ranks differ in an argument or a
+                hyperparameter.
             HoldfastError: The optimizer failed on some rank; raised on all, naming the ranks and
                 their messages. The others have updated their shards by then.
 
         Cost: two small sums over the layout, before and after the update; if some rank used a
             parameter and another did not, one of a number per parameter for each data axis.
         """
-        if self._stepper is None or self._stepper.optimizer is not optimizer:
+        given = [*optimizer.values()] if isinstance(optimizer, Mapping) else [optimizer]
+        if self._stepper is None or [*map(id, self._stepper.inners)] != [*map(id, given)]:
             self._stepper = ShardedModelStepper(self, optimizer)
         return self._stepper.step(
             max_norm=max_norm, scaler=scaler, count_zeros=count_zeros, is_finite=is_finite
         )
 
-    def stepper(self, optimizer: torch.optim.Optimizer) -> ShardedModelStepper:
+    def stepper(
+        self, optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+    ) -> ShardedModelStepper:
         """Return the stepper of this model, to be an entry of a `MultiModuleOptimizer`.
 
         Args:
             optimizer: of the sharded model's parameters, as for `step`.
 
         Raises:
-            ConfigError: The optimizer has parameters that are not the model's.
+            ConfigError: The optimizer has parameters that are not the model's, or several have one
+                in common.
         """
-        self.check_optimizer(optimizer)
-        return ShardedModelStepper(self, optimizer)
+        stepper = ShardedModelStepper(self, optimizer)
+        self.check_optimizer(stepper.optimizer)
+        return stepper
 
     def drop_gradients(self) -> None:
         """Forget all gradients, including those of microbatches that are not reduced.
@@ -402,13 +411,26 @@ class ShardedModelStepper(PlainStepper):
     only exchange here which parameters were used. `ShardedModel.stepper` makes one.
     """
 
-    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+    ) -> None:
+        if isinstance(optimizer, Mapping):
+            optimizer = JoinedOptimizer(optimizer, where="ShardedModel")
         super().__init__(optimizer, sharded.groups)
         self._sharded = sharded
+        self._is_tried = False
+
+    @property
+    def inners(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The torch optimizers, in their order."""
+        optimizer = self.optimizer
+        return optimizer.inners if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
 
     @property
     def kind(self) -> str:
-        return f"ShardedModel with {type(self.optimizer).__name__}"
+        return f"ShardedModel with {', '.join(type(each).__name__ for each in self.inners)}"
 
     @property
     def divisor(self) -> int:
@@ -443,6 +465,11 @@ class ShardedModelStepper(PlainStepper):
         self._sharded.check_ended()
 
     def gradient_parts(self) -> list[GradientPart]:
+        if not self._is_tried:  # first: other ranks may find nothing wrong, and wait in the trial
+            for axis in self._sharded.axes.values():
+                for optimizer in self.inners:
+                    check_joins(optimizer, axis.mesh)
+            self._is_tried = True
         self._sharded.check_optimizer(self.optimizer)
         return self._sharded.gradient_parts()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,8 @@ class Bucket:
         self._partial: Tensor | None = None
         self._gathering: Pending | None = None
         self._failure: Exception | None = None
+        self._is_finishing = False
+        """True while parameters are shown, which tools that trace may read then: nothing waits."""
         self._num_own_uses = self._num_uses = 0
         # The same memory as another storage: a backend's thread may keep a reference to what it
         # gathered for a while after the wait, which `num_storage_uses` would count as a view.
@@ -236,18 +238,25 @@ class Bucket:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if self._gathering is None:
+            if self._gathering is None or self._is_finishing:
                 return
+            self._is_finishing = True
             try:
-                collectives.wait(
-                    self._gathering, f"the gathering of parameters over {self._shard_groups.over!r}"
-                )
-            except Exception as error:
-                self._failure = error
-                raise
-            if self._hiding is not None:
-                self._hiding.show()
+                self._wait_and_show(self._gathering)
+            finally:
+                self._is_finishing = False
             self._gathering = None
+
+    def _wait_and_show(self, gathering: Pending) -> None:
+        try:
+            collectives.wait(
+                gathering, f"the gathering of parameters over {self._shard_groups.over!r}"
+            )
+        except Exception as error:
+            self._failure = error
+            raise
+        if self._hiding is not None:
+            self._hiding.show()
 
     def bump_versions(self) -> None:
         """Let autograd know that parameters change, so that a graph that saved them is stale."""
@@ -309,7 +318,12 @@ class Bucket:
 
 
 def plan_buckets(
-    parameters: Sequence[nn.Parameter], *, num_shares: int, bucket_nbytes: int, align_nbytes: int
+    parameters: Sequence[nn.Parameter],
+    *,
+    num_shares: int,
+    bucket_nbytes: int,
+    align_nbytes: int,
+    axes: Callable[[nn.Parameter], tuple[str, ...]] = lambda _: (),
 ) -> list[BucketPlan]:
     """Assign parameters to buckets, in the order in which backward is expected to fill them.
 
@@ -322,11 +336,12 @@ def plan_buckets(
         num_shares: ranks that hold one share of each bucket.
         bucket_nbytes: bytes of gradient; a larger parameter has its own bucket.
         align_nbytes: parameters and shares start at multiples of this many bytes of parameter.
+        axes: gives the axes along which a plain parameter is cut.
     """
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     order = {id(p): i for i, p in enumerate(reversed(parameters))}
     for parameter in reversed(parameters):
-        kinds.setdefault(_kind(parameter), []).append(parameter)
+        kinds.setdefault((*_kind(parameter), axes(parameter)), []).append(parameter)
     plans = []
     for members in kinds.values():
         first = local_of(members[0])

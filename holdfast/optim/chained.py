@@ -1,11 +1,11 @@
-"""Several sharded optimizers that step as one: dense and expert, or one per kind of parameter."""
+"""Several optimizers of one model that step as one: dense and expert, or one per kind of use."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -13,6 +13,8 @@ from holdfast.errors import ConfigError
 from holdfast.optim.engine import Stepper
 from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart
+from holdfast.optim.reduced import ReducedOptimizer
+from holdfast.optim.scalars import Border
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
@@ -24,17 +26,37 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     """Optimizers of one model, by name: one norm, one decision, one state.
 
     Its parameter groups are those of all optimizers, in their order. Every method calls that of
-    each `ShardedOptimizer`, in the same order on all ranks.
+    each, in the same order on all ranks. An optimizer that needs whole matrices keeps its
+    parameters whole, in a `ReducedOptimizer`, and the others are sharded:
+
+        optimizer = ChainedOptimizer({
+            "matrices": ReducedOptimizer(
+                torch.optim.Muon(matrices), groups, reduce="dp_cp", divisor=n, name="matrices"
+            ),
+            "rest": ShardedOptimizer(
+                model, rest, make=torch.optim.AdamW, groups=groups, over="dp_cp", divisor=n,
+                name="rest",
+            ),
+        })
+
+    Args:
+        optimizers: `ShardedOptimizer` and `ReducedOptimizer`, each under its own name.
 
     Raises:
         ConfigError: There are no optimizers, or some are under another name than their own, on
             different process groups, or have a parameter in common.
     """
 
-    def __init__(self, optimizers: Mapping[str, ShardedOptimizer]) -> None:
+    def __init__(self, optimizers: Mapping[str, ShardedOptimizer | ReducedOptimizer]) -> None:
         self._optimizers = dict(optimizers)
         if not self._optimizers:
             raise ConfigError("a ChainedOptimizer needs at least one optimizer")
+        for name, optimizer in self._optimizers.items():
+            if not isinstance(optimizer, ShardedOptimizer | ReducedOptimizer):
+                raise ConfigError(
+                    f"optimizer '{name}': a {type(optimizer).__name__} cannot be chained: give a "
+                    f"ShardedOptimizer, or a ReducedOptimizer around a plain torch optimizer"
+                )
         self._groups = next(iter(self._optimizers.values())).groups
         names: dict[nn.Parameter, str] = {}
         self._parameters: list[OptimizerParameter] = []
@@ -52,10 +74,15 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                     )
                 names[member.parameter] = name
                 self._parameters.append(replace(member, group=member.group + num_groups))
-            num_groups += len(optimizer.param_groups)
-        super().__init__([optimizer.inner for optimizer in self._optimizers.values()])
+            num_groups += len(optimizer.optimizer.param_groups)
+        super().__init__(
+            [
+                each.inner if isinstance(each, ShardedOptimizer) else each.optimizer
+                for each in self._optimizers.values()
+            ]
+        )
 
-    def __getitem__(self, name: str) -> ShardedOptimizer:
+    def __getitem__(self, name: str) -> Any:
         """Return one of the optimizers."""
         return self._optimizers[name]
 
@@ -122,6 +149,9 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         for optimizer in self._optimizers.values():
             optimizer.update(factor)
 
+    def borders(self) -> list[Border]:
+        return [border for each in self._optimizers.values() for border in each.borders()]
+
     def launch_gathers(self) -> None:
         for optimizer in self._optimizers.values():
             optimizer.launch_gathers()
@@ -161,9 +191,12 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return {name: record for records in each for name, record in records.items()}
 
     def begin_load(self, *, with_main: bool) -> None:
-        for optimizer in self._optimizers.values():
+        for optimizer in self._sharded():
             optimizer.begin_load(with_main=with_main)
 
     def finish_load(self, *, with_main: bool) -> None:
-        for optimizer in self._optimizers.values():
+        for optimizer in self._sharded():
             optimizer.finish_load(with_main=with_main)
+
+    def _sharded(self) -> list[ShardedOptimizer]:
+        return [each for each in self._optimizers.values() if isinstance(each, ShardedOptimizer)]

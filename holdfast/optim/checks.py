@@ -13,6 +13,7 @@ from holdfast._torch import local_tensor
 from holdfast.arguments import check_choice, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import gradient_hook
+from holdfast.optim.plain_shards import PlainShards
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.shard_groups import ShardGroups, mesh_lines
 from holdfast.parallel import Layout, ProcessGroups
@@ -90,8 +91,14 @@ def check_kind(inner: torch.optim.Optimizer, *, name: str) -> None:
             what = kind if ancestor is type(inner) else f"{kind} (a {ancestor.__name__})"
             raise ConfigError(
                 f"optimizer '{name}': {what} does not update elements one by one, so parts "
-                f"of a tensor would not be updated like the whole"
+                f"of a tensor would not be updated like the whole. Keep its parameters whole, in "
+                f"a ReducedOptimizer, and chain it with the sharded ones (ChainedOptimizer)"
             )
+
+
+def is_known_elementwise(kind: type) -> bool:
+    """Return True for torch's own classes that update elements one by one."""
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in _NOT_ELEMENTWISE
 
 
 def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Parameter, str]) -> None:
@@ -199,6 +206,7 @@ def check_parameter(
     names: Mapping[nn.Parameter, str],
     shard_groups: ShardGroups,
     groups: ProcessGroups,
+    shards: PlainShards,
 ) -> None:
     """Raise ConfigError unless a parameter is repeated over exactly the ranks that reduce it."""
     if parameter not in names:
@@ -209,10 +217,11 @@ def check_parameter(
     layout = groups.layout
     is_expert = shard_groups.over.startswith("expt_dp")
     if not isinstance(parameter, DTensor):
-        if is_expert and layout.ep * layout.expt_tp > 1:
+        if is_expert and layout.expt_tp > 1 and not shards.is_declared(parameter):
             raise ConfigError(
-                f"{name}: an expert parameter that is a plain tensor does not say that ranks hold "
-                f"different experts; make it a DTensor on groups.mesh('expt_dp', 'ep', 'expt_tp')"
+                f"{name}: an expert parameter that is a plain tensor does not say how expt_tp = "
+                f"{layout.expt_tp} splits it; make it a DTensor on groups.mesh('expt_dp', 'ep', "
+                f"'expt_tp'), or declare it: shards={{'ep': [...], 'expt_tp': [...]}}"
             )
         return
     local = local_tensor(parameter)

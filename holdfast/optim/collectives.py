@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast._torch import lost_after_s, untraced
+from holdfast._torch import lost_after_s, mark_eager
 from holdfast.errors import DeadlineError, GroupError, HoldfastError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _TAG = 1_886
 """Of the messages made here, to tell them from those that a model sends on the communicator."""
@@ -41,17 +37,6 @@ class Pending(Protocol):
         """Wait until it is complete."""
 
 
-def _untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep torch.compile from tracing a function, which hooks of a compiled model call."""
-    disabled = untraced(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return call
-
-
 class _Messages:
     """Messages between ranks that make up one collective; `finish` is called after the last one."""
 
@@ -61,7 +46,7 @@ class _Messages:
         self._works = works
         self._finish = finish
 
-    @_untraced
+    @mark_eager
     def wait(self) -> None:
         for work in self._works:
             work.wait()
@@ -135,7 +120,7 @@ def _sends_directly(tensor: Tensor, group: ProcessGroup) -> bool:
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-@_untraced
+@mark_eager
 def _send(
     leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: ProcessGroup
 ) -> list[Pending]:

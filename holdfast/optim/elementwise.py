@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +23,19 @@ _CUTS = (64, 128, 640, 6464)
 
 A piece as large as the whole leaves nothing for the other.
 """
-_NUM_STEPS = 7
-"""RAdam changes its formula at the sixth step, Lookahead synchronizes at the sixth."""
+_MAX_OWN = 3
+"""Shapes of the user's own parameters that are tried, too: the largest ones."""
+_MAX_NUMEL = 1 << 14
+"""The largest number of elements tried; dims of a larger shape are halved."""
+_REGIMES: Mapping[str, tuple[tuple[int, float, float], ...]] = MappingProxyType(
+    {
+        # Step sizes that are learned (Prodigy, D-Adaptation) grow only along a common direction.
+        "correlated": ((36, 1.0, 0.9),),
+        # RAdam changes its formula at the sixth step, Lookahead synchronizes at the sixth.
+        "varied": ((8, 1.0, 0.0), (6, 1e4, 0.0), (6, 1e-6, 0.0), (10, 1.0, 0.5)),
+    }
+)
+"""Runs from the start: phases of so many steps, with gradients of a size and of a correlation."""
 _MAX_GROUPS = 8
 """If there are more, groups with the same settings are tried once."""
 
@@ -32,7 +45,7 @@ class _NotElementwise(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class Trial:
     """An optimizer and the tensors it updates: one for each shape and group, or None."""
 
     optimizer: torch.optim.Optimizer
@@ -44,36 +57,44 @@ def check_elementwise(
     listed: Sequence[Mapping[str, Any]],
     *,
     like: Sequence[Tensor],
+    shapes: Iterable[Sequence[int]] = (),
     name: str,
 ) -> None:
     """Raise ConfigError unless an optimizer of `make` updates pieces of tensors like the whole.
 
-    Three more optimizers are made of the same groups: of four small parameters each, and of their
-    first and their other elements, as two ranks would hold them. All take a few steps with the same
-    gradients; parameters and state have to be the same bits, and state tensors to have one element
-    for each of the parameter's, or be scalars. That detects norms, factored or blockwise state,
-    random numbers and whatever else joins elements. Random states are restored, and the real
+    Three more optimizers are made of the same groups: of some parameters each, of fixed shapes and
+    of the user's own, and of their first and their other elements, as two ranks would hold them.
+    All take some dozens of steps with the same gradients, in several regimes: of common direction,
+    large, tiny. Parameters and state have to be the same bits, and state tensors to have one
+    element for each of the parameter's, or be scalars. That detects norms, factored or blockwise
+    state, random numbers, learned step sizes and whatever else joins elements in those steps. A
+    trial cannot show what an optimizer does later, or with other sizes; scalars are compared
+    between ranks in every step for that (`scalars.py`). Random states are restored, and the real
     optimizer is not touched.
 
     Args:
         make: gives an optimizer for parameter groups.
         listed: the parameter groups, whose settings are used (a learning rate of 0 is replaced).
         like: one tensor for each kind (dtype, device) that the optimizer updates.
+        shapes: of the user's parameters.
         name: the optimizer's, for messages.
 
-    Cost: some milliseconds, and memory of about 2 MiB; no collective.
+    Cost: about a tenth of a second, and memory of some MiB; no collective.
     """
     if len(listed) > _MAX_GROUPS:
         listed = list({_settings(group): group for group in listed}.values())
     try:
-        with _random_states_kept(like[0].device), torch.enable_grad():
+        with random_states_kept(like[0].device), torch.enable_grad():
+            cuts = dict(zip(_SHAPES, _CUTS, strict=True)) | _own_cuts(shapes)
             for kind in {(t.dtype, t.device): t for t in like}.values():
-                _try(make, listed, like=kind)
+                for phases in _REGIMES.values():
+                    _try(make, listed, like=kind, cuts=cuts, phases=phases)
     except _NotElementwise as reason:
         raise ConfigError(
             f"optimizer '{name}': {reason}, so parts of a tensor would not be updated like the "
-            f"whole. Take an optimizer that updates elements one by one; if you are sure that "
-            f"this one does, pass ShardedOptimizer(..., elementwise=True)"
+            f"whole. Take an optimizer that updates elements one by one, or keep its parameters "
+            f"whole, in a ReducedOptimizer of a ChainedOptimizer; if you are sure that this one "
+            f"does, pass ShardedOptimizer(..., elementwise=True)"
         ) from None
     except Exception as error:
         raise ConfigError(
@@ -87,31 +108,65 @@ def _settings(group: Mapping[str, Any]) -> str:
     return repr(sorted((k, repr(v)) for k, v in group.items() if k != "params"))
 
 
+def _own_cuts(shapes: Iterable[Sequence[int]]) -> dict[tuple[int, ...], int]:
+    """Return the largest of some shapes, made small enough, and where each is cut."""
+    largest = sorted({tuple(shape) for shape in shapes}, key=lambda s: (-math.prod(s), s))
+    cuts = {}
+    for shape in largest[:_MAX_OWN]:
+        dims = list(shape)
+        while math.prod(dims) > _MAX_NUMEL:
+            longest = dims.index(max(dims))
+            dims[longest] = -(-dims[longest] // 2)
+        numel = math.prod(dims)
+        if numel:
+            cuts[tuple(dims)] = max(64, numel // 2 // 64 * 64)
+    return cuts
+
+
 def _try(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     listed: Sequence[Mapping[str, Any]],
     *,
     like: Tensor,
+    cuts: Mapping[tuple[int, ...], int],
+    phases: Sequence[tuple[int, float, float]],
 ) -> None:
+    """Run one regime; raise _NotElementwise at the first step that shows that elements are joined.
+
+    Args:
+        make: as for `check_elementwise`.
+        listed: as there.
+        like: has the dtype and the device.
+        cuts: shapes, and the number of elements of the first piece of each.
+        phases: of the regime, see `_REGIMES`.
+    """
     num_groups = len(listed)
     generator = torch.Generator().manual_seed(20)
-    values = [_random(shape, generator, like) for shape in _SHAPES for _ in listed]
-    cuts = [cut for cut in _CUTS for _ in listed]
-    pieces = [(v.flatten()[:cut], v.flatten()[cut:]) for v, cut in zip(values, cuts, strict=True)]
-    whole = _trial(make, listed, [v.clone() for v in values])
+    at = [cut for cut in cuts.values() for _ in listed]
+    values = [_random(shape, generator, like) for shape in cuts for _ in listed]
+    directions = [_random(shape, generator, like) for shape in cuts for _ in listed]
+    pieces = [(v.flatten()[:cut], v.flatten()[cut:]) for v, cut in zip(values, at, strict=True)]
+    whole = make_trial(make, listed, [v.clone() for v in values])
     first, second = (
-        _trial(make, listed, [pair[i].clone() if pair[i].numel() else None for pair in pieces])
+        make_trial(make, listed, [pair[i].clone() if pair[i].numel() else None for pair in pieces])
         for i in range(2)
     )
     kind = type(whole.optimizer).__name__
-    for _ in range(_NUM_STEPS):
-        gradients = [_random(tuple(v.shape), generator, like) for v in values]
+    # A few are enough, with changing signs: to draw numbers takes longer than to step.
+    noises = [[_random(tuple(v.shape), generator, like) for v in values] for _ in range(3)]
+    steps = [phase[1:] for phase in phases for _ in range(phase[0])]
+    for number, (size, correlation) in enumerate(steps):
+        apart = (1 - correlation) * (-1) ** (number // 2)
+        gradients = [
+            size * (correlation * d + apart * n)
+            for d, n in zip(directions, noises[number % 3], strict=True)
+        ]
         before = torch.get_rng_state()
-        _step(whole, gradients)
+        take_step(whole, gradients)
         if not torch.equal(before, torch.get_rng_state()):
             raise _NotElementwise(f"{kind} draws random numbers, which differ between pieces")
-        _step(first, [g.flatten()[:cut] for g, cut in zip(gradients, cuts, strict=True)])
-        _step(second, [g.flatten()[cut:] for g, cut in zip(gradients, cuts, strict=True)])
+        take_step(first, [g.flatten()[:cut] for g, cut in zip(gradients, at, strict=True)])
+        take_step(second, [g.flatten()[cut:] for g, cut in zip(gradients, at, strict=True)])
         for position, tensor in enumerate(whole.tensors):
             parts = (first.tensors[position], second.tensors[position])
             if tensor is None or not _same(tensor, [t for t in parts if t is not None]):
@@ -130,11 +185,12 @@ def _random(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) ->
     return value.view(shape).to(dtype=like.dtype, device=like.device)
 
 
-def _trial(
+def make_trial(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     listed: Sequence[Mapping[str, Any]],
     values: Sequence[Tensor | None],
-) -> _Trial:
+) -> Trial:
+    """Return an optimizer of `make` over some values, in groups with the settings of `listed`."""
     tensors = [None if v is None else nn.Parameter(v) for v in values]
     groups = [
         {**group, "params": [t for t in tensors[i :: len(listed)] if t is not None]}
@@ -150,17 +206,18 @@ def _trial(
             group["lr"] = torch.full_like(rate, 0.01)
         elif isinstance(rate, int | float) and not rate > 0:
             group["lr"] = 0.01
-    return _Trial(optimizer, list(tensors))
+    return Trial(optimizer, list(tensors))
 
 
-def _step(trial: _Trial, gradients: Sequence[Tensor]) -> None:
+def take_step(trial: Trial, gradients: Sequence[Tensor]) -> None:
+    """Step with one gradient for each of the tensors."""
     for tensor, gradient in zip(trial.tensors, gradients, strict=True):
         if tensor is not None:
             tensor.grad = gradient.reshape(tensor.shape).clone()
     trial.optimizer.step()
 
 
-def _compare_state(whole: _Trial, parts: Sequence[_Trial], position: int, *, kind: str) -> None:
+def _compare_state(whole: Trial, parts: Sequence[Trial], position: int, *, kind: str) -> None:
     """Raise _NotElementwise for an entry that is neither one value per element nor a scalar."""
     tensor = whole.tensors[position]
     entries = {} if tensor is None else whole.optimizer.state.get(tensor, {})
@@ -204,7 +261,7 @@ def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
+def random_states_kept(device: torch.device) -> Iterator[None]:
     """Restore, on exit, every generator that code may draw from without naming it."""
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")

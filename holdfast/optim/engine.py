@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from holdfast.optim.checks import check_limit, check_scaler, check_tokens, disti
 from holdfast.optim.divisors import refuse_unequal_divisors
 from holdfast.optim.microbatches import Meeting, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import GradientNorm, GradientPart, share_square
+from holdfast.optim.scalars import Border, ScalarWatch
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.step_sum import Contribution, StepSums
 from holdfast.optim.torch_interface import hyperparameters, refuse_closure
@@ -157,6 +159,10 @@ class Stepper(MicrobatchTaker):
     def drop_gradients(self) -> None:
         """Forget all gradients, and allow microbatches after an error; `step` does so itself."""
 
+    def borders(self) -> list[Border]:
+        """Return where parameters are cut between this rank's shards and those of others."""
+        return []
+
     def synchronize(self) -> None:
         """Wait until this rank's parameters are whole and up to date."""
 
@@ -231,7 +237,7 @@ class StepEngine:
     Phase 2, *sum*: one sum over all ranks carries that, settings, failures and token counts.
     Phase 3, *decide*, from the sum alone: raise on all ranks, skip, or update by which factors.
     Phase 4, *clip and update* this rank's shares, and start gathering parameters.
-    Phase 5, *agree* on whether the update worked on every rank.
+    Phase 5, *agree* on whether the update worked on every rank, and was the same.
     Phase 6, *publish*: parameters may be used again.
 
     A rank that fails in a phase still makes every collective of the others up to the next sum or
@@ -274,6 +280,7 @@ class StepEngine:
         self._meeting = Meeting(groups, layouts, loss_module=loss_module, edges=edges)
         self._sum, self._total = self._meeting.sum, self._meeting.total
         self._microbatches = Microbatches(steppers, self._meeting, communicates=communicates)
+        self._scalars = ScalarWatch(layouts)
         self._is_closed = False
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -469,6 +476,7 @@ class StepEngine:
         Every gather is launched whatever happened: the module's other ranks launch theirs.
         """
         failure: Exception | None = None
+        self._scalars.before_update(self._steppers)
         for module, stepper in self._steppers.items():
             num_used, num_trained = sums.usage[module]
             try:
@@ -477,6 +485,11 @@ class StepEngine:
                 stepper.update(factors[module])
             except Exception as error:
                 failure = failure or _in_module(module, error)
+        if failure is None:
+            try:
+                self._scalars.after_update(self._steppers)
+            except Exception as error:
+                failure = error
         for module, stepper in self._steppers.items():
             try:
                 stepper.launch_gathers()
@@ -487,20 +500,28 @@ class StepEngine:
     # ---- Phase 5: agree on whether it worked ----
 
     def _agree(self, failure: Exception | None) -> None:
-        """Raise on all ranks if the update failed on any.
+        """Raise on all ranks if the update failed on any, or was another one on some.
 
-        The failure cannot travel in the first sum, which is over before the update. If all is well
-        one number is summed, which is faster than `Control`. `Control` comes in if that sum would
+        That cannot travel in the first sum, which is over before the update. If all is well some
+        numbers are summed, which is faster than `Control`. `Control` comes in if that sum would
         make the host wait for a device, and to tell all ranks what the error is.
         """
+        control, phase = self._groups.control, "optimizer: update"
+        mine = [float(failure is not None), *self._scalars.pack(rank=self._groups.rank)]
+        sums: list[float] | None = None
         try:
-            is_in_doubt = True
             if self._total.is_on_host:
                 with contextlib.suppress(DeadlineError):  # `agree` names the missing ranks
-                    flags = self._total([failure is not None], what="the agreement on an update")
-                    is_in_doubt = any(flags)
-            if is_in_doubt:
-                self._meeting.agree(failure, phase="optimizer: update")
+                    sums = self._total(mine, what="the agreement on an update")
+            if sums is None or sums[0]:
+                payload = json.dumps(mine).encode()
+                answers = self._meeting.agree(failure, phase=phase, payload=payload)
+                sums = [math.fsum(each) for each in zip(*map(json.loads, answers), strict=True)]
+            if self._scalars.has_parted(sums[1:]):
+                payload = self._scalars.described()
+                answers = self._meeting.agree(None, phase=phase, payload=payload)
+                by_rank = dict(zip(control.ranks, answers, strict=True))
+                self._scalars.refuse(by_rank, name=self._name)
         except BaseException:
             with contextlib.suppress(DeadlineError):  # of a rank that the agreement has named
                 self.synchronize()

@@ -111,8 +111,8 @@ def in_flight_class(base: type[Tensor], finish: Callable[[], None]) -> type[Tens
         "__slots__": (),
         "__module__": base.__module__,
         "__torch_function__": classmethod(mark_eager(torch_function)),
-        "__deepcopy__": deepcopy,
-        "__reduce_ex__": reduce_ex,
+        "__deepcopy__": mark_eager(deepcopy),
+        "__reduce_ex__": mark_eager(reduce_ex),
         "_holdfast_finish": staticmethod(mark_eager(wait)),
     }
     if issubclass(base, DTensor):

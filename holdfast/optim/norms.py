@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
+from holdfast.optim.plain_shards import PlainShards, Shards
 from holdfast.parallel import Layout, ProcessGroups
 
 _CHUNK = 1 << 20
@@ -65,16 +66,21 @@ class GradientSums:
     """Global ranks that hold an infinity or a NaN, ascending."""
 
 
-def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
+def num_copies(parameter: Tensor, *, groups: ProcessGroups, num_parts: int = 1) -> int:
     """Return the number of ranks of the layout that hold each element of a parameter.
 
     A DTensor declares that, and is assumed to be replicated over the ranks of its pipeline stages
     that its mesh leaves out; a plain tensor is assumed to be on every rank of its stage.
+
+    Args:
+        parameter: or its gradient.
+        groups: of the module.
+        num_parts: into which ranks of a stage have cut a plain tensor, see `PlainShards`.
     """
     layout = groups.layout
     stage = layout.size("tp-cp-dp")
     if not isinstance(parameter, DTensor):
-        return stage
+        return stage // num_parts
     mesh = parameter.device_mesh
     here = set(layout.group("tp-cp-dp", groups.rank))
     on_stage = len(here.intersection(mesh.mesh.flatten().tolist()))
@@ -91,12 +97,20 @@ def num_copies(parameter: Tensor, *, groups: ProcessGroups) -> int:
 
 
 def gradient_parts(
-    parameters: Iterable[nn.Parameter], *, groups: ProcessGroups
+    parameters: Iterable[nn.Parameter],
+    *,
+    groups: ProcessGroups,
+    num_parts: Callable[[nn.Parameter], int] = lambda _: 1,
 ) -> list[GradientPart]:
     """Return the parts of gradients in `.grad`, which are reduced.
 
     A trained parameter without a gradient is a part of zeros. In buckets and in shards an unused
     parameter is seen as zeros, and every kind of optimizer counts the same.
+
+    Args:
+        parameters: of this rank.
+        groups: of the module.
+        num_parts: gives, for a plain parameter, `num_parts` of `num_copies`.
 
     Raises:
         ConfigError: A DTensor gradient is a sum not yet reduced.
@@ -108,14 +122,14 @@ def gradient_parts(
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local.layout is not torch.strided:
                 local = local.to_dense()
-            copies = num_copies(gradient, groups=groups)
+            copies = num_copies(gradient, groups=groups, num_parts=num_parts(parameter))
             parts.append(GradientPart(local=local, num_copies=copies))
         elif parameter.requires_grad:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             parts.append(
                 GradientPart(
                     local=local.new_empty(0),
-                    num_copies=num_copies(parameter, groups=groups),
+                    num_copies=num_copies(parameter, groups=groups, num_parts=num_parts(parameter)),
                     num_unused=local.numel(),
                 )
             )
@@ -214,9 +228,16 @@ def share_square(parts: Iterable[GradientPart], *, layout: Layout) -> float:
 
 
 def gradient_norm(
-    parameters: Iterable[nn.Parameter], *, groups: ProcessGroups, count_zeros: bool = False
+    parameters: Iterable[nn.Parameter],
+    *,
+    groups: ProcessGroups,
+    count_zeros: bool = False,
+    shards: Shards | None = None,
 ) -> GradientNorm:
     """Measure the gradients in `.grad`, which are reduced already: their exact norm.
+
+    A plain parameter is taken for the same on all ranks of its pipeline stage, which is not checked
+    here; those of which ranks hold shards are declared in `shards`, as for a `ReducedOptimizer`.
 
     Each rank adds the squares of what it holds, divided by the number of copies; the sum runs in
     float64 over the whole layout. Non-finite values travel as one flag per rank, because a maximum
@@ -224,13 +245,15 @@ def gradient_norm(
     is that of its real and imaginary parts.
 
     Raises:
-        ConfigError: A gradient is a sum not yet reduced.
+        ConfigError: A gradient is a sum not yet reduced, or `shards` does not fit.
 
     Cost: collective over the layout; one sum of 3 + world size numbers; at most 16 MiB of extra
     memory.
     """
     terms = NormTerms(groups.layout)
-    parts = gradient_parts(parameters, groups=groups)
+    parameters = list(parameters)
+    cut = PlainShards(shards, parameters, groups=groups, over=None, who="gradient_norm")
+    parts = gradient_parts(parameters, groups=groups, num_parts=cut.num_parts)
     mine = terms.of(parts, rank=groups.rank, count_zeros=count_zeros)
     sums = terms.read(LayoutSum(groups)(mine, what="the sum of the norms of all ranks' gradients"))
     return GradientNorm(

@@ -4,22 +4,94 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.arguments import check_int
+from holdfast._torch import local_tensor
+from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
+from holdfast.optim.agreement import Entry, compare_ranks, entry_of
+from holdfast.optim.checks import check_kind
 from holdfast.optim.engine import Stepper
 from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
+from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.shard_groups import mesh_lines
-from holdfast.optim.torch_interface import TorchInterface
+from holdfast.optim.torch_interface import TorchInterface, refuse_closure
 from holdfast.parallel import ProcessGroups
+from holdfast.state.optimizer_protocol import OptimizerParameter, UnshardedOptimizer
 from holdfast.state.unfinished import set_worker
+
+
+class JoinedOptimizer(TorchInterface):
+    """Several torch optimizers over different parameters of one model, as one optimizer.
+
+    Its parameter groups and its state are those of all of them, in their order.
+
+    Args:
+        optimizers: by name.
+        where: start of messages.
+
+    Raises:
+        ConfigError: There are none, one is not a torch optimizer, or two have a parameter in
+            common.
+    """
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], *, where: str) -> None:
+        self._by_name = dict(optimizers)
+        if not self._by_name:
+            raise ConfigError(f"{where}: there is no optimizer")
+        owners: dict[nn.Parameter, str] = {}
+        for name, optimizer in self._by_name.items():
+            check_plain(optimizer, where=f"{where}: '{name}'")
+            for parameter in _parameters(optimizer):
+                if owners.setdefault(parameter, name) != name:
+                    raise ConfigError(
+                        f"{where}: a parameter of shape {list(parameter.shape)} is in optimizers "
+                        f"'{owners[parameter]}' and '{name}'; it belongs to one of them"
+                    )
+        super().__init__(list(self._by_name.values()))
+        self._members = [
+            replace(member, group=member.group + sum(len(o.param_groups) for o in before))
+            for number, optimizer in enumerate(self.inners)
+            for before in [self.inners[:number]]
+            for member in whole_parameters(optimizer)
+        ]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all optimizers."""
+        refuse_closure(closure)
+        for optimizer in self.inners:
+            optimizer.step()
+
+    def drop_gradients(self) -> None:
+        for optimizer in self.inners:
+            optimizer.zero_grad(set_to_none=True)
+
+    # ---- state (see `holdfast.state.OptimizerState`) ----
+
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        return self._members
+
+    def num_groups(self) -> dict[str, int]:
+        return {name: len(each.param_groups) for name, each in self._by_name.items()}
+
+    def sharding_records(self) -> dict[str, dict[str, object]]:
+        return {name: {"type": "whole"} for name in self._by_name}
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+    def begin_load(self, *, with_main: bool) -> None:
+        """Nothing to prepare."""
+
+    def finish_load(self, *, with_main: bool) -> None:
+        """Nothing to follow up."""
 
 
 class PlainStepper(Stepper):
@@ -62,17 +134,26 @@ class ReducedOptimizer(PlainStepper):
     Args:
         optimizer: of the module's parameters on this rank. If there are none, of one group without
             parameters.
-        groups: the module's. A plain parameter is the same on all ranks of its pipeline stage, a
-            DTensor on those that its mesh says, and on those that its mesh leaves out.
+        groups: the module's. A plain parameter is the same on all ranks of its pipeline stage,
+            unless `shards` has it, which is checked; a DTensor on those that its mesh says, and on
+            those that its mesh leaves out.
         reduce: makes gradients equal on all ranks that hold the parameter, once in each step; None
             if that has happened by then. It leaves parameters that no rank used without a gradient,
-            or gives them zeros.
-        divisor: `reduce` divides the sum over data ranks by it. Needed for `num_tokens`, and to be
-            compared with those of modules on other layouts.
+            or gives them zeros. Or the name of a group (`dp_cp`, `expt_dp`): gradients are added up
+            over it, in float32 or wider, and divided by `divisor`.
+        divisor: the sum of gradients over data ranks is divided by it. Of modules on other layouts
+            it is compared.
+        shards: by axis, plain parameters of which each rank along the axis holds another shard:
+            `{"tp": [...]}`; for experts `ep` and `expt_tp`. DTensors are not declared.
+        name: for messages, and among the optimizers of a `ChainedOptimizer`.
 
     Raises:
-        ConfigError: `divisor` is not an integer of at least 1, or `optimizer` is not a torch
-            optimizer, or is one that reduces gradients itself.
+        ConfigError: On all ranks: `divisor` is not an integer of at least 1, `optimizer` is not a
+            torch optimizer, or is one that reduces gradients itself, `shards` does not fit, or
+            ranks that hold the same plain parameters have others, or other values. Parameters are
+            named if the optimizer was built with `model.named_parameters()`.
+
+    Cost: collective over the layout: one small agreement, and one hash of the plain parameters.
     """
 
     kind = "ReducedOptimizer"
@@ -82,25 +163,54 @@ class ReducedOptimizer(PlainStepper):
         optimizer: torch.optim.Optimizer,
         groups: ProcessGroups,
         *,
-        reduce: Callable[[], object] | None = None,
+        reduce: Callable[[], object] | str | None = None,
         divisor: int = 1,
+        shards: Shards | None = None,
+        name: str = "optimizer",
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(
-            optimizer, TorchInterface
-        ):
-            raise ConfigError(
-                f"ReducedOptimizer: a {type(optimizer).__name__} is not a plain torch optimizer; a "
-                f"sharded or chained one needs no wrapper, alone or in a MultiModuleOptimizer"
-            )
-        check_int(divisor, name="ReducedOptimizer: divisor", least=1)
-        super().__init__(optimizer, groups)
+        self.name = name
         self._divisor = divisor
         self._reduce = reduce
         self._is_reduced = False
         self._last_used: set[nn.Parameter] | None = None
         """Parameters with a gradient in the last step, for which `reduce` made collectives."""
+        failure: Exception | None = None
+        entries: list[Entry] = []
+        try:
+            check_plain(optimizer, where="ReducedOptimizer")
+            check_int(divisor, name="ReducedOptimizer: divisor", least=1)
+            if isinstance(reduce, str):
+                check_choice(reduce, name="ReducedOptimizer: reduce", choices=("dp_cp", "expt_dp"))
+                if groups.size(reduce) > 1:
+                    groups.require(reduce)
+            super().__init__(optimizer, groups)
+            self._shards = PlainShards(
+                shards, self.parameters(), groups=groups, over=None, who="ReducedOptimizer"
+            )
+            if any(map(self._shards.is_declared, self.parameters())):
+                check_kind(optimizer, name=name)
+            entries = self._entries()
+        except Exception as error:
+            failure = error
+        compare_ranks(
+            entries,
+            groups,
+            who="ReducedOptimizer",
+            phase="ReducedOptimizer",
+            settings="",
+            hints=HINTS,
+            failure=failure,
+        )
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
+
+    def _entries(self) -> list[Entry]:
+        """Return what ranks compare of each plain parameter."""
+        return [
+            entry_of(parameter, over=self._shards.same_over(parameter), name=name)
+            for name, parameter in _named(self.optimizer)
+            if not isinstance(parameter, DTensor)
+        ]
 
     @property
     def divisor(self) -> int:
@@ -113,7 +223,7 @@ class ReducedOptimizer(PlainStepper):
         return f"{len(looks)} parameters of digest {digest}"
 
     def sharding_records(self) -> dict[str, dict[str, object]]:
-        return {"optimizer": {"type": "whole"}}
+        return {self.name: {"type": "whole"}}
 
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         del is_last  # nothing happens during a backward
@@ -125,12 +235,57 @@ class ReducedOptimizer(PlainStepper):
         A `reduce` that fails on one rank cannot be joined there: the other ranks get the timeout of
         its communicator.
         """
-        if self._reduce is not None and not self._is_reduced:
-            self._is_reduced = True  # before it: a call that failed cannot be joined by another
-            self._reduce()
-        self._is_reduced = True
+        self._reduce_once()
         self._last_used = {p for p in self.parameters() if p.grad is not None}
-        return gradient_parts(self.parameters(), groups=self.groups)
+        return gradient_parts(
+            self.parameters(), groups=self.groups, num_parts=self._shards.num_parts
+        )
+
+    def _reduce_once(self) -> None:
+        if self._is_reduced:
+            return
+        self._is_reduced = True  # before it: a call that failed cannot be joined by another
+        if isinstance(self._reduce, str):
+            self._add_up(self._reduce)
+        elif self._reduce is not None:
+            self._reduce()
+
+    @torch.no_grad()
+    def _add_up(self, over: str) -> None:
+        """Average gradients over data ranks, of the parameters that some of them used.
+
+        Cost: an all-reduce of a number per parameter, and one of each gradient.
+        """
+        group = self.groups.group(over) if self.groups.size(over) > 1 else None
+        trained = [p for p in self.parameters() if p.requires_grad]
+        counts = collectives.count_ranks(
+            [p.grad is not None for p in trained], group, what="the exchange of used parameters"
+        )
+        sums: list[tuple[Tensor, Tensor, collectives.Pending | None]] = []
+        for parameter, count in zip(trained, counts, strict=True):
+            if not count:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad
+            local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+            wide = local.to(torch.promote_types(local.dtype, torch.float32)).contiguous()
+            work = None if group is None else collectives.all_reduce(wide, group)
+            sums.append((local, wide, work))
+        for local, wide, work in sums:
+            if work is not None:
+                collectives.wait(work, f"the reduction of gradients over {over!r}")
+            local.copy_(wide.div_(self._divisor))
+
+    # ---- state, as an entry of a `ChainedOptimizer` ----
+
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        """Return every parameter, held whole."""
+        return whole_parameters(self.optimizer)
+
+    def num_groups(self) -> dict[str, int]:
+        """Return the number of parameter groups, by this optimizer's name."""
+        return {self.name: len(self.optimizer.param_groups)}
 
     def join_reductions(self) -> None:
         """Call `reduce` as the other ranks do, after an error in a microbatch of this one.
@@ -138,14 +293,12 @@ class ReducedOptimizer(PlainStepper):
         It sees a gradient for the same parameters as in the last step, so that one that leaves out
         parameters without a gradient makes the same collectives.
         """
-        if self._reduce is None or self._is_reduced:
-            return
-        for parameter in self.parameters():
-            is_used = self._last_used is None or parameter in self._last_used
-            if parameter.requires_grad and parameter.grad is None and is_used:
-                parameter.grad = torch.zeros_like(parameter)
-        self._is_reduced = True
-        self._reduce()
+        if callable(self._reduce) and not self._is_reduced:
+            for parameter in self.parameters():
+                is_used = self._last_used is None or parameter in self._last_used
+                if parameter.requires_grad and parameter.grad is None and is_used:
+                    parameter.grad = torch.zeros_like(parameter)
+        self._reduce_once()
 
     def usage(self) -> tuple[int, int]:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -165,7 +318,7 @@ class ReducedOptimizer(PlainStepper):
         """
         by_axis: dict[str, list[nn.Parameter]] = {"dp_cp": [], "expt_dp": []}
         for parameter in self.parameters():
-            by_axis[_data_axis(parameter)].append(parameter)
+            by_axis[_data_axis(parameter, self._shards)].append(parameter)
         error: ConfigError | None = None
         for over, members in by_axis.items():
             if not members or self.groups.size(over) == 1:
@@ -199,12 +352,39 @@ class ReducedOptimizer(PlainStepper):
         )
 
 
-def _data_axis(parameter: nn.Parameter) -> str:
+def check_plain(optimizer: object, *, where: str) -> None:
+    """Raise ConfigError unless it is a torch optimizer that leaves gradients to others."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, TorchInterface):
+        raise ConfigError(
+            f"{where}: a {type(optimizer).__name__} is not a plain torch optimizer; a "
+            f"sharded or chained one needs no wrapper, alone or in a MultiModuleOptimizer"
+        )
+
+
+def whole_parameters(optimizer: torch.optim.Optimizer) -> list[OptimizerParameter]:
+    """Return each parameter of a plain optimizer, held whole."""
+    return list(UnshardedOptimizer(optimizer).optimizer_parameters())
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters with their names, which are places in the groups if torch has no names."""
+    for number, group in enumerate(optimizer.param_groups):
+        places = [f"{i} of group {number}" for i in range(len(group["params"]))]
+        yield from zip(group.get("param_names", places), group["params"], strict=True)
+
+
+def _data_axis(parameter: nn.Parameter, shards: PlainShards) -> str:
     """Return the group of ranks whose gradients of a parameter are added up.
 
-    A DTensor that is cut along `ep` or `expt_tp` is an expert: its copies are along `expt_dp`.
+    One that is cut along `ep` or `expt_tp` is an expert: its copies are along `expt_dp`.
     """
-    if not isinstance(parameter, DTensor):
-        return "dp_cp"
-    cut = {dim for dim, placement, _ in mesh_lines(parameter) if not placement.is_replicate()}
+    if isinstance(parameter, DTensor):
+        cut = {dim for dim, placement, _ in mesh_lines(parameter) if not placement.is_replicate()}
+    else:
+        cut = set(shards.axes(parameter))
     return "dp_cp" if cut.isdisjoint(("ep", "expt_tp")) else "expt_dp"

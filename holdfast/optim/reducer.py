@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from holdfast._torch import mark_eager
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
@@ -57,6 +58,7 @@ class Slot(GradientHook):
     kind: type[Tensor] | None = None
     """The parameter's own class while it has a class of `BUCKETED`."""
 
+    @mark_eager
     def __call__(self, parameter: Tensor) -> None:
         """Move the gradient that autograd has put into `.grad` into its bucket."""
         gradient = gradient_of(parameter)

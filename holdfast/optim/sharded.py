@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from holdfast._torch import parameter_table
 from holdfast.errors import ConfigError
+from holdfast.optim.agreement import Entry, compare_ranks, entry_of
 from holdfast.optim.buckets import Bucket, BucketPlan, plan_buckets
 from holdfast.optim.checks import (
     check_free,
@@ -26,12 +27,15 @@ from holdfast.optim.engine import Stepper
 from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
+from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.reducer import GradientReducer, Slot, Stage
+from holdfast.optim.scalars import Border, numbers_of
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.optimizer_protocol import OptimizerParameter
+from holdfast.state.tensor_elements import local_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -85,17 +89,22 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             `overlap` the step waits.
         elementwise: a declaration that the optimizer updates elements one by one; without it a
             trial on small tensors has to show that (some milliseconds, three more calls of `make`).
+        shards: by axis, plain parameters of which each rank along the axis holds another shard:
+            `{"tp": [...]}`; for experts `ep` and `expt_tp`. All other plain parameters are the same
+            on all ranks of their pipeline stage, or with `over="expt_dp"` experts that have a name
+            of their own on each rank of `ep`. DTensors are not declared.
         name: for messages and stored records.
 
     Raises:
         ConfigError: Parameters do not fit `over`, the module does not own them, another sharded
-            optimizer has them, the optimizer joins elements, or another rank has other buckets.
+            optimizer has them, or the optimizer joins elements. On all ranks: ranks that hold the
+            same parameters have others, other values or other buckets.
         GroupError: A communicator is missing or wrong.
 
-    Cost: collective over the layout, one small agreement. Memory per rank, in elements of the local
-    parameters n over d ranks: n of parameters, n of gradients in float32 (stage 2: two buckets),
-    n/d of reduced gradients, n/d of main parameters for bf16 and fp16, and n/d per entry of the
-    torch optimizer.
+    Cost: collective over the layout, one small agreement and one hash of the parameters. Memory per
+    rank, in elements of the local parameters n over d ranks: n of parameters, n of gradients in
+    float32 (stage 2: two buckets), n/d of reduced gradients, n/d of main parameters for bf16 and
+    fp16, and n/d per entry of the torch optimizer.
     """
 
     def __init__(
@@ -113,6 +122,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         align_nbytes: int = 128,
         overlap: bool = False,
         elementwise: bool = False,
+        shards: Shards | None = None,
         name: str = "optimizer",
     ) -> None:
         self.name = name
@@ -130,6 +140,9 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             stage=stage,
             sizes={"bucket_nbytes": bucket_nbytes, "align_nbytes": align_nbytes},
         )
+        self._shards = PlainShards(
+            shards, [p for p, _ in self._all], groups=groups, over=over, who=f"optimizer '{name}'"
+        )
         self._frozen = [p for p, _ in self._all if not p.requires_grad]
         self._buckets = self._make_buckets(bucket_nbytes, align_nbytes)
         self._updated = self._updated_views()
@@ -146,6 +159,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             name=name,
         )
         self._gradients = self._gradient_views()
+        self._cut_ends = self._find_cut_ends()
         self._parts = self._make_parts()
         self._is_closed = False
         self._is_stale = self._main_requested = self._main_loaded = False
@@ -251,6 +265,16 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             updated.grad = gradient if slot.is_used else None
         self.inner.step()
         self._main_requested = self._main_loaded = False
+
+    def borders(self) -> list[Border]:
+        """Return the ends of parameters that are cut between ranks, with scalars of their state."""
+        state = self.inner.state
+        return [
+            Border(
+                place=place, is_end=is_end, numbers=numbers_of(state.get(updated, {}), name=name)
+            )
+            for name, updated, place, is_end in self._cut_ends
+        ]
 
     def launch_gathers(self) -> None:
         """Start gathering the updated parameters; every rank calls this, even after a failure.
@@ -365,6 +389,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 names=self._names,
                 shard_groups=self._shard_groups,
                 groups=self._groups,
+                shards=self._shards,
             )
         trained = [parameter for parameter, _ in self._all if parameter.requires_grad]
         check_free(trained, names=self._names)
@@ -373,6 +398,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             num_shares=self._shard_groups.num_shares,
             bucket_nbytes=bucket_nbytes,
             align_nbytes=align_nbytes,
+            axes=self._shards.axes,
         )
         self._agree_on_plans(plans)
         keeps_whole = self._stage == 1
@@ -383,37 +409,35 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             ]
 
     def _agree_on_plans(self, plans: Sequence[BucketPlan]) -> None:
-        """Raise ConfigError on all ranks if ranks of one group plan other buckets or divisors."""
-        described = [
-            (
-                [(self._names[p], list(p.shape), str(p.dtype)) for p in plan.parameters],
-                plan.layout.numel,
-            )
-            for plan in plans
-        ]
-        over, control = self._shard_groups.over, self._groups.control
-        own = [self._divisor, [self.name, over, self._stage, described]]
-        payloads = control.all_gather(json.dumps(own).encode(), phase="optimizer")
-        answers = dict(zip(control.ranks, map(json.loads, payloads), strict=True))
-        mine = answers[control.rank]
-        peers = self._groups.layout.group(over.removesuffix("_intra"), control.rank)
-        differing = [rank for rank in sorted(peers) if answers[rank][1] != mine[1]]
-        error = None
-        if differing:
-            error = ConfigError(
-                f"optimizer '{self.name}': ranks {differing} have other parameters, stage or "
-                f"buckets than rank {control.rank}, though they share {over!r}; build it "
-                f"with the same arguments on all of them"
-            )
-        for rank, (divisor, _) in answers.items():
-            if divisor != self._divisor and error is None:
-                # One factor of the whole gradient: pipeline stages have it in common, too.
-                error = ConfigError(
-                    f"optimizer '{self.name}': divisor={divisor} on rank {rank} and "
-                    f"{self._divisor} on rank {control.rank}; it is the number of ranks whose "
-                    f"losses are averaged, the same on all"
+        """Raise ConfigError on all ranks if ranks that hold the same differ in it or in buckets."""
+        over = self._shard_groups.over.removesuffix("_intra")
+        entries = []
+        for number, plan in enumerate(plans):
+            for parameter, span in zip(plan.parameters, plan.layout.spans, strict=True):
+                name = self._names[parameter]
+                place = {
+                    "optimizer": f"{self.name}, stage {self._stage}",
+                    "bucket": f"{number} of {plan.layout.numel} elements, from {span.start}",
+                }
+                entries.append(Entry(over=over, name=name, properties=place, aspect="buckets"))
+                is_placed = isinstance(parameter, DTensor)
+                entries.append(
+                    entry_of(
+                        parameter,
+                        over=over if is_placed else self._shards.same_over(parameter),
+                        name=name,
+                        is_alone=self._shards.is_alone(parameter),
+                    )
                 )
-        control.agree(error, phase="optimizer: buckets")
+        compare_ranks(
+            entries,
+            self._groups,
+            who=f"optimizer '{self.name}'",
+            phase="optimizer",
+            # One factor of the whole gradient: pipeline stages have it in common, too.
+            settings=f"divisor={self._divisor} (the ranks whose losses are averaged)",
+            hints=HINTS,
+        )
 
     def _updated_views(self) -> dict[nn.Parameter, Tensor]:
         """Return the elements that this rank updates: views of the buckets' main parameters."""
@@ -422,6 +446,17 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             for bucket in self._buckets
             for parameter, owned in bucket.all_owned()
         }
+
+    def _find_cut_ends(self) -> list[tuple[str, Tensor, str, bool]]:
+        """Return name, elements, place of the cut, and if they end there, of each cut parameter."""
+        ends = []
+        for bucket in self._buckets:
+            for parameter, owned in bucket.all_owned():
+                name, numel = self._names[parameter], local_of(parameter).numel()
+                for at, is_end in ((owned.start, False), (owned.stop, True)):
+                    if 0 < at < numel:
+                        ends.append((name, self._updated[parameter], f"{name} at {at}", is_end))
+        return ends
 
     def _gradient_views(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """Return the elements that this rank updates, with their gradients."""
@@ -437,7 +472,11 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return [
             GradientPart(
                 local=bucket.gradient,
-                num_copies=num_copies(bucket.parameters[0], groups=self._groups)
+                num_copies=num_copies(
+                    bucket.parameters[0],
+                    groups=self._groups,
+                    num_parts=self._shards.num_parts(bucket.parameters[0]),
+                )
                 // self._shard_groups.num_shares,
                 num_padding=bucket.layout.share - sum(o.numel for _, o in bucket.all_owned()),
             )
@@ -455,13 +494,22 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             {**group, "params": [self._updated[p] for p in group["params"] if p in self._updated]}
             for group in param_groups
         ]
-        inner = make([{**group, "params": list(group["params"])} for group in own])
+        try:
+            inner = make([{**group, "params": list(group["params"])} for group in own])
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer '{self.name}': make failed for this rank's shards, which are tensors "
+                f"of one dim ({type(error).__name__}: {error}). An optimizer of whole matrices "
+                f"keeps its parameters whole, in a ReducedOptimizer, and is chained with the "
+                f"sharded ones (ChainedOptimizer)"
+            ) from error
         check_inner(inner, own, name=self.name)
         if not is_elementwise:
             check_kind(inner, name=self.name)
             kinds = [bucket.main for bucket in self._buckets]
             if kinds:
-                check_elementwise(make, param_groups, like=kinds, name=self.name)
+                shapes = [local_of(p).shape for bucket in self._buckets for p in bucket.parameters]
+                check_elementwise(make, param_groups, like=kinds, shapes=shapes, name=self.name)
         return inner
 
     def _make_parameters(self) -> list[OptimizerParameter]:

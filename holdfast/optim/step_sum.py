@@ -142,7 +142,7 @@ class StepSum:
         self._loss_module = loss_module
         self._loss_layout = None if loss_module is None else layouts[loss_module]
         self._stages = [
-            (module, ranks) for module, layout in layouts.items() for ranks in _stages(layout)
+            (module, ranks) for module, layout in layouts.items() for ranks in stages_of(layout)
         ]
         """Ranks of one stage of a module: each stage may have its own hyperparameters."""
         self._digests: dict[str | None, tuple[str, float]] = {}
@@ -275,7 +275,7 @@ class StepSum:
         return list(by_index.values())
 
 
-def _stages(layout: Layout) -> Iterable[list[int]]:
+def stages_of(layout: Layout) -> Iterable[list[int]]:
     """Return the ranks of a layout by pipeline stage."""
     by_stage: dict[int, list[int]] = {}
     for rank in layout.ranks:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast import ConfigError, ProcessGroups
-from holdfast.optim import ShardedOptimizer
+from holdfast import ConfigError, Layout, ProcessGroups
+from holdfast.optim import ReducedOptimizer, ShardedOptimizer
+from tests.harness import RankContext, run_ranks
 
 
 class Lion(torch.optim.Optimizer):
@@ -120,6 +121,102 @@ class Distance(Lion):
                 p.sub_(p.grad, alpha=group["lr"] * group["d"])
 
 
+class Prodigy(Lion):
+    """One step size for all, which grows only while gradients point the same way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            d = group.setdefault("d", 1e-6)
+            top, bottom = group.get("top", 0.0), 0.0
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["start"], state["sum"] = p.clone(), torch.zeros_like(p)
+                top += d * float((p.grad * (state["start"] - p)).sum())
+                state["sum"].add_(p.grad, alpha=d)
+                bottom += float(state["sum"].abs().sum())
+                p.sub_(p.grad.sign(), alpha=d * group["lr"])
+            group["top"] = top
+            group["d"] = max(d, top / bottom if bottom else d)
+
+
+class Late(Trust):
+    """Joins elements after some steps only."""
+
+    after = 20
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        state["step"] = state.get("step", 0) + 1
+        kind = Trust if state["step"] > self.after else Lion
+        kind.update(self, p, g, state, group)
+
+
+class OnlyLarge(Trust):
+    """Joins elements of large matrices only."""
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        (Trust if p.numel() > 8192 else Lion).update(self, p, g, state, group)
+
+
+class Steep(Lion):
+    """Clips by its own norm, where that is large."""
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        norm = float(g.norm())
+        super().update(p, g, state, group)
+        if norm > 1e4:
+            p.mul_(0.5)
+
+
+class Tiny(Lion):
+    """Stops where the gradient vanishes as a whole."""
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        if float(g.norm()) > 2e-5:
+            super().update(p, g, state, group)
+
+
+class Preconditioned(Lion):
+    """Shampoo's and Muon's kind: matrices are multiplied."""
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        if p.ndim == 2 and g.abs().sum() > 0:
+            left = state.setdefault("left", torch.eye(len(p)))
+            left.addmm_(g, g.T)
+            g = torch.linalg.solve(left, g)
+        super().update(p, g, state, group)
+
+
+class Adan(Lion):
+    """Averages of gradients and of their differences: elementwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        if not state:
+            state.update(last=g.clone(), a=torch.zeros_like(p), b=torch.zeros_like(p))
+            state.update(c=torch.zeros_like(p), step=torch.zeros(()))
+        state["step"] += 1
+        change = g - state["last"]
+        state["last"].copy_(g)
+        state["a"].lerp_(g, 0.02)
+        state["b"].lerp_(change, 0.08)
+        state["c"].lerp_((g + change).square(), 0.01)
+        p.sub_((state["a"] + state["b"]) / (state["c"].sqrt() + 1e-8), alpha=group["lr"])
+
+
+class SignSGD(Lion):
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        p.sub_(g.sign(), alpha=group["lr"])
+
+
 class NeedsClosure(Lion):
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
@@ -149,6 +246,8 @@ ELEMENTWISE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
     "lion": Lion,
+    "adan": Adan,
+    "sign": SignSGD,
     "no eps": partial(torch.optim.Adam, eps=0.0),
 }
 JOINING: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
@@ -162,6 +261,12 @@ JOINING: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
     "row state": (RowState, r"keeps 'counts' of shape \[3\]"),
     "noisy": (Noisy, "draws random numbers"),
     "distance": (Distance, "does not update elements one by one"),
+    "prodigy": (partial(Prodigy, lr=1.0), "Prodigy does not update elements one by one"),
+    "late": (Late, "Late does not update elements one by one"),
+    "only large": (OnlyLarge, "OnlyLarge does not update elements one by one"),
+    "steep": (Steep, "Steep does not update elements one by one"),
+    "tiny": (Tiny, "Tiny does not update elements one by one"),
+    "preconditioned": (Preconditioned, "Preconditioned does not update elements one by one"),
     "closure": (NeedsClosure, "a trial that .*closure.*elementwise=True"),
     "lbfgs": (lambda g: MyLBFGS(g[0]["params"]), r"MyLBFGS \(a LBFGS\) does not"),
     "adafactor": (MyAdafactor, r"MyAdafactor \(a Adafactor\) does not"),
@@ -245,7 +350,7 @@ def test_many_groups_are_tried_once_each_kind() -> None:
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
     groups = [{"params": [p], "weight_decay": p.ndim * 0.1} for p in net.parameters()]
     ShardedOptimizer(net, groups, make=make, groups=ProcessGroups.single(), over="dp_cp", divisor=1)
-    assert made == [40, 2, 2, 2]
+    assert made == [40] + [2] * 6
 
 
 def test_make_has_to_take_the_tensors_it_is_given() -> None:
@@ -254,3 +359,78 @@ def test_make_has_to_take_the_tensors_it_is_given() -> None:
         built(lambda groups: strange)
     with pytest.raises(ConfigError, match="has to be a torch optimizer of the 1 groups"):
         built(lambda groups: torch.optim.SGD([*groups, {"params": []}], lr=0.1))
+
+
+class OwnShape(Lion):
+    """Joins elements of one shape, which only this model has."""
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        if p.ndim == 2 and p.shape[1] == 17:
+            g = g - g.mean()
+        super().update(p, g, state, group)
+
+
+def test_the_trial_uses_the_shapes_of_the_model() -> None:
+    """S3."""
+    built(OwnShape)
+    net = nn.Linear(17, 5)
+    with pytest.raises(ConfigError, match="OwnShape does not update elements one by one"):
+        ShardedOptimizer(
+            net, net.parameters(), make=OwnShape, groups=ProcessGroups.single(), over="dp_cp",
+            divisor=1,
+        )  # fmt: skip
+
+
+class PerTensor(Lion):
+    """Keeps a scale of each parameter, of which each shard makes its own."""
+
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        step = state["step"] = state.get("step", 0) + 1
+        state["scale"] = g.norm() if step > 2 else torch.ones(())
+        p.sub_(g / state["scale"], alpha=group["lr"])
+
+
+def parted(context: RankContext) -> list[tuple[int, str]]:
+    """The step at which each optimizer is refused that joins elements against its declaration."""
+    found = []
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for make in (partial(Prodigy, lr=1.0), PerTensor, Adan, torch.optim.AdamW):
+            torch.manual_seed(3)
+            net = nn.Linear(7, 3)
+            optimizer = ShardedOptimizer(
+                net, net.parameters(), make=make, groups=groups, over="dp_cp", divisor=2,
+                elementwise=True, align_nbytes=4,
+            )  # fmt: skip
+            number, message = 0, ""
+            while number < 6 and not message:
+                number += 1
+                with optimizer.microbatch(is_last=True):
+                    net(torch.arange(7.0)).square().sum().backward()
+                try:
+                    optimizer.step()
+                except ConfigError as error:
+                    message = str(error)
+            found.append((number, message))
+        torch.manual_seed(3)
+        whole = ReducedOptimizer(Prodigy(nn.Linear(7, 3).parameters()), groups)
+        for p in whole.parameters():
+            p.grad = torch.full_like(p, 1.0 + context.rank)  # as if nothing had reduced it
+        whole.step()  # from a start at which no estimate has moved yet
+        for p in whole.parameters():
+            p.grad = torch.full_like(p, 1.0 + context.rank)
+        with pytest.raises(ConfigError, match="ranks differ in 'top' of parameter group 0"):
+            whole.step()
+    return found
+
+
+def test_shards_that_part_are_named_at_the_step_in_which_they_do() -> None:
+    """I5: a trial cannot show everything, and a declaration may be wrong."""
+    first, second = run_ranks(2, parted).results
+    assert first == second
+    (_, prodigy), (step, tensor), *honest = first
+    assert "ranks differ in 'top' of parameter group 0 after the update" in prodigy
+    assert "on ranks 0; " in prodigy
+    assert step == 3
+    assert "ranks differ in 'scale' of the state of weight after the update" in tensor
+    assert "keep its parameters whole" in tensor
+    assert honest == [(6, ""), (6, "")]

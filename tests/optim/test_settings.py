@@ -188,7 +188,9 @@ def divisors(context: RankContext) -> None:
     """Also on pipeline stages, which share no bucket."""
     with ProcessGroups.create(Layout(pp=2)) as groups:
         net = torch.nn.Linear(2, 2)
-        with pytest.raises(ConfigError, match=r"divisor=[12] on rank [01] and [12] on rank [01]"):
+        with pytest.raises(
+            ConfigError, match=r"rank 1 was called with divisor=2 .*rank 0 with divisor=1 "
+        ):
             ShardedOptimizer(
                 net,
                 net.parameters(),
