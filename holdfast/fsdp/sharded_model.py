@@ -19,6 +19,7 @@ from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind
+from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.norms import GradientPart, gradient_parts
 from holdfast.optim.reduced import PlainStepper
@@ -80,6 +81,7 @@ class ShardedModel:
         groups: ProcessGroups,
         *,
         guards: Sequence[UnitGuard],
+        prefetch: Prefetch,
         axes: Mapping[Kind, DataAxis],
         schedule: StrategySchedule,
         outer_reduction: OuterReduction,
@@ -87,15 +89,27 @@ class ShardedModel:
         self.model = model
         self.groups = groups
         self._guards = guards
+        self._prefetch = prefetch
         self.axes = axes
+        self._members = [
+            (member, kind)
+            for guard in guards
+            for group in guard.groups
+            for kind, axis in axes.items()
+            if group.mesh_info is axis.info
+            for member in _torch.members(group)
+        ]
         self._schedule = schedule
         self._outer_reduction = outer_reduction
+        self._is_ready = False
+        """True from the first forward."""
         self._is_pending = False
         self._is_failed = False
         """True from an error in a microbatch to `drop_gradients`."""
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
         if guards:
+            model.register_forward_pre_hook(self._before_forward, prepend=True)
             # After FSDP2's own hook, which leaves whole parameters where a backward needs them.
             model.register_forward_hook(self._after_forward)
 
@@ -234,15 +248,8 @@ class ShardedModel:
 
     def kinds(self) -> dict[nn.Parameter, Kind]:
         """Return the kind of every parameter."""
-        # Not kept: moving or materializing a model replaces its parameters.
-        return {
-            parameter: kind
-            for guard in self._guards
-            for group in guard.groups
-            for kind, axis in self.axes.items()
-            if group.mesh_info is axis.info
-            for parameter in _torch.sharded_parameters(group)
-        }
+        # Not kept: moving or materializing a model may replace its parameters.
+        return {_torch.sharded(member): kind for member, kind in self._members}
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient from this rank."""
@@ -275,18 +282,33 @@ class ShardedModel:
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step, with its backward, in microbatch(is_last=True)"
             )
-        layout = self.groups.layout
-        result = []
-        for parameter, kind in self.kinds().items():
-            for part in gradient_parts([parameter], groups=self.groups):
-                copies = part.num_copies
-                if kind == "experts" and _is_one_of_many(parameter):
-                    # Ranks of other ep coordinates hold other experts under other names.
-                    copies //= layout.ep
-                result.append(replace(part, num_copies=copies))
-        return result
+        kinds = self.kinds()
+        # Ranks of other ep coordinates hold other experts under other names.
+        unnamed = {p for p, kind in kinds.items() if kind == "experts" and _is_one_of_many(p)}
+        parts = gradient_parts((p for p in kinds if p not in unnamed), groups=self.groups)
+        for part in gradient_parts(unnamed, groups=self.groups):
+            copies = part.num_copies // self.groups.layout.ep
+            parts.append(replace(part, num_copies=copies))
+        return parts
 
     # ---- inside ----
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
+        del args
+        if self._is_ready:
+            self._prefetch.begin()
+            return
+        if any(_torch.is_meta(guard.state) for guard in self._guards):
+            raise ConfigError(
+                "forward of a sharded model on the meta device: its shards have no memory and no "
+                "values; call materialize() of the sharded model, and load a checkpoint, before "
+                "the first forward"
+            )
+        if torch.is_inference_mode_enabled():
+            _torch.prepare_for_inference(module, [guard.state for guard in self._guards])
+        self._is_ready = True
+        self._prefetch.begin()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Put shards back in the parameters' places after a forward without gradients.
@@ -295,6 +317,7 @@ class ShardedModel:
         are thrown away.
         """
         del module, args, output
+        self._prefetch.end()
         if not torch.is_grad_enabled():
             self.reshard()
 
@@ -310,9 +333,9 @@ class ShardedModel:
             )
 
     def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
-        if self._guards:
+        for guard in self._guards:
             _torch.set_microbatch(
-                self.model, reduces=reduces, reduces_outer=reduces_outer, reshards=reshards
+                guard.groups, reduces=reduces, reduces_outer=reduces_outer, reshards=reshards
             )
 
 
