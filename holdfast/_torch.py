@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "AsyncCollectiveTensor", "TorchDispatchMode", "argument_names", "buffer_table", "copy_each",
     "give_metadata", "hook_states", "is_mkldnn", "local_tensor", "local_tensor_slot",
-    "lost_after_s", "mark_eager", "mark_stepped", "module_table",
-    "num_storage_uses", "parameter_table", "set_local_tensor", "sparse_members", "spec_of",
+    "lost_after_s", "mark_eager", "mark_stepped", "module_table", "num_storage_uses",
+    "parameter_table", "scale_each", "set_local_tensor", "sparse_members", "spec_of",
     "storage_id", "unsaved_buffers", "without_torch_function", "write_counter",
 ]  # fmt: skip
 
@@ -105,6 +105,17 @@ def copy_each(
 ) -> None:
     """Copy many tensors by one call; on a device, by a few kernels."""
     torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply many tensors in place by one call; on a device, by a few kernels."""
+    plain = [each for each in tensors if not (each.is_conj() or each.is_sparse)]
+    if plain:
+        torch._foreach_mul_(plain, factor)
+    if len(plain) < len(tensors):
+        for each in tensors:
+            if each.is_conj() or each.is_sparse:
+                each.mul_(factor)
 
 
 def sparse_members(tensor: Tensor) -> tuple[Tensor, Tensor]:

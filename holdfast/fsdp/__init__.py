@@ -14,6 +14,8 @@ FSDP2 divides by its factor once, twice or three times, depending on the dtype, 
 a hook divides. The four strategies are settings of this one mechanism (`SCHEDULES`). Checkpoints
 need nothing special: state is DTensors.
 
+Which unit runs next is known to the model alone, so `prefetch.py` records it in each forward.
+
 Read first: `model.py`, `plan.py`, `sharded_model.py`.
 """
 

@@ -7,7 +7,7 @@ if a unit has several groups. Its pieces do all of that, so units are made of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +33,10 @@ try:
     )
 except ImportError:  # an older torch, or a newer one that has moved them
     _IS_KNOWN = False
+
+
+_MARKS = ("_is_param", "_fsdp_orig_uid")
+"""Attributes of parameters that are torch's own."""
 
 
 def check_version() -> None:
@@ -245,6 +249,63 @@ def make_unit(
         mp_policy=precision,
         ignored_params=everything,
     )
+    _keep_attributes(module)
+
+
+def _keep_attributes(module: nn.Module) -> None:
+    """Keep the attributes of DTensor parameters in `to`, `half` and their kin.
+
+    These swap a DTensor with a new one, which has none.
+    """
+
+    def apply(new: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        plain: Any = type(module)._apply
+        places = [
+            (below._parameters, key, dict(vars(parameter)))
+            for below in (module.modules() if recurse else (module,))
+            for key, parameter in below._parameters.items()
+            if parameter is not None
+        ]
+        result: nn.Module = plain(module, new, recurse)
+        for table, key, attributes in places:
+            parameter = table[key]
+            if parameter is not None:
+                _add_attributes(attributes, parameter)
+        return result
+
+    vars(module)["_apply"] = apply
+
+
+def _add_attributes(attributes: dict[str, Any], parameter: nn.Parameter) -> None:
+    own = vars(parameter)
+    skip = {*own, *_MARKS}
+    own.update({name: each for name, each in attributes.items() if name not in skip})
+
+
+def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give a parameter the attributes and the hooks of the one that it replaces.
+
+    A hook's handle removes it from both.
+    """
+    _add_attributes(vars(old), new)
+    hooks: Any = old._backward_hooks
+    if hooks:
+        new._backward_hooks = hooks
+
+
+def hooks_of(parameter: nn.Parameter) -> Any:
+    """Return what `register_hook` has kept at a parameter, to be given to `call_hooks`."""
+    return parameter._backward_hooks
+
+
+def call_hooks(whole: nn.Parameter, hooks: Any) -> None:
+    """Have autograd call hooks with the gradient of a whole parameter."""
+    whole._backward_hooks = hooks
+
+
+def has_hooks_after_gradients(parameter: nn.Parameter) -> bool:
+    """Return True if `register_post_accumulate_grad_hook` was called at a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def add_parameters(
@@ -257,7 +318,7 @@ def add_parameters(
     regathers: bool,
 ) -> Any:
     """Shard parameters, wherever below the unit they are registered, as one group of the unit."""
-    state = _state(unit)
+    state = state_of(unit)
     group = FSDPParamGroup(
         list(parameters),
         state._modules,  # the same object for all groups of a unit: torch tells units by it
@@ -269,6 +330,8 @@ def add_parameters(
         OffloadPolicy(),
     )
     state._fsdp_param_groups.append(group)
+    for old, new in zip(parameters, sharded_parameters(group), strict=True):
+        _add_attributes(vars(old), new)
     return group
 
 
@@ -326,10 +389,28 @@ def num_shards(group: Any) -> int:
     return group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
 
 
-def param_groups(unit: nn.Module) -> list[Any]:
+def state_of(unit: nn.Module) -> Any:
+    """Return FSDP2's state of a unit."""
+    module: Any = unit
+    return module._get_fsdp_state()
+
+
+def param_groups(state: Any) -> list[Any]:
     """Return the groups of parameters of a unit."""
-    groups: list[Any] = _state(unit)._fsdp_param_groups
+    groups: list[Any] = state._fsdp_param_groups
     return groups
+
+
+def members(group: Any) -> list[Any]:
+    """Return the parameters of a group as FSDP2 keeps them; they stay the same objects."""
+    found: list[Any] = group.fsdp_params
+    return found
+
+
+def sharded(member: Any) -> nn.Parameter:
+    """Return a parameter as the optimizer sees it."""
+    parameter: nn.Parameter = member.sharded_param
+    return parameter
 
 
 def sharded_parameters(group: Any) -> list[nn.Parameter]:
@@ -337,11 +418,9 @@ def sharded_parameters(group: Any) -> list[nn.Parameter]:
     return [each.sharded_param for each in group.fsdp_params]
 
 
-def whole_parameters(group: Any) -> Iterator[tuple[Any, nn.Parameter]]:
-    """Yield (parameter of FSDP2, whole tensor); the latter is made once, at the first use."""
-    for each in group.fsdp_params:
-        if hasattr(each, "_unsharded_param"):
-            yield each, each._unsharded_param
+def whole_parameters(group: Any) -> list[nn.Parameter]:
+    """Return whole parameters; FSDP2 makes them once, at the first use, and then all of a group."""
+    return [each._unsharded_param for each in group.fsdp_params]
 
 
 def is_whole(group: Any) -> bool:
@@ -350,14 +429,9 @@ def is_whole(group: Any) -> bool:
     return whole
 
 
-def version(tensor: torch.Tensor) -> int:
-    """Count the writes to a tensor, but for those through `.data`."""
-    return tensor._version
-
-
-def versions(group: Any) -> list[tuple[int, int]]:
-    """Count the writes to each shard of a group: through the DTensor, and to its elements."""
-    return [version_of(each) for each in group.fsdp_params]
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Count the writes to each tensor, but for those through `.data`."""
+    return [each._version for each in tensors]
 
 
 def version_of(member: Any) -> tuple[int, int]:
@@ -365,12 +439,23 @@ def version_of(member: Any) -> tuple[int, int]:
     return (member.sharded_param._version, member._sharded_local_tensor._version)
 
 
-def set_microbatch(root: nn.Module, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
-    """Choose what the next backward does, for all units below `root`."""
-    unit: Any = root
-    unit.set_requires_gradient_sync(reduces)
-    unit.set_requires_all_reduce(reduces and reduces_outer)
-    unit.set_reshard_after_backward(reshards)
+def num_writes_of_shards(group: Any) -> int:
+    """Count the writes to the shards of a group, through DTensors and to their elements."""
+    found = 0
+    for each in group.fsdp_params:
+        parameter = each.sharded_param
+        found += parameter._version + parameter._local_tensor._version
+    return found
+
+
+def set_microbatch(
+    groups: Iterable[Any], *, reduces: bool, reduces_outer: bool, reshards: bool
+) -> None:
+    """Choose what the next backward does with groups; torch's setters walk all modules instead."""
+    for group in groups:
+        group.reduce_grads = reduces
+        group.all_reduce_grads = reduces and reduces_outer
+        group.reshard_after_backward = reshards
 
 
 def is_idle(group: Any) -> bool:
@@ -379,15 +464,13 @@ def is_idle(group: Any) -> bool:
     return name == "IDLE"
 
 
-def is_interrupted(unit: nn.Module) -> bool:
+def is_interrupted(state: Any) -> bool:
     """Return True if an error left a unit in the middle of a forward or a backward."""
-    state = _state(unit)
-    shared = state._state_ctx
     return (
         state._training_state.name != "IDLE"
         or not all(map(is_idle, state._fsdp_param_groups))
         # A backward that failed before it reached a unit.
-        or shared.post_backward_final_callback_queued
+        or state._state_ctx.post_backward_final_callback_queued
     )
 
 
@@ -409,16 +492,74 @@ def has_unreduced(group: Any) -> bool:
     )
 
 
-def _state(unit: nn.Module) -> Any:
-    module: Any = unit
-    return module._get_fsdp_state()
+def set_ahead(state: Any, ahead: list[Any]) -> None:
+    """Choose the units to gather while this one computes its forward."""
+    state._states_to_forward_prefetch = ahead
 
 
-def set_prefetch(unit: nn.Module, *, ahead: list[nn.Module], behind: list[nn.Module]) -> None:
-    """Choose the units to gather while this one computes; FSDP2 chooses if `behind` is empty."""
-    module: Any = unit
-    module.set_modules_to_forward_prefetch(ahead)
-    module.set_modules_to_backward_prefetch(behind)
+def set_behind(state: Any, behind: list[Any]) -> None:
+    """Choose the units to gather while this one computes its backward.
+
+    FSDP2 chooses if it is empty: the unit that ran before, of which it leaves out all but one of
+    the groups if this unit has a single one.
+    """
+    state._states_to_backward_prefetch = behind
+
+
+def ran(state: Any, *, first: int = 0) -> list[Any]:
+    """Return groups in the order in which their forwards ended, since the last backward."""
+    order: list[Any] = state._comm_ctx.post_forward_order[first:]
+    return order
+
+
+def num_ran(state: Any) -> int:
+    """Return the number of forwards of groups since the last backward."""
+    return len(getattr(state._comm_ctx, "post_forward_order", ()))  # not before the first forward
+
+
+def forget_ran(state: Any, *, first: int) -> None:
+    """Forget forwards that no backward follows, which FSDP2 would keep until there is one."""
+    order = state._comm_ctx.post_forward_order
+    for group in order[first:]:
+        if group._post_forward_indices:
+            group._post_forward_indices.pop()
+    del order[first:]
+
+
+def drop_ahead(state: Any) -> None:
+    """Forget what was gathered of a unit that did not run: later it would be out of date."""
+    for group in state._fsdp_param_groups:
+        result, group._all_gather_result = group._all_gather_result, None
+        if result is None:
+            continue
+        if result.all_gather_event is not None:
+            group.device_handle.current_stream().wait_event(result.all_gather_event)
+        if isinstance(result.all_gather_work, dist.Work):
+            result.all_gather_work.wait()
+
+
+def prepare_for_inference(root: nn.Module, states: Iterable[Any]) -> None:
+    """Allocate whole parameters outside of inference mode, so that autograd can use them later.
+
+    FSDP2 allocates them in the first forward and keeps them. Allocated in inference mode they are
+    useless for every training that follows.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        state_of(root)._lazy_init()
+        for state in states:
+            for group in state._fsdp_param_groups:
+                for member in group.fsdp_params:
+                    if hasattr(member, "_unsharded_param"):
+                        continue
+                    shard = member._sharded_param_data
+                    member.init_all_gather_outputs(
+                        [shard.numel()],
+                        [member.param_dtype or shard.dtype],
+                        num_shards(group),
+                        group.device,
+                    )
+                    member.init_unsharded_param()
+                    member.free_unsharded_param()
 
 
 def drop_gradients(group: Any) -> None:
@@ -435,6 +576,15 @@ def on_gradient(whole: nn.Parameter, call: Callable[[torch.Tensor], None]) -> No
     """Call a function whenever autograd has added to the gradient of a whole parameter."""
     parameter: Any = whole
     parameter.register_post_accumulate_grad_hook(call)
+
+
+def is_meta(state: Any) -> bool:
+    """Return True if a shard of a unit has no memory yet."""
+    return any(
+        member.sharded_param.is_meta
+        for group in state._fsdp_param_groups
+        for member in group.fsdp_params
+    )
 
 
 def replace_tensors(model: nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -197,6 +197,7 @@ def put_on_mesh(each: PlannedParameter, axis: DataAxis) -> PlannedParameter:
             stride=parameter.stride(),
         )
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    _torch.carry_over(parameter, new)
     for module, attribute in each.places:
         parameter_table(module)[attribute] = new
     return replace(each, parameter=new)

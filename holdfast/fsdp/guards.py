@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
+from holdfast.fsdp.prefetch import Prefetch
 
 
 class UnitGuard:
@@ -19,18 +20,32 @@ class UnitGuard:
     forward without backward. A step, a load or any other write then changes only the shards, and
     the next forward computes with the old weights; the loss never changes.
 
-    Cost: some microseconds a forward and parameter.
+    Cost: less than a microsecond a forward and parameter.
+
+    `hooks` are those that users have registered at the parameters before they were sharded.
     """
 
-    def __init__(self, unit: nn.Module, *, name: str) -> None:
+    def __init__(
+        self,
+        unit: nn.Module,
+        *,
+        name: str,
+        hooks: Mapping[Any, Any],
+        prefetch: Prefetch,
+    ) -> None:
         self._name = name or "(the model)"
-        self._unit = unit
-        self.groups: list[Any] = _torch.param_groups(unit)
+        self.state: Any = _torch.state_of(unit)
+        self.groups: list[Any] = _torch.param_groups(self.state)
+        self._hooks = hooks
+        self._prefetch = prefetch
         self._reductions = [_torch.reduction_of(group) for group in self.groups]
         self._gathers = [_torch.gather_of(group) for group in self.groups]
-        self._versions: list[list[tuple[int, int]]] = [[] for _ in self.groups]
-        self._whole_versions: dict[nn.Parameter, int] = {}
-        self._hooked: set[nn.Parameter] = set()
+        self._writes: list[int | None] = [None for _ in self.groups]
+        """Writes to shards before the whole parameters were gathered from them."""
+        self._wholes: list[nn.Parameter] = []
+        self._whole_versions: list[int] = []
+        self._unwatched: list[tuple[Any, nn.Parameter]] = []
+        """Whole parameters whose gradients are not watched: frozen ones."""
         self._used: dict[Any, tuple[int, int]] = {}
         """Parameters that got a gradient, with the versions of their shards then."""
         # The first is before FSDP2's own hook, the second after it.
@@ -58,6 +73,9 @@ class UnitGuard:
                 f"unit '{self._name}': its all-gather was replaced after fully_shard_model; "
                 f"parameters are gathered on the communicators of the groups it was given"
             )
+        for group in self.groups:
+            for member in _torch.members(group):
+                check_hooks(_torch.sharded(member), where=f"unit '{self._name}'")
 
     def check_weights(self) -> None:
         """Raise ConfigError if shards were written while whole weights of them were kept.
@@ -65,17 +83,23 @@ class UnitGuard:
         Or if a whole weight was written, which is a copy that is thrown away. A write through
         `.data` leaves no trace.
         """
-        for whole, version in self._whole_versions.items():
-            if _torch.version(whole) != version:
-                self._whole_versions.clear()
-                raise ConfigError(
-                    f"unit '{self._name}': a parameter of shape {list(whole.shape)} was written "
-                    f"between a forward and its backward or the next step; that changed a whole "
-                    f"copy, which is thrown away. Write to parameters after a step, after a "
-                    f"forward under torch.no_grad(), or after reshard() of the sharded model"
-                )
-        for group, versions in zip(self.groups, self._versions, strict=True):
-            if _torch.is_whole(group) and versions and _torch.versions(group) != versions:
+        versions = _torch.versions(self._wholes)
+        if versions != self._whole_versions:
+            differ = zip(self._wholes, versions, self._whole_versions, strict=True)
+            shape = next(list(whole.shape) for whole, now, then in differ if now != then)
+            self._whole_versions = versions
+            raise ConfigError(
+                f"unit '{self._name}': a parameter of shape {shape} was written between a forward "
+                f"and its backward or the next step; that changed a whole copy, which is thrown "
+                f"away. Write to parameters after a step, after a forward under torch.no_grad(), "
+                f"or after reshard() of the sharded model"
+            )
+        for group, before in zip(self.groups, self._writes, strict=True):
+            if (
+                before is not None
+                and _torch.is_whole(group)
+                and _torch.num_writes_of_shards(group) != before
+            ):
                 raise ConfigError(
                     f"unit '{self._name}': its parameters were changed (a step, a load) while "
                     f"whole copies of the old ones were kept, which the next forward would use. "
@@ -98,7 +122,7 @@ class UnitGuard:
 
     def is_interrupted(self) -> bool:
         """Return True if an error left this unit in the middle of a forward or a backward."""
-        return _torch.is_interrupted(self._unit)
+        return _torch.is_interrupted(self.state)
 
     def is_whole(self) -> tuple[bool, ...]:
         """Return for each group of parameters if whole ones are kept at this moment."""
@@ -110,7 +134,7 @@ class UnitGuard:
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters, as the optimizer sees them, that got a gradient in this unit."""
-        return {member.sharded_param for member in self._used}
+        return {_torch.sharded(member) for member in self._used}
 
     def has_unused_gradients(self) -> bool:
         """Return True if the unit has gradients, and no shard was written since they came."""
@@ -131,20 +155,36 @@ class UnitGuard:
         """Check whole weights before their first use in a forward."""
         del module, args
         self.check_weights()
+        self._prefetch.before(self.state)
         for number, group in enumerate(self.groups):
             if not _torch.is_whole(group):
-                self._versions[number] = _torch.versions(group)
+                self._writes[number] = _torch.num_writes_of_shards(group)
 
     def _after_gather(self, module: nn.Module, args: Any) -> None:
-        """Note which parameters get a gradient; FSDP2 creates the whole one at its first use."""
+        """Watch whole parameters; FSDP2 creates them at their first use."""
         del module, args
-        for group in self.groups:
-            for member, whole in _torch.whole_parameters(group):
-                self._whole_versions[whole] = _torch.version(whole)
-                if whole in self._hooked or not whole.requires_grad:
-                    continue
-                self._hooked.add(whole)
-                _torch.on_gradient(whole, self._note_use(member))
+        if not self._wholes:
+            for group in self.groups:
+                wholes = _torch.whole_parameters(group)
+                self._wholes += wholes
+                self._unwatched += zip(_torch.members(group), wholes, strict=True)
+            self._whole_versions = _torch.versions(self._wholes)
+            for member, whole in self._unwatched:
+                _torch.carry_over(_torch.sharded(member), whole)
+        if any(whole.requires_grad for _, whole in self._unwatched):
+            self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        """Note which parameters get a gradient, and call users' hooks with it."""
+        frozen = []
+        for member, whole in self._unwatched:
+            if not whole.requires_grad:
+                frozen.append((member, whole))
+                continue
+            if member in self._hooks:
+                _torch.call_hooks(whole, self._hooks[member])
+            _torch.on_gradient(whole, self._note_use(member))
+        self._unwatched = frozen
 
     def _note_use(self, member: Any) -> Callable[[torch.Tensor], None]:
         def note(whole: torch.Tensor) -> None:
@@ -152,3 +192,15 @@ class UnitGuard:
             self._used[member] = _torch.version_of(member)
 
         return note
+
+
+def check_hooks(parameter: nn.Parameter, *, where: str) -> None:
+    """Raise ConfigError for hooks at a sharded parameter, which autograd never calls."""
+    if _torch.hooks_of(parameter) or _torch.has_hooks_after_gradients(parameter):
+        raise ConfigError(
+            f"{where}: a hook was registered at a parameter of shape {list(parameter.shape)} after "
+            f"fully_shard_model; autograd would never call it, because gradients are those of a "
+            f"whole copy. Remove it, and call register_hook before fully_shard_model, which has "
+            f"it called with the whole gradient of this rank; or read parameter.grad after the "
+            f"last backward, which is the reduced shard"
+        )

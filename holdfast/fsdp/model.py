@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -21,6 +22,8 @@ from holdfast.fsdp.data_axes import (
 )
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.plan import Kind, UnitPlan, plan_units
+from holdfast.fsdp.prefetch import Prefetch
+from holdfast.fsdp.refusals import refuse_copies
 from holdfast.fsdp.sharded_model import SCHEDULES, OuterReduction, ShardedModel, Strategy
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
@@ -34,7 +37,7 @@ def fully_shard_model(
     units: Iterable[nn.Module] = (),
     strategy: Strategy = "optim_grads_params",
     outer_reduction: OuterReduction = "step",
-    precision: MixedPrecisionPolicy | None = None,
+    precision: MixedPrecisionPolicy | torch.dtype | None = None,
     num_prefetched: int = 1,
 ) -> ShardedModel:
     """Shard a model over data parallelism with FSDP2; called by all ranks of the layout.
@@ -60,10 +63,11 @@ def fully_shard_model(
             parameters to be used. The model itself is always a unit, for all other parameters.
         strategy: the tensors to shard, see `Strategy`.
         outer_reduction: with replicas, when to sum gradients between slices.
-        precision: dtypes of computation and reduction; shards keep the parameters' own.
-        num_prefetched: number of units to gather ahead, in the order of the module tree in forward,
-            and against it in backward. 0 gathers none ahead in forward, and in backward the unit
-            that ran before.
+        precision: dtypes of computation and reduction; shards keep the parameters' own. A dtype
+            alone is that of the computation, and gradients are reduced in float32.
+        num_prefetched: number of units to gather ahead, in the order in which they ran in the last
+            forward, and against it in backward; none ahead in the first forward. 0 gathers none
+            ahead in forward, and in backward the unit that ran before.
 
     Raises:
         ConfigError: On all ranks: a parameter cannot be sharded, a declaration does not fit, or
@@ -82,7 +86,7 @@ def fully_shard_model(
             units=units,
             strategy=strategy,
             outer_reduction=outer_reduction,
-            precision=precision or MixedPrecisionPolicy(),
+            precision=precision,
             num_prefetched=num_prefetched,
         )
     )
@@ -96,7 +100,7 @@ def _shard(
     units: list[nn.Module],
     strategy: Strategy,
     outer_reduction: OuterReduction,
-    precision: MixedPrecisionPolicy,
+    precision: MixedPrecisionPolicy | torch.dtype | None,
     num_prefetched: int,
 ) -> ShardedModel:
     """Check everything, compare ranks, and only then change the model."""
@@ -105,6 +109,7 @@ def _shard(
     check_choice(strategy, name=f"{who}: strategy", choices=get_args(Strategy))
     check_choice(outer_reduction, name=f"{who}: outer_reduction", choices=get_args(OuterReduction))
     num_prefetched = check_int(num_prefetched, name=f"{who}: num_prefetched", least=0)
+    policy = _policy(precision)
     schedule = SCHEDULES[strategy]
     plan = plan_units(model, units=units, experts=experts)
     check_declarations(plan, groups)
@@ -126,7 +131,7 @@ def _shard(
         plan,
         groups,
         settings=(
-            f"strategy={strategy!r}, outer_reduction={outer_reduction!r}, precision={precision}, "
+            f"strategy={strategy!r}, outer_reduction={outer_reduction!r}, precision={policy}, "
             f"num_prefetched={num_prefetched}, gathering apart={overlaps}"
         ),
     )
@@ -135,16 +140,40 @@ def _shard(
         parameters=tuple(put_on_mesh(each, axes[each.kind]) for each in plan.parameters),
     )
     log = _torch.LaunchLog()
-    guards = _make_units(plan, axes, precision=precision, regathers=schedule.regathers, log=log)
-    _set_prefetch(list(plan.units), num_prefetched)
+    hooks = _make_units(plan, axes, precision=policy, regathers=schedule.regathers, log=log)
+    names = plan.units if axes else {}
+    refuse_copies(model, units=names)
+    prefetch = Prefetch([_torch.state_of(unit) for unit in names], num_prefetched)
     return ShardedModel(
         model,
         groups,
-        guards=guards,
+        guards=[
+            UnitGuard(unit, name=name, hooks=hooks, prefetch=prefetch)
+            for unit, name in names.items()
+        ],
         log=log,
+        prefetch=prefetch,
         axes=axes,
         schedule=schedule,
         outer_reduction=outer_reduction,
+    )
+
+
+def _policy(precision: object) -> MixedPrecisionPolicy:
+    """Return the policy that an argument means; raise ConfigError for anything else."""
+    if precision is None:
+        return MixedPrecisionPolicy()
+    if isinstance(precision, MixedPrecisionPolicy):
+        return precision
+    if isinstance(precision, torch.dtype) and precision.is_floating_point:
+        # A sum of many ranks in 16 bits loses what each of them adds.
+        return MixedPrecisionPolicy(
+            param_dtype=precision,
+            reduce_dtype=torch.float32 if precision.itemsize < 4 else None,
+        )
+    raise ConfigError(
+        f"fully_shard_model: precision is {precision!r}; pass a torch.distributed.fsdp."
+        f"MixedPrecisionPolicy, or a floating-point dtype such as torch.bfloat16 to compute in it"
     )
 
 
@@ -155,14 +184,18 @@ def _make_units(
     precision: MixedPrecisionPolicy,
     regathers: bool,
     log: _torch.LaunchLog,
-) -> list[UnitGuard]:
-    """Make every unit, innermost first, and give it its parameters."""
-    guards = []
+) -> dict[Any, Any]:
+    """Make every unit, innermost first, and give it its parameters.
+
+    Returns:
+        The hooks that users have registered, by FSDP2's parameter.
+    """
+    hooks: dict[Any, Any] = {}
     root = next(iter(plan.units))
     if not axes:
-        return []
+        return {}
     mesh = next(iter(axes.values())).mesh
-    for unit, name in reversed(plan.units.items()):
+    for unit in reversed(plan.units):
         # The model's own parameters are used to the end of its forward, and first in backward.
         frees = regathers and unit is not root
         _torch.make_unit(unit, mesh=mesh, precision=precision, regathers=frees)
@@ -180,26 +213,10 @@ def _make_units(
             if axis.gather is not None:
                 _torch.set_gather(group, axis.gather)
             _torch.log_launches(group, log)
-        guards.append(UnitGuard(unit, name=name))
-    return guards
-
-
-def _set_prefetch(units: list[nn.Module], num_prefetched: int) -> None:
-    """Gather the next units while one computes.
-
-    FSDP2's own choice in backward, the unit before in the order in which they ran, leaves out all
-    but one of the groups of that unit if this one has a single group.
-    """
-    if not num_prefetched or len(units) < 2:
-        return
-    root, *inner = units
-    _torch.set_prefetch(
-        root, ahead=inner[:num_prefetched], behind=inner[: -num_prefetched - 1 : -1]
-    )
-    for number, unit in enumerate(inner):
-        ahead = inner[number + 1 : number + 1 + num_prefetched]
-        behind = inner[max(0, number - num_prefetched) : number][::-1]
-        _torch.set_prefetch(unit, ahead=ahead, behind=behind)
+            for each, member in zip(members, _torch.members(group), strict=True):
+                if _torch.hooks_of(each.parameter):
+                    hooks[member] = _torch.hooks_of(each.parameter)
+    return hooks
 
 
 def _check_devices(plan: UnitPlan, axes: dict[Kind, DataAxis]) -> None:

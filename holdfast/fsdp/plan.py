@@ -202,3 +202,10 @@ def _check_parameter(each: PlannedParameter) -> None:
         raise ConfigError(
             f"{where} has a gradient, which would be lost; call model.zero_grad() before"
         )
+    if _torch.has_hooks_after_gradients(parameter):
+        raise ConfigError(
+            f"{where} has a hook of register_post_accumulate_grad_hook, which would see the whole "
+            f"gradient of this rank before it is reduced, at a copy that no optimizer has; remove "
+            f"it, and read parameter.grad after the last backward, or update in "
+            f"ShardedModel.step"
+        )

@@ -21,6 +21,7 @@ from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.joins import check_joins
 from holdfast.fsdp.plan import Kind
+from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.engine import ALONE
 from holdfast.optim.microbatches import Launched, Meeting, Microbatches, MicrobatchTaker
@@ -78,11 +79,26 @@ class Programs:
         if not known or known[0] != launches:
             known[:] = [launches, *(each for each in known if each != launches)][: self._MOST]
 
-    def rest(self, key: tuple[object, ...], done: list[_torch.Launch]) -> Sequence[_torch.Launch]:
-        """Return what follows in the newest microbatch that started alike; nothing if none did."""
+    def rest(
+        self, key: tuple[object, ...], done: Sequence[_torch.Launch]
+    ) -> Sequence[_torch.Launch]:
+        """Return what follows in the newest microbatch that started the same; else nothing.
+
+        Communicators are looked at one by one: what is gathered ahead decides how gathers and
+        reductions alternate, and the order of neither.
+        """
         for launches in self._known.get(key, []):
-            if launches[: len(done)] == done:
-                return launches[len(done) :]
+            rest: list[_torch.Launch] = []
+            left = {each.group: iter([d for d in done if d.group is each.group]) for each in done}
+            for each in launches:
+                before = next(left.get(each.group, iter(())), None)
+                if before is None:
+                    rest.append(each)
+                elif before != each:
+                    break
+            else:
+                if all(next(more, None) is None for more in left.values()):
+                    return rest
         return ()
 
 
@@ -109,6 +125,7 @@ class ShardedModel(MicrobatchTaker):
         *,
         guards: Sequence[UnitGuard],
         log: _torch.LaunchLog,
+        prefetch: Prefetch,
         axes: Mapping[Kind, DataAxis],
         schedule: StrategySchedule,
         outer_reduction: OuterReduction,
@@ -116,10 +133,22 @@ class ShardedModel(MicrobatchTaker):
         self.model = model
         self.groups = groups
         self._guards = guards
+        self._prefetch = prefetch
         self.axes = axes
+        self._members = [
+            (member, kind)
+            for guard in guards
+            for group in guard.groups
+            for kind, axis in axes.items()
+            if group.mesh_info is axis.info
+            for member in _torch.members(group)
+        ]
         self._schedule = schedule
         self._outer_reduction = outer_reduction
+        self._is_ready = False
+        """True from the first forward."""
         self._is_pending = False
+        self._gathers_apart = all(axis.gather is not None for axis in axes.values())
         self._log = log
         self._programs = Programs()
         self._program: tuple[object, ...] = ()
@@ -133,6 +162,7 @@ class ShardedModel(MicrobatchTaker):
         for module in model.modules():
             set_worker(self, on=module)
         if guards:
+            model.register_forward_pre_hook(self._before_forward, prepend=True)
             # After FSDP2's own hook, which leaves whole parameters where a backward needs them.
             model.register_forward_hook(self._after_forward)
 
@@ -174,7 +204,10 @@ class ShardedModel(MicrobatchTaker):
         reduces_outer = is_last or self._outer_reduction == "microbatch"
         reshards = is_last or self._schedule.regathers
         self._set(reduces=reduces, reduces_outer=reduces_outer, reshards=reshards)
-        self._program = (reduces, reduces_outer, reshards, *(g.is_whole() for g in self._guards))
+        whole = tuple(guard.is_whole() for guard in self._guards)
+        # On one communicator the order of all collectives depends on what is gathered ahead.
+        order = () if self._gathers_apart else self._prefetch.order
+        self._program = (reduces, reduces_outer, reshards, whole, order)
         self._log.restart()
         self._is_pending = True
         try:
@@ -269,6 +302,8 @@ class ShardedModel(MicrobatchTaker):
         After an error in a forward or a backward it makes the model ready for the next step; all
         ranks call it then.
         """
+        if self._is_interrupted:
+            self._prefetch.forget()
         self._is_pending = self._is_interrupted = False
         if any(guard.is_interrupted() for guard in self._guards):
             _torch.reset(self.model)
@@ -328,15 +363,8 @@ class ShardedModel(MicrobatchTaker):
 
     def kinds(self) -> dict[nn.Parameter, Kind]:
         """Return the kind of every parameter."""
-        # Not kept: moving or materializing a model replaces its parameters.
-        return {
-            parameter: kind
-            for guard in self._guards
-            for group in guard.groups
-            for kind, axis in self.axes.items()
-            if group.mesh_info is axis.info
-            for parameter in _torch.sharded_parameters(group)
-        }
+        # Not kept: moving or materializing a model may replace its parameters.
+        return {_torch.sharded(member): kind for member, kind in self._members}
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient from this rank."""
@@ -369,18 +397,33 @@ class ShardedModel(MicrobatchTaker):
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step, with its backward, in microbatch(is_last=True)"
             )
-        layout = self.groups.layout
-        result = []
-        for parameter, kind in self.kinds().items():
-            for part in gradient_parts([parameter], groups=self.groups):
-                copies = part.num_copies
-                if kind == "experts" and _is_one_of_many(parameter):
-                    # Ranks of other ep coordinates hold other experts under other names.
-                    copies //= layout.ep
-                result.append(replace(part, num_copies=copies))
-        return result
+        kinds = self.kinds()
+        # Ranks of other ep coordinates hold other experts under other names.
+        unnamed = {p for p, kind in kinds.items() if kind == "experts" and _is_one_of_many(p)}
+        parts = gradient_parts((p for p in kinds if p not in unnamed), groups=self.groups)
+        for part in gradient_parts(unnamed, groups=self.groups):
+            copies = part.num_copies // self.groups.layout.ep
+            parts.append(replace(part, num_copies=copies))
+        return parts
 
     # ---- inside ----
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
+        del args
+        if self._is_ready:
+            self._prefetch.begin()
+            return
+        if any(_torch.is_meta(guard.state) for guard in self._guards):
+            raise ConfigError(
+                "forward of a sharded model on the meta device: its shards have no memory and no "
+                "values; call materialize() of the sharded model, and load a checkpoint, before "
+                "the first forward"
+            )
+        if torch.is_inference_mode_enabled():
+            _torch.prepare_for_inference(module, [guard.state for guard in self._guards])
+        self._is_ready = True
+        self._prefetch.begin()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Put shards back in the parameters' places after a forward without gradients.
@@ -389,6 +432,7 @@ class ShardedModel(MicrobatchTaker):
         are thrown away.
         """
         del module, args, output
+        self._prefetch.end()
         if not torch.is_grad_enabled():
             self.reshard()
 
@@ -398,9 +442,9 @@ class ShardedModel(MicrobatchTaker):
         super().check_ended()
 
     def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
-        if self._guards:
+        for guard in self._guards:
             _torch.set_microbatch(
-                self.model, reduces=reduces, reduces_outer=reduces_outer, reshards=reshards
+                guard.groups, reduces=reduces, reduces_outer=reduces_outer, reshards=reshards
             )
 
 

@@ -131,6 +131,8 @@ class Meeting:
             self.fail(failure or error)
         sums = self.sum.read(total)
         if sums.failed:
+            for taker in takers.values():
+                taker.interrupt()  # on all ranks, so that all start again from the same
             self._compare_launched(takers)
             self.agree(failure, phase=_PHASE)
         return sums
@@ -222,12 +224,7 @@ class Microbatches:
 
     def _meet(self) -> None:
         """Raise on this rank, too, if an error ended the microbatch on another one."""
-        try:
-            self._meeting.sum_up(Contribution(), None, takers=self._takers)
-        except BaseException:
-            for taker in self._takers.values():
-                taker.interrupt()
-            raise
+        self._meeting.sum_up(Contribution(), None, takers=self._takers)
 
     def _end_on_all(self, error: Exception, *, meets: bool) -> None:
         """Let all ranks know of an error of this one; raise if others are late instead."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import scale_each
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
 from holdfast.optim.plain_shards import PlainShards, Shards
@@ -96,6 +97,27 @@ def num_copies(parameter: Tensor, *, groups: ProcessGroups, num_parts: int = 1) 
     return copies
 
 
+class _Copies:
+    """Counts the ranks that hold a parameter once for all that are placed alike."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+        self._known: dict[object, int] = {}
+
+    def of(self, parameter: Tensor, num_parts: int) -> int:
+        key = (
+            (id(parameter.device_mesh), parameter.placements)
+            if isinstance(parameter, DTensor)
+            else num_parts
+        )
+        known = self._known.get(key)
+        if known is None:
+            known = num_copies(parameter, groups=self._groups, num_parts=num_parts)
+            self._known[key] = known
+        return known
+
+
+@torch.no_grad()
 def gradient_parts(
     parameters: Iterable[nn.Parameter],
     *,
@@ -116,20 +138,21 @@ def gradient_parts(
         ConfigError: A DTensor gradient is a sum not yet reduced.
     """
     parts = []
+    copies = _Copies(groups)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local.layout is not torch.strided:
                 local = local.to_dense()
-            copies = num_copies(gradient, groups=groups, num_parts=num_parts(parameter))
-            parts.append(GradientPart(local=local, num_copies=copies))
+            count = copies.of(gradient, num_parts(parameter))
+            parts.append(GradientPart(local=local, num_copies=count))
         elif parameter.requires_grad:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             parts.append(
                 GradientPart(
                     local=local.new_empty(0),
-                    num_copies=num_copies(parameter, groups=groups, num_parts=num_parts(parameter)),
+                    num_copies=copies.of(parameter, num_parts(parameter)),
                     num_unused=local.numel(),
                 )
             )
@@ -206,15 +229,37 @@ class NormTerms:
 def _local_sums(
     parts: Iterable[GradientPart], *, layout: Layout, unit: int, count_zeros: bool
 ) -> tuple[float, int]:
-    """Return this rank's sum of squares, and `unit` times its zeros, divided by the copies."""
-    square, zeros = 0.0, 0
+    """Return this rank's sum of squares, and `unit` times its zeros, divided by the copies.
+
+    Everything is computed where the gradients are, and read from each device once.
+    """
+    zeros = 0
+    tensors: dict[tuple[torch.device, int], list[Tensor]] = {}
     for part in parts:
         if part.num_copies < 1 or unit % part.num_copies:
             raise ConfigError(f"{part.num_copies} copies do not divide the ranks of {layout}")
-        square += _square(part.local) / part.num_copies
+        if part.local.numel():
+            tensors.setdefault((part.local.device, part.num_copies), []).append(part.local)
         if count_zeros:
-            num_zeros = part.local.numel() - int(torch.count_nonzero(part.local))
-            zeros += (num_zeros - part.num_padding + part.num_unused) * (unit // part.num_copies)
+            here = part.local.numel() - part.num_padding + part.num_unused
+            zeros += here * (unit // part.num_copies)
+    numbers: dict[torch.device, list[Tensor]] = {}
+    weights: dict[torch.device, list[int]] = {}
+    for (device, copies), members in tensors.items():
+        numbers.setdefault(device, []).append(_square(members) / copies)
+        if count_zeros:
+            counts = torch.stack([torch.count_nonzero(each) for each in members])
+            numbers[device].append(counts.sum().double())  # exact up to 2**53
+            weights.setdefault(device, []).append(unit // copies)
+    square = 0.0
+    for device, found in numbers.items():
+        values: list[float] = torch.stack(found).tolist()
+        if count_zeros:
+            zeros -= sum(
+                int(n) * weight for n, weight in zip(values[1::2], weights[device], strict=True)
+            )
+            values = values[::2]
+        square += sum(values)
     return square, zeros
 
 
@@ -268,17 +313,36 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply the gradients in `.grad`, in place."""
     if factor == 1.0:
         return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    gradients = (p.grad for p in parameters if p.grad is not None)
+    # Of a DTensor its elements: the operations of DTensors cost far more than the multiplication.
+    scale_each([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
 
 
-def _square(local: Tensor) -> float:
-    if local.numel() == 0:
-        return 0.0
-    flat = local.reshape(-1)
-    if flat.is_complex():  # |z|² is the sum of two squares; a NaN in either part counts
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    chunks: Sequence[Tensor] = torch.split(flat, _CHUNK) if flat.numel() > _CHUNK else (flat,)
-    sums = [wide.dot(wide) for wide in (chunk.double() for chunk in chunks)]
-    return float(torch.stack(sums).sum() if len(sums) > 1 else sums[0])
+def _square(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the squares of tensors on one device, in float64, on that device.
+
+    Small ones are joined, as many as fit in a chunk, since each operation costs the host time.
+    """
+    sums: list[Tensor] = []
+    small: list[Tensor] = []
+    room = _CHUNK
+    for local in tensors:
+        flat = local.reshape(-1)
+        if flat.is_complex():  # |z|² is the sum of two squares; a NaN in either part counts
+            flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+        if flat.numel() > _CHUNK:
+            sums += [_dot(chunk) for chunk in torch.split(flat, _CHUNK)]
+            continue
+        if flat.numel() > room:
+            sums.append(_dot(torch.cat(small)))
+            small, room = [], _CHUNK
+        small.append(flat)
+        room -= flat.numel()
+    if small:
+        sums.append(_dot(torch.cat(small) if len(small) > 1 else small[0]))
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def _dot(flat: Tensor) -> Tensor:
+    wide = flat.double()
+    return wide.dot(wide)
