@@ -36,6 +36,10 @@ def check_joins(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
         return
     group = optimizer.param_groups[0]
     settings = {key: group[key] for key in optimizer.defaults if key in group}
+    if isinstance(settings.get("lr"), int | float | torch.Tensor):
+        settings["lr"] = (
+            0.01  # at the start of a warm-up an update may be smaller than its rounding
+        )
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
 
     def run(*, in_shards: bool) -> torch.Tensor:

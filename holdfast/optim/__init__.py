@@ -5,11 +5,14 @@ Gradients come in, from autograd's hooks or from `.grad`. Updated parameters go 
 `Stepper` that they call), then `step_sum.py` (the contribution of a rank), then `sharded.py`.
 
 A step waits for the other ranks three times: for its share of the gradients; for one small sum, by
-which everything is decided before anything is updated; and for one number that says whether the
-update worked, while shares are gathered. Ranks exchange which parameters got a gradient only if the
-sum shows that a rank lacks one, and settings only if it shows that they differ. Over gloo sums are
-made in the order of a group's ranks, so their bits depend neither on the size of buckets nor on the
-algorithm of the backend.
+which everything is decided before anything is updated; and for a smaller one that says whether the
+update worked and was the same everywhere (`scalars.py`), while shares are gathered. Ranks exchange
+which parameters got a gradient only if the sum shows that a rank lacks one, and settings only if it
+shows that they differ. Over gloo sums are made in the order of a group's ranks, so their bits
+depend neither on the size of buckets nor on the algorithm of the backend.
+
+What ranks hold is compared when an optimizer is built (`agreement.py`): copies are equal, and
+plain shards are declared (`plain_shards.py`).
 """
 
 from holdfast.optim.chained import ChainedOptimizer

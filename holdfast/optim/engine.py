@@ -207,14 +207,15 @@ class Stepper(MicrobatchTaker):
                 ranks and their messages. Before the update nothing has changed. After a failed
                 update the other ranks have updated their shares, and the parameters of a sharded
                 optimizer are equal on all ranks: training can continue with the next step, or from
-                the last checkpoint.
+                the last checkpoint. A ConfigError after the update: optimizers that join elements
+                have computed other scalars from other shards.
 
         Cost: the reductions not made yet; one small sum over the layout of some numbers and three
-        per rank, by which all is decided before anything is updated, and one number after the
-        update, of whether it worked (a sum is an all-reduce over each of `tp`, `dp_cp` and `pp`
-        that has several ranks); an all-gather per bucket, which with overlap runs concurrently with
-        the next forward. If a parameter got no gradient on some rank, also an all-reduce of a
-        number per parameter.
+        per rank, by which all is decided before anything is updated, and two numbers and one per
+        rank after the update, of whether it worked and was the same (a sum is an all-reduce over
+        each of `tp`, `dp_cp` and `pp` that has several ranks); an all-gather per bucket, which with
+        overlap runs concurrently with the next forward. If a parameter got no gradient on some
+        rank, also an all-reduce of a number per parameter.
         """
         return self._engine.step(
             closure,

@@ -270,7 +270,8 @@ class ReducedOptimizer(PlainStepper):
             grad = parameter.grad
             local = local_tensor(grad) if isinstance(grad, DTensor) else grad
             wide = local.to(torch.promote_types(local.dtype, torch.float32)).contiguous()
-            work = None if group is None else collectives.all_reduce(wide, group)
+            sent = torch.view_as_real(wide) if wide.is_complex() else wide
+            work = None if group is None else collectives.all_reduce(sent, group)
             sums.append((local, wide, work))
         for local, wide, work in sums:
             if work is not None:

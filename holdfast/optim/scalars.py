@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from holdfast.optim.step_sum import stages_of
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
-
-if TYPE_CHECKING:
-    from holdfast.optim.engine import Stepper
 
 Numbers = dict[str, float]
 """By their names in messages."""
@@ -39,6 +36,17 @@ class Border:
     """True on the rank whose shard ends there, False on the one whose shard starts there."""
     numbers: Numbers
     """Of the state of the parameter, which both ranks must have alike."""
+
+
+class Watched(Protocol):
+    """What is asked of a stepper."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+
+    def borders(self) -> list[Border]:
+        """Return the borders of this rank's shards."""
 
 
 class ScalarWatch:
@@ -60,12 +68,12 @@ class ScalarWatch:
         """By module, what this rank states; not for a rank on which a group got no gradient."""
         self._borders: list[Border] = []
 
-    def before_update(self, steppers: Mapping[str, Stepper]) -> None:
+    def before_update(self, steppers: Mapping[str, Watched]) -> None:
         """Remember the numbers before an update."""
         self._of_groups, self._borders = {}, []
         self._before = {m: _numbers(_groups(each.optimizer)) for m, each in steppers.items()}
 
-    def after_update(self, steppers: Mapping[str, Stepper]) -> None:
+    def after_update(self, steppers: Mapping[str, Watched]) -> None:
         """Look at the numbers after an update, while gradients are there."""
         for module, stepper in steppers.items():
             groups = _groups(stepper.optimizer)
@@ -158,7 +166,7 @@ def _number(value: object) -> float | None:
         is_scalar = value.ndim == 0 and value.device.type == "cpu" and not value.is_complex()
         return float(value) if is_scalar else None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 2**1000 or isinstance(value, float) else None
     return None
 
 

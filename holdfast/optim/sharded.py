@@ -88,7 +88,9 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             (compiled, scripted, functional), or other code holds views of its memory. Without
             `overlap` the step waits.
         elementwise: a declaration that the optimizer updates elements one by one; without it a
-            trial on small tensors has to show that (some milliseconds, three more calls of `make`).
+            trial on small tensors has to show that (about a tenth of a second, six more calls of
+            `make`). A trial proves some dozens of steps; after every update scalars of groups and
+            states are compared between ranks, and ranks that differ are refused.
         shards: by axis, plain parameters of which each rank along the axis holds another shard:
             `{"tp": [...]}`; for experts `ep` and `expt_tp`. All other plain parameters are the same
             on all ranks of their pipeline stage, or with `over="expt_dp"` experts that have a name

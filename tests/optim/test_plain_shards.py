@@ -58,7 +58,7 @@ def kinds(
     sgd = partial(torch.optim.SGD, lr=LR)
     return {
         "sharded": lambda **options: ShardedOptimizer(
-            net, net.parameters(), make=sgd, groups=groups, over=over, bucket_nbytes=40,
+            net, net.parameters(), make=sgd, groups=groups, over=over, bucket_nbytes=4000,
             divisor=groups.size("dp_cp"), elementwise=True, **options,
         ),
         "reduced": lambda **options: ReducedOptimizer(
