@@ -198,6 +198,8 @@ class ShardedModel:
             _torch.reset(self.model)
         for guard in self._guards:
             guard.forget_used()
+            # After a step that was refused, too, writes go to shards.
+            guard.reshard()
             for group in guard.groups:
                 _torch.drop_gradients(group)
 
@@ -277,7 +279,12 @@ class ShardedModel:
             )
         layout = self.groups.layout
         result = []
+        used = self.used()
         for parameter, kind in self.kinds().items():
+            if not parameter.requires_grad and parameter not in used:
+                # FSDP2 knows what is frozen from the last forward of a unit, and reduces zeros for
+                # one that has not run since: momentum and decay would move frozen values.
+                parameter.grad = None
             for part in gradient_parts([parameter], groups=self.groups):
                 copies = part.num_copies
                 if kind == "experts" and _is_one_of_many(parameter):
