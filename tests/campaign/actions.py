@@ -163,7 +163,7 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
             yield replace(each, is_last=False)
         else:
             yield each
-        if kind == "inside" and number == odd:
+        if number == odd and (kind == "inside" or (kind == "forward" and chance.random() < 0.5)):
             yield from (_inside(chance, limits) for _ in range(chance.choice((1, 1, 2))))
     if kind == "late":
         yield replace(microbatches[-1], is_last=chance.random() < 0.5)
@@ -200,7 +200,7 @@ def _between(chance: random.Random, limits: Limits) -> Action:
 
 def _inside(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two microbatches, or between the last one and the step."""
-    kind = chance.choice(("evaluate", "evaluate", "write", "swap", "save", "load", "drop", "look"))
+    kind = chance.choice(("evaluate", "write", "write", "swap", "save", "load", "drop", "look"))
     return _anywhere(chance, kind, limits, writes=limits.writes_inside)
 
 
