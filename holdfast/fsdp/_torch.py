@@ -484,8 +484,8 @@ def reset(root: nn.Module) -> None:
 
 
 def has_unreduced(group: Any) -> bool:
-    """Return True if whole gradients of a group wait for a reduction."""
-    return any(
+    """Return True if gradients of a group, whole or summed in a slice, wait for a reduction."""
+    return group._partial_reduce_output is not None or any(
         each.unsharded_accumulated_grad is not None
         or (hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None)
         for each in group.fsdp_params

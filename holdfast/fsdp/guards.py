@@ -129,7 +129,7 @@ class UnitGuard:
         return tuple(map(_torch.is_whole, self.groups))
 
     def has_unreduced(self) -> bool:
-        """Return True if whole gradients of this unit wait for a reduction."""
+        """Return True if gradients of this unit wait for a reduction."""
         return any(map(_torch.has_unreduced, self.groups))
 
     def used(self) -> set[nn.Parameter]:

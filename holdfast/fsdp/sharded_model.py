@@ -310,6 +310,7 @@ class ShardedModel(MicrobatchTaker):
         for guard in self._guards:
             guard.forget_used()
             # After an error some ranks have whole parameters and others not: all gather again.
+            # After a step that was refused, too, writes go to shards.
             guard.reshard()
             for group in guard.groups:
                 _torch.drop_gradients(group)
@@ -397,7 +398,13 @@ class ShardedModel(MicrobatchTaker):
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step, with its backward, in microbatch(is_last=True)"
             )
+        used = self.used()
         kinds = self.kinds()
+        for parameter in kinds:
+            if not parameter.requires_grad and parameter not in used:
+                # FSDP2 knows what is frozen from the last forward of a unit, and reduces zeros for
+                # one that has not run since: momentum and decay would move frozen values.
+                parameter.grad = None
         # Ranks of other ep coordinates hold other experts under other names.
         unnamed = {p for p, kind in kinds.items() if kind == "experts" and _is_one_of_many(p)}
         parts = gradient_parts((p for p in kinds if p not in unnamed), groups=self.groups)

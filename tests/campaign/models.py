@@ -33,6 +33,7 @@ class Traits:
     has_experts: bool = True
     is_odd: bool = False
     """True if it may have scalars, complex values and rows that the tensor ranks share unevenly."""
+    is_small: bool = False
 
 
 def whole(value: Tensor) -> Tensor:
@@ -186,7 +187,10 @@ class Generated(nn.Module):
         super().__init__()
         self.traits = traits
         self.table = nn.Parameter(torch.empty(7, WIDTH))
-        self.blocks = nn.ModuleList(self._block(chance, depth=0) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            self._block(chance, depth=int(traits.is_small))
+            for _ in range(2 if traits.is_small else 3)
+        )
 
     def _block(self, chance: random.Random, *, depth: int) -> Block:
         makers: dict[str, Callable[[], nn.Module]] = {
@@ -201,7 +205,8 @@ class Generated(nn.Module):
         if depth == 0:
             makers["block"] = lambda: self._block(chance, depth=1)
         parts: list[nn.Module] = [Leaf(chance, self.traits)]
-        parts += [makers[chance.choice([*makers])]() for _ in range(chance.randint(1, 3))]
+        count = 1 if self.traits.is_small else chance.randint(1, 3)
+        parts += [makers[chance.choice([*makers])]() for _ in range(count)]
         return Block(parts, chance=chance)
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -1,16 +1,29 @@
-"""Programs drawn from a seed: a model, the ways in which it is held, and what is done."""
+"""Programs drawn from a seed: a model, the ways in which it is held, and what is done.
+
+A program of `draw` has regular steps, in several ways that follow each other; one of
+`draw_irregular` has a small model, one way, and something unusual in each step.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from holdfast import Layout, LayoutError
+from tests.campaign.actions import (
+    FAULTS,
+    MODES,
+    WRITES,
+    Action,
+    Limits,
+    draw_actions,
+    regular_actions,
+)
 from tests.campaign.models import ROWS, Traits
 
 Kind = Literal["plain", "zero", "chained", "fsdp"]
@@ -28,7 +41,7 @@ OPTIMIZERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the ranks of a layout hold model and optimizer, and how many steps they do so."""
+    """How the ranks of a layout hold model and optimizer, and what they do."""
 
     kind: Kind
     layout: Mapping[str, Any]
@@ -36,10 +49,9 @@ class Way:
     """As `fully_shard_model` or `ShardedOptimizer` takes them."""
     is_declared: bool = False
     """True if dense parameters are DTensors on the mesh of their layout."""
-    num_microbatches: int = 1
     has_contexts: bool = True
     """False if backwards run without `microbatch` around them."""
-    num_steps: int = 2
+    actions: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +61,11 @@ class Program:
     seed: int
     traits: Traits
     optimizer: str
-    max_norm: float
     ways: tuple[Way, ...]
-
-    @property
-    def num_steps(self) -> int:
-        return sum(way.num_steps for way in self.ways)
 
 
 def draw(seed: int, *, num_ranks: int) -> Program:
-    """Draw a program for at most `num_ranks` ranks."""
+    """Draw a program of regular steps for at most `num_ranks` ranks."""
     chance = random.Random(f"{seed} of {num_ranks}")
     dtype = chance.choice([*[torch.float64] * 3, *[torch.float32] * 2, torch.bfloat16])
     kinds: tuple[Kind, ...] = ("plain", "zero", "chained", "chained", "fsdp", "fsdp", "fsdp")
@@ -69,49 +76,136 @@ def draw(seed: int, *, num_ranks: int) -> Program:
         kinds = ("zero",)
     has_tp = dtype != torch.bfloat16 and chance.random() < 0.4
     has_experts = dtype != torch.bfloat16
-    ways = tuple(
+    drawn = [
         _draw_way(chance, chance.choice(kinds), num_ranks, has_tp=has_tp, is_odd=is_odd)
         for _ in range(chance.choice((1, 2, 2, 3)))
-    )
+    ]
+    optimizer = chance.choice([*OPTIMIZERS])
+    max_norm = chance.choice((0.0, 0.1, 0.1, 1e6))
+    ways: list[Way] = []
+    done = 0
+    for way, num_microbatches, num_steps in drawn:
+        actions = regular_actions(
+            first=done, num_steps=num_steps, num_microbatches=num_microbatches, max_norm=max_norm
+        )
+        ways.append(replace(way, actions=actions))
+        done += num_steps
     return Program(
         seed=seed,
         traits=Traits(dtype=dtype, has_tp=has_tp, has_experts=has_experts, is_odd=is_odd),
-        optimizer=chance.choice([*OPTIMIZERS]),
-        max_norm=chance.choice((0.0, 0.1, 0.1, 1e6)),
-        ways=ways,
+        optimizer=optimizer,
+        ways=tuple(ways),
     )
+
+
+def draw_irregular(seed: int, *, num_ranks: int) -> Program:
+    """Draw a program with something unusual in each step, for exactly `num_ranks` ranks."""
+    chance = random.Random(f"irregular {seed} of {num_ranks}")
+    kind = chance.choice(("plain", "zero", "zero", "chained", "chained", *["fsdp"] * 4))
+    is_narrow = kind == "zero" and chance.random() < 0.4
+    dtype = torch.bfloat16 if is_narrow else chance.choice((torch.float64, torch.float32))
+    layout = chance.choice(_SMALL_LAYOUTS[num_ranks])
+    if kind == "zero":  # the optimizer of dense parameters alone
+        layout = {axis: size for axis, size in layout.items() if axis not in ("ep", "expt_tp")}
+    if is_narrow and layout.get("tp", 1) > 1:
+        layout = {"dp": num_ranks}
+    is_odd = is_narrow or (kind != "fsdp" and chance.random() < 0.2)
+    traits = Traits(
+        dtype=dtype,
+        has_tp=layout.get("tp", 1) > 1,
+        has_experts=not is_narrow,
+        is_odd=is_odd,
+        is_small=True,
+    )
+    way = Way(
+        kind=kind,
+        layout=layout,
+        options=_draw_options(chance, kind),
+        is_declared=kind in ("zero", "chained") and (is_odd or chance.random() < 0.3),
+        has_contexts=chance.random() < 0.85,
+        actions=draw_actions(chance, _limits(kind, layout, num_ranks=num_ranks)),
+    )
+    return Program(seed=seed, traits=traits, optimizer=chance.choice([*OPTIMIZERS]), ways=(way,))
+
+
+CAN_SOME_RANKS_FAIL = False
+"""True once an error that leaves a microbatch on some ranks is raised on all of them.
+
+Until then a rank that fails in a backward leaves reductions of buckets that others have launched.
+"""
+CAN_INFER_FIRST = False
+"""True once the first forward of a sharded model may be in inference mode."""
+
+CAN_WRITE_AFTER_LOAD = False
+"""True once a write between a load of main parameters and the next forward counts."""
+
+
+def _limits(kind: Kind, layout: Mapping[str, Any], *, num_ranks: int) -> Limits:
+    # Other ranks would wait for one that fails in a forward with collectives of its own.
+    is_local = kind != "plain" and {*layout} <= {"dp", "replicas", "ranks"}
+    are_reductions_shared = kind in ("zero", "chained") and num_ranks > 1
+    return Limits(
+        num_failing=num_ranks - 1 if CAN_SOME_RANKS_FAIL and is_local else 0,
+        faults=FAULTS if CAN_SOME_RANKS_FAIL or not are_reductions_shared else FAULTS[:2],
+        # What is written through `.data` to a whole copy leaves no trace, see `UnitGuard`.
+        writes_inside=("in place", "load_state_dict") if kind == "fsdp" else WRITES,
+        modes=MODES if CAN_INFER_FIRST or kind != "fsdp" else MODES[:1],
+        is_warm=kind == "fsdp",
+    )
+
+
+_SMALL_LAYOUTS: Mapping[int, Sequence[Mapping[str, Any]]] = {
+    1: [{"dp": 1}],
+    2: [{"dp": 2}, {"dp": 2, "ranks": (1, 0)}, {"cp": 2}, {"tp": 2}, {"dp": 2, "ep": 2}],
+    3: [{"dp": 3}],
+    4: [
+        {"dp": 4},
+        {"dp": 4, "replicas": 2},
+        {"dp": 4, "ep": 2},
+        {"dp": 4, "ep": 2, "replicas": 2},
+        {"dp": 2, "tp": 2},
+        {"dp": 2, "cp": 2, "ranks": (2, 0, 3, 1)},
+    ],
+}
+"""Few, so that programs share communicators."""
 
 
 def _draw_way(
     chance: random.Random, kind: Kind, num_ranks: int, *, has_tp: bool, is_odd: bool
-) -> Way:
+) -> tuple[Way, int, int]:
+    """Draw a way without actions, and how many microbatches a step has, and how many steps."""
     layout = _draw_layout(chance, num_ranks, has_tp=has_tp, has_experts=kind != "zero")
     made = Layout(**layout)
     num_rows = ROWS // (made.dp * made.cp)
-    counts = [count for count in (1, 2, 3, 4, 8) if num_rows % count == 0]
-    options: dict[str, Any] = {}
+    options = _draw_options(chance, kind)
+    is_declared = kind in ("zero", "chained") and (is_odd or chance.random() < 0.5)
+    num_microbatches = chance.choice([n for n in (1, 2, 3, 4, 8) if num_rows % n == 0])
+    has_contexts = kind == "fsdp" or chance.random() < 0.8
+    way = Way(
+        kind=kind,
+        layout=layout,
+        options=options,
+        is_declared=is_declared,
+        has_contexts=has_contexts,
+    )
+    return way, num_microbatches, chance.choice((1, 2, 3))
+
+
+def _draw_options(chance: random.Random, kind: Kind) -> dict[str, Any]:
     if kind == "fsdp":
-        options = {
+        return {
             "strategy": chance.choice(STRATEGIES),
             "num_prefetched": chance.randrange(3),
             "outer_reduction": chance.choice(("step", "microbatch")),
         }
-    elif kind in ("zero", "chained"):
-        options = {
+    if kind in ("zero", "chained"):
+        return {
             "stage": chance.choice((1, 2)),
             "overlap": chance.random() < 0.5,
             "bucket_nbytes": chance.choice((64, 300, 4096, 1 << 20)),
             "align_nbytes": chance.choice((16, 128)),
         }
-    return Way(
-        kind=kind,
-        layout=layout,
-        options=options,
-        is_declared=kind in ("zero", "chained") and (is_odd or chance.random() < 0.5),
-        num_microbatches=chance.choice(counts),
-        has_contexts=kind == "fsdp" or chance.random() < 0.8,
-        num_steps=chance.choice((1, 2, 3)),
-    )
+    return {}
 
 
 def _draw_layout(

@@ -1,7 +1,10 @@
-"""Runs programs on real ranks, and compares every step with that of the twin."""
+"""Runs programs on real ranks, and then has each one judged on one of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,99 +13,142 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast import Checkpointer, Layout, ProcessGroups
-from tests.campaign.programs import Program, draw
-from tests.campaign.twin import TwinStep, run_twin
+from tests.campaign.actions import Action, Microbatch
+from tests.campaign.programs import Program, draw, draw_irregular
+from tests.campaign.twin import Twin
+from tests.campaign.verdicts import Answer, Verdict, judge
 from tests.campaign.ways import Trained
 from tests.harness import RankContext
 
 
-def run_programs(context: RankContext, root: str, seeds: list[int]) -> list[str]:
-    """Run programs one after the other; what is wrong on this rank, in words."""
+@dataclass(kw_only=True)
+class Trace:
+    """What happened on one rank."""
+
+    answers: list[list[Answer]] = field(default_factory=list)
+    """By way and action; of a way that the rank has no part in, none."""
+    wrong: list[str] = field(default_factory=list)
+    """What the rank found itself: values of a load that were not those saved."""
+
+
+def run_programs(context: RankContext, root: str, seeds: list[int]) -> Verdict:
+    """Run regular programs one after the other."""
+    return _run_all(context, root, seeds, draw)
+
+
+def run_irregular_programs(context: RankContext, root: str, seeds: list[int]) -> Verdict:
+    """Run irregular programs one after the other."""
+    return _run_all(context, root, seeds, draw_irregular)
+
+
+def _run_all(
+    context: RankContext, root: str, seeds: list[int], draw: Callable[..., Program]
+) -> Verdict:
     programs = [draw(seed, num_ranks=context.num_ranks) for seed in seeds]
-    wrong: list[str] = []
-    truths = _truths(context, programs)
-    for number, (program, truth) in enumerate(zip(programs, truths, strict=True)):
-        try:
-            found = _run(context, Path(root) / str(number), program, truth)
-        except BaseException as error:
-            error.add_note(f"in {program}")
-            raise
-        wrong += [f"program {program.seed}: {each}" for each in found]
-    return wrong
+    traces = []
+    with ExitStack() as stack:
+        communicators = Communicators(stack)
+        for number, program in enumerate(programs):
+            print(f"program {program.seed}", flush=True)  # shown if a rank is late
+            try:
+                traces.append(_run(context, Path(root) / str(number), program, communicators))
+            except BaseException as error:
+                error.add_note(f"in {program}")
+                raise
+    shared: list[list[Trace]] = [[] for _ in range(context.num_ranks)]
+    dist.all_gather_object(shared, traces)
+    verdict = Verdict()
+    for number, program in enumerate(programs):
+        if number % context.num_ranks == context.rank:
+            _judge(program, [each[number] for each in shared], verdict)
+    return verdict
 
 
-def _truths(context: RankContext, programs: list[Program]) -> list[list[TwinStep]]:
-    """Run the twins, each on one of the ranks, and share them."""
-    mine = {
-        number: run_twin(program)
-        for number, program in enumerate(programs)
-        if number % context.num_ranks == context.rank
-    }
-    shared: list[Any] = [None] * context.num_ranks
-    dist.all_gather_object(shared, mine)
-    joined = {number: truth for each in shared for number, truth in each.items()}
-    return [joined[number] for number in range(len(programs))]
+class Communicators:
+    """The communicators of each layout, made once."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._made: dict[str, ProcessGroups | None] = {}
+
+    def of(self, sizes: Mapping[str, Any], *, rank: int) -> ProcessGroups | None:
+        """Return those of a layout; None on a rank that is not in it."""
+        # Ranks that have no part in a layout agree on none, and so need a name for each.
+        name = str(sorted(sizes.items()))
+        if name not in self._made:
+            layout = Layout(**sizes, name=name)
+            self._made[name] = (
+                self._stack.enter_context(ProcessGroups.create(layout))
+                if rank in layout.ranks
+                else None
+            )
+        return self._made[name]
 
 
-def _run(context: RankContext, root: Path, program: Program, truth: list[TwinStep]) -> list[str]:
-    wrong: list[str] = []
-    done = 0
+def _run(context: RankContext, root: Path, program: Program, communicators: Communicators) -> Trace:
+    trace = Trace()
     shared: list[dict[str, Tensor]] = [{}]
     """The parameters that the way before has saved."""
     for number, way in enumerate(program.ways):
-        steps = range(done, done + way.num_steps)
-        # Ranks that have no part in a layout agree on none, and so need a name for each.
-        layout = Layout(**way.layout, name=f"program {program.seed} way {number}")
         values: dict[str, Tensor] = {}
-        if context.rank in layout.ranks:
-            with ProcessGroups.create(layout) as groups:
-                # Of other values: what a load misses shows.
-                trained = Trained(program, way, groups, values=number or None)
-                if number:
-                    Checkpointer(root / str(number - 1), groups=groups).load(trained.state())
-                    before = shared[0]
-                    after = trained.whole()
-                    missed = [name for name in before if not torch.equal(before[name], after[name])]
-                    if missed:
-                        wrong.append(f"way {number} loaded these wrong: {missed}")
-                wrong += _train(trained, steps, truth, f"way {number}")
-                if number + 1 < len(program.ways):
-                    Checkpointer(root / str(number), groups=groups).save(1, trained.state())
-                    values = trained.whole()
-                trained.close()
-        done = steps.stop
+        groups = communicators.of(way.layout, rank=context.rank)
+        answers: list[Answer] = []
+        if groups is not None:
+            # Of other values: what a load misses shows.
+            trained = Trained(
+                program, way, groups, root=root / f"in {number}", values=number or None
+            )
+            if number:
+                Checkpointer(root / str(number - 1), groups=groups).load(trained.state())
+                before = shared[0]
+                after = trained.whole()
+                missed = [name for name in before if not torch.equal(before[name], after[name])]
+                if missed:
+                    trace.wrong.append(f"way {number} loaded these wrong: {missed}")
+            answers = _do_all(trained, way.actions)
+            if number + 1 < len(program.ways):
+                Checkpointer(root / str(number), groups=groups).save(1, trained.state())
+                values = trained.whole()
+            trained.close()
+        trace.answers.append(answers)
         if number + 1 < len(program.ways):
             # The ranks of the next way wait here until this one has saved.
             shared = [values]
-            dist.broadcast_object_list(shared, src=layout.ranks[0])
-    return wrong
+            dist.broadcast_object_list(shared, src=Layout(**way.layout).ranks[0])
+    return trace
 
 
-def _train(trained: Trained, steps: range, truth: list[TwinStep], where: str) -> list[str]:
-    wrong = []
-    index = trained.groups.index("dp_cp")
-    for number in steps:
-        expected, found = truth[number], trained.step(number)
-        outcome = found.outcome
-        at = f"{where} step {number}"
-        if not _is_near(found.loss, expected.losses[index], 1e-5):
-            wrong.append(f"{at}: loss {found.loss}, not {expected.losses[index]}")
-        if not _is_near(outcome.norm, expected.norm, 1e-5):
-            wrong.append(f"{at}: norm {outcome.norm}, not {expected.norm}")
-        if outcome.num_zeros != expected.num_zeros:
-            wrong.append(f"{at}: {outcome.num_zeros} zeros, not {expected.num_zeros}")
-        if outcome.clipped != expected.clipped or outcome.skipped:
-            wrong.append(f"{at}: {outcome}")
-        gaps = {
-            name: float((value - expected.parameters[name]).abs().max())
-            for name, value in trained.whole().items()
-            if value.numel()
-        }
-        off = {name: gap for name, gap in gaps.items() if not gap < 1e-6}
-        if off:
-            wrong.append(f"{at}: {len(off)} of {len(gaps)} parameters are off: {off}")
-    return wrong[:3]  # the rest follows from the first
+def _do_all(trained: Trained, actions: tuple[Action, ...]) -> list[Answer]:
+    """Do one action after the other, and recover from each error."""
+    answers: list[Answer] = []
+    for number, action in enumerate(actions):
+        before = actions[number - 1] if number else None
+        if (
+            isinstance(before, Microbatch)
+            and before.is_last
+            and before.failing is not None
+            and answers[-1].error
+        ):
+            answers.append(Answer())  # this rank has told the others, which raise in their step
+            continue
+        try:
+            answers.append(Answer(values=trained.do(action)))
+        except Exception as error:
+            answers.append(Answer.of(error))
+            try:
+                trained.recover(action, answers[-1].error)
+            except Exception as another:
+                answers[-1] = Answer.of(another, after=answers[-1].error)
+    return answers
 
 
-def _is_near(value: float, expected: float, tolerance: float) -> bool:
-    return abs(value - expected) <= tolerance * max(1.0, abs(expected))
+def _judge(program: Program, traces: list[Trace], verdict: Verdict) -> None:
+    found = Verdict(ends=verdict.ends, wrong=[each for trace in traces for each in trace.wrong])
+    twin = Twin(program)
+    for number, way in enumerate(program.ways):
+        if found.wrong:
+            break  # the rest follows from the first
+        ranks = Layout(**way.layout).ranks
+        answers = [traces[rank].answers[number] for rank in ranks]
+        judge(twin, way, answers, where=f"way {number} ({way.kind})", verdict=found)
+    verdict.wrong += [f"program {program.seed}: {each}" for each in found.wrong]

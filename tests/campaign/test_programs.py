@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.campaign.actions import Microbatch, Step
 from tests.campaign.programs import OPTIMIZERS, STRATEGIES, draw
 from tests.campaign.runs import run_programs
 from tests.harness import run_ranks
@@ -16,7 +17,7 @@ from tests.harness import run_ranks
 def check(tmp_path: Path, seeds: Iterable[int], *, num_ranks: int) -> None:
     """Run programs; `python -m tests.campaign --ranks N SEED` runs one of them again."""
     outcome = run_ranks(num_ranks, run_programs, str(tmp_path), list(seeds), timeout_s=500)
-    assert sorted({wrong for found in outcome.results for wrong in found}) == []
+    assert sorted({wrong for found in outcome.results for wrong in found.wrong}) == []
 
 
 @pytest.mark.parametrize("first", [0, 12])
@@ -53,8 +54,8 @@ def test_the_programs_have_everything_that_they_are_about() -> None:
     assert {way.kind for way in ways} == {"plain", "zero", "chained", "fsdp"}
     assert len(pairs) >= 8
     for kind in ("plain", "zero", "chained", "fsdp"):
-        limits = {p.max_norm for p in programs if any(way.kind == kind for way in p.ways)}
-        assert 0.1 in limits, kind
+        actions = [action for way in ways if way.kind == kind for action in way.actions]
+        assert 0.1 in {each.max_norm for each in actions if isinstance(each, Step)}, kind
     assert {program.optimizer for program in programs} == {*OPTIMIZERS}
     assert {program.traits.dtype for program in programs} == {
         torch.float32,
@@ -66,6 +67,6 @@ def test_the_programs_have_everything_that_they_are_about() -> None:
     for axis in ("dp", "cp", "tp", "ep", "replicas"):
         assert any(way.layout.get(axis, 1) > 1 for way in ways), axis
     assert any(program.traits.is_odd for program in programs)
-    assert any(way.num_microbatches > 2 for way in ways)
+    assert any(isinstance(a, Microbatch) and a.part > 1 for way in ways for a in way.actions)
     assert {way.is_declared for way in ways} == {True, False}
     assert {way.has_contexts for way in ways} == {True, False}

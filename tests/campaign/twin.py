@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,21 +11,53 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import Layout
+from tests.campaign.actions import (
+    Action,
+    Drop,
+    Evaluate,
+    Freeze,
+    Load,
+    Look,
+    Microbatch,
+    Save,
+    Step,
+    Swap,
+    Thaw,
+    Write,
+)
 from tests.campaign.models import generate
 from tests.campaign.programs import OPTIMIZERS, Program, Way
-from tests.campaign.ways import param_groups, rows_of
+from tests.campaign.ways import (
+    LOST_WRITE,
+    THAWED,
+    Values,
+    evaluate,
+    evaluate_average,
+    param_groups,
+    rows_of,
+    set_trainable,
+    tensors_of,
+    write,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TwinStep:
-    """A step, and the parameters after it."""
+@dataclass
+class Situation:
+    """What has happened since the last step, by which a refusal is judged."""
 
-    losses: list[float]
-    """Of each data rank's rows, their mean."""
-    norm: float
-    num_zeros: int
-    clipped: bool
-    parameters: dict[str, Tensor]
+    has_gradients: bool = False
+    is_reduced: bool = False
+    """True after a last microbatch."""
+    has_odd_forward: bool = False
+    """True after a forward without backward."""
+    is_open: bool = False
+    """True unless the last one of the microbatches had a backward."""
+    has_run: bool = False
+    """True after a forward that may have a backward."""
+    is_written: bool = False
+    """True if parameters were written after such a forward."""
+    is_thawed: bool = False
+    """True if something is trained that was frozen at the start."""
 
 
 class Twin:
@@ -33,67 +66,154 @@ class Twin:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.model = generate(program.seed, program.traits).model
-        self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._all = list(self.model.parameters())
+        self._at_start = {p: p.requires_grad for p in self._all}
         self._mains = [
-            nn.Parameter(p.detach().float()) if p.dtype == torch.bfloat16 else p
-            for p in self._trained
+            nn.Parameter(p.detach().float()) if p.dtype == torch.bfloat16 else p for p in self._all
         ]
+        self._has_loaded_mains = False
         make = OPTIMIZERS[program.optimizer]
         self._optimizer = make(param_groups(self._mains, decays="weight_decay" in make.keywords))
+        self._sums: dict[int, Tensor] = {}
+        """Gradients so far, by position of the parameter."""
+        self._shares = 1
+        self._saved: Any = None
+        self.situation = Situation()
 
-    def step(self, step: int, way: Way) -> TwinStep:
-        """Take a step on the rows of all data ranks, microbatch by microbatch."""
+    def do(self, action: Action, way: Way) -> Values:
+        """Do what an action says; losses are those of all data ranks."""
+        match action:
+            case Microbatch():
+                return self._microbatch(action, way)
+            case Step():
+                return self._step(action.max_norm)
+            case Look():
+                named = self.model.named_parameters()
+                return {"parameters": {name: p.detach().clone() for name, p in named}}
+            case Evaluate():
+                return {"output": evaluate(self.model, action.mode)}
+            case Swap():
+                self._note_write()
+                return {"output": evaluate_average(self.model)}
+            case Write():
+                self._note_write()
+                write(self.model, action)
+                if action.how == "load_state_dict" and not self._has_loaded_mains:
+                    self._refresh_mains()
+            case Freeze() | Thaw():
+                self._set_trainable(action)
+            case Save():
+                self._take_written_values()
+                self._saved = copy.deepcopy(
+                    (tensors_of(self.model), self._mains, self._optimizer.state_dict())
+                )
+            case Load():
+                self._note_write()
+                self._load()
+            case Drop():
+                self._drop()
+        return {}
+
+    def fail(self, action: Action, text: str) -> None:
+        """Follow what the ranks do after an error that has this text: see `Trained.recover`."""
+        if not isinstance(action, Save | Load):
+            self._drop()
+        if LOST_WRITE.search(text):
+            self._load()
+            self.situation.is_written = True  # another unit may raise the same
+        if THAWED.search(text):
+            self._set_trainable(Thaw())
+
+    # ---- inside ----
+
+    def _microbatch(self, action: Microbatch, way: Way) -> Values:
         layout = Layout(**way.layout)
-        shares = layout.dp * layout.cp
-        sums: dict[int, Tensor] = {}
-        losses = []
-        for index in range(shares):
-            parts = rows_of(step, index=index, shares=shares, parts=way.num_microbatches)
-            losses.append(0.0)
-            for rows in parts:
-                loss = self.model(rows).mean() / len(parts)
+        self._shares = layout.dp * layout.cp
+        situation = self.situation
+        situation.has_run |= action.does != "nothing"
+        situation.is_reduced |= action.is_last
+        situation.has_odd_forward |= action.does == "forward"
+        situation.is_open = not (action.is_last and action.does == "all")
+        losses: list[float] = []
+        if action.does == "nothing":
+            return {}
+        for index in range(self._shares):
+            parts = rows_of(action.step, index=index, shares=self._shares, parts=action.num_parts)
+            loss = self.model(parts[action.part]).mean() / action.num_parts
+            losses.append(float(loss.detach()))
+            if action.does == "all":
                 loss.backward()
-                losses[-1] += float(loss.detach())
-                for i, (p, main) in enumerate(zip(self._trained, self._mains, strict=True)):
-                    if p.grad is not None:
-                        sums[i] = sums.get(i, torch.zeros(())) + p.grad.to(main.dtype)
-                        p.grad = None
-        for i, total in sums.items():
-            self._mains[i].grad = total / shares
-        return self._update(losses)
+                self._add_gradients()
+        return {"losses": losses}
+
+    def _add_gradients(self) -> None:
+        self.situation.has_gradients = True
+        for i, (p, main) in enumerate(zip(self._all, self._mains, strict=True)):
+            if p.grad is not None:
+                self._sums[i] = self._sums.get(i, torch.zeros(())) + p.grad.to(main.dtype)
+                p.grad = None
 
     @torch.no_grad()
-    def _update(self, losses: list[float]) -> TwinStep:
-        limit = self.program.max_norm
+    def _step(self, limit: float) -> Values:
+        self._take_written_values()
+        for i, total in self._sums.items():
+            self._mains[i].grad = total / self._shares
         gradients: list[Any] = [main.grad for main in self._mains if main.grad is not None]
         norm = math.sqrt(sum(float(g.to(torch.complex128).abs().square().sum()) for g in gradients))
         num_zeros = sum(
             main.numel() if main.grad is None else int((main.grad == 0).sum())
-            for main in self._mains
+            for p, main in zip(self._all, self._mains, strict=True)
+            if p.requires_grad or main.grad is not None
         )
         clipped = 0 < limit < norm
         if clipped:
             for gradient in gradients:
                 gradient.mul_(limit / norm)
         self._optimizer.step()
-        self._optimizer.zero_grad()
-        for p, main in zip(self._trained, self._mains, strict=True):
+        for p, main in zip(self._all, self._mains, strict=True):
             if p is not main:
                 p.copy_(main)
-        return TwinStep(
-            losses=losses,
-            norm=norm,
-            num_zeros=num_zeros,
-            clipped=clipped,
-            parameters={n: p.detach().clone() for n, p in self.model.named_parameters()},
-        )
+        self._has_loaded_mains = False
+        self._drop()
+        is_as_built = all(p.requires_grad == was for p, was in self._at_start.items())
+        return {
+            "norm": norm,
+            # What is frozen later may count or not.
+            "num_zeros": num_zeros if is_as_built else None,
+            "clipped": clipped,
+            "skipped": False,
+        }
 
+    def _drop(self) -> None:
+        self._optimizer.zero_grad()
+        self._sums.clear()
+        self.situation = Situation(is_thawed=self.situation.is_thawed)
 
-def run_twin(program: Program) -> list[TwinStep]:
-    """Run the whole program in this process."""
-    twin = Twin(program)
-    done: list[TwinStep] = []
-    for way in program.ways:
-        for _ in range(way.num_steps):
-            done.append(twin.step(len(done), way))
-    return done
+    def _set_trainable(self, action: Freeze | Thaw) -> None:
+        set_trainable(self.model, action, at_start=self._at_start)
+        self.situation.is_thawed = any(p.requires_grad > was for p, was in self._at_start.items())
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        weights, mains, state = copy.deepcopy(self._saved)
+        self.model.load_state_dict(weights)
+        for main, saved in zip(self._mains, mains, strict=True):
+            main.copy_(saved)
+        self._optimizer.load_state_dict(state)
+        self._has_loaded_mains = True
+
+    def _note_write(self) -> None:
+        self.situation.is_written |= self.situation.has_run
+
+    @torch.no_grad()
+    def _take_written_values(self) -> None:
+        """Let main parameters follow what was written to the model's (see S2)."""
+        for p, main in zip(self._all, self._mains, strict=True):
+            if p is not main:
+                main.copy_(torch.where(main.to(p.dtype) == p, main, p.to(main.dtype)))
+
+    @torch.no_grad()
+    def _refresh_mains(self) -> None:
+        for p, main in zip(self._all, self._mains, strict=True):
+            if p is not main:
+                main.copy_(p)

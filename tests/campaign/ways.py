@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +19,39 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from holdfast import OptimizerState, ProcessGroups
+from holdfast import Checkpointer, OptimizerState, ProcessGroups
 from holdfast.fsdp import ShardedModel, fully_shard_model
 from holdfast.optim import ChainedOptimizer, ReducedOptimizer, ShardedOptimizer, StepOutcome
-from tests.campaign.models import ROWS, WIDTH, Case, Leaf, Specialists, Wide, generate
-from tests.campaign.programs import OPTIMIZERS, Program, Way
+from tests.campaign.actions import (
+    Action,
+    Drop,
+    Evaluate,
+    Fault,
+    Freeze,
+    Load,
+    Look,
+    Microbatch,
+    Save,
+    Step,
+    Swap,
+    Thaw,
+    Write,
+)
+from tests.campaign.models import (
+    ROWS,
+    WIDTH,
+    Block,
+    Case,
+    Generated,
+    Leaf,
+    Specialists,
+    Wide,
+    generate,
+)
+from tests.campaign.programs import CAN_WRITE_AFTER_LOAD, OPTIMIZERS, Program, Way
+
+LOST_WRITE = re.compile(r"was written between|were changed \(a step, a load\) while")
+THAWED = re.compile(r"was frozen when optimizer")
 
 
 def rows_of(step: int, *, index: int, shares: int, parts: int) -> list[Tensor]:
@@ -40,20 +70,31 @@ def param_groups(parameters: list[nn.Parameter], *, decays: bool) -> list[dict[s
     return groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step as this rank sees it."""
+class Trouble(Exception):
+    """An error of a kernel, a hook or a loss."""
 
-    loss: float
-    """Of this rank's rows, their mean."""
-    outcome: StepOutcome
+    def __init__(self) -> None:
+        super().__init__("injected")
+
+
+Values = Mapping[str, Any]
+"""What an action returns: numbers, a tensor, or tensors by name."""
 
 
 class Trained:
-    """One rank's model and optimizer, held in one way."""
+    """One rank's model and optimizer, held in one way.
+
+    `root` is where this way saves; the way before may have saved elsewhere.
+    """
 
     def __init__(
-        self, program: Program, way: Way, groups: ProcessGroups, *, values: int | None = None
+        self,
+        program: Program,
+        way: Way,
+        groups: ProcessGroups,
+        *,
+        root: Path,
+        values: int | None = None,
     ) -> None:
         self.program, self.way, self.groups = program, way, groups
         case = generate(program.seed, program.traits, values=values)
@@ -61,23 +102,45 @@ class Trained:
         self._experts = _placed(case, way, groups)
         self.sharded: ShardedModel | None = None
         self.optimizer: Any = self._optimizer(case)
+        self._trainable = {p: p.requires_grad for p in self.model.parameters()}
+        self._checkpointer = Checkpointer(root, groups=groups)
+        self._num_saves = 0
 
-    def step(self, step: int) -> Step:
-        """Run forward, backward and update on this data rank's rows."""
-        way, groups = self.way, self.groups
-        parts = rows_of(
-            step,
-            index=groups.index("dp_cp"),
-            shares=groups.size("dp_cp"),
-            parts=way.num_microbatches,
-        )
-        total = 0.0
-        for number, rows in enumerate(parts):
-            with self._microbatch(is_last=number == len(parts) - 1):
-                loss = self.model(rows).mean() / len(parts)
-                loss.backward()
-            total += float(loss.detach())
-        return Step(loss=total, outcome=self._update())
+    def do(self, action: Action) -> Values:
+        """Do what an action says."""
+        match action:
+            case Microbatch():
+                return self._run_microbatch(action)
+            case Step():
+                return self._step(action.max_norm)
+            case Look():
+                return {"parameters": self.whole()}
+            case Evaluate():
+                return {"output": evaluate(self.model, action.mode)}
+            case Write():
+                write(self.model, action)
+            case Swap():
+                return {"output": evaluate_average(self.model)}
+            case Freeze() | Thaw():
+                set_trainable(self.model, action, at_start=self._trainable)
+            case Save():
+                self._checkpointer.save(self._num_saves + 1, self.state())
+                self._num_saves += 1
+            case Load():
+                self._load()
+            case Drop():
+                self._drop(action.how)
+        return {}
+
+    def recover(self, action: Action, text: str) -> None:
+        """Do what the documentation says after an error that has this text."""
+        # A step has forgotten gradients, unless it has told of a microbatch of another rank.
+        if not isinstance(action, Save | Load | Step) or str(Trouble()) in text:
+            self._drop("drop_gradients")
+        if LOST_WRITE.search(text):
+            self._load()
+        if THAWED.search(text):
+            set_trainable(self.model, Thaw(), at_start=self._trainable)
 
     def state(self) -> dict[str, object]:
         """Return what is saved and loaded."""
@@ -95,10 +158,31 @@ class Trained:
 
     def close(self) -> None:
         """Take the hooks of the optimizer off the model."""
+        self._checkpointer.close()
         if isinstance(self.optimizer, ShardedOptimizer | ChainedOptimizer):
             self.optimizer.close()
 
     # ---- inside ----
+
+    def _run_microbatch(self, action: Microbatch) -> Values:
+        groups = self.groups
+        index, shares = groups.index("dp_cp"), groups.size("dp_cp")
+        rows = rows_of(action.step, index=index, shares=shares, parts=action.num_parts)[action.part]
+        failing = action.failing
+        fails = failing is None or groups.layout.ranks.index(groups.rank) in failing
+        fault = action.fault if fails else None
+        with self._microbatch(is_last=action.is_last):
+            if action.does == "nothing":
+                return {}
+            with _fault_of(self.model, fault, action.block):
+                loss = self.model(rows).mean() / action.num_parts
+                if fault == "before backward":
+                    raise Trouble
+                if action.does == "all":
+                    loss.backward()
+            if fault is not None:
+                raise Trouble
+        return {"loss": float(loss.detach())}
 
     def _microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         if not self.way.has_contexts:
@@ -108,12 +192,31 @@ class Trained:
         )
         return entered
 
-    def _update(self) -> StepOutcome:
-        options: dict[str, Any] = {"max_norm": self.program.max_norm, "count_zeros": True}
+    def _step(self, max_norm: float) -> Values:
+        options: dict[str, Any] = {"max_norm": max_norm, "count_zeros": True}
         if self.sharded is not None:
-            return self.sharded.step(self.optimizer, **options)
-        outcome: StepOutcome = self.optimizer.step(**options)
-        return outcome
+            outcome = self.sharded.step(self.optimizer, **options)
+        else:
+            outcome = self.optimizer.step(**options)
+        assert isinstance(outcome, StepOutcome)
+        return {
+            "norm": outcome.norm,
+            "num_zeros": outcome.num_zeros,
+            "clipped": outcome.clipped,
+            "skipped": outcome.skipped,
+        }
+
+    def _load(self) -> None:
+        self._checkpointer.load(self.state())
+        if self.program.traits.dtype == torch.bfloat16 and not CAN_WRITE_AFTER_LOAD:
+            self.optimizer.synchronize()
+
+    def _drop(self, how: str) -> None:
+        # That of the torch optimizer of a sharded model knows nothing of whole gradients.
+        if how == "zero_grad" and isinstance(self.optimizer, ShardedOptimizer | ChainedOptimizer):
+            self.optimizer.zero_grad()
+        else:
+            (self.sharded or self.optimizer).drop_gradients()
 
     def _optimizer(self, case: Case) -> Any:
         way, groups, model = self.way, self.groups, self.model
@@ -181,6 +284,100 @@ class Trained:
                 local.copy_(torch.view_as_complex(summed) if local.is_complex() else summed)
             if p.grad is not None:
                 p.grad.div_(self.groups.size("dp_cp"))
+
+
+@contextlib.contextmanager
+def _fault_of(model: Generated, fault: Fault | None, block: int) -> Iterator[None]:
+    """Raise in the forward, or in the backward, of a module."""
+
+    def fail(*_: Any) -> Any:
+        raise Trouble
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        del module, args
+        if fault == "in forward":
+            raise Trouble
+        if output.requires_grad:
+            output.register_hook(fail)
+
+    if fault not in ("in forward", "in backward"):
+        yield
+        return
+    handle = _block(model, block).parts[0].register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# ---- actions that a twin does alike ----
+
+
+def evaluate(model: Generated, mode: str) -> Tensor:
+    """Return the losses of some rows, without gradients."""
+    with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+        output = model(torch.arange(6))
+    return output.clone()
+
+
+@torch.no_grad()
+def evaluate_average(model: Generated) -> Tensor:
+    """Evaluate averaged parameters, as a moving average is: copied in, and back."""
+    parameters = list(model.parameters())
+    others = [p.detach().clone().mul_(0.9) for p in parameters]
+
+    def swap() -> None:
+        for p, other in zip(parameters, others, strict=True):
+            kept = p.detach().clone()
+            p.copy_(other)
+            other.copy_(kept)
+
+    swap()
+    output = evaluate(model, "no_grad")
+    swap()
+    return output
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict without what hooks have added, which no module takes."""
+    return {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
+
+
+@torch.no_grad()
+def write(model: Generated, action: Write) -> None:
+    """Multiply parameters, as users do."""
+    target = model if action.block is None else _block(model, action.block)
+    if action.how == "load_state_dict":
+        written = {*target.parameters()}
+        names = {n for n, p in model.named_parameters(remove_duplicate=False) if p in written}
+        model.load_state_dict(
+            {n: v * action.factor if n in names else v for n, v in tensors_of(model).items()}
+        )
+        return
+    for p in target.parameters():
+        (p.data if action.how == "data" else p).mul_(action.factor)
+
+
+def set_trainable(
+    model: Generated, action: Freeze | Thaw, *, at_start: Mapping[nn.Parameter, bool]
+) -> None:
+    """Freeze a block, or thaw it."""
+    if isinstance(action, Thaw) and action.block is None:
+        for p, trained in at_start.items():
+            p.requires_grad_(trained)
+    else:
+        assert action.block is not None
+        for p in _block(model, action.block).parameters():
+            p.requires_grad_(isinstance(action, Thaw))
+
+
+def _block(model: Generated, number: int) -> Block:
+    block = model.blocks[number]
+    assert isinstance(block, Block)
+    return block
+
+
+# ---- placements ----
 
 
 def full(value: Tensor) -> Tensor:

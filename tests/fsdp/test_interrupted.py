@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import ConfigError, Layout, ProcessGroups
 from holdfast.fsdp import ShardedModel
-from tests.fsdp.common import STRATEGIES, build, difference, place, rows_of, sgd, shard, truth
+from tests.fsdp.common import STRATEGIES, build, difference, full, place, rows_of, sgd, shard, truth
 from tests.harness import RankContext, run_ranks
 
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "replicas": 2}]
@@ -212,3 +212,52 @@ def written_before_backward(context: RankContext) -> None:
 
 def test_a_write_between_forward_and_backward_is_refused() -> None:
     run_ranks(2, written_before_backward)
+
+
+def skipped_between_slices(context: RankContext) -> None:
+    """A microbatch whose sum in a slice waits for the other slice; then one without backward."""
+    with ProcessGroups.create(Layout(dp=4, replicas=2)) as groups:
+        for strategy in STRATEGIES:
+            net, expected = build(), build()
+            sharded = shard(net, groups, strategy=strategy)
+            optimizer = sgd(net.parameters())
+            first, _ = rows_of(0, index=groups.index("dp_cp"), shares=4)
+            with sharded.microbatch(is_last=False):
+                sharded.model(first).mean().backward()
+            with sharded.microbatch(is_last=True):
+                pass
+            with pytest.raises(ConfigError, match="are not reduced"):
+                sharded.step(optimizer)
+            for model in (net, expected):
+                halve(model, "in place")  # to shards: `step` has forgotten the gradients
+            good(sharded, optimizer, 0)
+            expected(torch.cat(rows_of(0))).mean().backward()
+            sgd(expected.parameters()).step()
+            assert difference(net, expected) < 1e-6, strategy
+
+
+def test_a_sum_that_waits_for_another_slice_is_not_lost() -> None:
+    """I1: before, a step after a last microbatch without a backward updated by zeros.
+
+    The step is refused, and what is written after it counts; before, the next forward refused it.
+    """
+    run_ranks(4, skipped_between_slices)
+
+
+def frozen_and_left_out(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for strategy in STRATEGIES:
+            net = build()
+            sharded = shard(net, groups, strategy=strategy)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+            good(sharded, optimizer, 0)
+            left_out = net.layers.pop(1).requires_grad_(False)
+            before = [full(p) for p in left_out.parameters()]
+            good(sharded, optimizer, 1)
+            for old, parameter in zip(before, left_out.parameters(), strict=True):
+                assert torch.equal(old, full(parameter)), strategy
+
+
+def test_what_is_frozen_and_does_not_run_keeps_its_values() -> None:
+    """I1: before, momentum and decay moved a layer that was frozen before it was left out."""
+    run_ranks(2, frozen_and_left_out)

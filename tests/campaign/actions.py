@@ -1,0 +1,231 @@
+"""What a program does between the first forward and the last step, action by action."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Fault = Literal["in forward", "before backward", "in backward", "after backward"]
+FAULTS: tuple[Fault, ...] = ("in forward", "before backward", "in backward", "after backward")
+EvaluationMode = Literal["no_grad", "inference_mode"]
+MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode")
+WriteKind = Literal["in place", "data", "load_state_dict"]
+WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Forward and backward on one part of the rows of a step, or less than that."""
+
+    step: int
+    part: int
+    num_parts: int
+    is_last: bool
+    does: Literal["all", "forward", "nothing"] = "all"
+    fault: Fault | None = None
+    block: int = 0
+    """Where the fault is, if it is in forward or backward."""
+    failing: tuple[int, ...] | None = None
+    """Indices, in the layout, of the ranks that fail; None for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """A forward without gradients, of the same rows on all ranks."""
+
+    mode: EvaluationMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """Multiply the parameters of a block, or all of them, by a number."""
+
+    how: WriteKind
+    factor: float
+    block: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap:
+    """Exchange all parameters and averaged ones, evaluate, and exchange them back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """Stop training a block."""
+
+    block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thaw:
+    """Train again what was frozen; or all of a block, whatever it was at the start."""
+
+    block: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Save model and optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Load what was saved last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """Forget all gradients."""
+
+    how: Literal["drop_gradients", "zero_grad"] = "drop_gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Update the parameters."""
+
+    max_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Read all parameters."""
+
+
+Action = Microbatch | Evaluate | Write | Swap | Freeze | Thaw | Save | Load | Drop | Step | Look
+
+
+def regular_actions(
+    *, first: int, num_steps: int, num_microbatches: int, max_norm: float
+) -> tuple[Action, ...]:
+    """Return the actions of a loop in which nothing unusual happens."""
+    actions: list[Action] = []
+    for step in range(first, first + num_steps):
+        actions += _microbatches(step, num_microbatches)
+        actions += [Step(max_norm=max_norm), Look()]
+    return tuple(actions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What actions of a way may be."""
+
+    num_failing: int
+    """Ranks that may fail while others do not."""
+    faults: tuple[Fault, ...] = FAULTS
+    writes_inside: tuple[WriteKind, ...] = WRITES
+    """Kinds of writes between the first forward of a step and its end."""
+    modes: tuple[EvaluationMode, ...] = MODES
+    is_warm: bool = False
+    """True if regular steps come before an error on some ranks.
+
+    A sharded model completes a microbatch that failed as an earlier one of the same kind was.
+    """
+
+
+def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
+    """Draw the actions of some steps, each with something unusual in it."""
+    actions: list[Action] = []
+    for step in range(chance.choice((2, 2, 3))):
+        actions += [_between(chance, limits) for _ in range(chance.choice((0, 1, 1, 2)))]
+        actions += _draw_step(chance, step, limits)
+    actions += [Look()]
+    if limits.is_warm and any(isinstance(a, Microbatch) and a.failing for a in actions):
+        kinds = itertools.product((0, 1), (3, 1))  # what runs depends on whether the step is odd
+        steps = [[*_microbatches(step, count), Step(max_norm=0.1)] for step, count in kinds]
+        actions = [*itertools.chain(*steps), *actions]
+    if any(isinstance(each, Load) for each in actions) or _may_lose_writes(actions):
+        actions.insert(0, Save())
+    return tuple(actions)
+
+
+def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Action]:
+    kind = chance.choice(
+        ("fault", "fault", "forward", "nothing", "never last", "late", "inside", "inside", "", "")
+    )
+    microbatches = _microbatches(step, chance.choice((1, 2, 2, 3)))
+    odd = chance.randrange(len(microbatches))
+    for number, each in enumerate(microbatches):
+        if kind == "fault" and number == odd:
+            failed = _fault(chance, each, limits)
+            yield failed
+            if failed.failing is not None and each.is_last:
+                break  # the other ranks notice it in `step`
+            if each.is_last or chance.random() < 0.5:
+                return  # the rest of the step is given up
+        elif kind in ("forward", "nothing") and number == odd:
+            yield replace(each, does=kind)
+        elif kind == "never last":
+            yield replace(each, is_last=False)
+        else:
+            yield each
+        if number == odd and (kind == "inside" or (kind == "forward" and chance.random() < 0.5)):
+            yield from (_inside(chance, limits) for _ in range(chance.choice((1, 1, 2))))
+    if kind == "late":
+        yield replace(microbatches[-1], is_last=chance.random() < 0.5)
+    yield Step(max_norm=chance.choice((0.0, 0.1, 0.1, 1e6)))
+    if chance.random() < 0.1:
+        yield Step(max_norm=0.0)  # without any gradient
+
+
+def _microbatches(step: int, count: int) -> list[Microbatch]:
+    return [
+        Microbatch(step=step, part=part, num_parts=count, is_last=part == count - 1)
+        for part in range(count)
+    ]
+
+
+def _fault(chance: random.Random, microbatch: Microbatch, limits: Limits) -> Microbatch:
+    failing = None
+    count = limits.num_failing
+    if count and chance.random() < 0.6:
+        failing = tuple(sorted(chance.sample(range(count + 1), chance.randint(1, count))))
+    fault = chance.choice(limits.faults)
+    return replace(microbatch, fault=fault, block=chance.randrange(2), failing=failing)
+
+
+def _between(chance: random.Random, limits: Limits) -> Action:
+    """Draw what is done between two steps."""
+    kind = chance.choice(("evaluate", "write", "write", "swap", "freeze", "thaw", "save", "load"))
+    if kind == "freeze":
+        return Freeze(block=chance.randrange(2))
+    if kind == "thaw":
+        return Thaw(block=chance.randrange(2) if chance.random() < 0.25 else None)
+    return _anywhere(chance, kind, limits, writes=WRITES)
+
+
+def _inside(chance: random.Random, limits: Limits) -> Action:
+    """Draw what is done between two microbatches, or between the last one and the step."""
+    kind = chance.choice(("evaluate", "write", "write", "swap", "save", "load", "drop", "look"))
+    return _anywhere(chance, kind, limits, writes=limits.writes_inside)
+
+
+def _anywhere(
+    chance: random.Random, kind: str, limits: Limits, *, writes: tuple[WriteKind, ...]
+) -> Action:
+    if kind == "evaluate":
+        return Evaluate(mode=chance.choice(limits.modes))
+    if kind == "write":
+        return Write(
+            how=chance.choice(writes),
+            factor=chance.choice((0.5, 0.9, -1.1)),
+            block=chance.choice((None, 0, 1)),
+        )
+    if kind == "drop":
+        return Drop(how=chance.choice(("drop_gradients", "zero_grad")))
+    others: dict[str, Action] = {"swap": Swap(), "save": Save(), "load": Load(), "look": Look()}
+    return others[kind]
+
+
+def _may_lose_writes(actions: list[Action]) -> bool:
+    """Return True if a write may be refused: then all ranks load what was saved before."""
+    inside = False
+    for each in actions:
+        inside = (inside or isinstance(each, Microbatch)) and not isinstance(each, Step)
+        if inside and isinstance(each, Write | Swap):
+            return True
+    return False

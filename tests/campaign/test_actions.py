@@ -1,0 +1,86 @@
+"""Generated programs of irregular steps equal one process, or raise on all ranks by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.campaign.actions import Action
+from tests.campaign.programs import STRATEGIES, draw_irregular
+from tests.campaign.runs import run_irregular_programs
+from tests.campaign.verdicts import REFUSALS
+from tests.harness import run_ranks
+
+Ends = Counter[tuple[str, str, str]]
+
+
+def check(tmp_path: Path, seeds: Iterable[int], *, num_ranks: int) -> Ends:
+    """Run programs; `python -m tests.campaign --irregular --ranks N SEED` runs one of them again.
+
+    Returns how their actions ended, by way and action.
+    """
+    arguments = str(tmp_path), list(seeds)
+    outcome = run_ranks(num_ranks, run_irregular_programs, *arguments, timeout_s=500)
+    assert sorted({wrong for found in outcome.results for wrong in found.wrong}) == []
+    ends: Ends = Counter()
+    for found in outcome.results:
+        ends += found.ends
+    return ends
+
+
+def share_of_values(ends: Ends) -> float:
+    """Return the share of the actions that could have values and were not refused."""
+    values = sum(count for (*_, end), count in ends.items() if end == "value")
+    return values / sum(count for (*_, end), count in ends.items() if end != "fault")
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 50), (2, 50)])
+def test_any_actions_equal_one_process_or_raise_by_name(
+    tmp_path: Path, num_ranks: int, count: int
+) -> None:
+    """I1: losses, outputs, norms and weights after errors, writes, evaluations, saves, loads."""
+    ends = check(tmp_path, range(count), num_ranks=num_ranks)
+    assert share_of_values(ends) > 0.8, ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "first", "count"),
+    [
+        *[(1, first, 300) for first in range(1000, 2200, 300)],
+        *[(2, first, 150) for first in range(1000, 1600, 150)],
+        *[(4, first, 90) for first in (1000, 1090)],
+        (3, 1000, 40),
+    ],
+)
+def test_two_thousand_programs_of_actions(
+    tmp_path: Path, num_ranks: int, first: int, count: int
+) -> None:
+    """I1: every way takes every action without a refusal, and every refusal has its cause."""
+    ends = check(tmp_path, range(first, first + count), num_ranks=num_ranks)
+    assert share_of_values(ends) > 0.8, ends
+    if num_ranks in (1, 2):
+        kinds = ("plain", "zero", "chained", "fsdp")
+        names = [kind.__name__ for kind in Action.__args__]
+        never = {(k, name) for k in kinds for name in names} - {key[:2] for key in ends}
+        assert not never
+        refused = {end for *_, end in ends}
+        assert {"no gradient", "not reduced", "after the last", "thawed"} <= refused
+        assert refused <= {"value", "fault", *(each.name for each in REFUSALS)}
+
+
+def test_the_programs_have_everything_that_they_are_about() -> None:
+    programs = [draw_irregular(seed, num_ranks=4) for seed in range(1000, 1090)]
+    ways = [program.ways[0] for program in programs]
+    assert {way.kind for way in ways} == {"plain", "zero", "chained", "fsdp"}
+    assert {way.options["strategy"] for way in ways if way.kind == "fsdp"} == {*STRATEGIES}
+    sharded = {
+        (way.options["stage"], way.options["overlap"]) for way in ways if "stage" in way.options
+    }
+    assert len(sharded) == 4
+    for axis in ("dp", "cp", "tp", "ep", "replicas"):
+        assert any(way.layout.get(axis, 1) > 1 for way in ways), axis
+    assert {type(action) for way in ways for action in way.actions} == {*Action.__args__}

@@ -1,0 +1,230 @@
+"""Compares what the ranks answered, action by action, with the twin."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from holdfast import HoldfastError, Layout
+from tests.campaign.actions import Action, Evaluate, Load, Microbatch, Save, Step, Swap
+from tests.campaign.programs import Way
+from tests.campaign.twin import Situation, Twin
+from tests.campaign.ways import Trouble, Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an action gave on one rank: values, or an error."""
+
+    values: Values = field(default_factory=dict)
+    error: str = ""
+    """Class and text."""
+    is_clear: bool = True
+    """True if the error is the injected one, or one of Holdfast's."""
+
+    @staticmethod
+    def of(error: Exception, *, after: str = "") -> Answer:
+        """Return the answer that is an error, or one in the recovery after an error."""
+        is_clear = isinstance(error, HoldfastError | Trouble) and not after
+        text = f"{type(error).__name__}: {error}"
+        if not is_clear:
+            text = "".join([after, text, *traceback.format_tb(error.__traceback__)[-2:]])
+        return Answer(error=text, is_clear=is_clear)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """An error that an action may end in, instead of values."""
+
+    name: str
+    actions: tuple[type[Action], ...]
+    text: str
+    """A regular expression for the error's text."""
+    fits: Callable[[Situation], bool]
+    """Returns True if the error's cause is there."""
+
+
+_LOST_WRITE = r"was written between|were changed \(a step, a load\) while"
+REFUSALS = (
+    Refusal(
+        name="no gradient",
+        actions=(Step,),
+        text=r"no parameter .*got a gradient on any rank",
+        fits=lambda now: not now.has_gradients,
+    ),
+    Refusal(
+        name="not reduced",
+        actions=(Step,),
+        text=r"gradients of the last microbatch are not reduced",
+        fits=lambda now: now.is_open or now.has_odd_forward,
+    ),
+    Refusal(
+        name="no backward",
+        actions=(Step, Microbatch),
+        text=r"forward.*without.*backward|had no backward",
+        fits=lambda now: now.has_odd_forward,
+    ),
+    Refusal(
+        name="after the last",
+        actions=(Microbatch,),
+        text=r"a microbatch after the last one of this step",
+        fits=lambda now: now.is_reduced,
+    ),
+    Refusal(
+        name="lost write",
+        actions=(Microbatch, Step, Evaluate, Swap),
+        text=_LOST_WRITE,
+        fits=lambda now: now.is_written,
+    ),
+    Refusal(
+        name="lost write",
+        actions=(Swap,),  # writes, too
+        text=_LOST_WRITE,
+        fits=lambda now: now.has_run,
+    ),
+    Refusal(
+        name="thawed",
+        actions=(Step,),
+        text=r"was frozen when optimizer .* was built and is trained now",
+        fits=lambda now: now.is_thawed,
+    ),
+    Refusal(
+        name="in a step",
+        actions=(Save, Load),
+        text=r"gradient|microbatch",
+        fits=lambda now: now.has_gradients,
+    ),
+)
+"""All that may be refused, each with its cause: everything else has to have values."""
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What is wrong with a program, and how its actions ended."""
+
+    wrong: list[str] = field(default_factory=list)
+    ends: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Numbers of actions by way, action, and "value", "fault" or the name of a refusal."""
+
+
+def judge(
+    twin: Twin, way: Way, answers: Sequence[Sequence[Answer]], *, where: str, verdict: Verdict
+) -> None:
+    """Compare the answers of all ranks of a way, which are in the order of its layout."""
+    layout = Layout(**way.layout)
+    data = [layout.group("dp_cp", rank).index(rank) for rank in layout.ranks]
+    before: Action | None = None
+    for number, action in enumerate(way.actions):
+        mine = [each[number] for each in answers]
+        at = f"{where} {number} {action}"
+        raised = [i for i, answer in enumerate(mine) if answer.error]
+        injected = _injected(action, before, num_ranks=len(mine))
+        end: str | None = "value"
+        if injected is not None:
+            end = "fault" if _tells(mine, injected, layout) else None
+        elif len(raised) == len(mine):
+            end = _refusal(action, mine, twin)
+        elif raised:
+            end = None
+        if end is None:
+            found = {layout.ranks[i]: mine[i].error for i in range(len(mine))}
+            verdict.wrong.append(f"{at}: {twin.situation}: {found}")
+            return
+        if end == "value":
+            expected = twin.do(action, way)
+            off = [
+                f"{at}: {each}"
+                for i, answer in enumerate(mine)
+                for each in _differences(answer.values, expected, index=data[i])
+            ]
+            if off:
+                verdict.wrong += off[:3]  # the rest follows from the first
+                return
+        else:
+            twin.fail(action, mine[raised[0]].error)
+        verdict.ends[way.kind, type(action).__name__, end] += 1
+        before = action
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injected:
+    """An injected error: the ranks that cause it, and those that are to raise it."""
+
+    causes: tuple[int, ...]
+    raises: tuple[int, ...]
+
+
+def _injected(action: Action, before: Action | None, *, num_ranks: int) -> Injected | None:
+    """Return the injected error that an action ends in, if it does.
+
+    Where some ranks fail in a microbatch the others raise at its end, or in `step` if it was the
+    last one.
+    """
+    everyone = tuple(range(num_ranks))
+    if isinstance(action, Microbatch) and action.fault is not None:
+        causes = everyone if action.failing is None else action.failing
+        return Injected(causes=causes, raises=causes if action.is_last else everyone)
+    if isinstance(before, Microbatch) and before.is_last and before.failing is not None:
+        others = tuple(i for i in everyone if i not in before.failing)
+        return Injected(causes=before.failing, raises=others)
+    return None
+
+
+def _tells(answers: Sequence[Answer], injected: Injected, layout: Layout) -> bool:
+    """Return True if the right ranks raise, and name the error and, if not their own, the rank."""
+    ranks = [layout.ranks[i] for i in injected.causes]
+    for i, answer in enumerate(answers):
+        if bool(answer.error) != (i in injected.raises):
+            return False
+        is_own = answer.error.startswith(f"{Trouble.__name__}:")
+        named = "injected" in answer.error and any(
+            re.search(rf"\b{rank}\b", answer.error) for rank in ranks
+        )
+        if answer.error and not (is_own if i in injected.causes else answer.is_clear and named):
+            return False
+    return True
+
+
+def _refusal(action: Action, answers: Sequence[Answer], twin: Twin) -> str | None:
+    """Return the name of the refusal that all ranks raise, if its cause is there."""
+    for refusal in REFUSALS:
+        if (
+            isinstance(action, refusal.actions)
+            and all(a.is_clear and re.search(refusal.text, a.error) for a in answers)
+            and refusal.fits(twin.situation)
+        ):
+            return refusal.name
+    return None
+
+
+def _differences(found: Values, expected: Values, *, index: int) -> list[str]:
+    wrong = []
+    for name, value in expected.items():
+        if name == "losses":
+            name, value = "loss", value[index]
+        mine = found[name]
+        if value is None:
+            continue
+        if isinstance(value, dict):
+            gaps = {n: _gap(mine[n], whole) for n, whole in value.items()}
+            off = {n: gap for n, gap in gaps.items() if not gap < 1e-6}
+            if off:
+                wrong.append(f"{len(off)} of {len(gaps)} {name} are off: {off}")
+        elif isinstance(value, Tensor):
+            if not _gap(mine, value) < 1e-5:
+                wrong.append(f"{name} {mine}, not {value}")
+        elif isinstance(value, float):
+            if not abs(mine - value) <= 1e-5 * max(1.0, abs(value)):
+                wrong.append(f"{name} {mine}, not {value}")
+        elif mine != value:
+            wrong.append(f"{name} {mine}, not {value}")
+    return wrong
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max()) if expected.numel() else 0.0
