@@ -406,12 +406,17 @@ class ShardedModel(MicrobatchTaker):
                 # one that has not run since: momentum and decay would move frozen values.
                 parameter.grad = None
         # Ranks of other ep coordinates hold other experts under other names.
-        unnamed = {p for p, kind in kinds.items() if kind == "experts" and _is_one_of_many(p)}
-        parts = gradient_parts((p for p in kinds if p not in unnamed), groups=self.groups)
-        for part in gradient_parts(unnamed, groups=self.groups):
-            copies = part.num_copies // self.groups.layout.ep
-            parts.append(replace(part, num_copies=copies))
-        return parts
+        own_copies = {
+            p: self.groups.layout.ep if kind == "experts" and _is_one_of_many(p) else 1
+            for p, kind in kinds.items()
+        }
+        return [
+            replace(part, num_copies=part.num_copies // num_parts) if num_parts > 1 else part
+            for num_parts in sorted(set(own_copies.values()))
+            for part in gradient_parts(
+                (p for p, each in own_copies.items() if each == num_parts), groups=self.groups
+            )
+        ]
 
     # ---- inside ----
 
