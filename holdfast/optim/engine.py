@@ -341,9 +341,9 @@ class StepEngine:
         work = self._crossings.unfinished_work()
         if work is not None:
             raise ConfigError(
-                f"{self._name}: {work}, so gradients of the source are missing. Run the backward, "
-                f"with the anchor, on all ranks of the edge before the step; evaluate under "
-                f"torch.no_grad(). To leave the batch out, call drop_gradients() on all ranks"
+                f"{self._name}: {work}, so gradients are missing. Call drop_gradients() on all "
+                f"ranks to leave the batch out. Each forward over a bridge needs its backward, "
+                f"with the anchor, on all ranks of the edge; evaluate under torch.no_grad()"
             )
 
     # ---- Phase 1: measure what this rank holds ----

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim.engine import StepEngine, StepOutcome, Stepper
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface
@@ -130,12 +130,45 @@ class MultiModuleOptimizer(TorchInterface):
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Enter around one microbatch with one backward, of all modules of this rank.
 
-        Cost: that of each module's own.
+        Called by all ranks. If there are edges, an error on one rank is raised on all of them, in
+        the bridge where they wait or at the end; then `drop_gradients` on all ranks makes the
+        modules ready for the next step.
+
+        Raises:
+            HoldfastError: On all ranks: some rank has failed in it; its message is there.
+
+        Cost: that of each module's own; if there are edges, one agreement over all ranks.
         """
         with contextlib.ExitStack() as stack:
             for stepper in self._steppers.values():
                 stack.enter_context(stepper.microbatch(is_last=is_last))
+            # Inside, so that no rank has reduced what the failed rank has not.
+            with self._sharing_errors():
+                yield
+
+    @contextlib.contextmanager
+    def _sharing_errors(self) -> Iterator[None]:
+        """Raise on all ranks what is raised on one, if there are edges over which others wait."""
+        groups, phase = self._module_groups, "microbatch"
+        if not groups.layouts.edges:
             yield
+            return
+        is_known = False
+        try:
+            yield
+            is_known = True
+            groups.control.agree(None, phase=phase)
+        except DeadlineError:  # the other ranks wait for the same one
+            raise
+        except BaseException as error:
+            shared = groups.fail(error, phase=phase, is_known=is_known)
+            groups.crossings.failure = "a microbatch has failed"
+            for stepper in self._steppers.values():
+                with contextlib.suppress(Exception):  # the error of the microbatch says more
+                    stepper.join_reductions()
+            if shared is error or not isinstance(error, Exception):
+                raise
+            raise shared from error
 
     def step(  # type: ignore[override]
         self,
