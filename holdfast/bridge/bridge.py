@@ -119,14 +119,15 @@ class Bridge:
             payload = Header(has_gradients=torch.is_grad_enabled(), given=given).encode()
         except Exception as error:
             failure = error
-        with control.in_step():
-            rows = control.agree(failure, phase=route.phase("forward", number), payload=payload)
-        self._num_forwards = number  # a forward that failed before this is counted on no rank
-        headers = {r: Header.decode(row) for r, row in zip(control.ranks, rows, strict=True)}
-        crossing = Crossing(
-            route, check_headers(headers, route.plan, edge=route.edge), number=number
-        )
-        return self._cross(crossing, packed)
+        with self._crossings.calling(route.edge):
+            with control.in_step():
+                rows = control.agree(failure, phase=route.phase("forward", number), payload=payload)
+            self._num_forwards = number  # a forward that failed before this is counted on no rank
+            headers = {r: Header.decode(row) for r, row in zip(control.ranks, rows, strict=True)}
+            crossing = Crossing(
+                route, check_headers(headers, route.plan, edge=route.edge), number=number
+            )
+            return self._cross(crossing, packed)
 
     def unfinished_work(self) -> str | None:
         """Return a sentence on the forwards that wait for their backward; None if none do."""
@@ -216,4 +217,5 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
         """The gradient of the tokens which this rank gave."""
-        return None, None, ctx.crossing.send_gradient(next(iter(gradients), None)), None
+        with ctx.crossing.calling():
+            return None, None, ctx.crossing.send_gradient(next(iter(gradients), None)), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,11 @@ class Crossing:
     def open(self, crossings: Crossings) -> None:
         """Count as open until the backward is over."""
         self._crossings, self._number_open = crossings, crossings.open(self._route.edge)
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Enter around the backward, so that it is known whether it has failed."""
+        assert self._crossings is not None
+        return self._crossings.calling(self._route.edge)
 
     def describe_destination(self) -> str:
         """Return destination and rank, for messages."""

@@ -25,7 +25,7 @@ from holdfast.optim.scalars import Border, ScalarWatch
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.step_sum import Contribution, StepSums
 from holdfast.optim.torch_interface import hyperparameters, refuse_closure
-from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel import Layout, ModuleGroups, ProcessGroups
 from holdfast.parallel.groups.crossings import Crossings, Edge
 
 ALONE = ""
@@ -256,6 +256,7 @@ class StepEngine:
             one of this rank.
         edges: between the modules, along which gradients come.
         crossings: what the bridges of this rank have under way.
+        bridged: the groups of modules with edges between them, whose ranks may wait in a bridge.
     """
 
     def __init__(
@@ -270,6 +271,7 @@ class StepEngine:
         communicates: bool | None = None,
         edges: Sequence[Edge] = (),
         crossings: Crossings | None = None,
+        bridged: ModuleGroups | None = None,
     ) -> None:
         self._groups = groups
         self._layouts = layouts
@@ -280,7 +282,9 @@ class StepEngine:
         self._crossings = Crossings() if crossings is None else crossings
         self._meeting = Meeting(groups, layouts, loss_module=loss_module, edges=edges)
         self._sum, self._total = self._meeting.sum, self._meeting.total
-        self._microbatches = Microbatches(steppers, self._meeting, communicates=communicates)
+        self._microbatches = Microbatches(
+            steppers, self._meeting, communicates=communicates, bridged=bridged
+        )
         self._scalars = ScalarWatch(layouts)
         self._is_closed = False
 
@@ -374,9 +378,9 @@ class StepEngine:
         work = self._crossings.unfinished_work()
         if work is not None:
             raise ConfigError(
-                f"{self._name}: {work}, so gradients of the source are missing. Run the backward, "
-                f"with the anchor, on all ranks of the edge before the step; evaluate under "
-                f"torch.no_grad(). To leave the batch out, call drop_gradients() on all ranks"
+                f"{self._name}: {work}, so gradients are missing. Call drop_gradients() on all "
+                f"ranks to leave the batch out. Each forward over a bridge needs its backward, "
+                f"with the anchor, on all ranks of the edge; evaluate under torch.no_grad()"
             )
 
     # ---- Phase 1: measure what this rank holds ----

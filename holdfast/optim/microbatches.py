@@ -14,11 +14,11 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
 from holdfast.optim.norms import LayoutSum
 from holdfast.optim.step_sum import Contribution, StepSum, StepSums
-from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel import Layout, ModuleGroups, ProcessGroups
 from holdfast.parallel.groups.crossings import Edge
 from holdfast.parallel.ranks import shorten_ranks
 
-_PHASE = "optimizer: gradients"
+_PHASE, _MICROBATCH = "optimizer: gradients", "microbatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +185,9 @@ class Microbatches:
     An exception that leaves one on some ranks ends the step on all. A rank that fails makes the
     collectives that the others still make in this microbatch, and meets them in their next sum: at
     the end of this microbatch, if some module communicates in each one, otherwise in the step.
+
+    If modules are bridged the others may wait for activations or gradients of the rank that failed.
+    Then all ranks agree at the end of each microbatch, and a failure is sent wherever they wait.
     """
 
     def __init__(
@@ -193,13 +196,17 @@ class Microbatches:
         meeting: Meeting,
         *,
         communicates: bool | None = None,
+        bridged: ModuleGroups | None = None,
     ) -> None:
         self._takers = takers
         self._meeting = meeting
+        self._bridged = bridged
         if communicates is None:
             communicates = any(each.communicates_each_microbatch for each in takers.values())
         self._communicates = communicates
         """Equal on all ranks."""
+        self._is_known = False
+        """True while an error would come from the agreement at the end, on all ranks."""
 
     @contextlib.contextmanager
     def enter(self, *, is_last: bool) -> Iterator[None]:
@@ -213,14 +220,39 @@ class Microbatches:
         try:
             with contexts:
                 yield
+                if self._bridged is not None:
+                    # Inside, so that no rank has reduced what the failed one has not.
+                    self._agree_over_bridges(self._bridged)
         except BaseException as error:
             for taker in self._takers.values():
                 taker.interrupt()
-            if isinstance(error, Exception):  # an interrupt leaves at once
+            if self._bridged is not None:
+                self._end_over_bridges(error, self._bridged)
+            elif isinstance(error, Exception):  # an interrupt leaves at once
                 self._end_on_all(error, meets=self._communicates and not is_last)
             raise
-        if self._communicates and not is_last:
+        if self._communicates and not is_last and self._bridged is None:
             self._meet()
+
+    def _agree_over_bridges(self, groups: ModuleGroups) -> None:
+        """Wait for all ranks; raise if one has failed."""
+        self._is_known = True
+        with groups.control.in_step():
+            groups.control.agree(None, phase=_MICROBATCH)
+        self._is_known = False
+
+    def _end_over_bridges(self, error: BaseException, groups: ModuleGroups) -> None:
+        """Raise an error on all ranks, in whichever bridge each waits, and join the reductions."""
+        is_known, self._is_known = self._is_known, False
+        if isinstance(error, DeadlineError):
+            return  # the others wait for the same rank
+        shared = groups.fail(error, phase=_MICROBATCH, is_known=is_known)
+        groups.crossings.failure = "a microbatch has failed"
+        for taker in self._takers.values():
+            with contextlib.suppress(Exception):  # the error of the microbatch says more
+                taker.join_reductions()
+        if shared is not error and isinstance(error, HoldfastError):
+            raise shared from error
 
     def _meet(self) -> None:
         """Raise on this rank, too, if an error ended the microbatch on another one."""

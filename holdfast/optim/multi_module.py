@@ -92,6 +92,7 @@ class MultiModuleOptimizer(TorchInterface):
             communicates=any(each[-1] for modules in by_rank.values() for each in modules.values()),
             edges=groups.layouts.edges,
             crossings=groups.crossings,
+            bridged=groups if groups.layouts.edges else None,
         )
         super().__init__([stepper.optimizer for stepper in self._steppers.values()])
 
@@ -130,8 +131,11 @@ class MultiModuleOptimizer(TorchInterface):
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around one microbatch with one backward, of all modules of this rank.
 
-        An error in it on some ranks ends the step on all ranks of all modules, see
-        `Stepper.microbatch`. Cost: that of each module's own.
+        Called by all ranks. An error in it on some ranks ends the step on all ranks of all modules,
+        see `Stepper.microbatch`; if there are edges, the others raise in the bridge where they wait
+        or at the end of the microbatch.
+
+        Cost: that of each module's own; if there are edges, one agreement over all ranks.
         """
         return self._engine.microbatch(is_last=is_last)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 Edge = tuple[str, str]
 """Source and destination module."""
@@ -18,7 +19,7 @@ class Crossings:
         edges: of the modules of this rank.
     """
 
-    __slots__ = ("_bridged", "_carried", "_edges", "_num_opened", "_open")
+    __slots__ = ("_bridged", "_carried", "_edges", "_num_opened", "_open", "failed", "failure")
 
     def __init__(self, edges: Iterable[Edge] = ()) -> None:
         self._edges = tuple(edges)
@@ -26,6 +27,10 @@ class Crossings:
         self._carried: set[Edge] = set()
         self._open: dict[int, Edge] = {}
         self._num_opened = 0
+        self.failed: set[Edge] = set()
+        """Edges whose last call has raised, on all ranks of the edge."""
+        self.failure: str | None = None
+        """Of a microbatch since the last step, which has failed on all ranks."""
 
     def add_bridge(self, edge: Edge) -> None:
         """Note that a bridge reports the crossings of an edge."""
@@ -43,8 +48,19 @@ class Crossings:
         if has_gradient:
             self._carried.add(edge)
 
+    @contextmanager
+    def calling(self, edge: Edge) -> Iterator[None]:
+        """Enter around a call of all ranks of an edge, which succeeds or raises on all of them."""
+        try:
+            yield
+        except BaseException:
+            self.failed.add(edge)
+            raise
+        self.failed.discard(edge)
+
     def forget(self) -> None:
         """Start anew: after a step, and where gradients are dropped."""
+        self.failure = None
         self._open.clear()
         self._carried.clear()
 
@@ -53,7 +69,9 @@ class Crossings:
         return {e for e in self._edges if e in self._carried or e not in self._bridged}
 
     def unfinished_work(self, edge: Edge | None = None) -> str | None:
-        """Return which forwards wait for their backward, of one edge or of all; None if none do."""
+        """Return what is left to do, over one edge or over all, as a sentence; None for nothing."""
+        if self.failure is not None:
+            return self.failure
         edges = [each for each in self._open.values() if edge in (None, each)]
         counts = {each: edges.count(each) for each in edges}
         listed = [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast.errors import GroupError
+from holdfast.errors import GroupError, HoldfastError
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.guard import Guard
 from holdfast.parallel.groups.crossings import Crossings
@@ -170,6 +171,37 @@ class ModuleGroups:
             )
         return self._edges[source, destination]
 
+    def fail(self, error: BaseException, *, phase: str, is_known: bool = False) -> BaseException:
+        """Make all ranks raise, in whichever call of the union or of an edge each of them waits.
+
+        Every rank of the union has to come here, or to a call of `control` in which it receives the
+        error, and then here with `is_known`. Afterwards all ranks are in step for the next call of
+        each.
+
+        Args:
+            error: why this rank cannot continue.
+            phase: the place in the program, for messages.
+            is_known: True if all ranks have raised it in a call of `control`.
+
+        Returns:
+            The error of all ranks.
+
+        Cost: one collective of `control`, and one of each edge here, at once.
+        """
+        crossings = self.crossings
+        controls = [
+            each.control for edge, each in self._edges.items() if edge not in crossings.failed
+        ]
+        if not is_known:
+            if crossings.failed:  # all ranks of an edge have it: the cause is with one of them
+                self.control.shared_error = error
+            controls.append(self.control)
+        # In threads, since the next call of each of the other ranks may be of any of them.
+        with ThreadPoolExecutor(len(controls) or 1) as pool:
+            raised = list(pool.map(partial(_failed, error=error, phase=phase), controls))
+        crossings.failed.clear()
+        return error if is_known else raised[-1]
+
     def close(self) -> None:
         """Destroy what was created here, newest first; a second call does nothing."""
         for groups in reversed([self.union, *self._modules.values(), *self._edges.values()]):
@@ -193,3 +225,14 @@ class ModuleGroups:
     def __repr__(self) -> str:
         """Show layouts, rank, and the modules here."""
         return f"ModuleGroups({self.layouts!r}, rank {self.rank}, with {', '.join(self._modules)})"
+
+
+def _failed(control: Control, *, error: BaseException, phase: str) -> BaseException:
+    """Return what all ranks of a control raise for an error of this one."""
+    if control.is_broken:
+        return error
+    try:
+        with control.in_step():
+            control.fail(error, phase=phase)
+    except HoldfastError as shared:
+        return shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def layouts_of(widths: tuple[int, int], *, is_colocated: bool) -> ModuleLayouts:
 class Run:
     """Both modules with these divisors; None for one that is not trained."""
 
-    def __init__(self, groups: ModuleGroups, bridge: Bridge, divisors: dict[str, int | None]):
+    def __init__(self, groups: ModuleGroups, bridge: Any, divisors: dict[str, int | None]):
         self.groups, self.bridge = groups, bridge
         self.models = {name: net(name) for name in groups.modules}
         self.optimizer = MultiModuleOptimizer(
