@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class UnitGuard:
         self._gathers = [_torch.gather_of(group) for group in self.groups]
         self._writes: list[int | None] = [None for _ in self.groups]
         """Writes to shards before the whole parameters were gathered from them."""
+        self.units: Sequence[UnitGuard] = (self,)
+        """Guards of all units of the model."""
         self._wholes: list[nn.Parameter] = []
         self._whole_versions: list[int] = []
         self._unwatched: list[tuple[Any, nn.Parameter]] = []
@@ -87,7 +89,8 @@ class UnitGuard:
         if versions != self._whole_versions:
             differ = zip(self._wholes, versions, self._whole_versions, strict=True)
             shape = next(list(whole.shape) for whole, now, then in differ if now != then)
-            self._whole_versions = versions
+            for unit in self.units:  # one refusal tells of all that was written so far
+                unit._whole_versions = _torch.versions(unit._wholes)
             raise ConfigError(
                 f"unit '{self._name}': a parameter of shape {shape} was written between a forward "
                 f"and its backward or the next step; that changed a whole copy, which is thrown "

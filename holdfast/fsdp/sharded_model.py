@@ -23,8 +23,9 @@ from holdfast.fsdp.joins import check_joins
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
+from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE
-from holdfast.optim.microbatches import Launched, Meeting, Microbatches, MicrobatchTaker
+from holdfast.optim.microbatches import Launched, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
 from holdfast.parallel import ProcessGroups
@@ -133,6 +134,8 @@ class ShardedModel(MicrobatchTaker):
         self.model = model
         self.groups = groups
         self._guards = guards
+        for guard in guards:
+            guard.units = guards
         self._prefetch = prefetch
         self.axes = axes
         self._members = [
@@ -153,9 +156,7 @@ class ShardedModel(MicrobatchTaker):
         self._programs = Programs()
         self._program: tuple[object, ...] = ()
         """Key of the microbatch in progress."""
-        layouts = {ALONE: groups.layout}
-        meeting = Meeting(groups, layouts, loss_module=None)
-        self._microbatches = Microbatches({ALONE: self}, meeting)
+        self._microbatches = Microbatches({ALONE: self}, groups)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
         # On each module: a part of a state may be one of them, or have the model inside.
@@ -171,13 +172,13 @@ class ShardedModel(MicrobatchTaker):
 
         Without it every backward reduces, between slices too, and frees whole parameters.
 
-        An error in it on some ranks ends the step on all: it keeps its type where it occurred, and
-        the other ranks raise a HoldfastError that names it, at the end of this microbatch or, if it
-        is the last, in `step`. Call `drop_gradients` on all ranks then, and repeat the step; what
-        comes before that is refused. So that no rank waits, the one that failed makes the remaining
-        collectives, as they were in an earlier microbatch of the same kind. If there was none, or
-        other ranks wait in collectives of the model itself (`tp`), they raise when the limit of
-        that communicator is over; then start again from the last checkpoint.
+        An error in it on some ranks ends the step on all, at the end of this microbatch: it keeps
+        its type where it occurred, and the other ranks raise a HoldfastError that names it. Call
+        `drop_gradients` on all ranks then, and repeat the step; what comes before that is refused.
+        So that no rank waits, the one that failed makes the remaining collectives, as they were in
+        an earlier microbatch of the same kind. If there was none, or other ranks wait in
+        collectives of the model itself (`tp`), they raise when the limit of that communicator is
+        over; then start again from the last checkpoint.
 
         Args:
             is_last: True if a step follows. Otherwise gradients are kept as the strategy says.
@@ -189,9 +190,11 @@ class ShardedModel(MicrobatchTaker):
             DeadlineError: A collective of the body was not completed by other ranks; on all ranks,
                 naming the late ones.
 
-        Cost: the collectives of a backward; a reduction only if the strategy says so. After each
-        but the last one, the small sum of a step.
+        Cost: the collectives of a backward, a reduction only if the strategy says so; and one
+        agreement of all ranks over `control`.
         """
+        if self._is_entry:
+            return self.entered_alone(is_last=is_last)
         return self._microbatches.enter(is_last=is_last)
 
     @contextlib.contextmanager
@@ -218,17 +221,9 @@ class ShardedModel(MicrobatchTaker):
         finally:
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
-    @property
-    def communicates_each_microbatch(self) -> bool:
-        return True
-
-    def join_microbatch(self) -> None:
-        """Make the collectives that are missing, as in the last microbatch of the same kind."""
-        for work in self._log.repeat(self._programs.rest(self._program, self._log.launches)):
-            collectives.wait(work, "the rest of a microbatch that failed on this rank")
-
-    def join_reductions(self) -> None:
-        self.join_microbatch()
+    def join_microbatch(self) -> Sequence[Pending]:
+        """Launch the collectives that are missing, as in the last microbatch of the same kind."""
+        return self._log.repeat(self._programs.rest(self._program, self._log.launches))
 
     def launched(self) -> dict[str, Launched]:
         names: dict[str, Launched] = {}
@@ -322,9 +317,7 @@ class ShardedModel(MicrobatchTaker):
                 "an error ended the last microbatch of the sharded model; call drop_gradients() "
                 "of it on all ranks first"
             )
-        if self._is_pending or any(
-            guard.has_unreduced() or guard.has_unused_gradients() for guard in self._guards
-        ):
+        if any(guard.has_unreduced() or guard.has_unused_gradients() for guard in self._guards):
             return (
                 "the sharded model holds gradients that no step has used; leave microbatch(...) "
                 "and call step() first, or forget them with drop_gradients() of it on all ranks"
@@ -498,21 +491,18 @@ class ShardedModelStepper(PlainStepper):
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         return self._sharded.take_microbatch(is_last=is_last)
 
-    @property
-    def communicates_each_microbatch(self) -> bool:
-        return True
-
-    def join_microbatch(self) -> None:
-        self._sharded.join_microbatch()
-
-    def join_reductions(self) -> None:
-        self._sharded.join_reductions()
+    def join_microbatch(self) -> Sequence[Pending]:
+        return self._sharded.join_microbatch()
 
     def launched(self) -> dict[str, Launched]:
         return self._sharded.launched()
 
     def close_communicators(self, reason: str) -> None:
         self._sharded.close_communicators(reason)
+
+    def become_entry(self) -> None:
+        super().become_entry()
+        self._sharded.become_entry()
 
     def interrupt(self) -> None:
         self._sharded.interrupt()

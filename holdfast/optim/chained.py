@@ -10,6 +10,7 @@ from typing import Any, Self
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import Stepper
 from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart
@@ -119,16 +120,11 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 stack.enter_context(optimizer.take_microbatch(is_last=is_last))
             yield
 
-    @property
-    def communicates_each_microbatch(self) -> bool:
-        return any(each.communicates_each_microbatch for each in self._optimizers.values())
-
     def launched(self) -> dict[str, Launched]:
         return {k: v for each in self._optimizers.values() for k, v in each.launched().items()}
 
-    def join_microbatch(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.join_microbatch()
+    def join_microbatch(self) -> Sequence[Pending]:
+        return [work for each in self._optimizers.values() for work in each.join_microbatch()]
 
     def gradient_parts(self) -> list[GradientPart]:
         return [part for each in self._optimizers.values() for part in each.gradient_parts()]

@@ -19,11 +19,11 @@ from holdfast._torch import mark_stepped
 from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
 from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
 from holdfast.optim.divisors import refuse_unequal_divisors
-from holdfast.optim.microbatches import Meeting, Microbatches, MicrobatchTaker
-from holdfast.optim.norms import GradientNorm, GradientPart, share_square
+from holdfast.optim.microbatches import Microbatches, MicrobatchTaker, compare_launched
+from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, share_square
 from holdfast.optim.scalars import Border, ScalarWatch
 from holdfast.optim.scaler import LossScaler
-from holdfast.optim.step_sum import Contribution, StepSums
+from holdfast.optim.step_sum import Contribution, StepSum, StepSums
 from holdfast.optim.torch_interface import hyperparameters, refuse_closure
 from holdfast.parallel import Layout, ModuleGroups, ProcessGroups
 from holdfast.parallel.groups.crossings import Crossings, Edge
@@ -107,19 +107,19 @@ class Stepper(MicrobatchTaker):
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around one microbatch with one backward; every rank enters the same contexts.
 
-        An error in it on some ranks ends the step on all: it keeps its type where it occurred, and
-        the other ranks raise a HoldfastError that names it, at the end of this microbatch or in
-        `step`. Call `drop_gradients` on all ranks then, and repeat the step; what comes before that
-        is refused. (A rank that waits in a collective of the model itself, as under `tp`, raises
-        when the limit of that communicator is over; then start again from the last checkpoint.)
+        An error in it on some ranks ends the step on all, at the end of this microbatch: it keeps
+        its type where it occurred, and the other ranks raise a HoldfastError that names it. Call
+        `drop_gradients` on all ranks then, and repeat the step; what comes before that is refused.
+        (A rank that waits in a collective of the model itself, as under `tp`, raises when the limit
+        of that communicator is over; then start again from the last checkpoint.)
 
         Args:
             is_last: True if a step follows.
 
-        Cost: the collectives of the kind. If it communicates in each microbatch (stage 2 of a
-            `ShardedOptimizer`, a `ShardedModel`), also the small sum of a step after each
-            microbatch but the last.
+        Cost: the collectives of the kind, and one agreement of all ranks over `control`.
         """
+        if self._is_entry:
+            return self.entered_alone(is_last=is_last)
         return self._engine.microbatch(is_last=is_last)
 
     @abstractmethod
@@ -252,8 +252,6 @@ class StepEngine:
         loss_module: whose ranks count the tokens of `step(num_tokens=)`.
         divisors: by trained module, what its gradients are divided by; needed with tokens, and
             compared without.
-        communicates: True if a module, of any rank, communicates in each microbatch; by default
-            one of this rank.
         edges: between the modules, along which gradients come.
         crossings: what the bridges of this rank have under way.
         bridged: the groups of modules with edges between them, whose ranks may wait in a bridge.
@@ -268,7 +266,6 @@ class StepEngine:
         name: str,
         loss_module: str | None = None,
         divisors: Mapping[str, int] | None = None,
-        communicates: bool | None = None,
         edges: Sequence[Edge] = (),
         crossings: Crossings | None = None,
         bridged: ModuleGroups | None = None,
@@ -280,11 +277,11 @@ class StepEngine:
         self._loss_module = loss_module
         self._divisors = {} if divisors is None else divisors
         self._crossings = Crossings() if crossings is None else crossings
-        self._meeting = Meeting(groups, layouts, loss_module=loss_module, edges=edges)
-        self._sum, self._total = self._meeting.sum, self._meeting.total
-        self._microbatches = Microbatches(
-            steppers, self._meeting, communicates=communicates, bridged=bridged
+        self._sum = StepSum(
+            layouts, ranks=groups.layout.ranks, loss_module=loss_module, edges=edges
         )
+        self._total = LayoutSum(groups)
+        self._microbatches = Microbatches(steppers, groups, bridged=bridged)
         self._scalars = ScalarWatch(layouts)
         self._is_closed = False
 
@@ -369,6 +366,13 @@ class StepEngine:
         for stepper in self._steppers.values():
             stepper.close()
 
+    def _agree_on(
+        self, failure: Exception | None, *, phase: str, payload: bytes = b""
+    ) -> list[bytes]:
+        """Agree with all ranks; one may be as late as in the collectives of the step."""
+        with self._groups.control.in_step():
+            return self._groups.control.agree(failure, phase=phase, payload=payload)
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"{self._name}: it is closed; build another one")
@@ -423,12 +427,28 @@ class StepEngine:
 
     def _sum_up(self, mine: Contribution, failure: Exception | None) -> StepSums:
         """Return the sum of all ranks' contributions; raise on all ranks if any rank failed."""
-        sums = self._meeting.sum_up(mine, failure, takers=self._steppers)
+        phase = "optimizer: gradients"
+        if isinstance(failure, DeadlineError):
+            # The others have waited for the same rank: a second wait, in the sum, helps no rank.
+            self._agree_on(failure, phase=phase)
+        if failure is not None:
+            mine = Contribution(has_failed=True)
+        values = self._sum.pack(mine, rank=self._groups.rank)
+        try:
+            total = self._total(values, what="the sum by which all ranks decide a step")
+        except DeadlineError as error:
+            # Only `control` knows which ranks are missing, and why the others failed.
+            self._agree_on(failure or error, phase=phase)
+            raise
+        sums = self._sum.read(total)
+        if sums.failed:
+            compare_launched(self._steppers, self._groups)
+            self._agree_on(failure, phase=phase)
         if sums.differ:
             # Digests show that ranks differ, but not in what: only now is it worth an exchange.
-            control, phase = self._groups.control, "optimizer: settings"
-            answers = self._meeting.agree(None, phase=phase, payload=mine.described())
-            by_rank = dict(zip(control.ranks, answers, strict=True))
+            payload = mine.described()
+            answers = self._agree_on(None, phase="optimizer: settings", payload=payload)
+            by_rank = dict(zip(self._groups.control.ranks, answers, strict=True))
             self._sum.refuse_differences(by_rank, name=self._name)
         return sums
 
@@ -520,11 +540,11 @@ class StepEngine:
                     sums = self._total(mine, what="the agreement on an update")
             if sums is None or sums[0]:
                 payload = json.dumps(mine).encode()
-                answers = self._meeting.agree(failure, phase=phase, payload=payload)
+                answers = self._agree_on(failure, phase=phase, payload=payload)
                 sums = [math.fsum(each) for each in zip(*map(json.loads, answers), strict=True)]
             if self._scalars.has_parted(sums[1:]):
                 payload = self._scalars.described()
-                answers = self._meeting.agree(None, phase=phase, payload=payload)
+                answers = self._agree_on(None, phase=phase, payload=payload)
                 by_rank = dict(zip(control.ranks, answers, strict=True))
                 self._scalars.refuse(by_rank, name=self._name)
         except BaseException:

@@ -89,11 +89,12 @@ class MultiModuleOptimizer(TorchInterface):
             name="MultiModuleOptimizer",
             loss_module=name_of_loss,
             divisors=_compare_ranks(groups.layouts, by_rank),
-            communicates=any(each[-1] for modules in by_rank.values() for each in modules.values()),
             edges=groups.layouts.edges,
             crossings=groups.crossings,
             bridged=groups if groups.layouts.edges else None,
         )
+        for stepper in self._steppers.values():
+            stepper.become_entry()
         super().__init__([stepper.optimizer for stepper in self._steppers.values()])
 
     def __getitem__(self, module: str) -> torch.optim.Optimizer:
@@ -132,10 +133,9 @@ class MultiModuleOptimizer(TorchInterface):
         """Enter around one microbatch with one backward, of all modules of this rank.
 
         Called by all ranks. An error in it on some ranks ends the step on all ranks of all modules,
-        see `Stepper.microbatch`; if there are edges, the others raise in the bridge where they wait
-        or at the end of the microbatch.
+        see `Stepper.microbatch`: the others raise in the bridge where they wait, or at its end.
 
-        Cost: that of each module's own; if there are edges, one agreement over all ranks.
+        Cost: that of each module's own, and one agreement over all ranks.
         """
         return self._engine.microbatch(is_last=is_last)
 
@@ -294,14 +294,10 @@ def _refuse_common_parameters(steppers: Mapping[str, Stepper]) -> None:
 
 
 def _describe(stepper: Stepper | None) -> list[Any]:
-    """Return what ranks compare, and last whether each microbatch communicates.
-
-    Compared are kind, divisor, and a description of the pipeline stage.
-    """
+    """Return what ranks compare: kind, divisor, and a description of the pipeline stage."""
     if stepper is None:
-        return ["None", None, "", False]
-    communicates = stepper.communicates_each_microbatch
-    return [stepper.kind, stepper.divisor, stepper.stage_description(), communicates]
+        return ["None", None, ""]
+    return [stepper.kind, stepper.divisor, stepper.stage_description()]
 
 
 def _compare_ranks(

@@ -126,6 +126,8 @@ class GradientReducer:
         """Reductions of buckets since the start; equal on all ranks between two steps."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
         self._is_eager = False
+        self._was_eager = False
+        """True if the last microbatch reduces during its backward."""
         self._is_inside = False
         self._is_reduced = False
         self._is_finished = False
@@ -172,7 +174,7 @@ class GradientReducer:
                 "a microbatch after the last one of this step: its gradients would be lost; call "
                 "step() or drop_gradients() first"
             )
-        self._is_eager = is_last or self._stage == 2
+        self._is_eager = self._was_eager = is_last or self._stage == 2
         self._is_inside = True
         for slot in self.slots:
             slot.is_missing = True
@@ -218,7 +220,7 @@ class GradientReducer:
     @torch.no_grad()
     def join_microbatch(self) -> None:
         """Launch the reductions of a microbatch that are missing after it failed on this rank."""
-        if self._stage == 2 and not self._is_reduced:
+        if self._was_eager and not self._is_reduced:
             self._launch_rest()
 
     @torch.no_grad()

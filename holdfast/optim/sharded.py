@@ -22,6 +22,7 @@ from holdfast.optim.checks import (
     check_settings,
     read_groups,
 )
+from holdfast.optim.collectives import Pending
 from holdfast.optim.elementwise import check_elementwise
 from holdfast.optim.engine import Stepper
 from holdfast.optim.microbatches import Launched
@@ -201,14 +202,11 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._check_open()
         return self._reducer.microbatch(is_last=is_last)
 
-    @property
-    def communicates_each_microbatch(self) -> bool:
-        return self._stage == 2
-
-    def join_microbatch(self) -> None:
+    def join_microbatch(self) -> Sequence[Pending]:
         if not self._is_closed:
             self.synchronize()
             self._reducer.join_microbatch()
+        return ()  # `drop_gradients` waits for them
 
     def finish_gradients(self) -> None:
         """Reduce the gradients that are not reduced yet, and wait; `step` calls it.

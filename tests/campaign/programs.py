@@ -128,12 +128,12 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     return Program(seed=seed, traits=traits, optimizer=chance.choice([*OPTIMIZERS]), ways=(way,))
 
 
-CAN_SOME_RANKS_FAIL = False
+CAN_SOME_RANKS_FAIL = True
 """True once an error that leaves a microbatch on some ranks is raised on all of them.
 
 Until then a rank that fails in a backward leaves reductions of buckets that others have launched.
 """
-CAN_INFER_FIRST = False
+CAN_INFER_FIRST = True
 """True once the first forward of a sharded model may be in inference mode."""
 
 CAN_WRITE_AFTER_LOAD = False
@@ -142,7 +142,7 @@ CAN_WRITE_AFTER_LOAD = False
 
 def _limits(kind: Kind, layout: Mapping[str, Any], *, num_ranks: int) -> Limits:
     # Other ranks would wait for one that fails in a forward with collectives of its own.
-    is_local = kind != "plain" and {*layout} <= {"dp", "replicas", "ranks"}
+    is_local = {*layout} <= {"dp", "replicas", "ranks"}
     are_reductions_shared = kind in ("zero", "chained") and num_ranks > 1
     return Limits(
         num_failing=num_ranks - 1 if CAN_SOME_RANKS_FAIL and is_local else 0,

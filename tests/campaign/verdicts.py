@@ -118,12 +118,11 @@ def judge(
     """Compare the answers of all ranks of a way, which are in the order of its layout."""
     layout = Layout(**way.layout)
     data = [layout.group("dp_cp", rank).index(rank) for rank in layout.ranks]
-    before: Action | None = None
     for number, action in enumerate(way.actions):
         mine = [each[number] for each in answers]
         at = f"{where} {number} {action}"
         raised = [i for i, answer in enumerate(mine) if answer.error]
-        injected = _injected(action, before, num_ranks=len(mine))
+        injected = _injected(action, num_ranks=len(mine))
         end: str | None = "value"
         if injected is not None:
             end = "fault" if _tells(mine, injected, layout) else None
@@ -148,7 +147,6 @@ def judge(
         else:
             twin.fail(action, mine[raised[0]].error)
         verdict.ends[way.kind, type(action).__name__, end] += 1
-        before = action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,20 +157,13 @@ class Injected:
     raises: tuple[int, ...]
 
 
-def _injected(action: Action, before: Action | None, *, num_ranks: int) -> Injected | None:
-    """Return the injected error that an action ends in, if it does.
-
-    Where some ranks fail in a microbatch the others raise at its end, or in `step` if it was the
-    last one.
-    """
+def _injected(action: Action, *, num_ranks: int) -> Injected | None:
+    """Return the injected error that an action ends in, if it does: all ranks raise at its end."""
+    if not isinstance(action, Microbatch) or action.fault is None:
+        return None
     everyone = tuple(range(num_ranks))
-    if isinstance(action, Microbatch) and action.fault is not None:
-        causes = everyone if action.failing is None else action.failing
-        return Injected(causes=causes, raises=causes if action.is_last else everyone)
-    if isinstance(before, Microbatch) and before.is_last and before.failing is not None:
-        others = tuple(i for i in everyone if i not in before.failing)
-        return Injected(causes=before.failing, raises=others)
-    return None
+    causes = everyone if action.failing is None else action.failing
+    return Injected(causes=causes, raises=everyone)
 
 
 def _tells(answers: Sequence[Answer], injected: Injected, layout: Layout) -> bool:
