@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
 from holdfast.fsdp.plan import PlannedParameter, UnitPlan
-from holdfast.optim.agreement import Entry, Hints, entry_of
+from holdfast.optim.agreement import Compared, Hints, entry_of
 from holdfast.optim.agreement import compare_ranks as compare_entries
 from holdfast.optim.shard_groups import mesh_lines
 from holdfast.parallel import ProcessGroups
@@ -83,7 +83,7 @@ def compare_ranks(plan: UnitPlan, groups: ProcessGroups, *, settings: str) -> No
     )
 
 
-def _entry(each: PlannedParameter, plan: UnitPlan, groups: ProcessGroups) -> Entry:
+def _entry(each: PlannedParameter, plan: UnitPlan, groups: ProcessGroups) -> Compared:
     """Return what ranks compare of one parameter, and which ranks hold the same."""
     is_plain = not isinstance(each.parameter, DTensor)
     dense = "tp-cp-dp" if is_plain else "dp_cp"

@@ -24,13 +24,13 @@ from holdfast.state.tensor_elements import tensor_digest
 _MAX_NAMED = 3
 
 Section = dict[str, tuple[dict[str, object], str, bool]]
-"""Name of a parameter -> properties, digest, `Entry.is_alone`."""
+"""Name of a parameter -> properties, digest, `Compared.is_alone`."""
 Description = dict[str, Section]
-"""Aspect and group whose ranks must have the same, as `Entry.key` -> its parameters."""
+"""Aspect and group whose ranks must have the same, as `Compared.key` -> its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Compared:
     """What the ranks of one group compare of a parameter."""
 
     over: str
@@ -62,7 +62,7 @@ class Hints:
     shards: str
     """If ranks differ that do not share data, and so may hold shards of one tensor."""
     alone: str
-    """If ranks of several groups have a parameter that `Entry.is_alone`."""
+    """If ranks of several groups have a parameter that `Compared.is_alone`."""
 
 
 def entry_of(
@@ -72,7 +72,7 @@ def entry_of(
     name: str,
     properties: Mapping[str, object] = MappingProxyType({}),
     is_alone: bool = False,
-) -> Entry:
+) -> Compared:
     """Return what ranks that hold the same parameter compare of it.
 
     Cost: one hash of what this rank holds.
@@ -80,7 +80,7 @@ def entry_of(
     placement = None
     if isinstance(parameter, DTensor):
         placement = [str(each) for each in parameter.placements]
-    return Entry(
+    return Compared(
         over=over,
         name=name,
         properties={
@@ -96,7 +96,7 @@ def entry_of(
 
 
 def compare_ranks(
-    entries: Iterable[Entry],
+    entries: Iterable[Compared],
     groups: ProcessGroups,
     *,
     who: str,
@@ -143,7 +143,7 @@ def compare_ranks(
         _compare_names(described, groups, who=who, phase=phase, hints=hints)
 
 
-def _by_section(entries: Iterable[Entry]) -> Description:
+def _by_section(entries: Iterable[Compared]) -> Description:
     """Return entries by section and name."""
     described: Description = {}
     for each in entries:

@@ -16,7 +16,7 @@ from holdfast._torch import local_tensor
 from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
-from holdfast.optim.agreement import Entry, compare_ranks, entry_of
+from holdfast.optim.agreement import Compared, compare_ranks, entry_of
 from holdfast.optim.checks import check_kind
 from holdfast.optim.engine import Stepper
 from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
@@ -175,7 +175,7 @@ class ReducedOptimizer(PlainStepper):
         self._last_used: set[nn.Parameter] | None = None
         """Parameters with a gradient in the last step, for which `reduce` made collectives."""
         failure: Exception | None = None
-        entries: list[Entry] = []
+        entries: list[Compared] = []
         try:
             check_plain(optimizer, where="ReducedOptimizer")
             check_int(divisor, name="ReducedOptimizer: divisor", least=1)
@@ -204,7 +204,7 @@ class ReducedOptimizer(PlainStepper):
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[Compared]:
         """Return what ranks compare of each plain parameter."""
         return [
             entry_of(parameter, over=self._shards.same_over(parameter), name=name)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._torch import parameter_table
 from holdfast.errors import ConfigError
-from holdfast.optim.agreement import Entry, compare_ranks, entry_of
+from holdfast.optim.agreement import Compared, compare_ranks, entry_of
 from holdfast.optim.buckets import Bucket, BucketPlan, plan_buckets
 from holdfast.optim.checks import (
     check_free,
@@ -419,7 +419,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                     "optimizer": f"{self.name}, stage {self._stage}",
                     "bucket": f"{number} of {plan.layout.numel} elements, from {span.start}",
                 }
-                entries.append(Entry(over=over, name=name, properties=place, aspect="buckets"))
+                entries.append(Compared(over=over, name=name, properties=place, aspect="buckets"))
                 is_placed = isinstance(parameter, DTensor)
                 entries.append(
                     entry_of(
