@@ -119,6 +119,8 @@ class Limits:
     faults: tuple[Fault, ...] = FAULTS
     writes_inside: tuple[WriteKind, ...] = WRITES
     """Kinds of writes between the first forward of a step and its end."""
+    saves_writes: bool = True
+    """False if a save does not have what was written since the first forward of a step."""
     modes: tuple[EvaluationMode, ...] = MODES
     is_warm: bool = False
     """True if regular steps come before an error on some ranks.
@@ -134,6 +136,14 @@ def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
         actions += [_between(chance, limits) for _ in range(chance.choice((0, 1, 1, 2)))]
         actions += _draw_step(chance, step, limits)
     actions += [Look()]
+    if not limits.saves_writes:
+        written = False
+        kept = []
+        for each, inside in _with_places(actions):
+            written = inside and (written or isinstance(each, Write | Swap))
+            if not (written and isinstance(each, Save)):
+                kept.append(each)
+        actions = kept
     if limits.is_warm and any(isinstance(a, Microbatch) and a.failing for a in actions):
         kinds = itertools.product((0, 1), (3, 1))  # what runs depends on whether the step is odd
         steps = [[*_microbatches(step, count), Step(max_norm=0.1)] for step, count in kinds]
@@ -223,9 +233,13 @@ def _anywhere(
 
 def _may_lose_writes(actions: list[Action]) -> bool:
     """Return True if a write may be refused: then all ranks load what was saved before."""
+    places = _with_places(actions)
+    return any(inside and isinstance(each, Write | Swap) for each, inside in places)
+
+
+def _with_places(actions: list[Action]) -> Iterator[tuple[Action, bool]]:
+    """Yield each action, and whether it is between the first forward of a step and its end."""
     inside = False
     for each in actions:
         inside = (inside or isinstance(each, Microbatch)) and not isinstance(each, Step)
-        if inside and isinstance(each, Write | Swap):
-            return True
-    return False
+        yield each, inside

@@ -139,6 +139,9 @@ CAN_INFER_FIRST = False
 CAN_WRITE_AFTER_LOAD = False
 """True once a write between a load of main parameters and the next forward counts."""
 
+CAN_SAVE_WRITES = False
+"""True once a save after a write to a whole copy of a sharded model has it, or is refused."""
+
 
 def _limits(kind: Kind, layout: Mapping[str, Any], *, num_ranks: int) -> Limits:
     # Other ranks would wait for one that fails in a forward with collectives of its own.
@@ -149,6 +152,7 @@ def _limits(kind: Kind, layout: Mapping[str, Any], *, num_ranks: int) -> Limits:
         faults=FAULTS if CAN_SOME_RANKS_FAIL or not are_reductions_shared else FAULTS[:2],
         # What is written through `.data` to a whole copy leaves no trace, see `UnitGuard`.
         writes_inside=("in place", "load_state_dict") if kind == "fsdp" else WRITES,
+        saves_writes=kind != "fsdp" or CAN_SAVE_WRITES,
         modes=MODES if CAN_INFER_FIRST or kind != "fsdp" else MODES[:1],
         is_warm=kind == "fsdp",
     )
