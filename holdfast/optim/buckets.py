@@ -274,6 +274,12 @@ class Bucket:
             if bool(written.any()):
                 self.main[written] = self.share[written].to(self.main.dtype)
 
+    @torch.no_grad()
+    def round_main(self) -> None:
+        """Set the parameters of this rank's share to the main ones, rounded."""
+        if self.has_main:
+            self.share.copy_(self.main)
+
     def refresh_main(self, number: int, *, exactly: bool) -> None:
         """Set main parameters from the parameter, which was loaded or assigned to.
 

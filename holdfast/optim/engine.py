@@ -118,6 +118,7 @@ class Stepper(MicrobatchTaker):
 
         Cost: the collectives of the kind, and one agreement of all ranks over `control`.
         """
+        self.check_ended()
         if self._is_entry:
             return self.entered_alone(is_last=is_last)
         return self._engine.microbatch(is_last=is_last)

@@ -197,6 +197,10 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def parameters(self) -> list[nn.Parameter]:
         return [member.parameter for member in self._parameters]
 
+    def check_ended(self) -> None:
+        self._check_open()
+        super().check_ended()
+
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Take gradients; the last microbatch reduces during its backward, in stage 2 every one."""
         self._check_open()
@@ -364,6 +368,10 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         """Follow up a load: with main parameters, the model's are rounded from them before use."""
         self._main_requested = False
         self._main_loaded = self._is_stale = with_main
+        if with_main:
+            # This rank's share at once, so that what is written to it before the gather shows.
+            for bucket in self._buckets:
+                bucket.round_main()
 
     def refresh_main(self) -> None:
         """Set main parameters from the model's, after other code than a step changed these."""
@@ -373,10 +381,13 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     # ---- inside ----
 
+    @torch.no_grad()
     def _gather_loaded(self) -> None:
         """Round and gather main parameters, on all ranks, after they were loaded."""
         if self._is_stale:
             self._is_stale = False
+            for bucket in self._buckets:
+                bucket.take_written_values()
             self.launch_gathers()
             for bucket in self._buckets:
                 bucket.finish_gather()

@@ -223,9 +223,13 @@ def _anywhere(
 
 def _may_lose_writes(actions: list[Action]) -> bool:
     """Return True if a write may be refused: then all ranks load what was saved before."""
+    places = _with_places(actions)
+    return any(inside and isinstance(each, Write | Swap) for each, inside in places)
+
+
+def _with_places(actions: list[Action]) -> Iterator[tuple[Action, bool]]:
+    """Yield each action, and whether it is between the first forward of a step and its end."""
     inside = False
     for each in actions:
         inside = (inside or isinstance(each, Microbatch)) and not isinstance(each, Step)
-        if inside and isinstance(each, Write | Swap):
-            return True
-    return False
+        yield each, inside

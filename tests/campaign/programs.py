@@ -16,7 +16,6 @@ import torch
 
 from holdfast import Layout, LayoutError
 from tests.campaign.actions import (
-    FAULTS,
     MODES,
     WRITES,
     Action,
@@ -128,28 +127,14 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     return Program(seed=seed, traits=traits, optimizer=chance.choice([*OPTIMIZERS]), ways=(way,))
 
 
-CAN_SOME_RANKS_FAIL = True
-"""True once an error that leaves a microbatch on some ranks is raised on all of them.
-
-Until then a rank that fails in a backward leaves reductions of buckets that others have launched.
-"""
-CAN_INFER_FIRST = True
-"""True once the first forward of a sharded model may be in inference mode."""
-
-CAN_WRITE_AFTER_LOAD = False
-"""True once a write between a load of main parameters and the next forward counts."""
-
-
 def _limits(kind: Kind, layout: Mapping[str, Any], *, num_ranks: int) -> Limits:
     # Other ranks would wait for one that fails in a forward with collectives of its own.
     is_local = {*layout} <= {"dp", "replicas", "ranks"}
-    are_reductions_shared = kind in ("zero", "chained") and num_ranks > 1
     return Limits(
-        num_failing=num_ranks - 1 if CAN_SOME_RANKS_FAIL and is_local else 0,
-        faults=FAULTS if CAN_SOME_RANKS_FAIL or not are_reductions_shared else FAULTS[:2],
+        num_failing=num_ranks - 1 if is_local else 0,
         # What is written through `.data` to a whole copy leaves no trace, see `UnitGuard`.
         writes_inside=("in place", "load_state_dict") if kind == "fsdp" else WRITES,
-        modes=MODES if CAN_INFER_FIRST or kind != "fsdp" else MODES[:1],
+        modes=MODES,
         is_warm=kind == "fsdp",
     )
 

@@ -43,7 +43,7 @@ from tests.campaign.ways import (
 
 @dataclass
 class Situation:
-    """What has happened since the last step, by which a refusal is judged."""
+    """What has happened since gradients were forgotten, by which a refusal is judged."""
 
     has_gradients: bool = False
     is_reduced: bool = False
@@ -55,7 +55,7 @@ class Situation:
     has_run: bool = False
     """True after a forward that may have a backward."""
     is_written: bool = False
-    """True if parameters were written after such a forward."""
+    """True if parameters were written after such a forward, and no step has worked since."""
     is_thawed: bool = False
     """True if something is trained that was frozen at the start."""
 
@@ -173,7 +173,7 @@ class Twin:
         for p, main in zip(self._all, self._mains, strict=True):
             if p is not main:
                 p.copy_(main)
-        self._has_loaded_mains = False
+        self._has_loaded_mains = self.situation.is_written = False
         self._drop()
         is_as_built = all(p.requires_grad == was for p, was in self._at_start.items())
         return {
@@ -187,7 +187,8 @@ class Twin:
     def _drop(self) -> None:
         self._optimizer.zero_grad()
         self._sums.clear()
-        self.situation = Situation(is_thawed=self.situation.is_thawed)
+        before = self.situation
+        self.situation = Situation(is_thawed=before.is_thawed, is_written=before.is_written)
 
     def _set_trainable(self, action: Freeze | Thaw) -> None:
         set_trainable(self.model, action, at_start=self._at_start)

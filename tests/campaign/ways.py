@@ -48,7 +48,7 @@ from tests.campaign.models import (
     Wide,
     generate,
 )
-from tests.campaign.programs import CAN_WRITE_AFTER_LOAD, OPTIMIZERS, Program, Way
+from tests.campaign.programs import OPTIMIZERS, Program, Way
 
 LOST_WRITE = re.compile(r"was written between|were changed \(a step, a load\) while")
 THAWED = re.compile(r"was frozen when optimizer")
@@ -208,8 +208,6 @@ class Trained:
 
     def _load(self) -> None:
         self._checkpointer.load(self.state())
-        if self.program.traits.dtype == torch.bfloat16 and not CAN_WRITE_AFTER_LOAD:
-            self.optimizer.synchronize()
 
     def _drop(self, how: str) -> None:
         # That of the torch optimizer of a sharded model knows nothing of whole gradients.
