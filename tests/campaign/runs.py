@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast import Checkpointer, Layout, ProcessGroups
-from tests.campaign.actions import Action, Microbatch
+from tests.campaign.actions import Action
 from tests.campaign.programs import Program, draw, draw_irregular
 from tests.campaign.twin import Twin
 from tests.campaign.verdicts import Answer, Verdict, judge
@@ -121,16 +121,7 @@ def _run(context: RankContext, root: Path, program: Program, communicators: Comm
 def _do_all(trained: Trained, actions: tuple[Action, ...]) -> list[Answer]:
     """Do one action after the other, and recover from each error."""
     answers: list[Answer] = []
-    for number, action in enumerate(actions):
-        before = actions[number - 1] if number else None
-        if (
-            isinstance(before, Microbatch)
-            and before.is_last
-            and before.failing is not None
-            and answers[-1].error
-        ):
-            answers.append(Answer())  # this rank has told the others, which raise in their step
-            continue
+    for action in actions:
         try:
             answers.append(Answer(values=trained.do(action)))
         except Exception as error:

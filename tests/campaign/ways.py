@@ -134,8 +134,7 @@ class Trained:
 
     def recover(self, action: Action, text: str) -> None:
         """Do what the documentation says after an error that has this text."""
-        # A step has forgotten gradients, unless it has told of a microbatch of another rank.
-        if not isinstance(action, Save | Load | Step) or str(Trouble()) in text:
+        if not isinstance(action, Save | Load | Step):  # a step has forgotten gradients
             self._drop("drop_gradients")
         if LOST_WRITE.search(text):
             self._load()
