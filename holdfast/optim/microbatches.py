@@ -13,11 +13,10 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
 from holdfast.parallel import ModuleGroups, ProcessGroups
-from holdfast.parallel.layout import EXPERT_AXES
 from holdfast.parallel.ranks import shorten_ranks
 
 _PHASE = "microbatch"
-_MODEL_AXES = ("tp", "cp", "pp", *EXPERT_AXES)
+_MODEL_AXES = ("tp", "cp", "pp", "ep")
 """Axes along which a model may have collectives of its own in forward and backward."""
 
 
@@ -150,9 +149,7 @@ class Microbatches:
         self._bridged = bridged
         self._is_known = False
         """True while an error would come from the agreement at the end, on all ranks."""
-        # Where ranks may wait in a collective of the model, the one that failed does not wait for
-        # them as long as they do.
-        self._is_alone = any(groups.layout.size(axis) > 1 for axis in _MODEL_AXES)
+        self._may_wait_in_model = any(groups.layout.size(axis) > 1 for axis in _MODEL_AXES)
 
     @contextlib.contextmanager
     def enter(self, *, is_last: bool) -> Iterator[None]:
@@ -212,7 +209,9 @@ class Microbatches:
     def _fail(self, error: Exception, *, is_known: bool) -> BaseException:
         """Let all ranks raise, wherever they wait, and return what they raise."""
         control = self._groups.control
-        with contextlib.nullcontext() if self._is_alone else control.in_step():
+        # This rank does not wait as long as those do that may wait for it in a collective of the
+        # model: a launcher ends the job once this process has ended.
+        with contextlib.nullcontext() if self._may_wait_in_model else control.in_step():
             if self._bridged is not None:
                 shared = self._bridged.fail(error, phase=_PHASE, is_known=is_known)
                 self._bridged.crossings.failure = "a microbatch has failed"
