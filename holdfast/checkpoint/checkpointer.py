@@ -20,6 +20,7 @@ from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.inventory import CheckpointInfo, inspect_checkpoint
 from holdfast.format.names import list_steps
+from holdfast.format.root_identity import RootIdentity
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups, current_groups
 from holdfast.parallel.control.guard import Guard, guarded
@@ -105,7 +106,10 @@ class Checkpointer:
         )
         self._groups = groups if groups is not None else _default_groups()
         codecs = codecs if codecs is not None else Codecs()
-        self._saver = Saver(self._storage, self._groups, codecs=codecs, options=options)
+        self._root = RootIdentity(self._storage)
+        self._saver = Saver(
+            self._storage, self._groups, codecs=codecs, options=options, root=self._root
+        )
         self._loader = Loader(
             self._storage, self._groups, codecs=codecs, settle_s=settle_s, on_drift=on_drift
         )
@@ -374,6 +378,7 @@ class Checkpointer:
         With `max_fallbacks`: two more.
         """
         _check_mapping(state)
+        self._root.check()
         options = LoadOptions(
             step=step,
             ignore_unexpected=ignore_unexpected,
@@ -407,6 +412,7 @@ class Checkpointer:
 
         Cost: each rank reads or receives all tensors, and holds them.
         """
+        self._root.check()
         options = LoadOptions(
             step=step, verify=verify, exchange=exchange, max_fallbacks=max_fallbacks
         )
@@ -433,11 +439,18 @@ class Checkpointer:
         return inspect_checkpoint(self._storage, chosen)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending. Cost: one listing of the directory; no collectives."""
+        """Committed steps, ascending; none in a root that does not exist yet.
+
+        Raises:
+            StorageError: the root has vanished, or is another one than before.
+
+        Cost: one listing of the directory and one small read; no collectives.
+        """
+        self._root.check()
         return list_steps(self._storage) if self._storage.is_dir("") else []
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Cost: as of `steps`."""
+        """The newest committed step, or None. Errors and cost: as of `steps`."""
         return max(self.steps(), default=None)
 
     def close(self) -> None:

@@ -40,6 +40,9 @@ class SaveReport:
     `total` of a synchronous save, `stall` of an asynchronous one)."""
     skipped: bool = False
     """True if nothing was saved, because an earlier save was in progress."""
+    new_root: bool = False
+    """True if this save is the first one in a root that held no checkpoint. In a run that resumed,
+    or was to resume, it says that the root is not the one meant: a volume may not be mounted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

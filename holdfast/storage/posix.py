@@ -54,7 +54,9 @@ _Observe = Callable[[str, str, int, int], None]
 class PosixStorage:
     """The storage protocol over one directory.
 
-    It holds no open file between calls, except directories in `holding_dirs`.
+    It holds no open file between calls, except directories in `holding_dirs`. It remembers which
+    directory the root is when it first sees it, by device and inode. If another one is there later,
+    or none, as after an unmount, every call is a StorageError, and nothing is made in its place.
 
     Args:
         root: The directory; it may be a link. It must exist before anything is read.
@@ -64,6 +66,7 @@ class PosixStorage:
     def __init__(self, root: str | Path, *, observer: Observer | None = None) -> None:
         self._root = Path(root).absolute()
         self._observer = observer
+        self._place = RootPlace(self._root)
         self._pinned: _Pinned | None = None
         self._held: dict[int, HeldDirs] = {}
         self._is_named = False
@@ -73,6 +76,11 @@ class PosixStorage:
     def root(self) -> Path:
         """The directory all paths are relative to."""
         return self._root
+
+    @property
+    def place(self) -> RootPlace:
+        """Which directory the root is, for another process of this host."""
+        return self._place
 
     def __repr__(self) -> str:
         """Return the root, for messages."""
@@ -172,7 +180,7 @@ class PosixStorage:
         if thread in self._held:
             yield
             return
-        self._held[thread] = dirs = HeldDirs(self._root)
+        self._held[thread] = dirs = HeldDirs(self._place)
         try:
             yield
         finally:
@@ -213,11 +221,13 @@ class PosixStorage:
             sink.close()
 
     def make_dir(self, path: str, *, durable: bool = True) -> None:
-        """See `Storage.make_dir`; makes the root too."""
+        """See `Storage.make_dir`; a root that was seen before is never made again."""
         self._observe("make_dir", path, 0, 0)
         names = _split_path(path)
         with self._guard("make the directory", path):
-            self._make_root(durable=durable, by_itself=not names)
+            if not names:
+                self._place.status()
+                self._make_root(durable=durable)
             for depth in range(len(names)):
                 with self._dir(names[:depth]) as fd:
                     with suppress(FileExistsError):
@@ -301,6 +311,7 @@ class PosixStorage:
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`; asks the nearest parent if the root does not exist yet."""
         with self._guard("examine", ""):
+            self._place.status()
             stats = os.statvfs(_existing(self._root))
             return stats.f_bavail * stats.f_frsize
 
@@ -342,7 +353,7 @@ class PosixStorage:
                 yield fd
             return
         else:
-            fd = os.open(self._root, _ROOT_FLAGS)
+            fd = self._place.open()
         try:
             for name in names:
                 below = os.open(name, _DIR_FLAGS, dir_fd=fd)
@@ -363,11 +374,11 @@ class PosixStorage:
         with self._dir(names[:-1]) as fd:
             yield fd, names[-1]
 
-    def _make_root(self, *, durable: bool, by_itself: bool) -> None:
+    def _make_root(self, *, durable: bool) -> None:
         """Make the root and its parents; sync the names that are new.
 
-        With `by_itself`, the root's name is synced once even if it is not new: its maker may have
-        died before the sync.
+        The root's name is synced once even if it is not new: its maker may have died before the
+        sync.
         """
         new: list[Path] = []
         place = self._root
@@ -375,7 +386,7 @@ class PosixStorage:
             new.append(place)
             place = place.parent
         self._root.mkdir(parents=True, exist_ok=True)
-        if by_itself and not self._is_named and not new:
+        if not self._is_named and not new:
             new.append(self._root.resolve())
         if not durable or not new:
             return
@@ -417,7 +428,10 @@ class PosixStorage:
         if self._pinned is not None and _split_path(path) == self._pinned.names:
             return os.fstat(self._pinned.fd)
         if not path:
-            return os.stat(self._root)
+            status = self._place.status()
+            if status is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            return status
         with self._parent(path) as (fd, name):
             return os.stat(name, dir_fd=fd, follow_symlinks=False)
 
@@ -470,6 +484,77 @@ class PosixStorage:
                 raise
             if durable:
                 _sync_dir_fd(parent)
+
+
+@dataclass(slots=True)
+class RootPlace:
+    """Where a root is, and which directory was there when it was first seen.
+
+    Every use of the root is checked here. If a volume is unmounted, the directory underneath
+    appears under the same path. Whatever were written there would be lost from sight at the next
+    mount.
+    """
+
+    path: Path
+    device: int = -1
+    inode: int = -1
+    """Of the directory; -1 until it has been seen."""
+
+    def open(self) -> int:
+        """Open the root; StorageError if it is another directory than before, or has vanished."""
+        try:
+            fd = os.open(self.path, _ROOT_FLAGS)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self._refuse_absence(error)
+            raise
+        try:
+            self._check(os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def status(self) -> os.stat_result | None:
+        """Return the root's status; None if it does not exist yet. StorageError as of `open`."""
+        try:
+            status = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self._refuse_absence(error)
+            return None
+        self._check(status)
+        return status
+
+    def expect(self, *, device: int, inode: int) -> None:
+        """Take over what another process of this host has seen; -1 for nothing."""
+        if device != -1:
+            self.device, self.inode = device, inode
+
+    def _check(self, status: os.stat_result) -> None:
+        """Keep which directory this is the first time; StorageError if it is another one later."""
+        if self.device == -1:
+            self.device, self.inode = status.st_dev, status.st_ino
+        elif (status.st_dev, status.st_ino) != (self.device, self.inode):
+            raise StorageError(
+                f"{self.path} is another directory than before (device {_device(self.device)}, "
+                f"inode {self.inode} before; device {_device(status.st_dev)}, inode "
+                f"{status.st_ino} now): its volume was unmounted or mounted again, or the "
+                f"directory was replaced. Nothing is written there; bring the former one back, or "
+                f"start the run again"
+            )
+
+    def _refuse_absence(self, error: OSError) -> None:
+        """Raise StorageError if the root was there before."""
+        if self.device != -1:
+            raise StorageError(
+                f"{self.path} has vanished (device {_device(self.device)}, inode {self.inode} "
+                f"before): its volume was unmounted, or the directory was moved or removed. "
+                f"Nothing is made in its place; bring it back, or start the run again"
+            ) from error
+
+
+def _device(number: int) -> str:
+    """Return a device as `ls -l` and /proc/self/mountinfo write it."""
+    return f"{os.major(number)}:{os.minor(number)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -671,7 +756,7 @@ class HeldDirs:
     by name, at the cost of one stat instead of an open and a close.
     """
 
-    root: Path
+    root: RootPlace
     _held: dict[tuple[str, ...], tuple[int, os.stat_result]] = field(default_factory=dict)
     _replaced: list[int] = field(default_factory=list)
 
@@ -688,13 +773,16 @@ class HeldDirs:
     def _get(self, names: tuple[str, ...]) -> tuple[int, bool]:
         """Return the open directory, and True if it is held; otherwise the caller closes it."""
         if not names:
-            return self._keep(names, os.stat(self.root), self.root, None)
+            status = self.root.status()
+            if status is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            return self._keep(names, status, "", None)
         with self.opened(names[:-1]) as above:
             status = os.stat(names[-1], dir_fd=above, follow_symlinks=False)
             return self._keep(names, status, names[-1], above)
 
     def _keep(
-        self, names: tuple[str, ...], status: os.stat_result, path: str | Path, above: int | None
+        self, names: tuple[str, ...], status: os.stat_result, name: str, above: int | None
     ) -> tuple[int, bool]:
         """Return the held directory if it still has this status, else open the one there now."""
         held = self._held.get(names)
@@ -703,7 +791,7 @@ class HeldDirs:
                 return held[0], True
             # Closed with the others, later: it may be in use in this very call.
             self._replaced.append(self._held.pop(names)[0])
-        fd = os.open(path, _DIR_FLAGS if names else _ROOT_FLAGS, dir_fd=above)
+        fd = os.open(name, _DIR_FLAGS, dir_fd=above) if names else self.root.open()
         if len(self._held) + len(self._replaced) >= _MAX_HELD_DIRS:
             return fd, False
         self._held[names] = fd, os.fstat(fd)

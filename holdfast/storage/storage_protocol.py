@@ -124,7 +124,9 @@ class Storage(Protocol):
         """Create a file of `nbytes` to fill through a Sink; it must not exist yet."""
 
     def make_dir(self, path: str, *, durable: bool = True) -> None:
-        """Make a directory and its parents, including the root, if they do not exist.
+        """Make a directory and its parents, if they do not exist; the root itself only for "".
+
+        A root that vanishes while it is in use is not made again: what is there instead is not it.
 
         All these names are durable when this returns, unless `durable` is False. Above the root,
         this holds for names that are new and that this process may sync.

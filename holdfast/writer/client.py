@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import ErrorRecord, StorageError
-from holdfast.storage import Storage
+from holdfast.storage import PosixStorage, Storage
 from holdfast.writer.job import run_job
 from holdfast.writer.memory import SharedMemory
 from holdfast.writer.outcomes import publish_failure
@@ -178,7 +178,7 @@ class WriterProcess:
         with self._lock:
             self._tickets[job.header.save_id] = ticket
         try:
-            self._send(RunJob(job, buffer, image.nbytes, ticket.commits))
+            self._send(RunJob(job, buffer, image.nbytes, ticket.commits, self._place()))
         except StorageError:
             with self._lock:
                 self._tickets.pop(job.header.save_id, None)
@@ -193,6 +193,12 @@ class WriterProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
             self._connection.close()
+
+    def _place(self) -> tuple[int, int]:
+        """Return device and inode of the root as this process knows it; -1 for unknown."""
+        if not isinstance(self._storage, PosixStorage):
+            return -1, -1
+        return self._storage.place.device, self._storage.place.inode
 
     def _send(self, message: Message, *descriptors: int) -> None:
         """Send a message; StorageError if the writer is gone."""

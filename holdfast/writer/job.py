@@ -23,6 +23,7 @@ from holdfast.errors import DeadlineError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.fingerprint import fingerprint_box
 from holdfast.format.names import parse_saving_dir, step_dir
+from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
 from holdfast.writer.commit import commit_save
@@ -288,6 +289,8 @@ def perform_job(
     """
     began = time.monotonic()
     deadline = began + job.deadline_s
+    # Before anything is written, a heartbeat included.
+    require_root(storage, job.root)
     with (
         storage.holding_dirs() if isinstance(storage, PosixStorage) else nullcontext(),
         heartbeat(storage, job.directory, position=job.position) as is_written,

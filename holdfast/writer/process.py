@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage import PosixStorage, Storage
+from holdfast.storage import PosixStorage
 from holdfast.writer.job import run_job
 from holdfast.writer.records import EncodedPlan, SaveOutcome, WriteJob, decode_plan
 
@@ -45,12 +45,16 @@ class KeepPlan(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunJob(msgspec.Struct, frozen=True, tag=True):
-    """Trainer to writer: write the first `nbytes` of a buffer; commit the save if `commits`."""
+    """Trainer to writer: write the first `nbytes` of a buffer; commit the save if `commits`.
+
+    `place` has device and inode of the root as the trainer knows it, see `RootPlace`.
+    """
 
     job: WriteJob
     buffer: int
     nbytes: int
     commits: bool
+    place: tuple[int, int] = (-1, -1)
 
 
 class JobProgress(msgspec.Struct, frozen=True, tag=True):
@@ -133,7 +137,7 @@ class Connection:
 class WriterServer:
     """State of one writer process: its storage, mapped staging buffers and plans."""
 
-    def __init__(self, connection: Connection, storage: Storage) -> None:
+    def __init__(self, connection: Connection, storage: PosixStorage) -> None:
         self._connection = connection
         self._storage = storage
         self._buffers: dict[int, mmap.mmap] = {}
@@ -159,6 +163,8 @@ class WriterServer:
     def _run(self, message: RunJob) -> None:
         """Run one job and report its outcome."""
         job = message.job
+        device, inode = message.place
+        self._storage.place.expect(device=device, inode=inode)
         image = memoryview(self._buffers[message.buffer])[: message.nbytes]
         outcome = run_job(
             self._storage,

@@ -237,6 +237,7 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
         checks: uint64 column: digests of the boxes that this rank must vouch for.
         values: The rank's encoded tree as JSON.
         row_boxes: One per row if fingerprints are stored, else empty.
+        root: Id of the root that the save belongs to; empty if it is not known.
     """
 
     directory: str
@@ -250,6 +251,7 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
     checks: bytes = b""
     values: bytes = b""
     row_boxes: tuple[RowBox, ...] = ()
+    root: str = ""
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):

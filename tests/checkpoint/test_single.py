@@ -379,7 +379,7 @@ def test_steps_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     checkpointer.save(4, {"t": 1})
     assert checkpointer.steps() == [4, 5]
     assert (tmp_path / "not yet there" / "latest_checkpointed_iteration.txt").read_text() == "5\n"
-    hidden = {".reading", ".plans"}
+    hidden = {".reading", ".plans", ".root-id"}
     names = {p.name for p in (tmp_path / "not yet there").iterdir()} - hidden
     assert names == {"iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"}
     with pytest.raises(StorageError, match="step 9"):

@@ -9,6 +9,7 @@ import torch
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
 from holdfast.checkpoint.plan.planner import PLANS_DIR
 from holdfast.format.names import LATEST, list_steps, step_dir
+from holdfast.format.root_identity import ROOT_ID
 from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import LEASES_DIR
 from holdfast.writer.leftovers import repair
@@ -63,7 +64,8 @@ def leftovers(root: Path) -> list[str]:
     return sorted(
         n
         for n in names
-        if n not in (LATEST, LEASES_DIR, PLANS_DIR, "lost+found") and not n.startswith("iter_")
+        if n not in (LATEST, LEASES_DIR, PLANS_DIR, ROOT_ID, "lost+found")
+        and not n.startswith("iter_")
     )
 
 

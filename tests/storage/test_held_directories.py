@@ -46,6 +46,7 @@ def test_a_steady_save_opens_few_directories(tmp_path: Path) -> None:
 @pytest.fixture
 def storage(tmp_path: Path) -> PosixStorage:
     storage = PosixStorage(tmp_path / "root")
+    storage.make_dir("")
     storage.make_dir("a/b")
     storage.write_file("a/b/f", b"old")
     return storage

@@ -130,6 +130,7 @@ class SaveExecutor:
             file=plan.file,
             checks=checks,
             values=agreed.local.values,
+            root=agreed.root,
             row_boxes=plan.row_boxes if self._options.fingerprints else (),
         )
 

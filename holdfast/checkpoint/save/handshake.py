@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +24,16 @@ from holdfast.checkpoint.save.pending import (
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.names import saving_dir, step_dir
+from holdfast.format.names import list_steps, saving_dir, step_dir
+from holdfast.format.root_identity import RootIdentity, new_root_id
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage
 from holdfast.writer.leftovers import repair
 from holdfast.writer.outcomes import discard_save
+
+_LOG = logging.getLogger("holdfast")
 
 BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
@@ -53,6 +57,8 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
         running: ids of the saves in flight on it.
         options: what all checkpointers have to be made with alike.
         metadata: digest of the caller's metadata; empty for none.
+        root: the id of its root; the coordinator's is the one of the save.
+        new_root: whether the coordinator found no checkpoint in a root without an id.
     """
 
     kind: str
@@ -69,6 +75,8 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
     running: tuple[str, ...]
     options: str
     metadata: str = ""
+    root: str = ""
+    new_root: bool = False
 
 
 class Proposals:
@@ -142,6 +150,8 @@ class AgreedSave:
         plan: None if some rank is busy and the save is skipped.
         directory: the place where it is written before its commit.
         planned: whether the structure was planned for it.
+        root: the id of the root that the save belongs to.
+        new_root: whether it is the first save in that root.
     """
 
     local: LocalState
@@ -149,6 +159,8 @@ class AgreedSave:
     save_id: str
     directory: str
     planned: bool
+    root: str
+    new_root: bool
 
     def plan_or_raise(self) -> RankPlan:
         """Return the plan; raise PlanError if the save is skipped."""
@@ -169,6 +181,7 @@ class AgreedSave:
             planned=self.planned,
             seconds=seconds,
             skipped=plan is None,
+            new_root=self.new_root and plan is not None,
         )
 
 
@@ -183,6 +196,7 @@ class Handshake:
         codecs: for values of types that are registered.
         options: of the checkpointer.
         buffers: this rank's staging buffers, which its share has to fit.
+        root: the identity of the storage's root.
     """
 
     def __init__(
@@ -193,8 +207,10 @@ class Handshake:
         codecs: Codecs,
         options: SaverOptions,
         buffers: Sequence[StagingBuffer],
+        root: RootIdentity,
     ) -> None:
         self._storage = storage
+        self._root = root
         self._groups = groups
         self._options = options
         self._buffers = buffers
@@ -238,8 +254,12 @@ class Handshake:
         with timed(seconds, "flatten"):
             compares = self._compares(request, self._num_saves)
             self._groups.require_complete()
+            self._root.check()
+            root_id, is_new = self._root.id, False
             if self._groups.control.is_coordinator and request.kind != "prepare":
                 self._prepare_storage(request)
+                is_new = not root_id and not list_steps(self._storage)
+                root_id = root_id or new_root_id()
             local = self.planner.flatten(state)
             plan = self._plan_at_hand(local, compares)
         # Phase 2, one collective: every rank learns what all request, and which plan each holds.
@@ -260,6 +280,8 @@ class Handshake:
                     busy=len(running) > in_flight,
                     failed=tuple((each.save_id, shortened(error)) for each, error in failed),
                     running=running,
+                    root=root_id,
+                    new_root=is_new,
                 )
             )
             # Phase 3, three collectives: plan with all ranks, unless all hold one and the same.
@@ -267,13 +289,24 @@ class Handshake:
                 plan = self._make_plan(local, proposals, request)
         if not (proposals.is_skipped or request.kind == "prepare"):
             self._num_saves = proposals.num_saves + 1
+            if self._groups.control.is_coordinator and not self._root.id:
+                self._adopt_root(proposals)
         return AgreedSave(
             local=local,
             plan=None if proposals.is_skipped else plan,
             save_id=proposals.save_id,
             directory=proposals.directory,
             planned=not proposals.is_unchanged,
+            root=proposals.by_rank[0].root,
+            new_root=proposals.by_rank[0].new_root,
         )
+
+    def _adopt_root(self, proposals: Proposals) -> None:
+        """Give a root its id, at the first save in it, and say so."""
+        first = proposals.by_rank[0]
+        self._root.write(first.root)
+        what = "a new root, without checkpoints" if first.new_root else "a root without an id"
+        _LOG.info("%s is %s; its id is %s", self._storage.describe(""), what, first.root)
 
     def _compares(self, request: SaveRequest, num_saves: int) -> bool:
         """Return True if declared replicas are compared: on request, or after so many saves."""
@@ -286,7 +319,8 @@ class Handshake:
     def _prepare_storage(self, request: SaveRequest) -> None:
         """Create the root, remove what dead runs have left, and refuse a step that exists."""
         final = step_dir(request.step)
-        self._storage.make_dir("")
+        if not self._root.id:
+            self._storage.make_dir("")
         if self._storage.exists(final) and not request.overwrite:
             raise StorageError(
                 f"{self._storage.describe(final)} exists already; to replace it save with "

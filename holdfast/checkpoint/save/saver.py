@@ -25,6 +25,7 @@ from holdfast.checkpoint.save.pending import (
 )
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ErrorRecord, HoldfastError, StorageError
+from holdfast.format.root_identity import RootIdentity
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
@@ -39,7 +40,13 @@ class Saver:
     """Saves under one set of groups; keeps plans, staging buffers and writer between saves."""
 
     def __init__(
-        self, storage: Storage, groups: ProcessGroups, *, codecs: Codecs, options: SaverOptions
+        self,
+        storage: Storage,
+        groups: ProcessGroups,
+        *,
+        codecs: Codecs,
+        options: SaverOptions,
+        root: RootIdentity,
     ) -> None:
         self._storage = storage
         self._groups = groups
@@ -47,7 +54,7 @@ class Saver:
         self._buffers = [StagingBuffer() for _ in range(options.staging_buffers)]
         self._executor = SaveExecutor(storage, groups, options=options, buffers=self._buffers)
         self._handshake = Handshake(
-            storage, groups, codecs=codecs, options=options, buffers=self._buffers
+            storage, groups, codecs=codecs, options=options, buffers=self._buffers, root=root
         )
         self._writer: Writer | None = None
         self._submitted: InFlightSave | None = None

@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from holdfast.errors import GroupError
+from holdfast.parallel.bounded_store import BoundedStore, StoreSilentError
 from holdfast.parallel.control.addresses import own_address
 from holdfast.parallel.control.streams import IncomingStream, OutgoingStream, Stream
 
@@ -50,7 +52,7 @@ class Connections:
 
     def __init__(self, *, index: int, store: Store) -> None:
         self._index = index
-        self._store = store
+        self._store = BoundedStore.of(store)
         # Only ranks that read the store know it: a scan of ports cannot pass for a rank, nor a rank
         # of another run whose peer had this port.
         self._token = secrets.token_bytes(_TOKEN_NBYTES)
@@ -64,7 +66,11 @@ class Connections:
         self._to: dict[int, OutgoingStream] = {}
         # Last: a rank that finds the address can connect.
         port = self._listener.getsockname()[1]
-        store.set(f"address/{index}", f"{self._token.hex()} {port} {host}")
+        try:
+            self._store.set(f"address/{index}", f"{self._token.hex()} {port} {host}")
+        except RuntimeError as error:
+            self._listener.close()
+            raise GroupError(f"The c10d store did not take this rank's address: {error}") from error
 
     def close(self) -> None:
         """End all connections; what was sent still arrives."""
@@ -161,9 +167,17 @@ class Connections:
             else:
                 each.close()
 
+    def _address(self, index: int, deadline: float) -> str:
+        """Return the address that a rank has left; LateError if the store does not answer."""
+        try:
+            with self._store.within(deadline - time.monotonic()):
+                return self._store.get(f"address/{index}").decode()
+        except StoreSilentError as error:
+            raise LateError(f"the address of the peer could not be had: {error}") from error
+
     def _connect(self, index: int, deadline: float) -> OutgoingStream:
         """Connect to a rank; all ranks left their addresses before they met to use `control`."""
-        token, port, host = self._store.get(f"address/{index}").decode().split()
+        token, port, host = self._address(index, deadline).split()
         left = max(deadline - time.monotonic(), 0.001)  # 0 would mean a non-blocking socket
         try:
             made = socket.create_connection((host, int(port)), timeout=left)

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.errors import DeadlineError, GroupError
+from holdfast.parallel.bounded_store import BoundedStore
 from holdfast.parallel.control.connections import Connections, LateError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _PROGRESS_WAIT_S = 2.0
-"""Time for the others to post their progress before a rank is called missing or silent."""
+"""Time for the others to post their progress before a rank is called missing or silent; also the
+limit of a request to the store."""
+_EXPLAIN_S = 4.5
+"""Time in which the store must have named who is missing; see `BoundedStore.within`."""
 
 _decode_report = msgspec.json.Decoder(tuple[dict[int, str], list[int]]).decode
 
@@ -56,7 +60,7 @@ class Transport:
         self._ranks = tuple(ranks)
         self._index = self._ranks.index(rank)
         self._rank = rank
-        self._store = store
+        self._store = BoundedStore.of(store, limit_s=_PROGRESS_WAIT_S)
         self._timeout_s = 0.0
         self._name = name
         self._sequence = 0
@@ -221,10 +225,12 @@ class Transport:
         except (OSError, LateError, RuntimeError) as error:  # the last is the store's
             if isinstance(error, GroupError):
                 raise
-            # Post, then close: who sees the connection break finds that this rank is only a victim.
-            self._post(f"{self._phase} (gave up)")
-            self.close()
-            self._broken, ranks = self._describe(error, broke=not isinstance(error, LateError))
+            with self._store.within(_EXPLAIN_S):
+                # Post, then close: who sees the connection break finds that this rank is only a
+                # victim.
+                self._post(f"{self._phase} (gave up)")
+                self.close()
+                self._broken, ranks = self._describe(error, broke=not isinstance(error, LateError))
             raise DeadlineError(self._broken, details={"missing_ranks": ranks}) from error
 
     def _describe(self, cause: Exception, *, broke: bool) -> tuple[str, list[int]]:
@@ -261,7 +267,7 @@ class Transport:
         report = f"report/{self._sequence}"
         if self._store.add(f"{report}/readers", 1) > 1:
             with contextlib.suppress(RuntimeError):  # the rank that should report is gone, too
-                self._store.wait([report], timedelta(seconds=2 * _PROGRESS_WAIT_S))
+                self._store.wait([report], timedelta(seconds=1.5 * _PROGRESS_WAIT_S))
                 return _decode_report(self._store.get(report))
         progress = self._look(broke=broke)
         self._store.set(report, msgspec.json.encode(progress).decode())

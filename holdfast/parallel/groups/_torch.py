@@ -21,6 +21,7 @@ import torch
 from torch import distributed as dist
 
 from holdfast.errors import DeadlineError, GroupError
+from holdfast.parallel.bounded_store import BoundedStore
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,13 +53,6 @@ def default_store() -> Store:
     from torch.distributed import distributed_c10d as c10d
 
     return c10d._get_default_store()
-
-
-def prefix_store(prefix: str, store: Store) -> Store:
-    """Return `store` with every key under `prefix`."""
-    from torch._C._distributed_c10d import PrefixStore
-
-    return PrefixStore(prefix, store)
 
 
 def default_backend() -> str:
@@ -95,6 +89,7 @@ def new_group(
     _meet(len(ranks), name=name, timeout_s=timeout_s, store=store)
     index = list(ranks).index(default_rank())
     make: Any = c10d._new_process_group_helper
+    bounded = BoundedStore.of(store, limit_s=data_timeout_s)
     late_after = time.monotonic() + _LATE_SHARE * data_timeout_s
     try:
         with _not_split_from_world():
@@ -103,7 +98,9 @@ def new_group(
                 index,
                 list(ranks),
                 dist.Backend(backend),
-                store,
+                # Gloo connects now. NCCL keeps the store for threads of its own, which must not
+                # enter Python.
+                bounded if backend == "gloo" else bounded.raw,
                 name,
                 timeout=timedelta(seconds=data_timeout_s),
                 group_desc=name,
@@ -122,6 +119,7 @@ def new_group(
 def _meet(num_ranks: int, *, name: str, timeout_s: float, store: Store) -> None:
     """Return when all members of a communicator are about to connect; DeadlineError if not."""
     key = f"{name}/members"
+    store = BoundedStore.of(store, limit_s=timeout_s)
     try:
         if store.add(key, 1) == num_ranks:
             store.set(f"{key}/all", "")

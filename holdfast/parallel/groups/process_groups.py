@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.arguments import check_number
 from holdfast.errors import GroupError, HoldfastError, LayoutError
+from holdfast.parallel.bounded_store import BoundedStore
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.transport import Transport
 from holdfast.parallel.groups import _torch
@@ -81,7 +82,7 @@ class ProcessGroups:
         timeout_s: float = 60.0,
         data_timeout_s: float = DATA_TIMEOUT_S,
         backend: str = "",
-        store: Store | None = None,
+        store: BoundedStore | None = None,
     ) -> None:
         """Not for callers: use `create`, `adopt` or `single`."""
         self.layout = layout
@@ -457,7 +458,9 @@ class ProcessGroups:
             timeout_s=timeout_s,
             data_timeout_s=data_timeout_s,
             backend=backend or _torch.default_backend(),
-            store=_torch.default_store() if store is None else store,
+            store=BoundedStore.of(
+                _torch.default_store() if store is None else store, limit_s=timeout_s
+            ),
         )
 
     def _meet(
@@ -509,7 +512,7 @@ class ProcessGroups:
             Transport(
                 ranks=ranks,
                 rank=self.rank,
-                store=_torch.prefix_store(f"{self._prefix}/control", self._store),
+                store=self._store.prefixed(f"{self._prefix}/control"),
                 name=self.layout.name,
             ),
             ranks=ranks,

@@ -29,14 +29,16 @@ from holdfast.errors import (
     LayoutError,
     joined_error,
 )
-from holdfast.parallel.groups import _torch
+from holdfast.parallel.bounded_store import BoundedStore
 from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_REPORT_WAIT_S = 10.0
+_REPORT_WAIT_S = 3.0
 """Time that a late rank gives the one that reports who is missing."""
+_EXPLAIN_S = 4.5
+"""Time in which a rank must have learnt from the store who is missing, or who reports it."""
 _MAX_SHOWN = 8
 """Missing ranks, or differing proposals, that a message describes one by one."""
 
@@ -105,7 +107,7 @@ class Rendezvous:
         # Counted in the store and not here: a process that starts again while the store lives must
         # not meet under keys that have a verdict already.
         prefix = "/".join(filter(None, (layout_name, purpose, scope)))
-        self._root = _torch.prefix_store("holdfast", store)
+        self._root = BoundedStore.of(store, limit_s=timeout_s).prefixed("holdfast")
         try:
             self.number = int(self._root.add(f"{prefix}/number/{rank}", 1))
             self.what = f"{purpose} layout {layout_name!r} (time {self.number})"
@@ -113,7 +115,7 @@ class Rendezvous:
         except RuntimeError as error:
             raise GroupError(f"The c10d store does not answer rank {rank}: {error}") from error
         self.prefix = f"holdfast/{prefix}/{self.number}"
-        self._store = _torch.prefix_store(f"{prefix}/{self.number}", self._root)
+        self._store = self._root.prefixed(f"{prefix}/{self.number}")
         self._meeting = blake2b(str(self.ranks).encode(), digest_size=8).hexdigest()
 
     def propose(self, text: str, *, content: str, error: Exception | None = None) -> None:
@@ -201,7 +203,8 @@ class Rendezvous:
             try:
                 self._store.wait([verdict], timedelta(seconds=self.timeout_s))
             except RuntimeError:
-                return self._give_up(stage, verdict)
+                with self._root.within(_EXPLAIN_S), self._store.within(_EXPLAIN_S):
+                    return self._give_up(stage, verdict)
             return _decode_verdict(self._store.get(verdict))
 
     def _key(self, stage: str, *names: object) -> str:
@@ -305,7 +308,14 @@ class Rendezvous:
         own = _Announced(self.rank, self.ranks, text, self._meeting)
         for number in range(1, int(self._store.add("num_announced", 0)) + 1):
             key = f"announced/{number}"
-            self._store.wait([key], timedelta(seconds=self.timeout_s))
+            try:
+                self._store.wait([key], timedelta(seconds=self.timeout_s))
+            except RuntimeError as error:
+                raise DeadlineError(
+                    f"Rank {self.rank} waited {self.timeout_s:g} s to {self.what}: rank number "
+                    f"{number} of those that announce their lists of ranks did not continue, or "
+                    f"the store does not answer ({error})"
+                ) from error
             other = _decode_announced(self._store.get(key))
             shared = sorted({*self.ranks} & {*other.ranks})
             if other.meeting == self._meeting or not shared:

@@ -1,0 +1,182 @@
+"""A c10d store of which no request lasts longer than a limit.
+
+torch bounds the waiting for a key, but not the waiting for the store's answer: if the link to its
+host is cut, or the store's process stops, any request may wait without end, and that within a lock.
+So each request is made in a thread, and given up by the one who asked when its limit has passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+_LIMIT_S = 60.0
+_GRACE_S = 0.5
+"""Time that the answer to a wait may take beyond the wait itself."""
+
+
+class StoreSilentError(RuntimeError):
+    """The store has not answered a request within its limit; RuntimeError as from torch."""
+
+
+class _Request:
+    """One request: made by the line's thread, while another one waits for it."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self.make = make
+        self.result: object = None
+        self.error: BaseException | None = None
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        """Make the request, and keep its result or error."""
+        try:
+            self.result = self.make()
+        except BaseException as error:  # raised by the one who asked
+            self.error = error
+        self.is_over.set()
+
+
+class _Line:
+    """The thread that makes the requests to one store, one after another."""
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._given_up: _Request | None = None
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._requests.put, None)
+
+    def ask(self, make: Callable[[], object], *, what: str, limit_s: float) -> object:
+        """Return the result of a request, or raise its error; StoreSilentError at the limit."""
+        if self._given_up is not None:
+            # It holds the store's lock: any other request would only wait behind it.
+            if not self._given_up.is_over.is_set():
+                raise StoreSilentError(f"{what}: the store is silent since an earlier request")
+            self._given_up = None
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._requests,), name="holdfast-store", daemon=True
+            )
+            self._thread.start()
+        request = _Request(make)
+        self._requests.put(request)
+        if not request.is_over.wait(limit_s):
+            self._given_up = request
+            raise StoreSilentError(f"{what}: the store has not answered for {limit_s:.3g} s")
+        if request.error is not None:
+            raise request.error
+        return request.result
+
+
+def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
+    """Make requests until None comes."""
+    # The queue and not the line: the thread must not keep it alive.
+    while (request := requests.get()) is not None:
+        request.run()
+        del request
+
+
+class BoundedStore(Store):
+    """Passes requests on to another store, and gives up those that are not answered in time.
+
+    What is given up may still be done later. Until then each further request fails at once. All
+    views of one store (`prefixed`) share its thread.
+
+    Args:
+        store: where the requests go.
+        limit_s: for the answer to one request; `within` sets one for several.
+    """
+
+    def __init__(self, store: Store, *, limit_s: float = _LIMIT_S) -> None:
+        super().__init__()
+        self.raw = store
+        self._limit_s = limit_s
+        self._deadline = float("inf")
+        self._prefix = ""
+        self._line = _Line()
+
+    @classmethod
+    def of(cls, store: Store, *, limit_s: float | None = None) -> BoundedStore:
+        """Return a view of the store with this limit; None for the one it has, or 60 s."""
+        view = store.prefixed("") if isinstance(store, cls) else cls(store)
+        if limit_s is not None:
+            view._limit_s = limit_s
+        return view
+
+    def prefixed(self, prefix: str) -> BoundedStore:
+        """Return a view of the store with every key under `prefix`."""
+        view = BoundedStore(self.raw, limit_s=self._limit_s)
+        view._line = self._line
+        view._prefix = f"{self._prefix}{prefix}/" if prefix else self._prefix
+        return view
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Give all requests of this view in the body so many seconds together."""
+        before, self._deadline = self._deadline, time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._deadline = before
+
+    @property
+    def host(self) -> str:
+        """The host of the store; empty if it has none."""
+        store: Any = self.raw
+        while not hasattr(store, "host") and hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return str(getattr(store, "host", ""))
+
+    def _ask(
+        self, name: str, *args: Any, what: str | Sequence[str], limit_s: float | None = None
+    ) -> Any:
+        """Make a request of this name; StoreSilentError if it is not answered in time."""
+        call = getattr(self.raw, name)
+        limit_s = self._limit_s if limit_s is None else limit_s + _GRACE_S
+        limit_s = max(min(limit_s, self._deadline - time.monotonic()), 0.0)
+        return self._line.ask(lambda: call(*args), what=f"{name} {what!r}", limit_s=limit_s)
+
+    def set(self, key: str, value: Any) -> None:
+        """See torch."""
+        self._ask("set", self._prefix + key, value, what=key)
+
+    def get(self, key: str) -> bytes:
+        """See torch; a key that is not there within the limit is an error."""
+        return bytes(self._ask("get", self._prefix + key, what=key))
+
+    def add(self, key: str, value: int) -> int:
+        """See torch."""
+        return int(self._ask("add", self._prefix + key, value, what=key))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """See torch."""
+        return bytes(self._ask("compare_set", self._prefix + key, expected, desired, what=key))
+
+    def check(self, keys: list[str]) -> bool:
+        """See torch."""
+        return bool(self._ask("check", [self._prefix + key for key in keys], what=keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """See torch."""
+        values = self._ask("multi_get", [self._prefix + key for key in keys], what=keys[:3])
+        return [bytes(value) for value in values]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See torch."""
+        names = [self._prefix + key for key in keys]
+        limit = timedelta(seconds=self._limit_s) if timeout is None else timeout
+        self._ask("wait", names, limit, what=keys, limit_s=limit.total_seconds())
+
+    def delete_key(self, key: str) -> bool:
+        """See torch."""
+        return bool(self._ask("delete_key", self._prefix + key, what=key))

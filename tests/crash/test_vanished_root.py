@@ -1,0 +1,220 @@
+"""A root whose volume goes during a run is named, and nothing is made in its place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from holdfast import Checkpointer, HoldfastError, KeepLast, Layout, PosixStorage, ProcessGroups
+from holdfast.errors import StorageError
+from holdfast.format.root_identity import ROOT_ID
+from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.retention.tags import set_tag
+from holdfast.writer.leftovers import repair
+from tests.harness import RankContext, run_ranks
+
+
+def state(value: float) -> dict[str, object]:
+    return {"t": {"x": torch.full((64,), float(value))}}
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        return f"returned {call()!r}"
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def alone(context: RankContext, action: Callable[[], object]) -> None:
+    """Rank 0 acts while the other waits."""
+    dist.barrier()
+    if context.rank == 0:
+        action()
+    dist.barrier()
+
+
+def unmount(root: Path, *, leave: bool) -> None:
+    """Another directory, an empty one, appears under the same path; or none."""
+    root.rename(root.with_name("away"))
+    if leave:
+        root.mkdir()
+
+
+def mount(root: Path) -> None:
+    if root.exists():
+        root.rmdir()  # fails if anything was written there
+    root.with_name("away").rename(root)
+
+
+def volume_goes(context: RankContext, place: str) -> Mapping[str, list[str]]:
+    heard: dict[str, list[str]] = {}
+    root = Path(place) / "root"
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        checkpointer = Checkpointer(root, groups=groups)
+        new = [checkpointer.save(step, state(step)).new_root for step in (1, 2)]
+        checkpointer.save_async(3, state(3)).result()
+        heard["new"] = [str(new)]
+        for leave in (True, False):
+            alone(context, lambda leave=leave: unmount(root, leave=leave))  # type: ignore[misc]
+            heard["replaced" if leave else "vanished"] = [
+                said(lambda: checkpointer.save(4, state(4))),
+                said(lambda: checkpointer.save_async(4, state(4)).result()),
+                said(lambda: checkpointer.load(state(0))),
+                said(checkpointer.latest),
+            ]
+            alone(context, lambda: mount(root))
+        # The writer has the job when the volume goes.
+        pid = checkpointer.stats.writer_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        pending = checkpointer.save_async(4, state(4))
+        alone(context, lambda: unmount(root, leave=True))
+        os.kill(pid, signal.SIGCONT)
+        heard["writer"] = [said(pending.result)]
+        alone(context, lambda: mount(root))
+        heard["back"] = [said(lambda: checkpointer.save(5, state(5)).step)]
+        checkpointer.close()
+    return heard
+
+
+def test_a_volume_that_goes_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """R6: save, asynchronous save, load and `latest`; and all continues when it is back."""
+    for heard in run_ranks(2, volume_goes, str(tmp_path), timeout_s=90).results:
+        assert heard["new"] == ["[True, False]"]
+        for words in heard["replaced"]:
+            assert words.startswith("StorageError"), words
+            assert "is another directory than before" in words
+        for words in heard["vanished"]:
+            assert words.startswith("StorageError"), words
+            assert "has vanished" in words
+        assert "is another directory than before" in heard["writer"][0]
+        assert heard["back"] == ["returned 5"]
+    assert {f"iter_000000{n}" for n in (1, 2, 3)} <= {p.name for p in (tmp_path / "root").iterdir()}
+
+
+def two_roots(context: RankContext, place: str) -> str:
+    """Rank 1 sees another volume under the path: it is not mounted there."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        root = Path(place) / str(context.rank)
+        return said(lambda: Checkpointer(root, groups=groups).save(1, state(1)))
+
+
+def test_a_rank_with_another_root_is_named(tmp_path: Path) -> None:
+    """R6: at the first save already, long before the deadline."""
+    (tmp_path / "1").mkdir()
+    for words in run_ranks(2, two_roots, str(tmp_path)).results:
+        assert "StorageError" in words
+        assert "rank 1" in words
+        assert f"{tmp_path}/1 is not the root of this run: it has no {ROOT_ID}" in words
+    assert list((tmp_path / "1").iterdir()) == []
+
+
+def test_commands_refuse_a_root_that_was_replaced(tmp_path: Path) -> None:
+    """R6: `prune`, `repair` and `tag` act on the root that they have looked at, or not at all."""
+    root = tmp_path / "root"
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+    storage = PosixStorage(root)
+    plan = plan_retention(storage, KeepLast(1))
+    root.rename(tmp_path / "away")
+    shutil.copytree(tmp_path / "away", root)
+    before = sorted(path.name for path in root.rglob("*"))
+    assert "is another directory" in apply_retention(storage, plan).failed[1]
+    for call in (lambda: repair(storage), lambda: set_tag(storage, "best", step=1)):
+        assert "is another directory" in said(call)
+    assert sorted(path.name for path in root.rglob("*")) == before
+    # To a new process the copy is a root like any other.
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.load({"t": {"x": torch.zeros(64)}}).step == 2
+        checkpointer.save(3, state(3))
+    assert (root / ROOT_ID).read_bytes() == (tmp_path / "away" / ROOT_ID).read_bytes()
+
+
+def test_a_root_without_an_id_is_adopted_and_a_load_writes_none(tmp_path: Path) -> None:
+    """R6: what an earlier version has left is loaded, and gets its id at the first save."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state(1))
+    (tmp_path / ROOT_ID).unlink()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(state(0))
+        assert not (tmp_path / ROOT_ID).exists()
+        assert not checkpointer.save(2, state(2)).new_root
+        identity = (tmp_path / ROOT_ID).read_bytes()
+        # The same directory, emptied and filled again by somebody: its inode says nothing.
+        (tmp_path / ROOT_ID).write_bytes(b"0" * 32 + b"\n")
+        assert "is not the root of this run" in said(lambda: checkpointer.save(3, state(3)))
+        (tmp_path / ROOT_ID).unlink()
+        assert "it has no .root-id" in said(lambda: checkpointer.save(3, state(3)))
+        # An id that was never finished is no id.
+        (tmp_path / ROOT_ID).write_bytes(identity)
+    (tmp_path / ROOT_ID).write_bytes(b"\0" * 33)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest() == 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("holdfast.format.root_identity._SETTLE_S", 0.1)
+            checkpointer.save(3, state(3))
+    assert len((tmp_path / ROOT_ID).read_bytes().strip()) == 32
+
+
+_UNMOUNTED = """
+import subprocess, sys
+from pathlib import Path
+from holdfast import PosixStorage, StorageError
+root = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+storage = PosixStorage(root)
+storage.make_dir("a")
+storage.write_file("a/f", b"kept")
+with storage.holding_dirs(), storage.pin("a") as pinned:
+    storage.read("a/f")
+    subprocess.run(["umount", "--lazy", root], check=True)
+    assert pinned.read("a/f") == b"kept"
+    calls = {
+        "write": lambda: storage.write_file("g", b""), "make": lambda: storage.make_dir("a"),
+        "root": lambda: storage.make_dir(""), "exists": lambda: storage.exists("a"),
+        "is_dir": lambda: storage.is_dir(""), "list": lambda: storage.list(""),
+        "size": lambda: storage.size("a/f"), "remove": lambda: storage.remove_tree("a"),
+        "rename": lambda: storage.rename_dir("a", "b"), "sync": lambda: storage.sync_dir(""),
+        "age": lambda: storage.age_s(""), "free": lambda: storage.free_nbytes(),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except StorageError as error:
+            assert "is another directory than before (device" in str(error), error
+        else:
+            raise AssertionError(name)
+assert not list(root.iterdir())
+"""
+
+
+def test_a_real_unmount_is_noticed_by_every_call(tmp_path: Path) -> None:
+    """R6: a volume in memory, mounted and unmounted in a namespace of the test's own."""
+    if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("namespaces are refused here")
+    command = ["unshare", "-rm", sys.executable, "-c", _UNMOUNTED, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_root_that_never_existed_is_no_error(tmp_path: Path) -> None:
+    """R6: an empty answer before the first save, which alone makes the root."""
+    checkpointer = Checkpointer(tmp_path / "root")
+    assert checkpointer.latest() is None
+    with pytest.raises(StorageError, match="has no checkpoint"):
+        checkpointer.load(state(0))
+    with pytest.raises(StorageError, match="No such file"):
+        checkpointer.storage.make_dir("below")
+    assert not (tmp_path / "root").exists()
+    assert checkpointer.save(1, state(1)).new_root
+    checkpointer.close()
