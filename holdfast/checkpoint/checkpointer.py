@@ -357,7 +357,8 @@ class Checkpointer:
             exchange: True: what several ranks ask for is read once, in equal shares, and sent over
                 the control communicator; False: each rank reads for itself; "auto": the faster of
                 both for what ranks of several hosts ask for (`HOLDFAST_HOST_ID` in the guide),
-                measured if that is 256 MiB or more.
+                measured if that is 256 MiB or more. A rank always reads what its own file has, and
+                receives none of it.
             max_fallbacks: how many older checkpoints may be tried if the newest is damaged or
                 incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
                 most n older ones; None, any number. All ranks take the same one, which overwrites
