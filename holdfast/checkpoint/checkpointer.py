@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
 from holdfast.checkpoint.options import LoadOptions, OnDrift, SaveRequest, SaverOptions, WhenBusy
-from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport
+from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport, timed_report
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
@@ -163,6 +163,7 @@ class Checkpointer:
         """
         return self._preempted
 
+    @timed_report
     @guarded
     def save(
         self,
@@ -326,6 +327,7 @@ class Checkpointer:
         """
         self._saver.prepare(state)
 
+    @timed_report
     @guarded
     def load(
         self,
@@ -387,6 +389,7 @@ class Checkpointer:
         )
         return self._note_loaded(self._loader.load(state, options))
 
+    @timed_report
     @guarded
     def load_all(
         self,
