@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
 from holdfast.checkpoint.options import LoadOptions, OnDrift, SaveRequest, SaverOptions, WhenBusy
-from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport
+from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport, timed_report
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
 from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
@@ -167,6 +167,7 @@ class Checkpointer:
         """
         return self._preempted
 
+    @timed_report
     @guarded
     def save(
         self,
@@ -330,6 +331,7 @@ class Checkpointer:
         """
         self._saver.prepare(state)
 
+    @timed_report
     @guarded
     def load(
         self,
@@ -361,7 +363,8 @@ class Checkpointer:
             exchange: True: what several ranks ask for is read once, in equal shares, and sent over
                 the control communicator; False: each rank reads for itself; "auto": the faster of
                 both for what ranks of several hosts ask for (`HOLDFAST_HOST_ID` in the guide),
-                measured if that is 256 MiB or more.
+                measured if that is 256 MiB or more. A rank always reads what its own file has, and
+                receives none of it.
             max_fallbacks: how many older checkpoints may be tried if the newest is damaged or
                 incomplete (never for a MismatchError): 0, only the newest or that of `step`; n, at
                 most n older ones; None, any number. All ranks take the same one, which overwrites
@@ -391,6 +394,7 @@ class Checkpointer:
         )
         return self._note_loaded(self._loader.load(state, options))
 
+    @timed_report
     @guarded
     def load_all(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -17,6 +19,33 @@ _NAMES = ("loaded", "missing", "fresh", "unexpected", "cast", "kept", "dropped",
 """Fields of a load report that list paths of one rank, or lines that start with one."""
 
 
+P = ParamSpec("P")
+
+
+class _Report(Protocol):
+    def lasting(self, seconds: float) -> Self:
+        """Return the report of a call that took so long as a whole."""
+
+
+R = TypeVar("R", bound=_Report)
+
+
+def timed_report(method: Callable[P, R]) -> Callable[P, R]:
+    """Make the report of a call say how long the whole call took.
+
+    The body that makes the report cannot: after it a rank still waits for the others, up to the
+    whole commit.
+    """
+
+    @wraps(method)
+    def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+        began = time.perf_counter()
+        report = method(*args, **kwargs)
+        return report.lasting(time.perf_counter() - began)
+
+    return timed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """One finished save, as one rank saw it."""
@@ -26,7 +55,7 @@ class SaveReport:
     path: str
     """Path of the checkpoint, as its storage describes it."""
     nbytes: int
-    """Staged and written by this rank."""
+    """Of tensor data, staged and written by this rank; its file has a header besides."""
     total_nbytes: int
     """Of all tensors of the checkpoint, each once."""
     copies_nbytes: int
@@ -36,13 +65,23 @@ class SaveReport:
     planned: bool
     """True if a plan was made for this save."""
     seconds: Mapping[str, float]
-    """By phase (`wait`, `flatten`, `plan`, `lay out`, `stage`, `compare`, `write`, `commit`;
-    `total` of a synchronous save, `stall` of an asynchronous one)."""
+    """By phase (`wait`, `flatten`, `plan`, `lay out`, `stage`, `compare`, `write`; `commit`, which
+    ranks that do not commit wait for; `total` of a synchronous save, the wall time of the call;
+    `stall` of an asynchronous one)."""
     skipped: bool = False
     """True if nothing was saved, because an earlier save was in progress."""
     new_root: bool = False
     """True if this save is the first one in a root that held no checkpoint. In a run that resumed,
     or was to resume, it says that the root is not the one meant: a volume may not be mounted."""
+
+    def lasting(self, seconds: float) -> SaveReport:
+        """Return the report of a synchronous save that took so long as a whole.
+
+        What it took beyond the phases so far was a wait for the rank that commits.
+        """
+        waited = seconds - self.seconds["total"]
+        commit = self.seconds.get("commit", 0.0) + waited
+        return replace(self, seconds={**self.seconds, "commit": commit, "total": seconds})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +168,8 @@ class LoadReport:
     nbytes_needed: int = 0
     """Of tensor data, requested on this rank."""
     nbytes_read: int = 0
-    """Of tensor data, read from storage by this rank: more than needed if a digest covers more
-    than the slice, or for other ranks."""
+    """Of tensor data, asked of storage by this rank: more than needed if a digest covers more
+    than the slice, for other ranks, and where a read failed and was made again."""
     nbytes_received: int = 0
     """Of tensor data, received from other ranks."""
     num_opens: int = 0
@@ -146,7 +185,11 @@ class LoadReport:
     fell_back: tuple[FellBack, ...] = ()
     """Newer checkpoints that were given up for this one, newest first."""
     seconds: float = 0.0
-    """Wall time."""
+    """Wall time of the call."""
+
+    def lasting(self, seconds: float) -> LoadReport:
+        """Return the report of a load that took so long as a whole."""
+        return replace(self, seconds=seconds)
 
     def of(self, name: str) -> LoadReport:
         """Return the report of one module of several, or of one part, by the name before a dot.

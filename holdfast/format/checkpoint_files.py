@@ -37,8 +37,8 @@ _STEP_NBYTES = 1 << 20
 class ReadStats:
     """The cost of reading so far; `fallbacks` names each damaged copy that was replaced.
 
-    `ranges` counts the reads. `nbytes_by_file` is by position in the manifest's `files`; its sum is
-    `nbytes_read`.
+    `ranges` counts the reads, those that failed included. `nbytes_by_file` is by position in the
+    manifest's `files`; its sum is `nbytes_read`.
     """
 
     opens: int = 0
@@ -210,8 +210,8 @@ class CheckpointFiles:
                 return
             file = int(self.index.file[rows[0]])
             source = self._source(file)
-            source.readinto(out, start=int(self.index.start[rows[0]]) + bounds[0][0])
             self._count(read=len(out), file=file)
+            source.readinto(out, start=int(self.index.start[rows[0]]) + bounds[0][0])
             bad = self._find_damaged(rows, bounds, out) if verify else ()
         except (CorruptionError, StorageError):
             pass  # `bad` still names all pieces: each is read again, from any copy
@@ -283,8 +283,8 @@ class CheckpointFiles:
         step = num_blocks * block
         for at in range(0, len(out), step):
             data = out[at : at + step]
-            source.readinto(data, start=place + start + at)
             self._count(read=len(data), file=file)
+            source.readinto(data, start=place + start + at)
             first = at // block
             blocks = stated[first : first + num_blocks] if verify else ()
             wrong = _find_wrong_block(data, blocks, block)
@@ -301,8 +301,8 @@ class CheckpointFiles:
         """
         source = self._source(file)
         if nbytes:
-            source.readinto(memoryview(bytearray(nbytes)), start=start)
             self._count(read=nbytes, file=file)
+            source.readinto(memoryview(bytearray(nbytes)), start=start)
 
     def _damage(self, row: int, error: HoldfastError) -> CorruptionError:
         what = f"{describe_row(self.index, self.manifest, row)}: {error}"

@@ -16,8 +16,9 @@ from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.arrays.water_filling import fill
 from holdfast.checkpoint.load.choose_exchange import Choose
 
-_SLACK_SHARE = 32
-"""A rank may read more than its share by this fraction of it if the excess is in its own file."""
+_MAX_SHARES = 2
+"""A rank sends at most so many times its share of a set; the others read the rest of what it owns
+once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,13 +80,15 @@ class Slices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReaderAssignment:
-    """Which rank reads each slice; the slices of a range cover it, in order of the bytes.
+    """Which rank reads each slice; in order of the ranges and their bytes.
+
+    The slices of a range that are sent cover it once; what ranks read for themselves comes on top.
 
     Args:
         slices: (n) what is read.
         reader: (n,) by which rank.
-        rank_set: (n,) number of the set of ranks that request it; -1 where its reader keeps it for
-            itself, so that nothing is sent.
+        rank_set: (n,) number of the set of ranks that request it: those that do not own it receive
+            it; -1 where its reader keeps it for itself, so that nothing is sent.
         ranks: Of each set, ascending.
     """
 
@@ -95,18 +98,34 @@ class ReaderAssignment:
     ranks: Sequence[IntArray]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Owners:
+    """The ranks that request a range and have it in their own file.
+
+    Range i has `rank[ptr[i]:ptr[i + 1]]`, ascending.
+    """
+
+    ptr: IntArray
+    rank: IntArray
+
+    def of(self, number: IntArray) -> tuple[IntArray, IntArray]:
+        """(place in `number`, rank) of each owner of these ranges."""
+        entry, place = enumerate_ranges(np.diff(self.ptr)[number])
+        return entry, self.rank[self.ptr[number][entry] + place]
+
+
 def assign_readers(
     ranges: RequestedRanges, *, hosts: IntArray, grain: int, choose: Choose | None = None
 ) -> ReaderAssignment:
     """Assign every range to ranks that request it, so that all read about equally much.
 
-    What ranks of one host alone request, each of them reads: they share its page cache. What ranks
-    of several hosts request is read once if `choose` says so, and divided set by set, small ones
-    first, because large ones have more freedom to even out: the bytes of a set are filled onto its
-    least loaded ranks, cut between blocks. A rank is assigned what it wrote itself first (it opens
-    that file anyway, and may still have it in its page cache), and all of it where that exceeds
-    its share by a little only; then long stretches in order of files. No rank of a set is above
-    the level by more than two blocks, or 1/32 of its share.
+    What ranks of one host alone request, each of them reads: they share its page cache. So does
+    each rank what its own file has (it opens that file anyway, and may still have it in its page
+    cache): it receives none of that. What ranks of several hosts request is read once for all
+    others if `choose` says so, and divided set by set, small ones first, because large ones have
+    more freedom to even out. A rank sends what it owns, up to twice its share of the set; the rest
+    is filled onto the least loaded ranks, cut between blocks, in long stretches in order of files.
+    No rank that reads more than it owns is above the level by more than two blocks.
 
     Example, three ranks, ranges of 60 bytes:
 
@@ -114,6 +133,9 @@ def assign_readers(
         0               0, 0, 0      60          60, 0, 0
         1, 2            60, 0, 0     30, 30      60, 30, 30
         0, 1, 2         60, 30, 30   0, 30, 30   60, 60, 60
+
+    If rank 0 owns the last range, it reads all 60 bytes and sends 40 of them to ranks 1 and 2,
+    each of which reads 10 of the others and sends them to the other one.
 
     Args:
         ranges: What is requested by which ranks.
@@ -130,6 +152,8 @@ def assign_readers(
     host = hosts[ranges.rank]
     is_on_first = host == host[ranges.rank_ptr[:-1]].repeat(counts)
     is_shared = np.bincount(whole.number.repeat(counts), ~is_on_first, len(counts)) > 0
+    owners = _requesting_owners(ranges)
+    is_shared &= np.diff(owners.ptr) < counts
     rank_sets = _rank_sets(ranges, is_shared)
     if choose is not None and rank_sets:
         is_sent = choose([_size(each, whole, ranges) for each in rank_sets])
@@ -140,20 +164,61 @@ def assign_readers(
     reader = ranges.rank[ranges.rank_ptr[alone] + place]
     load = np.zeros(len(hosts), dtype=np.int64)
     np.add.at(load, reader, whole.nbytes[alone])
+    # An owner reads all that it owns, however much of it is sent.
+    shared = np.flatnonzero(is_shared)
+    entry, owner = owners.of(shared)
+    np.add.at(load, owner, whole.nbytes[shared[entry]])
     assigned = [(whole.take(alone), reader, np.full(len(alone), -1, dtype=np.int64))]
     for rank_set, (ranks, numbers) in enumerate(rank_sets):
-        for slices, rank in _divide(whole.take(numbers), ranks, ranges, load, grain):
-            load[rank] += int(slices.nbytes.sum())
+        for slices, rank in _divide(whole.take(numbers), ranks, owners, ranges, load, grain):
             n = len(slices.number)
             assigned.append((slices, np.full(n, rank), np.full(n, rank_set)))
+    return _read_own(assigned, owners, counts, [ranks for ranks, _ in rank_sets])
+
+
+def _requesting_owners(ranges: RequestedRanges) -> _Owners:
+    """The owners of each range that request it."""
+    num_ranks = int(max(ranges.rank.max(initial=0), ranges.owner.max(initial=0))) + 1
+    numbers = np.arange(len(ranges.row))
+    requested = numbers.repeat(np.diff(ranges.rank_ptr)) * num_ranks + ranges.rank
+    owned = numbers.repeat(np.diff(ranges.owner_ptr)) * num_ranks + ranges.owner
+    both = np.intersect1d(requested, owned, assume_unique=True)
+    ptr = np.searchsorted(both // num_ranks, np.arange(len(ranges.row) + 1))
+    return _Owners(ptr=ptr, rank=both % num_ranks)
+
+
+def _read_own(
+    assigned: Sequence[tuple[Slices, IntArray, IntArray]],
+    owners: _Owners,
+    num_requesting: IntArray,
+    ranks: Sequence[IntArray],
+) -> ReaderAssignment:
+    """Add the reads of owners, for themselves, of what another rank reads for the others.
+
+    Args:
+        assigned: Slices, their readers, and the set of each.
+        owners: That request each range.
+        num_requesting: Ranks that request each range.
+        ranks: Of each set.
+    """
     slices = _concatenate([slices for slices, _, _ in assigned])
+    reader = np.concatenate([reader for _, reader, _ in assigned])
+    rank_set = np.concatenate([rank_set for _, _, rank_set in assigned])
+    shared = np.flatnonzero(rank_set >= 0)
+    entry, owner = owners.of(slices.number[shared])
+    entry = shared[entry]
+    is_other = owner != reader[entry]
+    entry, owner = entry[is_other], owner[is_other]
+    # A reader that all other ranks do without keeps the slice for itself.
+    num_others = num_requesting[slices.number] - 1 - np.bincount(entry, minlength=len(reader))
+    rank_set[num_others == 0] = -1
+    slices = _concatenate([slices, slices.take(entry)])
+    reader = np.concatenate([reader, owner])
+    rank_set = np.concatenate([rank_set, np.full(len(entry), -1, dtype=np.int64)])
     # In order of the bytes, so that the pieces of a range come one after the other.
     order = np.lexsort((slices.start, slices.number))
     return ReaderAssignment(
-        slices=slices.take(order),
-        reader=np.concatenate([reader for _, reader, _ in assigned])[order],
-        rank_set=np.concatenate([rank_set for _, _, rank_set in assigned])[order],
-        ranks=[ranks for ranks, _ in rank_sets],
+        slices=slices.take(order), reader=reader[order], rank_set=rank_set[order], ranks=ranks
     )
 
 
@@ -182,54 +247,49 @@ def _size(
 
 
 def _divide(
-    whole: Slices, ranks: IntArray, ranges: RequestedRanges, load: IntArray, grain: int
+    whole: Slices,
+    ranks: IntArray,
+    owners: _Owners,
+    ranges: RequestedRanges,
+    load: IntArray,
+    grain: int,
 ) -> list[tuple[Slices, int]]:
-    """Divide the ranges of one set among its ranks: (slices, rank), none empty."""
+    """Divide the ranges of one set among its ranks: (slices, rank), none empty; adds to `load`."""
     whole = whole.take(ranges.file_order(whole.number, whole.start))
-    load = load[ranks]
-    quota = fill(load, int(whole.nbytes.sum()))
-    slack = max(grain, int(quota.mean()) // _SLACK_SHARE)
-    owner = _nearest(whole, ranks, ranges)
+    # To send what it reads anyway costs an owner no read, but its connection is not wider.
+    most = max(_MAX_SHARES * int(whole.nbytes.sum()) // len(ranks), grain)
+    sender = _senders(whole, ranks, owners)
     assigned: list[tuple[Slices, int]] = []
-    rest = [whole.take(owner < 0)]
-    # First pass: every rank about up to its quota from its own files; second pass: the rest.
-    for i in np.unique(owner[owner >= 0]).tolist():
-        own = whole.take(owner == i)
-        nbytes = int(own.nbytes.sum())
-        most = nbytes if nbytes <= quota[i] + slack else int(quota[i])
-        own, others = _cut(own, [most], grain)
-        load[i] += int(own.nbytes.sum())
+    rest = [whole.take(sender < 0)]
+    # First pass: every rank sends what it owns; second pass: the rest.
+    for i in np.unique(sender[sender >= 0]).tolist():
+        own, others = _cut(whole.take(sender == i), [most], grain)
         assigned.append((own, int(ranks[i])))
         rest.append(others)
     left = _concatenate(rest)
     left = left.take(ranges.file_order(left.number, left.start))
     if len(left.number):
         # A quota may be exceeded by less than a block: that rank is assigned nothing more.
-        at = np.cumsum(fill(load, int(left.nbytes.sum())))[:-1].tolist()
-        assigned += zip(_cut(left, at, grain), ranks.tolist(), strict=True)
+        at = np.cumsum(fill(load[ranks], int(left.nbytes.sum())))[:-1].tolist()
+        parts = _cut(left, at, grain)
+        load[ranks] += [int(part.nbytes.sum()) for part in parts]
+        assigned += zip(parts, ranks.tolist(), strict=True)
     return [(slices, rank) for slices, rank in assigned if len(slices.number)]
 
 
-def _nearest(whole: Slices, ranks: IntArray, ranges: RequestedRanges) -> IntArray:
-    """(n,) for each range the position in `ranks` of one that has it in its own file; -1 for none.
+def _senders(whole: Slices, ranks: IntArray, owners: _Owners) -> IntArray:
+    """(n,) for each range the position in `ranks` of an owner that is to send it; -1 for none.
 
     Where several have a copy, they take turns by bytes: the first of two gets the first half.
     """
-    counts = np.diff(ranges.owner_ptr)[whole.number]
-    entry, place = enumerate_ranges(counts)
-    owner = ranges.owner[ranges.owner_ptr[whole.number][entry] + place]
-    position = np.minimum(np.searchsorted(ranks, owner), len(ranks) - 1)
-    is_here = ranks[position] == owner
-    entry, position = entry[is_here], position[is_here]
-    counts = np.bincount(entry, minlength=len(counts))
-    first = np.cumsum(counts) - counts
+    counts = np.diff(owners.ptr)[whole.number]
     nbytes = whole.nbytes
     before = (np.cumsum(nbytes) - nbytes) / max(int(nbytes.sum()), 1)
-    nearest = np.full(len(counts), -1, dtype=np.int64)
+    sender = np.full(len(counts), -1, dtype=np.int64)
     has = np.flatnonzero(counts > 0)
     turn = np.minimum((before[has] * counts[has]).astype(np.int64), counts[has] - 1)
-    nearest[has] = position[first[has] + turn]
-    return nearest
+    sender[has] = np.searchsorted(ranks, owners.rank[owners.ptr[whole.number[has]] + turn])
+    return sender
 
 
 def _cut(slices: Slices, at: Sequence[int], grain: int) -> list[Slices]:

@@ -96,6 +96,8 @@ class ReadPlan:
         reader: (pieces,) position of the rank that reads it.
         round: (pieces,) in which round it is sent; -1 for what its reader keeps for itself, which
             is read before the first round.
+        own: `piece * len(numbers) + position` for each piece that is sent and each rank that has
+            it in its own file: it reads the same bytes for itself, and is sent none. Ascending.
         piece: (transfers,) piece of each transfer, ascending.
         overlap: (transfers,) overlap of each transfer, ascending for each piece.
         num_rounds: How often the ranks exchange what they read.
@@ -109,6 +111,7 @@ class ReadPlan:
     stop: IntArray
     reader: IntArray
     round: IntArray
+    own: IntArray
     piece: IntArray
     overlap: IntArray
     num_rounds: int
@@ -122,6 +125,13 @@ class ReadPlan:
         is_requested[box[requests.rank == position]] = True
         is_needed: BoolArray = is_requested[self.overlaps.request[self.overlap]]
         return is_needed
+
+    def is_received(self, piece: IntArray, position: int | IntArray) -> BoolArray:
+        """(n,) whether the rank at a position receives a piece that it needs: if another reads it,
+        and the rank does not have it in its own file."""
+        is_own = np.isin(piece * len(self.numbers) + position, self.own)
+        is_received: BoolArray = (self.reader[piece] != position) & ~is_own
+        return is_received
 
     def kept(self, position: int) -> IntArray:
         """Which transfers a rank keeps of what it reads itself."""
@@ -175,6 +185,7 @@ def plan_reads(
         start, stop, part = split_ranges(slices.start, slices.stop, grain=grain)
         owner, reader = slices.number[part], assignment.reader[part]
         rounds = _assign_rounds(assignment.rank_set[part], reader, stop - start, assignment.ranks)
+    own, place = enumerate_ranges(np.where(rounds < 0, 0, np.diff(ranges.owner_ptr)[owner]))
     piece, position = enumerate_ranges(np.diff(ranges.overlap_ptr)[owner])
     return ReadPlan(
         requests=requests,
@@ -185,6 +196,7 @@ def plan_reads(
         stop=stop,
         reader=reader,
         round=rounds,
+        own=own * len(tables) + ranges.owner[ranges.owner_ptr[owner[own]] + place],
         piece=piece,
         overlap=ranges.overlap[ranges.overlap_ptr[owner[piece]] + position],
         num_rounds=int(rounds.max(initial=-1)) + 1,

@@ -90,16 +90,17 @@ class RankTransfers:
         self._copies: dict[tuple[int, int], list[StridedCopy]] = {}
         requests, reader = plan.requests, plan.reader[plan.piece]
         is_sent = plan.round[plan.piece] >= 0
-        incoming = np.flatnonzero(is_sent & (reader != position) & plan.is_needed(position))
+        is_received = plan.is_received(plan.piece, position) & plan.is_needed(position)
+        incoming = np.flatnonzero(is_sent & is_received)
         self.incoming = self.in_messages(incoming, reader[incoming])
-        # One transfer for each rank, other than this one, that requests the box.
+        # One transfer for each rank that requests the box and does not read it itself.
         read = np.flatnonzero(is_sent & (reader == position))
         request = plan.overlaps.request[plan.overlap[read]]
         first = requests.rank_ptr[request]
         number, i = enumerate_ranges(requests.rank_ptr[request + 1] - first)
         peer = requests.rank[first[number] + i]
-        is_other = peer != position
-        self.outgoing = self.in_messages(read[number[is_other]], peer[is_other])
+        is_received = plan.is_received(plan.piece[read[number]], peer)
+        self.outgoing = self.in_messages(read[number[is_received]], peer[is_received])
 
     def of_round(self, transfers: Transfers, number: int) -> Transfers:
         """Those of one round; `transfers` are sorted by round."""

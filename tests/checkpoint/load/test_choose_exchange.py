@@ -108,7 +108,9 @@ def _with_rates(
 def test_each_set_of_ranks_does_what_is_faster_for_it(tmp_path: Path, hosts: str) -> None:
     """P7: a fast network, a slow one, and one that is fast enough for two ranks, not for four."""
     state = {"cut": full("cut", (64, 1024)), "whole": full("whole", (8, 1024))}
-    Checkpointer(tmp_path, block_nbytes=4096).save(1, {"t": state})
+    Checkpointer(tmp_path, groups=ProcessGroups.single(rank=40), block_nbytes=4096).save(
+        1, {"t": state}
+    )
     # Of two ranks on two hosts each reads half and receives half: 0.5 + 0.5/0.9 is more than 1,
     # 0.5 + 0.5/1.1 is less. Of four on two hosts a host reads half and receives three halves, of
     # four on four hosts each receives three quarters.
@@ -166,7 +168,7 @@ def test_what_much_depends_on_is_measured_and_agreed(tmp_path: Path) -> None:
     """P7: rates of storage and network."""
     nbytes = 72 * MIB
     whole = (torch.arange(nbytes // 4) % 1021).float()
-    Checkpointer(tmp_path).save(1, {"t": {"w": whole}})
+    Checkpointer(tmp_path, groups=ProcessGroups.single(rank=40)).save(1, {"t": {"w": whole}})
     results = run_ranks(4, _measured, str(tmp_path), nbytes).results
     assert len({(measured, job_read) for measured, job_read, _ in results}) == 1
     measured, job_read, _ = results[0]
@@ -180,18 +182,23 @@ def test_what_much_depends_on_is_measured_and_agreed(tmp_path: Path) -> None:
 def test_little_is_exchanged_without_measuring(tmp_path: Path) -> None:
     nbytes = 4 * MIB
     whole = (torch.arange(nbytes // 4) % 1021).float()
-    Checkpointer(tmp_path).save(1, {"t": {"w": whole}})
+    Checkpointer(tmp_path, groups=ProcessGroups.single(rank=40)).save(1, {"t": {"w": whole}})
     results = run_ranks(4, _measured, str(tmp_path), nbytes).results
     assert {(measured, job_read) for measured, job_read, _ in results} == {("[]", nbytes)}
 
 
 def _with_copies(context: RankContext, root: str, hurt: str) -> tuple[int, list[str]]:
-    os.environ["HOLDFAST_HOST_ID"] = "ab"[context.rank]
+    """Two ranks save; a third one, which has nothing in a file of its own, loads with them."""
+    os.environ["HOLDFAST_HOST_ID"] = "abb"[context.rank]
     choose_exchange._WORTH_MEASURING = 64 * MIB
-    with ProcessGroups.create(Layout(tp=2)) as groups:
-        whole = (torch.arange(18 * MIB) % 1021).float()
-        with Checkpointer(root, groups=groups, replicate_over=("tp",)) as checkpointer:
-            checkpointer.save(1, {"t": {"w": Replicated(whole)}})
+    whole = (torch.arange(18 * MIB) % 1021).float()
+    with ProcessGroups.create(Layout(tp=3)) as groups:
+        if context.rank < 2:
+            with (
+                ProcessGroups.create(Layout(tp=2, name="two")) as two,
+                Checkpointer(root, groups=two, replicate_over=("tp",)) as checkpointer,
+            ):
+                checkpointer.save(1, {"t": {"w": Replicated(whole)}})
         groups.control.barrier(phase="saved")
         if context.rank == 0:
             (file,) = Path(root).glob("iter_*/data/00001.safetensors")
@@ -210,7 +217,7 @@ def _with_copies(context: RankContext, root: str, hurt: str) -> tuple[int, list[
 @pytest.mark.parametrize("hurt", ["gone", "short"])
 def test_a_file_that_cannot_be_measured_is_no_error_yet(tmp_path: Path, hurt: str) -> None:
     """B8: the load itself reads another copy, and says so."""
-    results = run_ranks(2, _with_copies, str(tmp_path), hurt).results
+    results = run_ranks(3, _with_copies, str(tmp_path), hurt).results
     assert any("00001.safetensors" in line for _, replaced in results for line in replaced)
 
 
@@ -236,7 +243,7 @@ def _uncached(context: RankContext, root: str, rates: list[Rates]) -> list[tuple
 
 def test_without_a_page_cache_ranks_of_one_host_share(tmp_path: Path) -> None:
     whole = full("w", (64, 1024))
-    Checkpointer(tmp_path).save(1, {"t": {"w": whole}})
+    Checkpointer(tmp_path, groups=ProcessGroups.single(rank=40)).save(1, {"t": {"w": whole}})
     rates = [
         Rates(storage=SLOW, network=FAST, open_s=0),
         Rates(storage=FAST, network=SLOW, open_s=0),
