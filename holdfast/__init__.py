@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from holdfast.policies.schedule import SaveSchedule
     from holdfast.state import (
         RNG,
+        AppliesLater,
         FlatShard,
         FromPart,
         Gradients,
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RNG",
+    "AppliesLater",
     "AtDeadline",
     "AtStep",
     "Bridge",
@@ -220,6 +222,7 @@ _ROOMS = {
     ),
     "holdfast.state": (
         "RNG",
+        "AppliesLater",
         "FlatShard",
         "FromPart",
         "Gradients",

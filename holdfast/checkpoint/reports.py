@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from holdfast.parallel import Control
 
 _MAX_SUMMARY = 150
-_NAMES = ("loaded", "missing", "fresh", "unexpected", "cast", "kept", "dropped", "replaced")
+_NAMES = (
+    "loaded",
+    "handed_over",
+    "missing",
+    "fresh",
+    "unexpected",
+    "cast",
+    "kept",
+    "dropped",
+    "replaced",
+)
 """Fields of a load report that list paths of one rank, or lines that start with one."""
 
 
@@ -144,7 +154,11 @@ class LoadReport:
     path: str
     """Path of the checkpoint, as its storage describes it."""
     loaded: tuple[str, ...] = ()
-    """Tensors that were filled."""
+    """Tensors that were filled and, where they were given to an object of the user's, that it has
+    stated to have."""
+    handed_over: tuple[str, ...] = ()
+    """What was given to an owner that applies it only later (`AppliesLater`): names of parts and
+    of entries. Nothing has proved that it arrived, so that nothing below them is in `loaded`."""
     missing: tuple[str, ...] = ()
     """Requested, absent, and allowed: their targets keep what they had."""
     fresh: tuple[str, ...] = ()
@@ -235,6 +249,7 @@ class LoadReport:
         extra = "".join(
             f", {len(names)} {what}"
             for what, names in (
+                ("handed over", self.handed_over),
                 ("missing", self.missing),
                 ("started fresh", self.fresh),
                 ("unexpected", self.unexpected),
@@ -254,7 +269,12 @@ class LoadReport:
 
 def _below(paths: Sequence[str], name: str) -> tuple[str, ...]:
     """Return the paths that are a name or start with it and a dot."""
-    return tuple(path for path in paths if path == name or path.startswith(f"{name}."))
+    return tuple(path for path in paths if is_below(path, (name,)))
+
+
+def is_below(path: str, names: Sequence[str]) -> bool:
+    """Return True if a path is one of these names, or starts with one and a dot."""
+    return path in names or any(path.startswith(f"{name}.") for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ Users' objects decide how they are kept. What a module's `state_dict` shows is e
 tensors, which a load fills in place, or a form (a hook, an override, extra state), which a load
 gives to the module's `load_state_dict`. An optimizer is stored by parameter name, in the
 parameters' global coordinates, however it is sharded; if its class overrides its state methods, it
-is saved and loaded through them. Both are proved after a load.
+is saved and loaded through them. An owner that takes a state by its own code is asked for it again
+after a load, and must state what it was given (`arrival.py`).
 
 *"Unexpected"* is judged over the union of all ranks' requests, so that pipeline stages may each
 request their layers.
@@ -33,6 +34,7 @@ parts that most states have.
 from holdfast.state.flatten import flatten_state
 from holdfast.state.gradients import Gradients
 from holdfast.state.markers import (
+    AppliesLater,
     FlatShard,
     FromPart,
     OnLayout,
@@ -55,6 +57,7 @@ from holdfast.state.stored import StoredPart, StoredTensor
 
 __all__ = [
     "RNG",
+    "AppliesLater",
     "FlatShard",
     "FromPart",
     "Gradients",

@@ -44,10 +44,19 @@ from holdfast.state.markers import (
     Transient,
     Union,
 )
+from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_state import OptimizerState
-from holdfast.state.parts import Part, check_part_name, is_last, is_left_out, part_of
+from holdfast.state.parts import (
+    Part,
+    TreePart,
+    check_part_name,
+    is_last,
+    is_left_out,
+    part_of,
+)
 from holdfast.state.rng import refuse_shared_streams
+from holdfast.state.shared_memory import files_mapped_twice, shared_memory
 from holdfast.state.tensor_elements import array_tensor, memory_key
 from holdfast.state.unfinished import refuse_unfinished
 
@@ -55,6 +64,7 @@ _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _TENSORS = (torch.Tensor, *get_args(Marked))
 _NONE: Any = None
 """A leaf that is still to be made."""
+_MAX_NAMED = 5
 _MAX_MARKERS = 50
 """How deep PerRank and Union may be nested, to see a cycle through them."""
 
@@ -80,6 +90,7 @@ class _Pass:
         """Everything that decides what is claimed of each tensor, see `_traits`."""
         self.layouts: list[Layout] = []
         self.leaves: dict[str, TensorLeaf] = {}
+        self.addresses: list[int] = []
         self.memory: dict[str, object] = {}
         """Of each tensor whose leaf has views of it, see `memory_key`."""
         self.meshes: dict[int, DeviceMesh] = {}
@@ -138,7 +149,13 @@ def flatten_state(
             error.add_note(f"state part '{name}'")
             raise
         flattener.layout = home
+        num_before = flattener.num_met
         nodes[name] = flattener.encode(tree, path=name)
+        if not isinstance(part, ModuleState | OptimizerState):
+            flattener.refuse_attributes(since=num_before)
+        if isinstance(part, TreePart | ModuleState):
+            forms = part.forms if isinstance(part, ModuleState) else ()
+            flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
     made, tensors = flattener.finish()
     if cache is not None:
         cache.last = made
@@ -188,9 +205,43 @@ class _Flattener:
         self._objects: list[Any] = []
         self._nodes: list[dict[str, Node]] = []
         self._layouts: list[Layout] = []
+        self._filled: set[str] = set()
+        """Paths of what a load fills in place."""
 
     def encode(self, tree: object, *, path: str) -> Node:
         return encode_tree(tree, path=path, codecs=self._codecs, on_leaf=self._on_leaf)
+
+    def refuse_attributes(self, *, since: int) -> None:
+        """Raise PlacementError for tensors with attributes that a load could not make again.
+
+        Modules and optimizers keep the objects that they have.
+        """
+        for path, obj in zip(self._paths[since:], self._objects[since:], strict=True):
+            if type(obj) in _PLAIN:
+                continue
+            tensor = obj if isinstance(obj, torch.Tensor) else held_tensor(obj)
+            kind = type(tensor)
+            is_own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            if kind not in _PLAIN and not is_own and vars(tensor):
+                raise PlacementError(
+                    f"{path}: a {kind.__name__} is more than its elements "
+                    f"({', '.join(sorted(vars(tensor)))}), which would be lost; save "
+                    f"it.as_subclass(torch.Tensor) and the rest as values of their own"
+                )
+
+    @property
+    def num_met(self) -> int:
+        """How many tensors were met so far."""
+        return len(self._paths)
+
+    def fills_in_place(self, *, since: int, but_for: set[str]) -> None:
+        """Note that a load fills the tensors that were met last in place.
+
+        Args:
+            since: How many were met before them.
+            but_for: Paths of those that it does not.
+        """
+        self._filled.update(path for path in self._paths[since:] if path not in but_for)
 
     def _on_leaf(self, path: str, obj: object) -> Node | None:
         if isinstance(obj, _TENSORS):
@@ -281,7 +332,7 @@ class _Flattener:
         Raises:
             PlacementError: For a tensor that cannot be stored, and for two of one key.
         """
-        self._tie()
+        addresses = self._tie()
         before, made = self._before, _Pass()
         made.keys, made.layouts = self._paths, self._layouts
         tensors = dict(zip(made.keys, self._objects, strict=True))
@@ -309,6 +360,9 @@ class _Flattener:
             if memory_key(held_tensor(tensors[key])) != each
         ]
         self._make_again(again, made, tensors)
+        made.addresses = addresses
+        if columns != last or addresses != before.addresses:
+            _refuse_shared_memory({key: tensors[key] for key in made.keys if key in self._filled})
         return made, tensors
 
     def _make_again(self, keys: list[str], made: _Pass, tensors: dict[str, Any]) -> None:
@@ -339,12 +393,16 @@ class _Flattener:
                 made.memory[key] = memory_key(held_tensor(obj))
             made.leaves[key] = leaf
 
-    def _tie(self) -> None:
-        """Let nodes of tensors that were met before refer to the first one's key."""
+    def _tie(self) -> list[int]:
+        """Let nodes of tensors that were met before refer to the first one's key.
+
+        Returns:
+            The address of each tensor that is left.
+        """
         addresses = list(map(_address, self._objects))
         counts = Counter(addresses)
         if len(counts) == len(addresses) and 0 not in counts:
-            return
+            return addresses
         keys: dict[object, str] = {}
         tied: set[int] = set()
         for i, address in enumerate(addresses):
@@ -360,8 +418,28 @@ class _Flattener:
                 self._nodes[i]["k"] = known
                 tied.add(i)
         if tied:
-            for column in (self._paths, self._objects, self._layouts):
+            for column in (self._paths, self._objects, self._layouts, addresses):
                 column[:] = [each for i, each in enumerate(column) if i not in tied]
+        return addresses
+
+
+def _refuse_shared_memory(tensors: Mapping[str, Any]) -> None:
+    """Raise PlacementError for tensors that a load into this very state would refuse.
+
+    Cost: a sort of their addresses.
+    """
+    requests = [
+        TensorRequest(path=key, tensor=i, boxes=None, locals=(held_tensor(each).detach(),))
+        for i, (key, each) in enumerate(tensors.items())
+    ]
+    if LocalMemory(requests).is_disjoint() and not files_mapped_twice():
+        return
+    sentences = shared_memory(requests)
+    if sentences:
+        raise PlacementError(
+            f"{'; '.join(sentences[:_MAX_NAMED])}. Saved like this, the checkpoint could not be "
+            f"loaded into the state that it is of"
+        )
 
 
 def _check_key(path: str) -> None:

@@ -320,6 +320,25 @@ class Transient:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AppliesLater:
+    """A part of the state that takes its state only later, as a data loader does at `iter`.
+
+    It is also for one that takes only a part of it on purpose.
+
+    After a load every object with `state_dict` and `load_state_dict` is asked for its state, which
+    must be what was loaded. This one is not asked: it is saved and loaded as any other, and its
+    name is in `LoadReport.handed_over`, for what it does with the state nobody has seen.
+
+        state = {"model": model, "loader": AppliesLater(loader)}
+
+    Args:
+        value: The object.
+    """
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OnLayout:
     """A part of the state that lives on its own layout, not on the checkpointer's.
 

@@ -23,6 +23,8 @@ from holdfast._torch import buffer_table, give_metadata, parameter_table, write_
 from holdfast.arguments import check_choice
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
 from holdfast.format.values import tag_of
+from holdfast.state.arrival import ask_back, recorded
+from holdfast.state.form_trial import inverted, unrelated_to_forms
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
     ModuleStateDict,
@@ -35,12 +37,13 @@ from holdfast.state.module_tree import (
     read_state_dict,
     refuse_hidden,
     refuse_hook_states,
+    refuse_lost,
     same_memory,
     some_of,
     walk_all,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
-from holdfast.state.tensor_elements import element_bytes, equal_bits, local_of, tensor_digest
+from holdfast.state.tensor_elements import equal_bits, local_of, tensor_digest
 from holdfast.state.unfinished import unfinished_on
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
@@ -81,6 +84,10 @@ class ModuleState:
             such as PowerSGD's error feedback, which is not stored. "refuse" refuses a save then;
             "transient" accepts that a resumed run starts it fresh.
 
+        extra_state: "proved": after a load the module must state what was given to
+            `set_extra_state`. "applies_later" is for modules that take it only at a later call: it
+            is given to them all the same, and named in `LoadReport.handed_over`.
+
     Raises:
         ConfigError: If it is not a module, an option is unknown, or the prefix does not end in a
             dot.
@@ -101,6 +108,7 @@ class ModuleState:
         prefix: str = "",
         buffers: Literal["equal", "first_rank"] = "equal",
         hook_state: Literal["refuse", "transient"] = "refuse",
+        extra_state: Literal["proved", "applies_later"] = "proved",
     ) -> None:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"ModuleState takes a module, got a {type(module).__name__}")
@@ -113,6 +121,12 @@ class ModuleState:
             raise ConfigError(f"ModuleState: prefix={prefix!r} does not end in a dot")
         check_choice(hook_state, name="ModuleState: hook_state", choices=("refuse", "transient"))
         check_choice(buffers, name="ModuleState: buffers", choices=("equal", "first_rank"))
+        check_choice(
+            extra_state, name="ModuleState: extra_state", choices=("proved", "applies_later")
+        )
+        self._proves_extra = extra_state == "proved"
+        self.applied_later: tuple[str, ...] = ()
+        """Entries of the last load that the module applies only later."""
         self._buffers = buffers
         self._root = module
         self._refuses_hooks = hook_state == "refuse"
@@ -120,6 +134,8 @@ class ModuleState:
         self._only = only
         self._prefix = prefix
         self._pending: ModuleLoad | None = None
+        self.forms: set[str] = set()
+        """Entries that the module has made for its state dict, which a load does not fill."""
 
     def tree(self) -> dict[str, object]:
         """Return tensors and extra state by logical name; tensors with padding are marked.
@@ -131,6 +147,9 @@ class ModuleState:
         if self._refuses_hooks:
             refuse_hook_states(self._root)
         shown = self._read()
+        unrelated = unrelated_to_forms(self._module, self._hidden(shown))
+        if unrelated:
+            refuse_lost(self._module, unrelated)
         padded = declared_padding(self._module)  # after the hooks, which may replace parameters
         result: dict[str, object] = {}
         left_to_first = broadcast_elsewhere(self._root) if self._buffers == "first_rank" else set()
@@ -138,6 +157,8 @@ class ModuleState:
             value = entry.value
             if entry.backing is not None and id(entry.backing.tensor) in left_to_first:
                 continue
+            if entry.backing is None:
+                self.forms.add(self._prefix + entry.name)
             if isinstance(value, torch.Tensor) and not entry.is_extra:
                 declared = padded.find(value, entry.name)
                 value = value if declared is None else Padded(value, declared)
@@ -196,6 +217,10 @@ class ModuleState:
             for entry in pending.entries
             if self._prefix + entry.name in tree and entry.name not in pending.absent
         }
+        if not self._proves_extra:
+            extra = {entry.name for entry in pending.entries if entry.is_extra} & loaded.keys()
+            self.applied_later = tuple(self._prefix + name for name in sorted(extra))
+            pending.unproved |= extra
         if any(entry.backing is None for entry in pending.entries) or (
             pending.copied or runs_code(self._module)
         ):
@@ -347,6 +372,10 @@ class ModuleLoad:
         """Names of entries that are loaded into separate memory."""
         self.absent: set[str] = set()
         """Names that are not stored; they stay as they are."""
+        self.unproved: set[str] = set()
+        """Names of entries that the module is declared to apply later."""
+        self._given: dict[str, object] = {}
+        """Records of the entries that are values, from before the module was given them."""
 
     def load_entries(self, loaded: Mapping[str, object]) -> None:
         """Pass what was loaded to the module.
@@ -364,6 +393,11 @@ class ModuleLoad:
             give_metadata(given, self._before.metadata)
         # Both before any code of the module runs.
         digests = self._digests(loaded)
+        self._given = {
+            entry.name: recorded(loaded[entry.name])
+            for entry in self.entries
+            if self._is_value(entry) and entry.name in loaded and entry.name not in self.unproved
+        }
         snapshots = [
             _Snapshot(held, _version(held.tensor), tensor_digest(held.tensor))
             for held in self._hidden
@@ -438,13 +472,32 @@ class ModuleLoad:
                     tensor_digest(now) == digests[entry.name]
                 )
             else:
-                is_state = entry.backing is None and entry.name not in self.copied
-                is_right = (is_state and entry.name not in self._unexpected) or (
+                is_right = self._is_value(entry) or (
                     same_memory(now, loaded[entry.name]) or equal_bits(now, loaded[entry.name])
                 )
             if shown is None or not is_right:
                 wrong.append(entry.name)
-        return wrong
+        return list(dict.fromkeys([*wrong, *self._other_values(after)]))
+
+    def _is_value(self, entry: StateDictEntry) -> bool:
+        """Return True for extra state, and for what an overridden `state_dict` adds."""
+        return entry.backing is None and entry.name not in self.copied
+
+    def _other_values(self, after: ModuleStateDict) -> list[str]:
+        """Names of values that the module states otherwise than it was given them."""
+        if not self._given:
+            return []
+
+        answers = [after]
+
+        def ask() -> dict[str, object]:
+            shown = answers.pop() if answers else read_state_dict(self._module)
+            entries = shown.entries.items()
+            return {name: entry.value for name, entry in entries if name in self._given}
+
+        answer = ask_back(self._given, ask, where="", owner=self._kind)
+        wrong = [f"{each.path}." for each in answer.wrong]
+        return [name for name in self._given if any(w.startswith(f".{name}.") for w in wrong)]
 
     def _keep_parameters(self) -> None:
         """Put back parameter objects that the module has replaced, with the values of the new ones.
@@ -528,7 +581,7 @@ class ModuleLoad:
         kept = [local_of(held.tensor).clone() for held in suspects]
         with torch.no_grad():
             for held, value in zip(suspects, kept, strict=True):
-                local_of(held.tensor).copy_(_inverted(value))
+                local_of(held.tensor).copy_(inverted(value))
         digests = [tensor_digest(held.tensor) for held in suspects]
         untouched: list[str] = []
         try:
@@ -564,13 +617,6 @@ class ModuleLoad:
             f"that takes back what its state_dict makes, or leave the entries out: "
             f"ModuleState(module, only=lambda name, value: ...)"
         )
-
-
-def _inverted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that differs from this one in every element."""
-    if tensor.dtype is torch.bool:
-        return tensor.logical_not()
-    return element_bytes(tensor).bitwise_not().view(tensor.dtype).reshape(tensor.shape)
 
 
 def _is_untouched(snapshot: _Snapshot) -> bool:

@@ -17,6 +17,7 @@ import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -532,12 +533,17 @@ def refuse_hidden(
         if is_selected(hidden.name, hidden.tensor) and not _is_represented(shown, module, hidden)
     ]
     if lost:
-        raise PlacementError(
-            f"{type(module).__name__}.state_dict() shows {some_of(lost)} in no form, or only "
-            f"in part, so a checkpoint would lose it. Let state_dict show it; or leave it out by "
-            f"name: ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, "
-            f"value: ...); or register a buffer with persistent=False"
-        )
+        refuse_lost(module, lost)
+
+
+def refuse_lost(module: nn.Module, lost: Sequence[str]) -> NoReturn:
+    """Raise PlacementError for tensors that the module's state dict does not show."""
+    raise PlacementError(
+        f"{type(module).__name__}.state_dict() shows {some_of(lost)} in no form, or only "
+        f"in part, so a checkpoint would lose it. Let state_dict show it; or leave it out by "
+        f"name: ModuleState(module, only='trainable'), ModuleState(module, only=lambda name, "
+        f"value: ...); or register a buffer with persistent=False"
+    )
 
 
 def _state_dict(module: nn.Module) -> Mapping[object, object]:
@@ -554,6 +560,14 @@ def _state_dict(module: nn.Module) -> Mapping[object, object]:
         raise PlacementError(
             f"{type(module).__name__}.state_dict() returned a {type(state).__name__}, not a mapping"
         )
+    for key, value in state.items():
+        # By name, as it is of a private package: FSDP1 without a mesh makes it.
+        if type(value).__name__ == "ShardedTensor":
+            raise PlacementError(
+                f"{key}: {type(module).__name__}.state_dict() shows a ShardedTensor, which cannot "
+                f"be stored: FSDP1 makes it without a mesh. Give it device_mesh=..., so that "
+                f"shards are DTensors, or shard with fully_shard (FSDP2)"
+            )
     return state
 
 

@@ -13,12 +13,13 @@ import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from holdfast.errors import HoldfastError, MismatchError, PlacementError
+from holdfast.state.arrival import ask_back, listed, recorded
 from holdfast.state.markers import Fresh
 from holdfast.state.module_tree import overrides
 from holdfast.state.optimizer_protocol import (
@@ -42,9 +43,6 @@ def has_own_form(optimizer: Any) -> bool:
     methods = ("state_dict", "load_state_dict")
     has_hooks = any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
     return has_hooks or overrides(optimizer, torch.optim.Optimizer, methods)
-
-
-_MAX_NAMED = 5
 
 
 def read_form(optimizer: Any) -> Mapping[Any, Any]:
@@ -149,7 +147,7 @@ def load_form(
     Cost: a digest of every tensor before and after the load.
     """
     kind = type(optimizer).__name__
-    expected = _with_digests(form)
+    expected = recorded(form)
     try:
         with same_groups(optimizer):
             optimizer.load_state_dict(form)
@@ -162,17 +160,14 @@ def load_form(
         ) from error
     # torch's load casts moments to the parameter's dtype, which would show as a difference.
     _undo_casts(optimizer, form, read_form(optimizer))
-    wrong = list(_differences(expected, read_form(optimizer), where))
+    wrong = ask_back(
+        expected, lambda: read_form(optimizer), where=where, owner="the optimizer"
+    ).wrong
     if wrong:
-        # What differs between two calls in a row was never a part of the state.
-        again = _with_digests(read_form(optimizer))
-        unstable = {path for path, _ in _differences(again, read_form(optimizer), where)}
-        wrong = [(path, why) for path, why in wrong if path not in unstable]
-    if wrong:
-        listed = [f"{_named(path, where, names or {})}: {why}" for path, why in wrong[:_MAX_NAMED]]
+        named = [each._replace(path=_named(each.path, where, names or {})) for each in wrong]
         raise MismatchError(
             f"{kind}.load_state_dict() did not take what was stored ({len(wrong)} entries): "
-            f"{'; '.join(listed)}; mend its load_state_dict or its hooks, so that state_dict() "
+            f"{listed(named)}; mend its load_state_dict or its hooks, so that state_dict() "
             f"after a load states what was loaded"
         )
 
@@ -215,77 +210,6 @@ def _undo_entry_casts(stored: Any, shown: Any, own: Any, device: torch.device) -
             _undo_entry_casts(value, seen, held, device)
 
 
-class _TensorDigest(NamedTuple):
-    """Dtype and shape of a tensor, and a digest of what this rank holds of it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    digest: str
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _TensorDigest:
-        """Return the digest of a tensor as it is now."""
-        return cls(tensor.dtype, tuple(tensor.shape), tensor_digest(tensor))
-
-
-def _with_digests(tree: object) -> object:
-    """Return the tree with a digest for each tensor, which no later change touches."""
-    if isinstance(tree, torch.Tensor):
-        return _TensorDigest.of(tree)
-    if isinstance(tree, Mapping):
-        return {name: _with_digests(child) for name, child in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_with_digests(child) for child in tree]
-    return tree
-
-
-def _differences(expected: object, shown: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yield each path at which an optimizer does not state what it was given, and how."""
-    if isinstance(expected, _TensorDigest):
-        if not isinstance(shown, torch.Tensor):
-            yield path, f"stored is a tensor, the optimizer has a {type(shown).__name__}"
-            return
-        now = _TensorDigest.of(shown)
-        if now[:2] != expected[:2]:
-            stored, has = (f"{each.dtype} {list(each.shape)}" for each in (expected, now))
-            yield path, f"stored is {stored}, the optimizer has {has}"
-        elif now != expected:
-            yield path, "the optimizer has other values than the stored ones"
-    elif isinstance(expected, Mapping):
-        if not isinstance(shown, Mapping):
-            yield path, f"stored is a mapping, the optimizer has a {type(shown).__name__}"
-            return
-        for name in expected:
-            if name in shown:
-                yield from _differences(expected[name], shown[name], f"{path}.{name}")
-            else:
-                yield f"{path}.{name}", "the optimizer does not take it"
-        for name in shown:
-            if name not in expected:
-                yield f"{path}.{name}", "the optimizer still has it, the checkpoint has not"
-    elif isinstance(expected, list):
-        if not isinstance(shown, list | tuple) or len(shown) != len(expected):
-            yield path, f"stored is a sequence of {len(expected)}, the optimizer has another"
-            return
-        for i, (one, other) in enumerate(zip(expected, shown, strict=True)):
-            yield from _differences(one, other, f"{path}.{i}")
-    elif not _is_same_value(expected, shown):
-        yield path, f"stored is {expected!r}, the optimizer has {shown!r}"
-
-
-def _is_same_value(expected: object, shown: object) -> bool:
-    """Return True if an optimizer shows the value that it was given."""
-    if isinstance(shown, torch.Tensor):
-        # Torch turns step counters of old checkpoints into tensors.
-        if shown.numel() != 1 or not isinstance(expected, int | float):
-            return False
-        return float(shown) == float(expected)
-    try:
-        return equal_trees(expected, shown)
-    except Exception:  # a user's comparison; equal or not cannot be known
-        return True
-
-
 def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that tensors of one storage share."""
     local = local_of(tensor)
@@ -298,7 +222,7 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same type, dtype, shape and bytes, or are both empty."""
     if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
         return isinstance(one, DTensor) is False and one.numel() == other.numel() == 0
-    return _TensorDigest.of(one) == _TensorDigest.of(other)
+    return tensor_digest(one) == tensor_digest(other)
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

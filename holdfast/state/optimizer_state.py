@@ -10,6 +10,7 @@ from torch import nn
 
 from holdfast._torch import module_table
 from holdfast.errors import ConfigError, MismatchError, PlacementError
+from holdfast.format.values import is_plain_dict
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
 from holdfast.state.optimizer_forms import (
@@ -557,6 +558,12 @@ def _owner_of(path: str, names: Mapping[str, object]) -> str | None:
             if name in names:
                 return name
     return None
+
+
+def is_optimizer_node(node: object) -> bool:
+    """Return True if a stored part is that of an optimizer."""
+    forms = ({"state", "groups", "membership", "parameters"}, {"own", "parameters"})
+    return is_plain_dict(node) and any(form <= node.keys() for form in forms)
 
 
 def checked(optimizer: Any) -> Any:

@@ -7,21 +7,24 @@ was, so it loads on other ranks, under another layout, next to other modules.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.values import is_like_a_tag, is_unicode
 from holdfast.parallel import ModuleGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.markers import FromPart, OnLayout
+from holdfast.state.arrival import ask_back, differences, listed, recorded
+from holdfast.state.markers import AppliesLater, FromPart, OnLayout
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
+from holdfast.state.optimizer_state import is_optimizer_node
 from holdfast.state.rng import RNG, refuse_shared_streams
 from holdfast.state.stored import PlacedTemplates, StoredPart
 from holdfast.state.unfinished import unfinished_on
@@ -78,10 +81,20 @@ class StatefulPart:
 
     Tensors are whole and new, unless the object's current state has a DTensor or a marker of
     the same global shape at the same path: those are the targets, and keep their placement.
+
+    A load asks the object for its state again, which must be what it was given.
+
+    Args:
+        value: The object.
+        applies_later: Whether it is declared to apply its state only later: then it is not asked.
     """
 
-    def __init__(self, value: Stateful) -> None:
+    def __init__(self, value: Stateful, *, applies_later: bool = False) -> None:
         self._value = value
+        self._stored: StoredPart | None = None
+        self.applies_later = applies_later
+        self.missing: list[str] = []
+        """Paths that the object has and the checkpoint lacks, as the load allows."""
 
     def tree(self) -> object:
         """Return the object's state dict."""
@@ -90,15 +103,60 @@ class StatefulPart:
     def template(self, stored: StoredPart) -> object:
         """Whatever is stored, placed as it is now; a per-rank state dict requests its own."""
         current: object = self._value.state_dict()
+        self._stored = stored
         return PlacedTemplates(in_place=True).template(current, stored)
 
     def restore(self, tree: object) -> None:
-        """Pass the tree to the object."""
+        """Pass the tree to the object, and ask for it again.
+
+        Raises:
+            MismatchError: By path, what the object does not state as it was given.
+        """
+        stored, self._stored = self._stored, None
+        if self.applies_later or stored is None:
+            self._value.load_state_dict(tree)  # type: ignore[arg-type]
+            return
+        kind, where, codecs = type(self._value).__name__, stored.name, stored.codecs
+        expected = recorded(tree, codecs=codecs)
+        again = _same_containers(tree)
         self._value.load_state_dict(tree)  # type: ignore[arg-type]
+        answer = ask_back(
+            expected, self._value.state_dict, where=where, owner=f"the {kind}", codecs=codecs
+        )
+        self.missing = [
+            each.path for each in answer.wrong if each.is_surplus and stored.may_miss(each.path)
+        ]
+        wrong = [each for each in answer.wrong if each.path not in self.missing]
+        if wrong:
+            raise MismatchError(
+                f"{kind}.load_state_dict() did not take what was stored ({len(wrong)} entries): "
+                f"{listed(wrong)}; build the object as the saved run did, or mend its "
+                f"load_state_dict, so that state_dict() after a load states what was loaded. An "
+                f"object that applies its state only later, such as a data loader, is declared: "
+                f"AppliesLater(obj). What is new in the object may keep its value: "
+                f"allow_missing=[patterns]"
+            )
+        if answer.is_changed_by_reading:
+            # The questions have moved it on: what it was given is the last word.
+            if list(differences(expected, recorded(again, codecs=codecs), where, owner=kind)):
+                raise MismatchError(
+                    f"{where}: {kind}.state_dict() writes to the tensors that it was given, so "
+                    f"that reading its state changes it; let state_dict only read"
+                )
+            self._value.load_state_dict(again)
 
     def unfinished_work(self) -> str | None:
         """Return what the object has not finished."""
         return unfinished_on(self._value)
+
+
+def _same_containers(tree: Any) -> Any:
+    """Return new dicts and lists with the same members, which the first ones' owner may change."""
+    if isinstance(tree, dict | list):
+        tree = copy.copy(tree)
+        for name in list(tree) if isinstance(tree, dict) else range(len(tree)):
+            tree[name] = _same_containers(tree[name])
+    return tree
 
 
 class TreePart:
@@ -106,6 +164,11 @@ class TreePart:
 
     def __init__(self, value: object) -> None:
         self._value = value
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a dict without entries."""
+        return isinstance(self._value, Mapping) and not self._value
 
     def tree(self) -> object:
         """Return the tree itself."""
@@ -160,6 +223,13 @@ def part_of(name: str, value: object) -> Part:
             f"state part '{name}' is a bare optimizer, whose state is numbered, not named; pass "
             f"OptimizerState(optimizer, model)"
         )
+    if isinstance(value, AppliesLater):
+        if isinstance(value.value, Part) or not isinstance(value.value, Stateful):
+            raise ConfigError(
+                f"state part '{name}': AppliesLater takes an object with state_dict and "
+                f"load_state_dict, got a {type(value.value).__name__}"
+            )
+        return StatefulPart(value.value, applies_later=True)
     if isinstance(value, Part):
         return value
     if isinstance(value, Stateful):
@@ -167,13 +237,27 @@ def part_of(name: str, value: object) -> Part:
     return TreePart(value)
 
 
-def is_closed(part: Part) -> bool:
+def applied_later(name: str, part: Part) -> tuple[str, ...]:
+    """Return the paths of a part whose owner applies its state only later."""
+    if isinstance(part, StatefulPart):
+        return (name,) if part.applies_later else ()
+    return (
+        tuple(f"{name}.{entry}" for entry in part.applied_later)
+        if isinstance(part, ModuleState)
+        else ()
+    )
+
+
+def is_closed(part: Part, node: object) -> bool:
     """Return True if stored entries that the part did not ask for are 'unexpected'.
 
-    A module or an optimizer asks for each of its entries; a plain tree or a stateful object is
-    given everything that is stored, so nothing of it can be passed over.
+    A module or an optimizer asks for each of its entries. A plain tree or a stateful object is
+    given everything that is stored, so nothing of it can be passed over; but an empty dict in the
+    place of an optimizer (of a module that has been frozen since) takes nothing of its state.
     """
-    return not isinstance(part, TreePart | StatefulPart)
+    if isinstance(part, TreePart):
+        return part.is_empty and is_optimizer_node(node)
+    return not isinstance(part, StatefulPart)
 
 
 def module_parts(

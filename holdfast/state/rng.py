@@ -66,7 +66,7 @@ def accessors(generator: Any) -> Accessors:
         return generator.get_state, generator.set_state
     if isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
-        return lambda: dict(bits.state), lambda state: setattr(bits, "state", dict(state))
+        return partial(_bits_state, bits), partial(_set_bits_state, bits)
     if isinstance(generator, np.random.RandomState):
         read = partial(generator.get_state, legacy=False)
         return lambda: dict(read()), lambda state: generator.set_state(dict(state))
@@ -151,6 +151,50 @@ def _add_to_digest(value: object, digest: hashlib.blake2b) -> None:
     else:
         value = value.item() if isinstance(value, np.generic) else value
         digest.update(f"value {value!r} ".encode())
+
+
+_CHILDREN = "seed_sequence"
+"""Key of what the generators that `spawn` makes start from."""
+
+
+def _bits_state(bits: Any) -> dict[str, object]:
+    """Return the state of a bit generator, and what its children will start from."""
+    sequence = bits.seed_seq
+    state = dict(bits.state)
+    # A class of the user's may know more of itself than these.
+    if type(sequence) is np.random.SeedSequence:
+        entropy: Any = sequence.entropy
+        state[_CHILDREN] = {
+            "entropy": entropy if entropy is None else np.asarray(entropy, dtype=object).tolist(),
+            "spawn_key": [int(each) for each in sequence.spawn_key],
+            "pool_size": int(sequence.pool_size),
+            "n_children_spawned": int(sequence.n_children_spawned),
+        }
+    return state
+
+
+def _set_bits_state(bits: Any, state: Mapping[str, Any]) -> None:
+    """Set what `_bits_state` has returned."""
+    own = dict(state)
+    children = own.pop(_CHILDREN, None)
+    if children is None:
+        bits.state = own
+        return
+    if bits.seed_seq is not None and type(bits.seed_seq) is not np.random.SeedSequence:
+        raise TypeError(f"its seed sequence is a {type(bits.seed_seq).__name__}, not NumPy's own")
+    # The counter of children cannot be set; this is how NumPy's own copies take another sequence.
+    bits.__setstate__((own, np.random.SeedSequence(**children)))
+
+
+def refuse_attributes(name: str, generator: object) -> None:
+    """Raise ConfigError for a generator with attributes, which are not part of its state."""
+    own = sorted(vars(generator).keys() - {"gauss_next"}) if hasattr(generator, "__dict__") else []
+    if own:
+        raise ConfigError(
+            f"RNG: generator '{name.removeprefix(_PREFIX)}' is a {type(generator).__name__} with "
+            f"the attributes {', '.join(own)}, which are not in its state and would be lost; add "
+            f"them to the state as values of their own, and give RNG a generator without them"
+        )
 
 
 def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
@@ -325,6 +369,14 @@ class RNG:
         states = {name: loading.loaded(name, tree) for name in loading.fresh}
         for name, state in states.items():
             self._set_state(name, state)
+        now = self._states()
+        wrong = [name for name in states if state_digest(now[name]) != state_digest(states[name])]
+        if wrong:
+            raise MismatchError(
+                f"rng: {', '.join(name.removeprefix(_PREFIX) for name in wrong)} did not take the "
+                f"stored state: the generator states another one after it was set; mend its class, "
+                f"or use one of torch, NumPy or Python"
+            )
 
     def streams(self) -> dict[str, object]:
         """Return the generator behind each stream: two names of one stream have one object."""
@@ -342,6 +394,8 @@ class RNG:
 
     def _states(self) -> dict[str, State]:
         """Return the state of each stream."""
+        for name, generator in self._generators.items():
+            refuse_attributes(name, generator)
         own = {name: accessors(each) for name, each in self._generators.items()}
         return {name: get() for name, (get, _) in (global_accessors() | own).items()}
 

@@ -12,7 +12,7 @@ here; a plain tensor says nothing, and is loaded whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,10 @@ class StoredPart:
     """Key -> (dtype name, shape) of the whole checkpoint."""
     name: str = ""
     """The part's, for messages."""
+    codecs: Codecs = field(default_factory=Codecs)
+    """Of the load; known to a whole part only, as is the next one."""
+    may_miss: Callable[[str], bool] = lambda _: False
+    """Whether the caller allows that a path is not stored."""
 
     def find(self, path: str) -> object | None:
         """Return the node at a path of names joined by dots, from this part on; None if nothing is.
@@ -126,15 +130,13 @@ class StoredPart:
 
     def keys_under(self, *path: str | int) -> list[str]:
         """Return the dict keys at a path; empty if there is no dict."""
-        node = self.at(*path)
-        return list(node) if is_plain_dict(node) else []
+        return [name for name, _ in pairs_of(self.at(*path)) or () if isinstance(name, str)]
 
     def tensors_under(self, *path: str | int) -> dict[str, StoredTensor]:
         """Return the direct children of the dict at `path` that are tensors."""
         result = {}
-        node = self.at(*path)
         for name in self.keys_under(*path):
-            info = self.tensor(node[name]) if isinstance(node, Mapping) else None
+            info = self.tensor(self.at(*path, name))
             if info is not None:
                 result[name] = info
         return result
@@ -173,10 +175,13 @@ class StoredPart:
         """Return the node at a path; None if there is none."""
         node = self.node
         for name in path:
-            is_item = isinstance(node, list) and isinstance(name, int) and name < len(node)
-            if not is_item and not (is_plain_dict(node) and name in node):
-                return None
-            node = node[name]  # type: ignore[index]
+            if isinstance(node, list):
+                node = node[name] if isinstance(name, int) and name < len(node) else None
+            elif is_plain_dict(node):
+                node = node.get(name) if isinstance(name, str) else None
+            else:  # with keys that a plain dict cannot have, such as one that starts with '$'
+                pairs = pairs_of(node) or ()
+                node = next((child for key, child in pairs if key == name), None)
         return node
 
 

@@ -182,7 +182,6 @@ class NoSetter(nn.Linear):
         (Unknown, "wq"),
         (HalfBack, "wk"),
         (Rounded, "wq"),
-        (Forgets, "dropped"),
         (Meddles, "weight"),
         (Random, "weight"),
         (NoSetter, "_extra_state"),
@@ -195,6 +194,12 @@ def test_what_has_not_arrived_is_named(kind: type[nn.Module], key: str, tmp_path
     Checkpointer(tmp_path).save(1, {"model": true})
     with pytest.raises(MismatchError, match=rf"0\.{key}"):
         Checkpointer(tmp_path).load({"model": twin})
+
+
+def test_what_no_form_is_made_from_is_refused_at_save(tmp_path: Path) -> None:
+    """R2."""
+    with pytest.raises(PlacementError, match=r"0\.dropped in no form"):
+        Checkpointer(tmp_path).save(1, {"model": nn.Sequential(Forgets())})
 
 
 class Drops(nn.Sequential):
@@ -320,9 +325,8 @@ def test_a_stream_is_given_back_as_one(tmp_path: Path) -> None:
     seen: list[object] = []
     twin = ODD["extra stream"]()
     twin.set_extra_state = seen.append  # type: ignore[method-assign]
-    type(twin)
     Checkpointer(tmp_path).save(1, {"model": true})
-    Checkpointer(tmp_path).load({"model": twin})
+    Checkpointer(tmp_path).load({"model": ModuleState(twin, extra_state="applies_later")})
     assert isinstance(seen[0], io.BytesIO)
     assert seen[0].read() == true.get_extra_state().getvalue()
 

@@ -151,23 +151,26 @@ class Loader:
     """A user's data loader: its state is one value per data rank."""
 
     def __init__(self, at: int, **policy: Any) -> None:
-        self.at = at
+        self.tree: Any = {"at": at}
         self.policy = policy
         self.got: Any = None
 
     def state_dict(self) -> dict[str, object]:
         return {
             "epoch": 3,
-            "workers": [PerRank({"at": self.at}, axes=("dp",), **self.policy), "w"],
+            "workers": [PerRank(self.tree, axes=("dp",), **self.policy), "w"],
         }
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.got = state
+    def load_state_dict(self, state: Any) -> None:
+        self.got, self.tree = state, state["workers"][0]
 
 
 class WholeLoader(Loader):
     def state_dict(self) -> Any:
-        return PerRank({"at": self.at}, axes=("dp",), **self.policy)
+        return PerRank(self.tree, axes=("dp",), **self.policy)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.got = self.tree = state
 
 
 def save_four(context: RankContext, root: str) -> None:

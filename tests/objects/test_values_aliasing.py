@@ -17,14 +17,16 @@ from holdfast import (
     MismatchError,
     OptimizerState,
     Padded,
+    PlacementError,
     Replicated,
     Sharded,
     Stored,
 )
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint.load import target_memory
-from holdfast.checkpoint.load.target_memory import shared_memory, without_ties
+from holdfast.checkpoint.load.target_memory import without_ties
+from holdfast.state import shared_memory as overlaps
 from holdfast.state.matcher import TensorRequest
+from holdfast.state.shared_memory import shared_memory
 
 
 def save_apart(root: Path, **tensors: torch.Tensor) -> Checkpointer:
@@ -112,7 +114,7 @@ def test_disjoint_views_of_one_base_load(
     tmp_path: Path, alias: Aliased, by_map: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_map:
-        monkeypatch.setattr(target_memory, "_MAX_RUNS", 0)
+        monkeypatch.setattr(overlaps, "_MAX_RUNS", 0)
     truth = torch.arange(36.0).view(6, 6)
     checkpointer = save_apart(tmp_path, **alias(truth))
     base = torch.zeros(6, 6)
@@ -227,9 +229,26 @@ def test_markers_around_one_memory_are_one(tmp_path: Path) -> None:
         }
 
     # The padding of one is the last row of the other: two tensors, of which neither is whole.
-    assert checkpointer.save(1, state(w)).num_tensors == 2
+    with pytest.raises(PlacementError, match=r"x\.a and x\.c: the state's tensors share memory"):
+        checkpointer.save(1, state(w))
+    zeros = Padded(torch.zeros(3, 4), (2, 4))
+    apart = {name: zeros if name in "cd" else each for name, each in state(w)["x"].items()}  # type: ignore[attr-defined]
+    assert checkpointer.save(1, {"x": apart}).num_tensors == 2
     with pytest.raises(MismatchError, match="share memory"):
         checkpointer.load(state(torch.zeros(3, 4)))
+
+
+class Shows:
+    """An object that is given new tensors by a load."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
 
 
 def test_what_only_looks_alike_is_stored_apart(tmp_path: Path) -> None:
@@ -242,7 +261,7 @@ def test_what_only_looks_alike_is_stored_apart(tmp_path: Path) -> None:
     }  # fmt: skip
     checkpointer = Checkpointer(tmp_path)
     for step in (1, 2):
-        assert checkpointer.save(step, {"x": other}).num_tensors == len(other)
+        assert checkpointer.save(step, {"x": Shows(other)}).num_tensors == len(other)
     loaded = checkpointer.load({"x": Stored()}).values["x"]
     for name, value in other.items():
         assert torch.equal(loaded[name], value), name
@@ -313,13 +332,13 @@ def elements(view: torch.Tensor) -> list[int]:
 @settings(max_examples=400, deadline=None)
 @given(views(), st.booleans())
 def test_overlaps_equal_brute_force(found: list[torch.Tensor], by_map: bool) -> None:
-    kept = target_memory._MAX_RUNS
-    target_memory._MAX_RUNS = 0 if by_map else kept
+    kept = overlaps._MAX_RUNS
+    overlaps._MAX_RUNS = 0 if by_map else kept
     try:
         wanted = [TensorRequest(f"t{i}", i, None, (view,)) for i, view in enumerate(found)]
         sentences = shared_memory(wanted)
     finally:
-        target_memory._MAX_RUNS = kept
+        overlaps._MAX_RUNS = kept
     taken = [elements(view) for view in found]
     alone = {i for i, mine in enumerate(taken) if len(set(mine)) != len(mine)}
     pairs = {(i, j) for i in range(len(found)) for j in range(i) if set(taken[i]) & set(taken[j])}
@@ -349,9 +368,7 @@ def test_ties_are_filled_once() -> None:
 
 def test_many_targets_cost_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is looked at element by element where ranges do not overlap."""
-    monkeypatch.setattr(
-        target_memory, "_common_bytes", lambda tensors: pytest.fail("looked closely")
-    )
+    monkeypatch.setattr(overlaps, "_common_bytes", lambda tensors: pytest.fail("looked closely"))
     flat = torch.zeros(10_000)
     wanted = [TensorRequest(f"t{i}", i, None, (flat[10 * i : 10 * i + 10],)) for i in range(1000)]
     random.Random(0).shuffle(wanted)

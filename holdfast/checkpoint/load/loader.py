@@ -30,9 +30,9 @@ from holdfast.checkpoint.load.requests import (
     find_unexpected,
     shorten_list,
 )
-from holdfast.checkpoint.load.target_memory import shared_memory, without_ties
+from holdfast.checkpoint.load.target_memory import without_ties
 from holdfast.checkpoint.options import LoadOptions, OnDrift
-from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport
+from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport, is_below
 from holdfast.errors import (
     ConfigError,
     CorruptionError,
@@ -51,7 +51,9 @@ from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
 from holdfast.state.parts import (
     OptionalPart,
+    StatefulPart,
     TreePart,
+    applied_later,
     check_part_name,
     is_closed,
     is_last,
@@ -59,6 +61,7 @@ from holdfast.state.parts import (
     part_of,
 )
 from holdfast.state.rng import refuse_shared_streams
+from holdfast.state.shared_memory import files_mapped_twice, shared_memory
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
@@ -195,10 +198,12 @@ class Loader:
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
         warn_of_kept(result, control.rank)
+        later = tuple(path for part in parts for path in applied_later(part.name, part.part))
         return LoadReport(
             step=chosen,
             path=self._storage.describe(step_dir(chosen)),
-            loaded=tuple(entry.path for entry in result.tensors),
+            loaded=tuple(entry.path for entry in result.tensors if not is_below(entry.path, later)),
+            handed_over=later,
             missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
             fresh=tuple(result.fresh),
             unexpected=tuple(unexpected),
@@ -329,7 +334,9 @@ class Loader:
             part = part_of(name, value)
             try:
                 refuse_unfinished(part, operation="load")
-                template = part.template(StoredPart(node, tensors, name))
+                template = part.template(
+                    StoredPart(node, tensors, name, self._codecs, matcher.may_miss)
+                )
             except Exception as error:
                 if not isinstance(error, HoldfastError):
                     error.add_note(f"state part '{name}'")
@@ -340,7 +347,7 @@ class Loader:
                 scope=name if source is not None else "",
                 layout=layout,
                 part=part,
-                is_closed=is_closed(part),
+                is_closed=is_closed(part, node),
                 node=node,
                 template=template,
             )
@@ -351,7 +358,7 @@ class Loader:
         result = matcher.result
         memory = LocalMemory(result.tensors)
         # Nearly every state is contiguous host tensors, each with its own memory.
-        if result.cleared or not memory.is_disjoint():
+        if result.cleared or not memory.is_disjoint() or files_mapped_twice():
             result.tensors = without_ties(result.tensors)
             result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
             memory = LocalMemory(result.tensors)
@@ -409,6 +416,8 @@ class Loader:
                 raise
             if isinstance(each.part, TreePart):
                 values[each.name] = tree
+            if isinstance(each.part, StatefulPart):
+                matcher.result.allowed += each.part.missing
         return values
 
 

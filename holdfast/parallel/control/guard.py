@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
+from threading import get_ident
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError
@@ -65,6 +66,7 @@ class Guard(Generic[T]):
         self.num_failed = 0
         """Number of runs that raised here."""
         self._made_all_calls = False
+        self._thread = 0
         self._scope = GuardScope()
 
     @property
@@ -88,6 +90,7 @@ class Guard(Generic[T]):
         control = self._control
         outer = control.scope
         self._refuse_within(outer)
+        self._thread = get_ident()
         if outer is not None:
             outer.refuse_calls_after_failure()
         depth = 1 if outer is None else outer.depth + 1
@@ -132,8 +135,16 @@ class Guard(Generic[T]):
         return attempt.run(body)
 
     def _refuse_within(self, outer: GuardScope | None) -> None:
-        """Raise ConfigError if this guard is open: the operation is called from within itself."""
+        """Raise ConfigError if this guard is open, or another one in a second thread."""
         while outer is not None:
+            if isinstance(outer.guard, Guard) and outer.guard._thread != get_ident():
+                first = outer.guard._operation
+                raise ConfigError(
+                    f"{self._operation} is called in a second thread while {first} runs in the "
+                    f"first. All ranks make the same calls in the same order, so one "
+                    f"thread makes them: call both from it, or hold a lock around each. To save "
+                    f"while training continues, use save_async."
+                )
             if outer.guard is self:
                 raise ConfigError(
                     f"{self._operation} is called from within itself, by code that it runs "

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from holdfast import AtStep, EverySteps, SavePolicy, SaveSchedule
+from holdfast import AppliesLater, AtStep, EverySteps, SavePolicy, SaveSchedule
 from holdfast.checkpoint import LoadReport, PendingSave, RankLog, SaveReport
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
@@ -87,6 +87,10 @@ class BaseTrainer(ABC):
         )
         self._num_tokens = config.data.global_batch_size * config.data.seq_len
         self.progress = Progress(sampler, allow_other_data=config.data.allow_other_data)
+        # In other data a run continues at the stored row, and states its own data.
+        self._progress_part = (
+            AppliesLater(self.progress) if config.data.allow_other_data else self.progress
+        )
         self._checkpointer = make_checkpointer(config.checkpoint, groups=groups)
         policy = EverySteps(config.checkpoint.save_interval) | AtStep(config.steps)
         policy |= WhenReaderLeaves(reporter)

@@ -105,7 +105,7 @@ class Trainer(BaseTrainer):
             "scheduler": self.schedule,
             # Ranks along tp hold the same residual stream: dropout draws the same mask on them.
             "rng": RNG(shared=("tp",)),
-            "progress": self.progress,
+            "progress": self._progress_part,
             "rerun": self.machine,
         }
         return state if self.scaler is None else state | {"scaler": self.scaler}

@@ -130,7 +130,7 @@ class MultimodalTrainer(BaseTrainer):
         run: dict[str, object] = {
             "rng": RNG(shared=()),
             "scheduler": self.schedule,
-            "progress": self.progress,
+            "progress": self._progress_part,
             "rerun": self.machine,
         }
         if self.scaler is not None:
