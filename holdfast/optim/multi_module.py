@@ -16,6 +16,7 @@ from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ModuleGroups, ModuleLayouts
 from holdfast.parallel.ranks import shorten_ranks
+from holdfast.state.unfinished import set_worker
 
 
 class MultiModuleOptimizer(TorchInterface):
@@ -95,6 +96,8 @@ class MultiModuleOptimizer(TorchInterface):
         )
         for stepper in self._steppers.values():
             stepper.become_entry()
+            # What is saved of a module knows nothing of the bridges between them.
+            set_worker(self, on=stepper.optimizer)
         super().__init__([stepper.optimizer for stepper in self._steppers.values()])
 
     def __getitem__(self, module: str) -> torch.optim.Optimizer:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast import Bridge, Layout, ModuleGroups, ModuleLayouts
+from holdfast import Bridge, Checkpointer, Layout, ModuleGroups, ModuleLayouts, OptimizerState
 from holdfast.errors import ConfigError, HoldfastError
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.test_divisors import Run, net, row_losses, rows_of, sgd, truth
@@ -15,7 +16,7 @@ from tests.optim.multi_module.test_divisors import Run, net, row_losses, rows_of
 DIVISORS: dict[str, int | None] = {"vision": 1, "language": 1}
 
 
-def forgotten(context: RankContext, is_colocated: bool) -> list[str]:
+def forgotten(context: RankContext, is_colocated: bool, root: str) -> list[str]:
     """Each way to leave a forward without a backward, and a good step after it."""
     language = Layout(tp=2) if is_colocated else Layout(ranks=(2,))
     layouts = ModuleLayouts(
@@ -45,6 +46,16 @@ def forgotten(context: RankContext, is_colocated: bool) -> list[str]:
             work = run.optimizer.unfinished_work()
             assert (work is not None) == (has_edge and case != "evaluated")
             assert not has_edge or bridge.unfinished_work() == work
+            state = {
+                name: OptimizerState(optimizer, run.models[name])
+                for name, optimizer in run.optimizer.optimizers_by_module().items()
+            }
+            checkpointer = Checkpointer(root, groups=groups.union)
+            if case == "evaluated":
+                checkpointer.save(1, state)
+            else:
+                with pytest.raises(HoldfastError, match="over the bridge vision -> language waits"):
+                    checkpointer.save(1, state)
             if case == "step":
                 with pytest.raises(ConfigError) as caught:
                     train()
@@ -60,9 +71,11 @@ def forgotten(context: RankContext, is_colocated: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("is_colocated", [False, True])
-def test_a_forward_over_a_bridge_without_its_backward_is_refused(is_colocated: bool) -> None:
-    """I1: named on all ranks, also on those of no edge; the next step equals one process."""
-    results = run_ranks(2 if is_colocated else 4, forgotten, is_colocated).results
+def test_a_forward_over_a_bridge_without_its_backward_is_refused(
+    tmp_path: Path, is_colocated: bool
+) -> None:
+    """I1, I3: by a step and a save, on all ranks, also on those of no edge; then as one process."""
+    results = run_ranks(2 if is_colocated else 4, forgotten, is_colocated, str(tmp_path)).results
     first, *others = results
     assert all(other == first for other in others)
     (text,) = first
