@@ -282,7 +282,8 @@ def ask_back(
         owner: As messages call it.
         codecs: As in `recorded`.
     """
-    first = recorded(ask(), codecs=codecs)
+    shown = ask()  # kept until the second answer, so that a new tensor there has a new place
+    first = recorded(shown, codecs=codecs)
     second = recorded(ask(), codecs=codecs, before=first)
     unstable = {each.path for each in differences(first, second, where, owner=owner)}
     unstable |= {each.path for each in differences(second, first, where, owner=owner)}

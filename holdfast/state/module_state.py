@@ -152,6 +152,7 @@ class ModuleState:
             refuse_lost(self._module, unrelated)
         padded = declared_padding(self._module)  # after the hooks, which may replace parameters
         result: dict[str, object] = {}
+        self.forms = set()
         left_to_first = broadcast_elsewhere(self._root) if self._buffers == "first_rank" else set()
         for entry in self._selected(shown):
             value = entry.value

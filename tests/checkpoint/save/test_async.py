@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from holdfast import (
+    AppliesLater,
     Checkpointer,
     ConfigError,
     DeadlineError,
@@ -351,7 +352,7 @@ def test_a_checkpoint_being_read_is_not_removed(tmp_path: Path) -> None:
             Checkpointer(tmp_path, retention=KeepLast(1)).save(2, _filled(2.0))
             seen.append(checkpointer.steps())
 
-    checkpointer.load({"t": Target()})
+    checkpointer.load({"t": AppliesLater(Target())})
     assert seen == [[1, 2]]
     checkpointer.save(3, _filled(3.0))
     assert checkpointer.steps() == [3]
