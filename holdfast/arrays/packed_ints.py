@@ -81,11 +81,11 @@ def squeeze(data: bytes) -> bytes:
     return zlib.compress(data, 1)
 
 
-def unsqueeze(data: bytes) -> bytes:
-    """Decompress the bytes of `squeeze`; ValueError for others, or beyond `MAX_NBYTES`."""
+def unsqueeze(data: bytes, *, max_nbytes: int = MAX_NBYTES) -> bytes:
+    """Decompress the bytes of `squeeze`; ValueError for others, or beyond `max_nbytes`."""
     engine = zlib.decompressobj()
     try:
-        result = engine.decompress(data, MAX_NBYTES)
+        result = engine.decompress(data, max_nbytes)
     except zlib.error as error:
         raise ValueError(f"not compressed bytes: {error}") from error
     if not engine.eof or engine.unused_data:

@@ -30,6 +30,9 @@ _METADATA = "__metadata__"
 _ROW_COLUMNS = ("tensor", "file", "offset", "extent", "start", "nbytes", "copy", "holders")
 _COLUMNS = (*_ROW_COLUMNS, "holder_ptr", "holder", "digest_ptr", "digest")
 _MATRICES = ("offset", "extent")
+_INDEX_HEADER_NBYTES = 1 << 16
+_ENTRY_NBYTES = 30
+"""Least length of a chunk's entry in the header of its file."""
 _UNSIGNED = ("U8", "U16", "U32", "U64")
 
 
@@ -272,6 +275,26 @@ def encode_index(index: ChunkIndex) -> bytes:
     for array, start in zip(arrays, image.starts.tolist(), strict=True):
         data[start : start + array.nbytes] = array.tobytes()
     return bytes(data)
+
+
+def require_index_size(manifest: Manifest, *, place: str) -> None:
+    """Raise CorruptionError if the index is larger than one of this manifest can be.
+
+    Each row is an entry of some data file's header, which the manifest states the length of. So
+    nobody has to read an index to find that it cannot be one.
+    """
+    rows = manifest.index.num_rows
+    num_headers = sum(file.header_nbytes for file in manifest.files)
+    num_dims = max((len(tensor.shape) for tensor in manifest.tensors), default=0)
+    num_ranks = sum(len(layout.ranks) for layout in manifest.layouts)
+    num_digests = manifest.totals.stored_nbytes // manifest.block_nbytes + rows
+    words = rows * (len(_COLUMNS) + 2 * num_dims + num_ranks) + num_digests + 2
+    largest = _INDEX_HEADER_NBYTES + 8 * words
+    if rows * _ENTRY_NBYTES > num_headers or manifest.index.nbytes > largest:
+        raise CorruptionError(
+            f"{place}: {manifest.index.nbytes} bytes for {rows} rows, as the manifest states them, "
+            f"cannot be the index of its tensors and files"
+        )
 
 
 def decode_index(data: bytes | memoryview, *, place: str = "index.safetensors") -> ChunkIndex:

@@ -115,6 +115,13 @@ def latest_step(storage: Storage) -> int | None:
     return max(list_steps(storage), default=None)
 
 
+def _is_file_with(storage: Storage, path: str, data: bytes) -> bool:
+    """Return True if a file has just this content; reads no more than that."""
+    if not storage.exists(path) or storage.size(path) != len(data):
+        return False
+    return storage.read(path, nbytes=len(data)) == data
+
+
 def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
     """Make the pointer file name the newest committed step, if any step is committed.
 
@@ -132,7 +139,7 @@ def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
         if newest is None:
             return changed
         text = f"{newest}\n".encode()
-        if storage.exists(LATEST) and storage.read(LATEST) == text:
+        if _is_file_with(storage, LATEST, text):
             return changed
         changed = newest
         if dry_run:

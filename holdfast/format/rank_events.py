@@ -56,4 +56,7 @@ def decode_event(line: bytes) -> SaveEvent | LoadEvent:
     Raises:
         ValueError: The line does not have the documented form.
     """
-    return msgspec.json.decode(line, type=SaveEvent | LoadEvent)
+    try:
+        return msgspec.json.decode(line, type=SaveEvent | LoadEvent)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error

@@ -33,6 +33,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.errors import CorruptionError, StorageError
+from holdfast.format.index import header_nbytes, require_index_size
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from holdfast.format.names import (
     INDEX,
@@ -121,6 +122,9 @@ def read_index(storage: Storage, directory: str, manifest: Manifest) -> bytes:
         raise CorruptionError(
             f"{place} has {storage.size(path)} bytes, the manifest states {nbytes}"
         )
+    # A file of any size may be there: first, whether it can be the index of this manifest.
+    require_index_size(manifest, place=place)
+    header_nbytes(storage.read(path, nbytes=min(8, nbytes)), file_nbytes=nbytes, place=place)
     return storage.read(path)
 
 
@@ -428,7 +432,7 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         raise
     try:
         content = msgspec.json.decode(data, type=_LeaseFile)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return f"an unknown process ({storage.describe(path)} cannot be decoded; remove the file)"
     # A lease that cannot be examined counts as live: wrongly kept files cost space, lost ones data.
     try:

@@ -419,7 +419,7 @@ def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node
         if record.values not in trees:
             try:
                 trees[record.values] = msgspec.json.decode(record.values, type=dict[str, Any])
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise CorruptionError(f"{label}: its values cannot be decoded: {error}") from error
         labelled.append((label, trees[record.values]))
     names: dict[str, None] = {}
@@ -430,6 +430,14 @@ def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node
         having = [(label, tree[name]) for label, tree in labelled if name in tree]
         parts[name] = merge_nodes(having, path=name)
     return parts
+
+
+def _metadata(header: SaveHeader) -> dict[str, Any]:
+    """Return the caller's metadata of a save; CorruptionError if it cannot be decoded."""
+    try:
+        return decode_metadata(msgspec.json.decode(header.metadata)) if header.metadata else {}
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"the save's metadata cannot be decoded: {error}") from error
 
 
 def _build_manifest(
@@ -456,7 +464,7 @@ def _build_manifest(
         block_nbytes=plan.block_nbytes,
         tensors=_tensors(plan, records),
         parts=parts,
-        metadata=decode_metadata(msgspec.json.decode(header.metadata)) if header.metadata else {},
+        metadata=_metadata(header),
         files=[
             FileInfo(
                 name=files[number],

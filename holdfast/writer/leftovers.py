@@ -35,6 +35,7 @@ from holdfast.writer.records import (
     decode_plan,
     done_file,
     missing_ranks,
+    read_record,
     read_sealed,
     silent_s,
 )
@@ -146,11 +147,11 @@ def _treat(
         if dry_run:
             return Leftover(name=name, step=step, fate="finished", why="all records are present")
         return _finish(storage, name, step)
-    except StorageError as error:
+    except HoldfastError as error:
         return _stuck(storage, name, step, error)
 
 
-def _stuck(storage: Storage, name: str, step: int, error: StorageError) -> Leftover:
+def _stuck(storage: Storage, name: str, step: int, error: HoldfastError) -> Leftover:
     """Report a leftover for which an operation failed."""
     if not storage.exists(name):
         return Leftover(name=name, step=step, fate="finished", why="another process finished it")
@@ -232,7 +233,7 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
     claimed = claimed_dir(name, secrets.token_hex(4))
     storage.rename_dir(name, claimed, durable=False)
     try:
-        data = storage.read(f"{claimed}/{PLAN_FILE}")
+        data = read_record(storage, f"{claimed}/{PLAN_FILE}")
         plan = decode_plan(data, where=storage.describe(f"{claimed}/{PLAN_FILE}"))
         header = read_sealed(storage, f"{claimed}/{HEADER_FILE}", SaveHeader)
         commit_save(storage, claimed, plan=plan, header=header)
@@ -274,7 +275,7 @@ def _why_incomplete(storage: Storage, name: str) -> str:
     for path in (PLAN_FILE, HEADER_FILE):
         if not storage.exists(f"{name}/{path}"):
             return f"{path} was not written"
-    data = storage.read(f"{name}/{PLAN_FILE}")
+    data = read_record(storage, f"{name}/{PLAN_FILE}")
     plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}")).plan
     has_records = storage.is_dir(f"{name}/{DONE_DIR}")
     names = storage.list(f"{name}/{DONE_DIR}") if has_records else []

@@ -32,6 +32,8 @@ HEADER_FILE = "plan/header.msgpack"
 ALIVE_FILE = "plan/alive"
 FAILED_FILE = "failed.msgpack"
 DONE_DIR = "done"
+MAX_RECORD_NBYTES = 1 << 27
+"""Largest plan or done-record that is read back: of more than a million rows."""
 _DIGEST_NBYTES = 32
 _HEARTBEAT_NBYTES = 64
 _HEARTBEAT = re.compile(r"iter_[0-9]{7,18}\.save-([0-9A-Za-z_]{1,64})-[0-9]{5,}", re.ASCII)
@@ -304,13 +306,24 @@ def unseal(data: bytes, kind: type[T], *, where: str) -> T:
         raise CorruptionError(f"{where}: the record's digest does not match its bytes")
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptionError(f"{where}: this is not a {kind.__name__}: {error}") from error
 
 
 def read_sealed(storage: Storage, path: str, kind: type[T]) -> T:
     """Read and decode a sealed file; CorruptionError naming it if any byte changed."""
-    return unseal(storage.read(path), kind, where=storage.describe(path))
+    return unseal(read_record(storage, path), kind, where=storage.describe(path))
+
+
+def read_record(storage: Storage, path: str) -> bytes:
+    """Read a record of a save; CorruptionError, without reading it, if it is larger than any."""
+    nbytes = storage.size(path)
+    if nbytes > MAX_RECORD_NBYTES:
+        raise CorruptionError(
+            f"{storage.describe(path)}: {nbytes} bytes exceed the limit of {MAX_RECORD_NBYTES} for "
+            f"a record of a save"
+        )
+    return storage.read(path, nbytes=nbytes)
 
 
 def column(values: Sequence[int] | IntArray | WordArray) -> bytes:

@@ -195,6 +195,7 @@ def write(storage: Storage, made: Made, *, directory: str | None = None) -> str:
         nbytes=len(index_bytes), digest=digest128(index_bytes), num_rows=made.index.num_rows
     )
     made.manifest = msgspec.structs.replace(made.manifest, index=info)
+    storage.make_dir("")
     storage.make_dir(f"{prefix}data")
     for name, data in {
         **made.files,

@@ -11,6 +11,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.packed_ints import (
+    MAX_NBYTES,
     PackedBoxes,
     pack_boxes,
     pack_ints,
@@ -226,9 +227,9 @@ def claims_message(encoded: bytes, names: bytes | None) -> bytes:
 
 
 def read_claims_messages(
-    messages: Sequence[bytes], ranks: Sequence[int]
+    messages: Sequence[bytes], ranks: Sequence[int], *, max_nbytes: int = MAX_NBYTES
 ) -> tuple[list[bytes], dict[str, bytes]]:
-    """The encoded claims of all ranks, and the names by digest.
+    """The encoded claims of all ranks, and the names by digest; of `max_nbytes` at most together.
 
     Raises:
         PlanError: A message is not one of `claims_message`; its sender is named.
@@ -237,10 +238,12 @@ def read_claims_messages(
     names: dict[str, bytes] = {}
     for rank, data in zip(ranks, messages, strict=True):
         try:
-            own, own_names = msgspec.msgpack.decode(unsqueeze(data), type=tuple[bytes, bytes])
+            plain = unsqueeze(data, max_nbytes=max_nbytes)
+            own, own_names = msgspec.msgpack.decode(plain, type=tuple[bytes, bytes])
         except (msgspec.DecodeError, ValueError) as error:
             raise PlanError(f"rank {rank} sent claims that cannot be read: {error}") from error
         claims.append(own)
+        max_nbytes = max(max_nbytes - len(plain), 1)  # 0 would mean no limit
         # Filed by what the bytes hash to here, not by what the sender says: names cannot be mixed
         # up.
         if own_names:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from holdfast.arrays.packed_ints import MAX_NBYTES, squeeze, unsqueeze
+from holdfast.arrays.packed_ints import squeeze, unsqueeze
 from holdfast.checkpoint.plan.claims import (
     claims_message,
     claims_of,
@@ -42,6 +42,8 @@ PLANS_DIR = ".plans"
 _VERSION = 4
 _MAX_FILES = 16
 _STALE_S = 60.0
+_MAX_NBYTES = 1 << 26
+"""Of a kept plan, and of what is compressed in it; typically below 10 bytes a row."""
 _LOG = logging.getLogger("holdfast")
 
 _ShareMessage = tuple[str, int, int, int, RankShare]
@@ -237,8 +239,12 @@ class Planner:
         claims = self.not_kept.pop(plan.plan_digest)
         path = self._path(plan.compare_all)
         self._kept[plan.compare_all] = plan.plan_digest
+        data = seal(msgspec.msgpack.encode((_VERSION, claims)))
+        if len(data) > _MAX_NBYTES:
+            _LOG.info("the plan is not kept: it has %d bytes, more than would be read", len(data))
+            return
         try:
-            data = squeeze(seal(msgspec.msgpack.encode((_VERSION, claims))))
+            data = squeeze(data)
             # Sealed, and only a help: it need not be durable.
             self._storage.make_dir(PLANS_DIR, durable=False)
             self._storage.replace_file(path, data, durable=False)
@@ -263,15 +269,15 @@ class Planner:
         """The plan from the claims of an earlier run, or why it does not fit this rank."""
         control = self._groups.control
         # Looked at before it is read, since a file of any size may be there.
-        if self._storage.size(path) > MAX_NBYTES:
-            return Rejected("it is larger than any plan")
-        data = unsqueeze(self._storage.read(path))
+        if self._storage.size(path) > _MAX_NBYTES:
+            return Rejected("it is larger than any plan that is kept")
+        data = unsqueeze(self._storage.read(path), max_nbytes=_MAX_NBYTES)
         version, claims = unseal(data, tuple[int, list[bytes]], where=path)
         if version != _VERSION:
             return Rejected(f"it is of version {version}, this is version {_VERSION}")
         if len(claims) != control.size:
             return Rejected(f"it is of {len(claims)} ranks, these are {control.size}")
-        encoded, names = read_claims_messages(claims, control.ranks)
+        encoded, names = read_claims_messages(claims, control.ranks, max_nbytes=_MAX_NBYTES)
         # Each rank compares its own entry. All entries are proven once the ranks agree on the
         # digest of the plan, which is made from all of them.
         if encoded[control.index] != local.encoded or names.get(local.names) != local.table.names:
