@@ -242,8 +242,8 @@ class LoadExecutor:
         drift = files.copies.drift(files.index, files.manifest, rows)
         if drift and self._on_drift == "raise":
             raise CorruptionError(
-                f"{files.storage.describe(files.directory)}: {drift}. They were saved from ranks "
-                f'whose memory differed; on_drift="warn" loads the first copy on all ranks'
+                f"{files.storage.describe(files.directory)}: {drift}. Which copy is right "
+                f"is not stored; on_drift='warn' loads the first copy on all ranks"
             )
         if drift:
             logging.getLogger("holdfast").warning(

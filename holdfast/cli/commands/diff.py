@@ -15,6 +15,7 @@ from holdfast.cli.support.compare import (
     in_words,
     value_differences,
 )
+from holdfast.cli.support.elements import refuse_drift
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
@@ -22,6 +23,7 @@ from holdfast.cli.support.messages import (
     counted,
     in_bytes,
     layout_in_words,
+    print_error,
     shape_in_words,
 )
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
@@ -31,7 +33,7 @@ from holdfast.cli.support.tables import (
     print_rows,
     progress_bar,
 )
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
 
@@ -92,9 +94,21 @@ class Differences:
 
 
 def run(args: Args) -> int:
-    """Print the differences; 1 when there are any. Tensors with equal fingerprints are not read."""
+    """Print the differences; 1 when there are any, or one of the two is damaged.
+
+    Tensors with equal fingerprints are not read.
+    """
     if not (args.rtol >= 0 and args.atol >= 0):
         raise ConfigError(f"--rtol {args.rtol} --atol {args.atol}: a tolerance is not negative")
+    try:
+        return _compare(args)
+    except CorruptionError as error:
+        print_error(error)
+        return EXIT_DAMAGED
+
+
+def _compare(args: Args) -> int:
+    """Compare the two, print what differs, and return the exit code."""
     with open_checkpoint(args.a) as a, open_checkpoint(args.b) as b:
         result = Differences()
         if args.values or args.tensor is None:
@@ -112,7 +126,10 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
     """Add what differs in structure, then in bytes; reads only what has to be read."""
     common = []
     keys = list(dict.fromkeys([*a.keys, *b.keys]))
-    for key in keys if args.tensor is None else select_keys(args.tensor, keys):
+    chosen = keys if args.tensor is None else select_keys(args.tensor, keys)
+    for side in (a, b):
+        refuse_drift(side, [key for key in chosen if side.has(key)])
+    for key in chosen:
         kinds = [_kind(side, key) for side in (a, b)]
         if kinds[0] != kinds[1]:
             result.structure.append(StructureDifference(key=key, a=kinds[0], b=kinds[1]))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.elements import decode_elements, read_elements
+from holdfast.cli.support.elements import decode_elements, read_elements, refuse_drift
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes, print_error
 from holdfast.cli.support.steps import open_checkpoint
@@ -45,7 +45,8 @@ class Args:
     """The key of a tensor, or a pattern (`*`, `?`) for many."""
 
     to: Path
-    """A file that ends in .safetensors, or a directory, which gets one .npy file per tensor."""
+    """A file that ends in .safetensors, or a directory, which gets one .npy file per tensor; a
+    suffix of another kind of file is refused."""
 
     step: int | None = None
     """Which step of a directory of checkpoints."""
@@ -79,10 +80,12 @@ def run(args: Args) -> int:
 
     Cost: reads each tensor once, in pieces of some MiB.
     """
+    _refuse_unknown_kind(args.to)
     try:
         with open_checkpoint(args.path, step=args.step) as opened:
             snapshot = opened.snapshot
             keys = select_keys(args.tensor, snapshot.keys)
+            refuse_drift(snapshot, keys)
             outputs = [_output(snapshot.tensor(key), args) for key in keys]
             total = sum(output.info.nbytes for output in outputs)
             with progress_bar(quiet=False) as bar:
@@ -96,6 +99,18 @@ def run(args: Args) -> int:
     what = counted(len(outputs), "tensor")
     make_console().print(f"{what}, {in_bytes(nbytes)}, written to {args.to}", soft_wrap=True)
     return 0
+
+
+def _refuse_unknown_kind(to: Path) -> None:
+    """Raise ConfigError for a name that asks for a kind of file that is not written.
+
+    A directory that is there may have any name.
+    """
+    if to.suffix[1:].isalpha() and to.suffix != _SUFFIX and not to.is_dir():
+        raise ConfigError(
+            f"--to {to}: {to.suffix} files are not written. Name a {_SUFFIX} file for all tensors "
+            f"in one, or a directory (without a suffix), which gets one .npy file per tensor"
+        )
 
 
 def _output(info: TensorInfo, args: Args) -> _Output:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.elements import refuse_drift
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.locality_tables import locality_json, print_locality
@@ -108,6 +109,8 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     parts = {key: part for part, node in manifest.parts.items() for key in tensor_keys(node)}
     rows = []
     chosen = set(snapshot.keys if args.tensor is None else select_keys(args.tensor, snapshot.keys))
+    if args.stats:
+        refuse_drift(snapshot, chosen)
     for tensor in manifest.tensors:
         part = parts.get(tensor.key, "")
         if tensor.key not in chosen or args.part not in (None, part):

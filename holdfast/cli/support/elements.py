@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.arrays.boxes import Box, split_box
 from holdfast.arrays.types import AnyArray
+from holdfast.errors import CorruptionError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot
 
 PIECE_NBYTES = 8 << 20
 """Bytes of a tensor that are in memory at once."""
+
+
+def refuse_drift(snapshot: Snapshot, keys: Iterable[str]) -> None:
+    """Raise CorruptionError, naming files and ranks, if stored copies of a tensor differ.
+
+    Such a tensor has no one value: which copy is right is not stored.
+    """
+    if not snapshot.has_copies:
+        return
+    rows = [snapshot.rows_of(key) for key in keys]
+    drift = snapshot.copies.drift(
+        snapshot.index, snapshot.manifest, np.concatenate(rows) if rows else np.empty(0, np.int64)
+    )
+    if drift:
+        raise CorruptionError(
+            f"{snapshot.storage.describe(snapshot.directory)}: {drift}. Which copy is right is "
+            f"not stored: load the checkpoint with on_drift='warn' to take the first one"
+        )
 
 
 def read_elements(snapshot: Snapshot, key: str) -> Iterator[bytearray]:

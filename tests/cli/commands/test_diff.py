@@ -90,7 +90,7 @@ def test_fingerprints_in_both_manifests_tell_without_reading(
     assert result.code == 0
     assert "0 B read, 7 tensors equal by fingerprint and not read" in result.out
     assert holdfast("diff", a, b, "--json").json["nbytes_read"] == 0
-    assert holdfast("diff", a, b, "--read").code == 2
+    assert holdfast("diff", a, b, "--read").code == 1
     assert holdfast("diff", a, plain, "--json").json["num_equal_by_fingerprint"] == 0
 
 
@@ -290,7 +290,7 @@ def test_mistakes_and_damage(holdfast: Holdfast, tmp_path: Path) -> None:
     ]
     for words, text in cases:
         result = holdfast("diff", *words)
-        assert result.code == 2, words
+        assert result.code == (1 if "states" in text else 2), words
         assert text in result.err
         assert result.err.count("\n") == 1
         assert result.out == ""
