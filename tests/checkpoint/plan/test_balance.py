@@ -162,7 +162,7 @@ def test_tensor_parallel_2_data_parallel_4_is_balanced() -> None:
 
     def state(rank: int) -> dict[str, object]:
         tree: dict[str, object] = {
-            "embedding": Replicated(torch.zeros(1).expand(50_257, 256)),
+            "embedding": Replicated(torch.empty(50_257, 256)),
             "position": torch.zeros(1024, 256),
         }  # fmt: skip
         for layer in range(6):
