@@ -247,6 +247,8 @@ class _LeaseFile(msgspec.Struct, frozen=True, kw_only=True):
     renewed: float
     life_s: float
     save_id: str | None = None
+    origin: str = ""
+    """Where `pid` means this process, and since when: see `_origin`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,6 +278,7 @@ class Lease:
             renewed=time.time(),
             life_s=self.life_s,
             save_id=self.save_id,
+            origin=_origin(os.getpid()),
         )
         self.storage.make_dir(LEASES_DIR, durable=False)
         self.storage.replace_file(self.path, msgspec.json.encode(content), durable=False)
@@ -384,6 +387,36 @@ def renewed_ago_s(storage: Storage, path: str, *, stamp: float | None) -> float:
     return min(age_s, by_owner_s) if by_owner_s >= 0 else age_s
 
 
+def _origin(pid: int) -> str:
+    """Return by what a process is known on this boot and in this namespace of process ids.
+
+    A host's name is not enough: containers on several hosts may share one, each with its own ids.
+    Empty if the system does not say.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        started = fields[19] if fields[0] not in "ZX" else "ended"
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {started}"
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_dead(lease: _LeaseFile) -> bool:
+    """Return True if the owner of a lease ran on this host and does not run any more."""
+    here, there = _origin(os.getpid()).split(), lease.origin.split()
+    if len(here) != 3 or here[:2] != there[:2]:
+        return False  # its process id means nothing here
+    return _origin(lease.pid).split() != there and not _is_hidden(lease.pid)
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return True if a process runs of which this one may not know more."""
+    return os.path.exists(f"/proc/{pid}") and not _origin(pid)
+
+
 def _new_path(directory: str, kind: Kind) -> str:
     return f"{LEASES_DIR}/{directory}.{kind}-{secrets.token_hex(8)}"
 
@@ -439,7 +472,8 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         is_expired = renewed_ago_s(storage, path, stamp=content.renewed) >= content.life_s
     except StorageError:
         is_expired = not storage.exists(path)
-    if is_expired:
+    # A killed remover is not waited for. A reader is: other ranks of its job may still read.
+    if is_expired or (".remove-" in path and _is_dead(content)):
         _remove_lease(storage, path)
         return None
     if None not in (save_id, content.save_id) and content.save_id != save_id:

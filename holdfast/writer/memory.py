@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -53,9 +54,12 @@ class SharedMemory:
                 self._map = mmap.mmap(self.fd, rounded)
             except (OSError, ValueError) as error:
                 self.close()
+                # Memory files have the size limit of all files, too.
+                is_limit = isinstance(error, OSError) and error.errno == errno.EFBIG
+                advice = "raise `ulimit -f`" if is_limit else "free memory"
                 raise StorageError(
-                    f"a staging buffer of {rounded} bytes cannot be allocated: {error}; free "
-                    f"memory, or spread the state over more ranks"
+                    f"a staging buffer of {rounded} bytes cannot be allocated: {error}; {advice}, "
+                    f"or spread the state over more ranks"
                 ) from error
             self.nbytes = rounded
             self.num_allocations += 1

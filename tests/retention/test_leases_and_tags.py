@@ -32,6 +32,49 @@ with read_lease(PosixStorage(sys.argv[1]), "iter_0000001", life_s=float(sys.argv
 """
 
 
+REMOVER = """
+import sys, time
+from holdfast.format.versions import announce_removal
+from holdfast.storage import PosixStorage
+with announce_removal(PosixStorage(sys.argv[1]), "iter_0000001"):
+    print("reading", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_remover_is_not_waited_for(tmp_path: Path) -> None:
+    """Of this host: its lease of ten minutes is taken over. One of elsewhere, or alive, is kept."""
+    storage = fill(tmp_path, [1, 2])
+    remover = subprocess.Popen(
+        [sys.executable, "-c", REMOVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert remover.stdout is not None
+        assert remover.stdout.readline() == "reading\n"
+        with (
+            pytest.raises(StorageError, match=f"about to be removed by process {remover.pid}"),
+            read_lease(storage, ONE, wait_s=0.1),
+        ):
+            pass
+        remover.kill()
+        (path,) = (tmp_path / LEASES_DIR).iterdir()
+        content = path.read_bytes()
+        remover.wait(10)
+        path.write_bytes(content.replace(b'"origin":"', b'"origin":"elsewhere-'))
+        with (
+            pytest.raises(StorageError, match="about to be removed"),
+            read_lease(storage, ONE, wait_s=0.1),
+        ):
+            pass
+        path.write_bytes(content)
+        with read_lease(storage, ONE, wait_s=0.1) as lease:
+            assert lease.problem is None
+        assert storage.list(LEASES_DIR) == []
+    finally:
+        remover.kill()
+        remover.wait(10)
+
+
 def start_reader(root: Path, *, life_s: float) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", READER, str(root), str(life_s)], stdout=subprocess.PIPE, text=True

@@ -10,7 +10,7 @@ connections are accepted while a transfer waits, so a rank that makes no call co
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import math
 import secrets
 import select
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _TOKEN_NBYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
 """The first bytes on a connection: the receiver's token, and the sender's index."""
+_MAX_UNNAMED = 128
+"""Connections that have not said yet from which rank they are; a rank says so at once."""
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _BACKLOG = 4096
 """Connections that wait to be accepted: all ranks may connect before this one makes a call."""
 
@@ -139,12 +142,39 @@ class Connections:
         self._accept()
 
     def _accept(self) -> None:
-        """Accept the connections that wait, and read which ranks they are from."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        """Accept the connections that wait, and read which ranks they are from.
+
+        Of those that do not say who they are only the newest few are kept: a host that fills
+        this process's table of descriptors from outside must not end the control plane.
+        """
+        while True:
+            try:
                 accepted, _ = self._listener.accept()
-                accepted.setblocking(False)
-                self._unnamed[accepted] = bytearray()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTOR or not self._drop_oldest():
+                    raise
+                continue
+            accepted.setblocking(False)
+            self._unnamed[accepted] = bytearray()
+            if len(self._unnamed) > _MAX_UNNAMED:
+                self._read_hellos()
+                if len(self._unnamed) > _MAX_UNNAMED:
+                    self._drop_oldest()
+        self._read_hellos()
+
+    def _drop_oldest(self) -> bool:
+        """Close the unnamed connection that has waited longest; return False if there are none."""
+        oldest = next(iter(self._unnamed), None)
+        if oldest is None:
+            return False
+        del self._unnamed[oldest]
+        oldest.close()
+        return True
+
+    def _read_hellos(self) -> None:
+        """Read from unnamed connections which ranks they are from; close those of strangers."""
         for each, hello in list(self._unnamed.items()):
             try:
                 # Not a byte more: the first message follows the hello, and its stream reads it.

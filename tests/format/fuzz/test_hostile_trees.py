@@ -28,7 +28,7 @@ from tests.format.making import make, sample_tensors, write
 STEP = "iter_0000130"
 SAVING = ".saving-iter_0000140-0123456789ab"
 HUGE = 3 << 30
-NESTED = b"\x91" * 200_000 + b"\x00"
+NESTED = b"\x81\xa1x" + b"\x91" * 200_000 + b"\x00"  # a member that is skipped
 NESTED_JSON = b"[" * 200_000 + b"]" * 200_000
 COMMANDS = (
     ("ls", "ROOT"), ("ls", "ROOT", "--json"), ("show", "ROOT"), ("verify", "ROOT"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -147,6 +148,34 @@ def test_strangers_are_turned_away() -> None:
         stranger.settimeout(5)
         with contextlib.suppress(ConnectionResetError):  # an end with bytes unread
             assert not stranger.recv(1), "an end"
+
+
+def test_idle_connections_do_not_end_the_control_plane() -> None:
+    """More of them than this process may have descriptors for: the oldest are dropped."""
+    store = HashStore()
+    receiver, sender = (Connections(index=index, store=store) for index in range(2))
+    _, port, host = store.get("address/0").decode().split()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    # Both ends are in this process: room for all that connect, and for half of those accepted.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 330, limits[1]))
+    buffer = bytearray(5)
+    idle: list[socket.socket] = []
+    try:
+        idle += [socket.create_connection((host, int(port))) for _ in range(250)]
+        sender.transfer(views([(0, b"hello")]), [], soon())
+        receiver.transfer([], [(1, memoryview(buffer))], soon())
+        assert buffer == b"hello"
+        assert len(os.listdir("/proc/self/fd")) <= num_open + 330
+        idle[0].settimeout(5)
+        assert not idle[0].recv(1), "the oldest one has been closed"
+        sender.transfer(views([(0, b"again")]), [], soon())
+        receiver.transfer([], [(1, memoryview(buffer))], soon())
+        assert buffer == b"again"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in (*idle, receiver, sender):
+            each.close()
 
 
 def test_a_rank_that_has_gone_is_an_end_and_one_that_does_not_send_is_late() -> None:
