@@ -61,9 +61,12 @@ class Checkpointer:
         replicate_over: axes of the layout, `("tp",)` for example: of each tensor that ranks with
             several coordinates along them hold, one copy is stored for each of these, by a rank
             that has it, so that on a load every rank reads what is near. Tensors sharded over the
-            axes get none. Names do not change, and any layout loads with or without copies.
+            axes get none. Of experts, `tp` is `expt_tp` and `dp` is `expt_dp`. Names do not
+            change, and any layout loads with or without copies.
         max_copy_fraction: the most bytes that copies may add, as a fraction of the bytes without
             them; more is a PlanError of the save. 0.05 is ample for norms, routers and biases.
+        max_copied_nbytes: the largest tensor that is copied, in bytes of the whole tensor; larger
+            ones are stored once. None copies all.
         on_drift: what to do if copies of one tensor differ: "raise" (a save commits nothing, a
             load raises CorruptionError), or "warn": a load then takes the first copy on all ranks.
 
@@ -88,6 +91,7 @@ class Checkpointer:
         block_nbytes: int = DEFAULT_BLOCK_NBYTES,
         replicate_over: Sequence[str] = (),
         max_copy_fraction: float = 1.0,
+        max_copied_nbytes: int | None = None,
         on_drift: OnDrift = "raise",
     ) -> None:
         options = SaverOptions(
@@ -99,6 +103,7 @@ class Checkpointer:
             check_replicas_every=check_replicas_every,
             replicate_over=replicate_over,
             max_copy_fraction=max_copy_fraction,
+            max_copied_nbytes=max_copied_nbytes,
             on_drift=on_drift,
         )
         self._storage: Storage = (

@@ -53,6 +53,8 @@ class SaverOptions:
     """Axes of the layout: replicated tensors are stored once for each coordinate along these."""
     max_copy_fraction: float = 1.0
     """The most bytes that these copies may add, as a fraction of the bytes without them."""
+    max_copied_nbytes: int | None = None
+    """The largest tensor that is copied, in bytes of the whole; larger ones are stored once."""
     on_drift: OnDrift = "raise"
     """The reaction to copies of one tensor that differ, at a save and at a load."""
 
@@ -83,13 +85,18 @@ class SaverOptions:
             hint="; it is bytes of copies for each byte without them",
         )
         keep("max_copy_fraction", most)
+        if self.max_copied_nbytes is not None:
+            most = check_int(self.max_copied_nbytes, name="max_copied_nbytes", least=0)
+            keep("max_copied_nbytes", most)
         check_choice(self.on_drift, name="on_drift", choices=get_args(OnDrift))
 
     @property
     def copies(self) -> CopyPolicy:
         """The policy of copies: what is stored more than once."""
         return CopyPolicy(
-            axes=tuple(self.replicate_over), max_fraction=float(self.max_copy_fraction)
+            axes=tuple(self.replicate_over),
+            max_fraction=float(self.max_copy_fraction),
+            max_nbytes=self.max_copied_nbytes,
         )
 
     def in_words(self) -> str:
@@ -98,6 +105,8 @@ class SaverOptions:
         if self.replicate_over:
             axes = "-".join(self.replicate_over)
             words.append(f"replicate_over={axes} max_copy_fraction={self.max_copy_fraction:g}")
+            if self.max_copied_nbytes is not None:
+                words.append(f"max_copied_nbytes={self.max_copied_nbytes}")
         if self.on_drift != "raise":
             words.append(f"on_drift={self.on_drift}")
         return " ".join(words)

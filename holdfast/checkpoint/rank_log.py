@@ -34,7 +34,8 @@ class RankLog:
         """
         self._path = None if directory is None else Path(directory) / rank_log_file(groups.rank)
         self._rank = groups.rank
-        self._axes = {axis: groups.layout.size(axis) for axis in _AXES}
+        # Also of a layout without an expert view, which has no groups of `ep` and `expt_tp`.
+        self._axes = {axis: getattr(groups.layout, axis) for axis in _AXES}
 
     def save(self, report: SaveReport, *, began: float) -> None:
         """Append a committed save.

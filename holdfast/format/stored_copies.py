@@ -23,6 +23,8 @@ class CopyPolicy:
     copies."""
     max_fraction: float = 1.0
     """Limit of the bytes that copies add, as a fraction of the bytes without them."""
+    max_nbytes: int | None = None
+    """The largest tensor that is copied, in bytes of the whole; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

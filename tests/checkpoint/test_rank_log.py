@@ -70,3 +70,17 @@ def test_a_log_that_is_not_written_ends_no_run(tmp_path: Path, log_in: str | Non
     for output in outcome.outputs:
         assert output.count("no longer logged") == (0 if log_in is None else 1)
     assert not (tmp_path / "run/events").exists()
+
+
+def _log_without_experts(context: RankContext, directory: str) -> None:
+    layout = Layout(cp=2, pp=2, order="tp-dp-pp-cp-ep")
+    assert not layout.has_expert_view
+    with ProcessGroups.create(layout) as groups, Checkpointer(directory, groups=groups) as saver:
+        log = RankLog(directory, groups=groups)
+        log.save(saver.save(1, {"t": {"step": 1}}), began=time.time())
+
+
+def test_a_layout_without_an_expert_view_is_logged_too(tmp_path: Path) -> None:
+    run_ranks(4, _log_without_experts, str(tmp_path))
+    (save,) = read_run_log(tmp_path).saves
+    assert save.axes == {"tp": 1, "cp": 2, "ep": 1, "dp": 1, "pp": 2, "expt_tp": 1}

@@ -7,6 +7,10 @@ coordinate. With TP2 and DP2 (ranks 0 to 3, tp varying fastest) and copies over 
     box                 held by        stored
     norm.weight         0, 1, 2, 3     twice: by 0 or 2 (tp=0), and by 1 or 3 (tp=1)
     linear.weight, tp=0 0, 2           once: all its holders have tp=0
+
+The axes are those of a tensor's own view of the layout: of experts, `tp` is `expt_tp` and `dp` is
+`expt_dp`. With TP2 and expt_tp 1 the ranks of a tensor group hold different rows of tokens, not the
+copies of an expert that `tp` asks for.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, HeldBoxes, slabs
 from holdfast.checkpoint.plan.proof import AllClaims
 from holdfast.errors import PlanError
+from holdfast.format.manifest import PlacementInfo
 from holdfast.format.stored_copies import CopyPolicy
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import EXPERT_AXES, Layout
 
 _MIN_CUT_SHARE = 1 / 64
 """A box with copies is cut only if its pieces have this share of what a rank writes on average."""
 _MAX_NAMED = 5
+_OF_EXPERTS = {"tp": "expt_tp", "dp": "expt_dp", "cp": ""}
+"""Axis of the dense view -> what takes its place for experts; `cp` is part of `expt_dp`."""
 
 
 StoredBoxes = tuple[HeldBoxes, IntArray, IntArray, BoolArray]
@@ -67,6 +74,10 @@ def stored_boxes(
     pair = owner * (int(place.max()) + 1) + place
     counts = np.bincount(np.unique(pair) // (int(place.max()) + 1), minlength=len(box))
     has_copies = (counts > 1) & (held.nbytes > 0)
+    if policy.max_nbytes is not None:
+        tensor = claims.tensor[held.row[held.holder_ptr[:-1]]]
+        whole = np.bincount(tensor, held.nbytes, len(claims.names.keys))
+        has_copies &= whole[tensor] <= policy.max_nbytes
     if not has_copies.any():
         return once
     _refuse_too_many(claims, held, np.where(has_copies, counts, 1), policy)
@@ -92,22 +103,44 @@ def _places(
 ) -> IntArray:
     """(holders,) a number for the coordinate of each holder along the axes that its layout has.
 
-    Aligned with `held.holders`. The layout is that of the box's tensor.
+    Aligned with `held.holders`. Layout and view of it are those of the box's tensor.
     """
-    home = np.array(claims.names.homes, dtype=np.int64)[claims.tensor[held.row]]
+    names = claims.names
+    tensor = claims.tensor[held.row]
+    home = np.array(names.homes, dtype=np.int64)[tensor]
+    is_expert = np.array([_is_of_experts(names.placements[form]) for form in names.placed])[tensor]
     places = np.zeros(len(held.holders), dtype=np.int64)
-    for number, info in enumerate(claims.names.layouts):
+    for number, info in enumerate(names.layouts):
         layout = Layout.from_info(info)
-        members = {*layout.ranks}
-        seen: dict[tuple[int, ...], int] = {}
-        of_position = np.zeros(held.num_ranks, dtype=np.int64)
-        for position, rank in enumerate(ranks):
-            if rank in members:
-                coordinates = layout.coordinates(rank)
-                along = tuple(coordinates.get(axis, 0) for axis in axes)
-                of_position[position] = seen.setdefault(along, len(seen))
-        chosen = home == number
-        places[chosen] = of_position[held.holders[chosen]]
+        for of_experts in (False, True):
+            chosen = (home == number) & (is_expert == of_experts)
+            if chosen.any():
+                own = [_OF_EXPERTS.get(axis, axis) for axis in axes] if of_experts else axes
+                of_position = _places_on(layout, ranks, own, held.num_ranks)
+                places[chosen] = of_position[held.holders[chosen]]
+    return places
+
+
+def _is_of_experts(placement: PlacementInfo) -> bool:
+    """Return True if a tensor is placed by axes of the expert view."""
+    groups = (placement.over, *(cut.axis for cut in placement.cuts))
+    axes = {token for group in groups for token in group.split("-")}
+    names = {axis.removesuffix("_inter").removesuffix("_intra") for axis in axes}
+    return not names.isdisjoint({*EXPERT_AXES} - {"pp"})
+
+
+def _places_on(
+    layout: Layout, ranks: Sequence[int], axes: Sequence[str], num_ranks: int
+) -> IntArray:
+    """(ranks,) a number for the coordinate of each along these axes; 0 where it is elsewhere."""
+    members = {*layout.ranks}
+    seen: dict[tuple[int, ...], int] = {}
+    places = np.zeros(num_ranks, dtype=np.int64)
+    for position, rank in enumerate(ranks):
+        if rank in members:
+            coordinates = layout.coordinates(rank)
+            along = tuple(coordinates.get(axis, 0) for axis in axes)
+            places[position] = seen.setdefault(along, len(seen))
     return places
 
 
@@ -127,7 +160,8 @@ def _refuse_too_many(
     raise PlanError(
         f"replicate_over={list(policy.axes)} would store {int(extra.sum())} bytes of copies for "
         f"{total} bytes of tensors, more than max_copy_fraction={policy.max_fraction:g} allows; "
-        f"the most are of (bytes): {named}. Choose fewer axes, or raise max_copy_fraction"
+        f"the most are of (bytes): {named}. Choose fewer axes, raise "
+        f"max_copy_fraction, or limit what is copied by max_copied_nbytes"
     )
 
 

@@ -159,6 +159,32 @@ def test_experts_and_modules_on_other_layouts_follow_their_own_coordinates() -> 
     assert copies == {"language.norm": 1, "vision.norm": 0}
 
 
+def test_experts_are_copied_along_the_axes_of_their_own_view() -> None:
+    """B7: with expt_tp < tp no rank along tp holds a copy that `tp` asks for; B1: a limit."""
+    layout = Layout(tp=2, dp=2, expt_tp=1)
+    up = torch.zeros(8, 4)
+    states: list[State] = [
+        {
+            "t": {
+                "norm": Replicated(torch.zeros(4)),
+                "table": Replicated(torch.zeros(40)),
+                "expert": Sharded(up.clone(), (8, 4), dims={0: "expt_tp"}),
+            }
+        }
+        for _ in layout.ranks
+    ]
+    for axes, limit, expected in (
+        (("tp",), None, {"t.expert": 0, "t.norm": 1, "t.table": 1}),
+        (("tp",), 16, {"t.expert": 0, "t.norm": 1, "t.table": 0}),
+        (("tp",), 15, {"t.expert": 0, "t.norm": 0, "t.table": 0}),
+        (("dp",), None, {"t.expert": 3, "t.norm": 1, "t.table": 1}),
+    ):
+        policy = CopyPolicy(axes=axes, max_fraction=9, max_nbytes=limit)
+        plan, _ = plan_of(layout, states, policy)
+        assert dict(sorted(written(plan))) == expected
+        assert plan.copies_nbytes == int(plan.row_nbytes.sum()) - plan.total_nbytes
+
+
 def test_more_than_the_fraction_is_refused_by_name() -> None:
     layout = Layout(tp=4)
     states = [
@@ -178,6 +204,8 @@ def test_more_than_the_fraction_is_refused_by_name() -> None:
         ("max_copy_fraction", -0.1),
         ("max_copy_fraction", float("nan")),
         ("max_copy_fraction", True),
+        ("max_copied_nbytes", -1),
+        ("max_copied_nbytes", 2.5),
         ("on_drift", "ignore"),
     ],
 )

@@ -24,6 +24,7 @@ def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Che
         retention=keep_last | keep_every if keep_last and keep_every else keep_last,
         replicate_over=config.replicate_over,
         max_copy_fraction=config.max_copy_fraction,
+        max_copied_nbytes=config.max_copied_nbytes,
         check_replicas_every=config.check_replicas_every,
     )
 

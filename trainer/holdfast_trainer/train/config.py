@@ -174,6 +174,8 @@ class CheckpointConfig:
     """Axes, such as tp: store replicated tensors once for each coordinate along these."""
     max_copy_fraction: float = 1.0
     """The most bytes that --replicate-over may add, as a fraction of those without."""
+    max_copied_nbytes: int | None = None
+    """The largest tensor, in bytes, that --replicate-over stores more than once; absent for all."""
     check_replicas_every: int = 0
     """Saves from one comparison of what several ranks should hold alike to the next; 0 for none.
     A rank that differs fails the save; with a rerun machine its device is in the report."""
