@@ -280,8 +280,8 @@ def encode_index(index: ChunkIndex) -> bytes:
 def require_index_size(manifest: Manifest, *, place: str) -> None:
     """Raise CorruptionError if the index is larger than one of this manifest can be.
 
-    Each row is an entry of some data file's header, which the manifest states the length of. So
-    nobody has to read an index to find that it cannot be one.
+    Each row is an entry of some data file's header, which the manifest states the length of, so
+    an index that cannot be one is found without being read.
     """
     rows = manifest.index.num_rows
     num_headers = sum(file.header_nbytes for file in manifest.files)

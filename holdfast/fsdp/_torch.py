@@ -95,7 +95,7 @@ class GatherOn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class UnitLaunch:
     """A collective of a unit."""
 
     operation: Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -125,7 +125,7 @@ class LaunchLog:
     """The collectives that all units of a model launch on this rank, in their order."""
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
+        self.launches: list[UnitLaunch] = []
         """Since the last `restart`."""
         self._counts: dict[dist.ProcessGroup, int] = {}
 
@@ -146,7 +146,7 @@ class LaunchLog:
         """Note a launch of this rank."""
         self._counts[group] = self._counts.get(group, 0) + 1
         self.launches.append(
-            Launch(
+            UnitLaunch(
                 operation=operation,
                 group=group,
                 numel=given.numel(),
@@ -155,7 +155,7 @@ class LaunchLog:
             )
         )
 
-    def repeat(self, launches: Sequence[Launch]) -> list[dist.Work]:
+    def repeat(self, launches: Sequence[UnitLaunch]) -> list[dist.Work]:
         """Make collectives like these, from zeros, without waiting for them."""
         works = []
         for each in launches:
@@ -403,8 +403,8 @@ def param_groups(state: Any) -> list[Any]:
 
 def members(group: Any) -> list[Any]:
     """Return the parameters of a group as FSDP2 keeps them; they stay the same objects."""
-    found: list[Any] = group.fsdp_params
-    return found
+    result: list[Any] = group.fsdp_params
+    return result
 
 
 def sharded(member: Any) -> nn.Parameter:
@@ -441,11 +441,11 @@ def version_of(member: Any) -> tuple[int, int]:
 
 def num_writes_of_shards(group: Any) -> int:
     """Count the writes to the shards of a group, through DTensors and to their elements."""
-    found = 0
+    result = 0
     for each in group.fsdp_params:
         parameter = each.sharded_param
-        found += parameter._version + parameter._local_tensor._version
-    return found
+        result += parameter._version + parameter._local_tensor._version
+    return result
 
 
 def set_microbatch(

@@ -121,10 +121,10 @@ class Prefetch:
 
 def _distinct(states: Iterable[Any], num: int, *, but: Any) -> list[Any]:
     """Return the first units of some, each once, but for one."""
-    found: list[Any] = []
+    result: list[Any] = []
     for each in states:
-        if len(found) == num:
+        if len(result) == num:
             break
-        if each is not but and each not in found:
-            found.append(each)
-    return found
+        if each is not but and each not in result:
+            result.append(each)
+    return result

@@ -72,24 +72,24 @@ class Programs:
     """Programs kept for each key: a model may leave out units in some steps."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], list[list[_torch.Launch]]] = {}
+        self._known: dict[tuple[object, ...], list[list[_torch.UnitLaunch]]] = {}
 
-    def remember(self, key: tuple[object, ...], launches: list[_torch.Launch]) -> None:
+    def remember(self, key: tuple[object, ...], launches: list[_torch.UnitLaunch]) -> None:
         """Keep the collectives of a microbatch that is complete."""
         known = self._known.setdefault(key, [])
         if not known or known[0] != launches:
             known[:] = [launches, *(each for each in known if each != launches)][: self._MOST]
 
     def rest(
-        self, key: tuple[object, ...], done: Sequence[_torch.Launch]
-    ) -> Sequence[_torch.Launch]:
+        self, key: tuple[object, ...], done: Sequence[_torch.UnitLaunch]
+    ) -> Sequence[_torch.UnitLaunch]:
         """Return what follows in the newest microbatch that started the same; else nothing.
 
         Communicators are looked at one by one: what is gathered ahead decides how gathers and
         reductions alternate, and the order of neither.
         """
         for launches in self._known.get(key, []):
-            rest: list[_torch.Launch] = []
+            rest: list[_torch.UnitLaunch] = []
             left = {each.group: iter([d for d in done if d.group is each.group]) for each in done}
             for each in launches:
                 before = next(left.get(each.group, iter(())), None)

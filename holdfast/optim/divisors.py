@@ -38,8 +38,8 @@ def refuse_unequal_divisors(
         # The divisor of a module with the loss says how many losses it has; without one, only what
         # follows from its layout makes sense: means of data ranks, or sums.
         allowed = {divisors[end]} if end in divisors else {1, layout.dp, num_losses}
-        found = set(trained.values())
-        if len(found) < 2 and found <= allowed:
+        values = set(trained.values())
+        if len(values) < 2 and values <= allowed:
             continue
         listed = ", ".join(f"by {divisor} in '{module}'" for module, divisor in trained.items())
         raise ConfigError(
@@ -54,7 +54,7 @@ def refuse_unequal_divisors(
 
 def _leading(end: str, edges: Iterable[tuple[str, str]]) -> set[str]:
     """Return the modules from which a path leads to `end`, which is one of them."""
-    found = {end}
-    while more := {a for a, b in edges if b in found} - found:
-        found |= more
-    return found
+    result = {end}
+    while more := {a for a, b in edges if b in result} - result:
+        result |= more
+    return result

@@ -254,7 +254,7 @@ class StepEngine:
         divisors: by trained module, what its gradients are divided by; needed with tokens, and
             compared without.
         edges: between the modules, along which gradients come.
-        crossings: what the bridges of this rank have under way.
+        crossings: what the bridges of this rank have in progress.
         bridged: the groups of modules with edges between them, whose ranks may wait in a bridge.
     """
 

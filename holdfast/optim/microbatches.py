@@ -196,7 +196,7 @@ class Microbatches:
         shared = self._fail(failure, is_known=is_known)
         if isinstance(shared, DeadlineError) or control.is_broken:
             if shared is not failure and failure is error and not isinstance(error, HoldfastError):
-                error.add_note(f"Not all other ranks could be told of it: {shared}")
+                error.add_note(f"Not all other ranks received it: {shared}")
                 return
             raise shared from error
         for work in works:

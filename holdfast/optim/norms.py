@@ -252,8 +252,8 @@ def _local_sums(
             numbers[device].append(counts.sum().double())  # exact up to 2**53
             weights.setdefault(device, []).append(unit // copies)
     square = 0.0
-    for device, found in numbers.items():
-        values: list[float] = torch.stack(found).tolist()
+    for device, sums in numbers.items():
+        values: list[float] = torch.stack(sums).tolist()
         if count_zeros:
             zeros -= sum(
                 int(n) * weight for n, weight in zip(values[1::2], weights[device], strict=True)

@@ -258,12 +258,12 @@ def _divide(
     whole = whole.take(ranges.file_order(whole.number, whole.start))
     # To send what it reads anyway costs an owner no read, but its connection is not wider.
     most = max(_MAX_SHARES * int(whole.nbytes.sum()) // len(ranks), grain)
-    sender = _senders(whole, ranks, owners)
+    giver = _senders(whole, ranks, owners)
     assigned: list[tuple[Slices, int]] = []
-    rest = [whole.take(sender < 0)]
+    rest = [whole.take(giver < 0)]
     # First pass: every rank sends what it owns; second pass: the rest.
-    for i in np.unique(sender[sender >= 0]).tolist():
-        own, others = _cut(whole.take(sender == i), [most], grain)
+    for i in np.unique(giver[giver >= 0]).tolist():
+        own, others = _cut(whole.take(giver == i), [most], grain)
         assigned.append((own, int(ranks[i])))
         rest.append(others)
     left = _concatenate(rest)
@@ -285,11 +285,11 @@ def _senders(whole: Slices, ranks: IntArray, owners: _Owners) -> IntArray:
     counts = np.diff(owners.ptr)[whole.number]
     nbytes = whole.nbytes
     before = (np.cumsum(nbytes) - nbytes) / max(int(nbytes.sum()), 1)
-    sender = np.full(len(counts), -1, dtype=np.int64)
+    giver = np.full(len(counts), -1, dtype=np.int64)
     has = np.flatnonzero(counts > 0)
     turn = np.minimum((before[has] * counts[has]).astype(np.int64), counts[has] - 1)
-    sender[has] = np.searchsorted(ranks, owners.rank[owners.ptr[whole.number[has]] + turn])
-    return sender
+    giver[has] = np.searchsorted(ranks, owners.rank[owners.ptr[whole.number[has]] + turn])
+    return giver
 
 
 def _cut(slices: Slices, at: Sequence[int], grain: int) -> list[Slices]:

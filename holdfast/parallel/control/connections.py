@@ -32,7 +32,7 @@ _TOKEN_NBYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
 """The first bytes on a connection: the receiver's token, and the sender's index."""
 _MAX_UNNAMED = 128
-"""Connections that have not said yet from which rank they are; a rank says so at once."""
+"""Connections that have not named their rank yet; a rank does so at once."""
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _BACKLOG = 4096
 """Connections that wait to be accepted: all ranks may connect before this one makes a call."""

@@ -59,7 +59,7 @@ class Crossings:
         self.failed.discard(edge)
 
     def forget(self) -> None:
-        """Start anew: after a step, and where gradients are dropped."""
+        """Start again: after a step, and where gradients are dropped."""
         self.failure = None
         self._open.clear()
         self._carried.clear()

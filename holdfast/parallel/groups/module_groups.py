@@ -41,7 +41,7 @@ class ModuleGroups:
         self.crossings = Crossings(
             edge for edge in layouts.edges if self.rank in layouts.of_edge(edge).ranks
         )
-        """What bridges have under way; a step looks at it."""
+        """What bridges have in progress; a step looks at it."""
         self._modules: dict[str, ProcessGroups] = {}
         self._edges: dict[tuple[str, str], ProcessGroups] = {}
 
