@@ -120,7 +120,7 @@ class Limits:
     writes_inside: tuple[WriteKind, ...] = WRITES
     """Kinds of writes between the first forward of a step and its end."""
     saves_writes: bool = True
-    """False if a save does not have what was written since the first forward of a step."""
+    """False if a save may lack what was written since the first forward of a step."""
     modes: tuple[EvaluationMode, ...] = MODES
     is_warm: bool = False
     """True if regular steps come before an error on some ranks.
@@ -140,7 +140,7 @@ def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
         written = False
         kept = []
         for each, inside in _with_places(actions):
-            written = inside and (written or isinstance(each, Write | Swap))
+            written = written or (inside and isinstance(each, Write | Swap))
             if not (written and isinstance(each, Save)):
                 kept.append(each)
         actions = kept

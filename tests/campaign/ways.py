@@ -207,7 +207,8 @@ class Trained:
         }
 
     def _load(self) -> None:
-        self._checkpointer.load(self.state())
+        # What was frozen when it was saved and is trained now starts fresh, as in one process.
+        self._checkpointer.load(self.state(), allow_missing=("optimizer.state.*",))
         if self.program.traits.dtype == torch.bfloat16 and not CAN_WRITE_AFTER_LOAD:
             self.optimizer.synchronize()
 
