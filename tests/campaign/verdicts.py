@@ -124,11 +124,11 @@ def judge(
         raised = [i for i, answer in enumerate(mine) if answer.error]
         injected = _injected(action, num_ranks=len(mine))
         end: str | None = "value"
-        if injected is not None:
-            end = "fault" if _tells(mine, injected, layout) else None
-        elif len(raised) == len(mine):
+        if injected is not None and _tells(mine, injected, layout):
+            end = "fault"
+        elif len(raised) == len(mine):  # before an injected error, too
             end = _refusal(action, mine, twin)
-        elif raised:
+        elif raised or injected is not None:
             end = None
         if end is None:
             found = {layout.ranks[i]: mine[i].error for i in range(len(mine))}

@@ -206,7 +206,8 @@ class Trained:
         }
 
     def _load(self) -> None:
-        self._checkpointer.load(self.state())
+        # What was frozen when it was saved and is trained now starts fresh, as in one process.
+        self._checkpointer.load(self.state(), allow_missing=("optimizer.state.*",))
 
     def _drop(self, how: str) -> None:
         # That of the torch optimizer of a sharded model knows nothing of whole gradients.
