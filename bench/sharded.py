@@ -256,7 +256,11 @@ def _sweep(scratch: Path, rank: int) -> None:
     """Remove what an arm has written; collective."""
     _barrier()
     if rank == 0:
-        for path in [*scratch.glob("floor-*"), *scratch.glob("dcp-*"), *scratch.glob("holdfast/*")]:
+        for path in [
+            *scratch.glob("floor-*"),
+            *scratch.glob("dcp-*"),
+            *scratch.glob("holdfast/[!.]*"),  # all but the root's id
+        ]:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

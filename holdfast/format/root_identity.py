@@ -47,13 +47,14 @@ class RootIdentity:
         self.id = present
 
     def write(self, root_id: str) -> None:
-        """Give a root its id, durably; StorageError if it has got another one meanwhile."""
+        """Give a root its id; StorageError if it has got another one meanwhile.
+
+        Nothing is synced: if a power loss takes the file, the next run gives the root another id.
+        """
         storage = self._storage
         try:
             with storage.create(ROOT_ID, nbytes=_NBYTES) as sink:
                 sink.write_at(0, memoryview(f"{root_id}\n".encode()))
-                sink.sync()
-            storage.sync_dir("")
         except StorageError:
             if not storage.exists(ROOT_ID):
                 raise
@@ -73,13 +74,17 @@ def new_root_id() -> str:
 def read_root_id(storage: Storage) -> str:
     """Return the id of a root; empty if it has none, or does not exist."""
     try:
-        data = storage.read(ROOT_ID, nbytes=min(storage.size(ROOT_ID), _NBYTES + 1))
+        data = _read(storage)
     except StorageError:
-        if storage.exists(ROOT_ID):
-            raise
-        return ""
+        if not storage.exists(ROOT_ID):
+            return ""
+        data = _read(storage)  # another rank may have created it between the two
     match = _ID.fullmatch(data)
     return match[1].decode() if match else ""
+
+
+def _read(storage: Storage) -> bytes:
+    return storage.read(ROOT_ID, nbytes=min(storage.size(ROOT_ID), _NBYTES + 1))
 
 
 def require_root(storage: Storage, root_id: str) -> None:

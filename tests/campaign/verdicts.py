@@ -97,7 +97,7 @@ REFUSALS = (
         name="in a step",
         actions=(Save, Load),
         text=r"gradient|microbatch",
-        fits=lambda now: now.has_gradients,
+        fits=lambda now: now.has_gradients or now.is_reduced or now.is_open,
     ),
 )
 """All that may be refused, each with its cause: everything else has to have values."""

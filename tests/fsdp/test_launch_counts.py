@@ -60,8 +60,9 @@ def counted(
     context: RankContext, layouts: list[dict[str, Any]], microbatches: list[int]
 ) -> list[str]:
     wrong = []
-    for sizes in layouts:
-        layout = Layout(**sizes)
+    for number, sizes in enumerate(layouts):
+        # Ranks that have no part in a layout agree on none, and so need a name for each.
+        layout = Layout(**sizes, name=f"layout {number}")
         if context.rank not in layout.ranks:
             continue
         with ProcessGroups.create(layout) as groups:
