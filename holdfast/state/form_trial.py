@@ -6,7 +6,6 @@ the trial does: other bytes in the parameter give other bytes in a form that is 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,10 +22,8 @@ from holdfast.state.module_tree import (
 )
 from holdfast.state.tensor_elements import element_bytes, local_of
 
-_tried: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, tuple[str, ...]]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Of each module, the tensors that were tried, with the names of the forms next to them."""
+_TRIED = "_holdfast_tried_forms"
+"""Attribute of a module: the tensors that were tried, with the names of the forms next to them."""
 
 
 def inverted(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +41,7 @@ def unrelated_to_forms(module: nn.Module, hidden: Sequence[RegisteredTensor]) ->
 
     Cost: two calls of `state_dict` and a digest of the forms for each tensor, at its first save.
     """
-    tried = _tried.setdefault(module, set())
+    tried: set[tuple[str, tuple[str, ...]]] = vars(module).setdefault(_TRIED, set())
     unrelated = []
     for held in hidden:
         scope, prefix = _scope(module, held.name)
