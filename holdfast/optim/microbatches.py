@@ -134,7 +134,9 @@ class Microbatches:
        bridged, to the ranks that wait in a bridge, too. All ranks raise.
     3. All compare what they have launched, and refuse everything up to `drop_gradients`.
 
-    The agreement is over `control`, so it waits for other ranks and never for a device.
+    The agreement is over `control`, so it waits for other ranks and never for a device. With
+    pipeline stages there is none: an error is raised where it occurred, and the other ranks name
+    the one that left in the schedule.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class Microbatches:
         self._bridged = bridged
         self._is_known = False
         """True while an error would come from the agreement at the end, on all ranks."""
+        # Inside of a pipeline's schedule stages enter and leave their microbatches at other times.
+        self._agrees = bridged is not None or groups.layout.pp == 1
         self._may_wait_in_model = any(groups.layout.size(axis) > 1 for axis in _MODEL_AXES)
 
     @contextlib.contextmanager
@@ -163,7 +167,8 @@ class Microbatches:
         try:
             with contexts:
                 yield
-            self._agree()
+            if self._agrees:
+                self._agree()
         except BaseException as error:
             for taker in self._takers.values():
                 taker.interrupt()
@@ -184,7 +189,10 @@ class Microbatches:
         control = self._groups.control
         if control.is_broken or control.size == 1:
             return
-        failure = collectives.lost_to_others(error) or error
+        lost = collectives.lost_to_others(error)
+        if lost is None and not self._agrees:
+            return  # the other stages wait for this one in the schedule, and see it leave
+        failure = lost or error
         if isinstance(failure, DeadlineError) and failure is error and self._bridged is not None:
             return  # the others wait for the same rank
         works: list[Pending] = []
