@@ -130,8 +130,8 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
 def _limits(kind: Kind, layout: Mapping[str, Any], *, num_ranks: int, seed: int) -> Limits:
     # Other ranks would wait for one that fails in a forward with collectives of its own.
     is_local = {*layout} <= {"dp", "replicas", "ranks"}
-    # A sharded model completes a microbatch of a kind that it has seen: the quick programs have only
-    # these, and in others the ranks would wait for the limit of their communicators.
+    # A sharded model completes a microbatch of a kind that it has seen. The quick programs have
+    # only these; in others the ranks would wait for the limit of their communicators.
     is_local &= kind != "fsdp" or seed < 1000
     return Limits(
         num_failing=num_ranks - 1 if is_local else 0,
