@@ -167,12 +167,15 @@ class LaunchLog:
         return works
 
 
-class LoggedGather:
-    """Gathers as another all-gather of FSDP2 does, and notes it."""
+class Logged:
+    """Makes a collective as another object of FSDP2 does, and notes it."""
 
-    def __init__(self, inner: Any, log: LaunchLog) -> None:
+    def __init__(
+        self, inner: Any, log: LaunchLog, operation: Literal["all-gather", "reduce-scatter"]
+    ) -> None:
         self._inner = inner
         self._log = log
+        self._operation = operation
         self.allocate = inner.allocate
 
     def __call__(
@@ -180,34 +183,13 @@ class LoggedGather:
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,
+        *args: Any,
+        **options: Any,
     ) -> dist.Work | None:
         """Note it and launch it."""
         used = self._inner.group if isinstance(self._inner, GatherOn) else group
-        self._log.add("all-gather", input_tensor, used)
-        work: dist.Work | None = self._inner(output_tensor, input_tensor, group, async_op)
-        return work
-
-
-class LoggedReduction:
-    """Reduces as another reduce-scatter of FSDP2 does, and notes it."""
-
-    def __init__(self, inner: Any, log: LaunchLog) -> None:
-        self._inner = inner
-        self._log = log
-        self.allocate = inner.allocate
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Note it and launch it."""
-        self._log.add("reduce-scatter", input_tensor, group)
-        work: dist.Work | None = self._inner(output_tensor, input_tensor, group, op, async_op)
+        self._log.add(self._operation, input_tensor, used)
+        work: dist.Work | None = self._inner(output_tensor, input_tensor, group, *args, **options)
         return work
 
 
@@ -230,8 +212,8 @@ class LoggedSum:
 
 def log_launches(group: Any, log: LaunchLog) -> None:
     """Note all collectives of a group of parameters from now on."""
-    group._all_gather_comm = LoggedGather(group._all_gather_comm, log)
-    group._reduce_scatter_comm = LoggedReduction(group._reduce_scatter_comm, log)
+    group._all_gather_comm = Logged(group._all_gather_comm, log, "all-gather")
+    group._reduce_scatter_comm = Logged(group._reduce_scatter_comm, log, "reduce-scatter")
     if isinstance(group.mesh_info, DDPMeshInfo):
         between = group.mesh_info.replicate_process_group
         group._all_reduce_hook = LoggedSum(group._all_reduce_hook, between, log)
