@@ -13,6 +13,7 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
 from holdfast.parallel import ModuleGroups, ProcessGroups
+from holdfast.parallel.control.control import OutOfSyncError
 from holdfast.parallel.ranks import shorten_ranks
 
 _PHASE = "microbatch"
@@ -187,6 +188,14 @@ class Microbatches:
         """Raise on all ranks; return if this one keeps its own error."""
         is_known, self._is_known = self._is_known, False
         control = self._groups.control
+        if is_known and isinstance(error, OutOfSyncError):
+            # Some ranks are not in a microbatch, so none compares what this one has launched.
+            for taker in self._takers.values():
+                taker.close_communicators(
+                    f"the last microbatch was not one of all ranks ({error}) Create the groups and "
+                    f"the model again, and load the last checkpoint"
+                )
+            return
         if control.is_broken or control.size == 1:
             return
         lost = collectives.lost_to_others(error)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast import Checkpointer, ConfigError, Layout, OptimizerState, ProcessGroups
+from holdfast import Checkpointer, ConfigError, GroupError, Layout, OptimizerState, ProcessGroups
 from holdfast.parallel import ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import Spec, layouts_of, rows_of, train_module
@@ -44,7 +44,7 @@ def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]
     layouts = layouts_of({"one": Spec(sizes=SIZES)})
     create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
     told: dict[str, list[str]] = {}
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         groups = stack.enter_context(create(layouts if kind == "modules" else Layout(**SIZES)))
         undisturbed, alone = Alone(kind, groups), Alone(kind, groups)
         model, own = alone.trained.model, getattr(groups, "union", groups)
@@ -68,10 +68,17 @@ def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]
         ours, theirs = alone.values(), undisturbed.values()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         checkpointer.save(1, state)
-        if kind in BUCKETED:  # a microbatch that is not the last one makes no collective
-            if context.rank:
-                accumulate(alone, 3, is_last=False)
+        if kind in BUCKETED:
+            agrees = kind != "modules"  # a module's own microbatch is this rank's alone
+            with pytest.raises(GroupError, match="out of sync") if agrees else nullcontext():
+                if context.rank:
+                    accumulate(alone, 3, is_last=False)
+                elif agrees:
+                    checkpointer.save(2, state)
             look("on one rank")
+            if context.rank and agrees:
+                with pytest.raises(ConfigError, match="not one of all ranks"):
+                    accumulate(alone, 3, is_last=False)
         if kind == "fsdp":  # a step of the plain optimizer is a step, too
             accumulate(alone, 3, is_last=True)
             look("before a plain step")
@@ -94,4 +101,4 @@ def test_a_save_or_load_in_the_middle_of_a_step_is_refused(kind: str, tmp_path: 
             assert "save in the middle of a step would lose its work" in save
             assert "load in the middle of a step would be mixed with its work" in load
             assert "drop_gradients()" in save
-            assert "step()" in save
+            assert "step()" in save or "an error ended the last microbatch" in save

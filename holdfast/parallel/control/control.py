@@ -137,6 +137,10 @@ class GuardScope:
             scope = scope.outer
 
 
+class OutOfSyncError(GroupError):
+    """Ranks are in different calls. Raised on all of them, and on no rank for another one."""
+
+
 class Control:
     """Collectives over the ranks of one layout, for agreement and small tables.
 
@@ -529,7 +533,7 @@ class Control:
             ranks = [self.ranks[index] for index in indices]
             plural = "s" if len(ranks) > 1 else ""
             lines.append(f"rank{plural} {shorten_ranks(ranks)} in {frames[indices[0]]}")
-        raise GroupError(
+        raise OutOfSyncError(
             f"The ranks of layout {self.name!r} are out of sync: {'; '.join(lines)}. Every "
             "rank must make the same calls in the same order."
         )

@@ -102,7 +102,7 @@ TREES: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 _RUN = """
-import contextlib, io, json, resource, sys, time
+import contextlib, io, json, re, resource, sys, time
 from pathlib import Path
 from holdfast.cli.main import main
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
@@ -116,7 +116,8 @@ for root, command in json.load(sys.stdin):
         except BaseException as error:
             code = repr(error)
     rows.append([code, err.getvalue(), time.process_time() - began,
-                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])
+                 # Not ru_maxrss, which a process has from the one that started it.
+                 int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])])
 json.dump(rows, sys.stdout)
 """
 
