@@ -84,7 +84,8 @@ class Prefetch:
             _torch.drop_ahead(each)
         self._requested = []
         if now is not None and now != self._order:
-            self._order, self.order = now, tuple(now)
+            self._order = now
+            self.order = tuple(now) if self._num else ()
             self._ahead = [
                 _distinct(now[place + 1 :], self._num, but=state) for place, state in enumerate(now)
             ]

@@ -74,32 +74,22 @@ class Programs:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], list[list[_torch.UnitLaunch]]] = {}
 
-    def remember(self, key: tuple[object, ...], launches: list[_torch.UnitLaunch]) -> None:
-        """Keep the collectives of a microbatch that is complete."""
+    def remember(self, key: tuple[object, ...], launches: Sequence[_torch.UnitLaunch]) -> None:
+        """Keep the collectives of a microbatch that has ended on all ranks.
+
+        All ranks know the same programs then, and choose the same one.
+        """
         known = self._known.setdefault(key, [])
         if not known or known[0] != launches:
-            known[:] = [launches, *(each for each in known if each != launches)][: self._MOST]
+            known[:] = [[*launches], *(each for each in known if each != launches)][: self._MOST]
 
     def rest(
         self, key: tuple[object, ...], done: Sequence[_torch.UnitLaunch]
     ) -> Sequence[_torch.UnitLaunch]:
-        """Return what follows in the newest microbatch that started the same; else nothing.
-
-        Communicators are looked at one by one: what is gathered ahead decides how gathers and
-        reductions alternate, and the order of neither.
-        """
+        """Return what follows in the newest microbatch that started the same; else nothing."""
         for launches in self._known.get(key, []):
-            rest: list[_torch.UnitLaunch] = []
-            left = {each.group: iter([d for d in done if d.group is each.group]) for each in done}
-            for each in launches:
-                before = next(left.get(each.group, iter(())), None)
-                if before is None:
-                    rest.append(each)
-                elif before != each:
-                    break
-            else:
-                if all(next(more, None) is None for more in left.values()):
-                    return rest
+            if launches[: len(done)] == done:
+                return launches[len(done) :]
         return ()
 
 
@@ -151,11 +141,12 @@ class ShardedModel(MicrobatchTaker):
         self._is_ready = False
         """True from the first forward."""
         self._is_pending = False
-        self._gathers_apart = all(axis.gather is not None for axis in axes.values())
         self._log = log
         self._programs = Programs()
         self._program: tuple[object, ...] = ()
-        """Key of the microbatch in progress."""
+        """Key of the last microbatch."""
+        self._launched: Sequence[_torch.UnitLaunch] = ()
+        """Its collectives."""
         self._microbatches = Microbatches({ALONE: self}, groups)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
@@ -208,22 +199,26 @@ class ShardedModel(MicrobatchTaker):
         reshards = is_last or self._schedule.regathers
         self._set(reduces=reduces, reduces_outer=reduces_outer, reshards=reshards)
         whole = tuple(guard.is_whole() for guard in self._guards)
-        # On one communicator the order of all collectives depends on what is gathered ahead.
-        order = () if self._gathers_apart else self._prefetch.order
-        self._program = (reduces, reduces_outer, reshards, whole, order)
+        trained = tuple(_torch.sharded(member).requires_grad for member, _ in self._members)
+        # What is gathered ahead decides the order of gathers.
+        order = self._prefetch.order
+        self._program = (reduces, reduces_outer, reshards, whole, trained, order)
         self._log.restart()
         self._is_pending = True
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
             self._is_pending = not is_last or any(g.has_unreduced() for g in self._guards)
-            self._programs.remember(self._program, self._log.launches)
         finally:
             self._set(reduces=True, reduces_outer=True, reshards=True)
+            self._launched = [*self._log.launches]
+
+    def close_microbatch(self) -> None:
+        self._programs.remember(self._program, self._launched)
 
     def join_microbatch(self) -> Sequence[Pending]:
         """Launch the collectives that are missing, as in the last microbatch of the same kind."""
-        return self._log.repeat(self._programs.rest(self._program, self._log.launches))
+        return self._log.repeat(self._programs.rest(self._program, self._launched))
 
     def launched(self) -> dict[str, Launched]:
         names: dict[str, Launched] = {}
@@ -296,7 +291,16 @@ class ShardedModel(MicrobatchTaker):
 
         After an error in a forward or a backward it makes the model ready for the next step; all
         ranks call it then.
+
+        Raises:
+            ConfigError: A whole parameter was written, which is lost; everything is forgotten.
         """
+        try:
+            self._check_weights()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
         if self._is_interrupted:
             self._prefetch.forget()
         self._is_pending = self._is_interrupted = False
@@ -326,8 +330,8 @@ class ShardedModel(MicrobatchTaker):
 
     def reshard(self) -> None:
         """Free whole parameters that are kept, so that later writes to shards count."""
+        self._check_weights()
         for guard in self._guards:
-            guard.check_weights()
             guard.reshard()
 
     @torch.no_grad()
@@ -386,6 +390,7 @@ class ShardedModel(MicrobatchTaker):
             ConfigError: Some are not reduced, or an error ended a microbatch.
         """
         self.check_ended()
+        self._check_weights()  # whatever else is wrong: nothing tells of a lost write later
         if self._is_pending:
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
@@ -412,6 +417,10 @@ class ShardedModel(MicrobatchTaker):
         ]
 
     # ---- inside ----
+
+    def _check_weights(self) -> None:
+        for guard in self._guards:
+            guard.check_weights()
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
@@ -490,6 +499,9 @@ class ShardedModelStepper(PlainStepper):
 
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         return self._sharded.take_microbatch(is_last=is_last)
+
+    def close_microbatch(self) -> None:
+        self._sharded.close_microbatch()
 
     def join_microbatch(self) -> Sequence[Pending]:
         return self._sharded.join_microbatch()

@@ -402,7 +402,10 @@ class StepEngine:
                 stepper.check_ended()
             except ConfigError as error:
                 failure = failure or _in_module(module, error)
-                stepper.drop_gradients()
+                try:
+                    stepper.drop_gradients()
+                except ConfigError as lost:
+                    failure = _in_module(module, lost)
         return failure
 
     def _measure(self, mine: Contribution) -> Exception | None:

@@ -41,6 +41,9 @@ class MicrobatchTaker(ABC):
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around forward and backward of one microbatch. May be collective."""
 
+    def close_microbatch(self) -> None:  # noqa: B027
+        """Note that the last microbatch has ended on all ranks."""
+
     def join_microbatch(self) -> Sequence[Pending]:
         """Launch the remaining collectives of a microbatch that failed on this rank.
 
@@ -170,6 +173,8 @@ class Microbatches:
                 yield
             if self._agrees:
                 self._agree()
+            for taker in self._takers.values():
+                taker.close_microbatch()
         except BaseException as error:
             for taker in self._takers.values():
                 taker.interrupt()

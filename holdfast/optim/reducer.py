@@ -126,8 +126,8 @@ class GradientReducer:
         """Reductions of buckets since the start; equal on all ranks between two steps."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
         self._is_eager = False
-        self._was_eager = False
-        """True if the last microbatch reduces during its backward."""
+        self._owes_round = False
+        """True from the start of a microbatch that reduces until all of its round is launched."""
         self._is_inside = False
         self._is_reduced = False
         self._is_finished = False
@@ -174,7 +174,7 @@ class GradientReducer:
                 "a microbatch after the last one of this step: its gradients would be lost; call "
                 "step() or drop_gradients() first"
             )
-        self._is_eager = self._was_eager = is_last or self._stage == 2
+        self._is_eager = self._owes_round = is_last or self._stage == 2
         self._is_inside = True
         for slot in self.slots:
             slot.is_missing = True
@@ -220,7 +220,7 @@ class GradientReducer:
     @torch.no_grad()
     def join_microbatch(self) -> None:
         """Launch the reductions of a microbatch that are missing after it failed on this rank."""
-        if self._was_eager and not self._is_reduced:
+        if self._owes_round:
             self._launch_rest()
 
     @torch.no_grad()
@@ -247,7 +247,7 @@ class GradientReducer:
             forget_gradient(slot.parameter)
             slot.is_used = False
         self._next = 0
-        self._is_reduced = self._is_finished = False
+        self._is_reduced = self._is_finished = self._owes_round = False
 
     def show_gradients(self) -> None:
         """Give parameters their own class back: from here on reading `.grad` is harmless."""
@@ -364,6 +364,7 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._launch_next()
         self._next = 0
+        self._owes_round = False
 
     def _finish_reductions(self) -> None:
         """Wait for all reductions of the step; then shares hold the sums of all ranks."""

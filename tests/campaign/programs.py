@@ -116,29 +116,28 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
         is_odd=is_odd,
         is_small=True,
     )
+    has_contexts = chance.random() < 0.85
+    # Other ranks would wait for one that fails in a forward with collectives of its own, or learn
+    # nothing of an error outside of a microbatch.
+    is_shared = {*layout} <= {"dp", "replicas", "ranks"} and has_contexts
     way = Way(
         kind=kind,
         layout=layout,
         options=_draw_options(chance, kind),
         is_declared=kind in ("zero", "chained") and (is_odd or chance.random() < 0.3),
-        has_contexts=chance.random() < 0.85,
-        actions=draw_actions(chance, _limits(kind, layout, num_ranks=num_ranks, seed=seed)),
+        has_contexts=has_contexts,
+        actions=draw_actions(chance, _limits(kind, num_failing=num_ranks - 1 if is_shared else 0)),
     )
     return Program(seed=seed, traits=traits, optimizer=chance.choice([*OPTIMIZERS]), ways=(way,))
 
 
-def _limits(kind: Kind, layout: Mapping[str, Any], *, num_ranks: int, seed: int) -> Limits:
-    # Other ranks would wait for one that fails in a forward with collectives of its own.
-    is_local = {*layout} <= {"dp", "replicas", "ranks"}
-    # A sharded model completes a microbatch of a kind that it has seen. The quick programs have
-    # only these; in others the ranks would wait for the limit of their communicators.
-    is_local &= kind != "fsdp" or seed < 1000
+def _limits(kind: Kind, *, num_failing: int) -> Limits:
     return Limits(
-        num_failing=num_ranks - 1 if is_local else 0,
+        num_failing=num_failing,
         # What is written through `.data` to a whole copy leaves no trace, see `UnitGuard`.
         writes_inside=("in place", "load_state_dict") if kind == "fsdp" else WRITES,
         modes=MODES,
-        is_warm=kind == "fsdp",
+        knows_kinds=kind == "fsdp",
     )
 
 

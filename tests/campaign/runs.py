@@ -78,7 +78,9 @@ class Communicators:
         if name not in self._made:
             layout = Layout(**sizes, name=name)
             self._made[name] = (
-                self._stack.enter_context(ProcessGroups.create(layout))
+                self._stack.enter_context(
+                    ProcessGroups.create(layout, data_timeout_s=15, timeout_s=15)
+                )
                 if rank in layout.ranks
                 else None
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from holdfast import HoldfastError, Layout
-from tests.campaign.actions import Action, Evaluate, Load, Microbatch, Save, Step, Swap
+from tests.campaign.actions import Action, Drop, Evaluate, Load, Microbatch, Save, Step, Swap
 from tests.campaign.programs import Way
 from tests.campaign.twin import Situation, Twin
 from tests.campaign.ways import Trouble, Values
@@ -77,7 +77,7 @@ REFUSALS = (
     ),
     Refusal(
         name="lost write",
-        actions=(Microbatch, Step, Evaluate, Swap),
+        actions=(Microbatch, Step, Drop, Evaluate, Swap),
         text=_LOST_WRITE,
         fits=lambda now: now.is_written,
     ),
