@@ -82,21 +82,9 @@ class UnitGuard:
     def check_weights(self) -> None:
         """Raise ConfigError if shards were written while whole weights of them were kept.
 
-        Or if a whole weight was written, which is a copy that is thrown away. A write through
-        `.data` leaves no trace.
+        Or if a whole weight was written, see `check_writes`.
         """
-        versions = _torch.versions(self._wholes)
-        if versions != self._whole_versions:
-            differ = zip(self._wholes, versions, self._whole_versions, strict=True)
-            shape = next(list(whole.shape) for whole, now, then in differ if now != then)
-            for unit in self.units:  # one refusal tells of all that was written so far
-                unit._whole_versions = _torch.versions(unit._wholes)
-            raise ConfigError(
-                f"unit '{self._name}': a parameter of shape {shape} was written between a forward "
-                f"and its backward or the next step; that changed a whole copy, which is thrown "
-                f"away. Write to parameters after a step, after a forward under torch.no_grad(), "
-                f"or after reshard() of the sharded model"
-            )
+        self.check_writes()
         for group, before in zip(self.groups, self._writes, strict=True):
             if (
                 before is not None
@@ -110,6 +98,32 @@ class UnitGuard:
                     f"or call set_reshard_after_backward(True) before the last backward; or "
                     f"reshard() on the unit before parameters are changed"
                 )
+
+    def check_writes(self) -> None:
+        """Raise ConfigError if a whole weight was written, which is a copy that is thrown away.
+
+        A write through `.data` leaves no trace.
+        """
+        lost = self.lost_write()
+        if lost is not None:
+            for unit in self.units:  # one refusal tells of all that was written so far
+                unit._whole_versions = _torch.versions(unit._wholes)
+            raise ConfigError(
+                f"{lost}. Write to parameters after a step, after a forward under "
+                f"torch.no_grad(), or after reshard() of the sharded model"
+            )
+
+    def lost_write(self) -> str | None:
+        """Return what was written to a whole copy since the last refusal."""
+        versions = _torch.versions(self._wholes)
+        if versions == self._whole_versions:
+            return None
+        differ = zip(self._wholes, versions, self._whole_versions, strict=True)
+        shape = next(list(whole.shape) for whole, now, then in differ if now != then)
+        return (
+            f"unit '{self._name}': a parameter of shape {shape} was written between a forward and "
+            f"its backward or the next step; that changed a whole copy, which is thrown away"
+        )
 
     def check_ended(self) -> None:
         """Raise ConfigError if an error ended a forward or a backward of this unit.

@@ -65,32 +65,88 @@ whole to its end; between steps they are in shards, as gradients and state are.
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchKind:
+    """What decides the collectives of a microbatch, but for which units it runs."""
+
+    settings: tuple[object, ...]
+    """What is reduced and freed, what was whole before, and what is trained."""
+    order: tuple[object, ...]
+    """Units by which parameters are gathered ahead."""
+
+
 class Programs:
-    """The collectives of whole microbatches, by what decides them, newest first."""
+    """The collectives of whole microbatches, by their kind, newest first.
+
+    Args:
+        gathers_apart: True if parameters are gathered on communicators of their own. What is
+            gathered ahead decides how gathers and reductions alternate, and rarely the order of
+            either.
+    """
 
     _MOST = 4
-    """Programs kept for each key: a model may leave out units in some steps."""
+    """Programs kept of each kind: a model may leave out units in some steps."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], list[list[_torch.UnitLaunch]]] = {}
+    def __init__(self, *, gathers_apart: bool) -> None:
+        self._gathers_apart = gathers_apart
+        self._known: dict[MicrobatchKind, list[list[_torch.UnitLaunch]]] = {}
 
-    def remember(self, key: tuple[object, ...], launches: Sequence[_torch.UnitLaunch]) -> None:
+    def remember(self, kind: MicrobatchKind, launches: Sequence[_torch.UnitLaunch]) -> None:
         """Keep the collectives of a microbatch that has ended on all ranks.
 
         All ranks know the same programs then, and choose the same one.
         """
-        known = self._known.setdefault(key, [])
+        known = self._known.setdefault(kind, [])
         if not known or known[0] != launches:
             known[:] = [[*launches], *(each for each in known if each != launches)][: self._MOST]
 
     def rest(
-        self, key: tuple[object, ...], done: Sequence[_torch.UnitLaunch]
+        self, kind: MicrobatchKind, done: Sequence[_torch.UnitLaunch]
     ) -> Sequence[_torch.UnitLaunch]:
-        """Return what follows in the newest microbatch that started the same; else nothing."""
-        for launches in self._known.get(key, []):
+        """Return what follows in the newest microbatch that started the same; else nothing.
+
+        If none of this kind did, that is what follows in all that differ in `order` alone.
+        """
+        for launches in self._known.get(kind, []):
             if launches[: len(done)] == done:
                 return launches[len(done) :]
-        return ()
+        if not self._gathers_apart:
+            return ()
+        alike = [
+            rest
+            for each, known in self._known.items()
+            if each.settings == kind.settings
+            for launches in known
+            if (rest := _rest_by_communicator(launches, done)) is not None
+        ]
+        is_known = bool(alike) and all(
+            _by_communicator(each) == _by_communicator(alike[0]) for each in alike
+        )
+        return alike[0] if is_known else ()
+
+
+def _rest_by_communicator(
+    launches: Sequence[_torch.UnitLaunch], done: Sequence[_torch.UnitLaunch]
+) -> list[_torch.UnitLaunch] | None:
+    """Return what is not done; None if some communicator started differently."""
+    left = _by_communicator(done)
+    rest: list[_torch.UnitLaunch] = []
+    for each in launches:
+        before = left.get(each.group)
+        if not before:
+            rest.append(each)
+        elif before.pop(0) != each:
+            return None
+    return rest if not any(left.values()) else None
+
+
+def _by_communicator(
+    launches: Sequence[_torch.UnitLaunch],
+) -> dict[dist.ProcessGroup, list[_torch.UnitLaunch]]:
+    result: dict[dist.ProcessGroup, list[_torch.UnitLaunch]] = {}
+    for each in launches:
+        result.setdefault(each.group, []).append(each)
+    return result
 
 
 class ShardedModel(MicrobatchTaker):
@@ -142,9 +198,10 @@ class ShardedModel(MicrobatchTaker):
         """True from the first forward."""
         self._is_pending = False
         self._log = log
-        self._programs = Programs()
-        self._program: tuple[object, ...] = ()
-        """Key of the last microbatch."""
+        gathers_apart = all(axis.gather is not None for axis in axes.values())
+        self._programs = Programs(gathers_apart=gathers_apart)
+        self._kind = MicrobatchKind(settings=(), order=())
+        """Of the last microbatch."""
         self._launched: Sequence[_torch.UnitLaunch] = ()
         """Its collectives."""
         self._microbatches = Microbatches({ALONE: self}, groups)
@@ -200,9 +257,10 @@ class ShardedModel(MicrobatchTaker):
         self._set(reduces=reduces, reduces_outer=reduces_outer, reshards=reshards)
         whole = tuple(guard.is_whole() for guard in self._guards)
         trained = tuple(_torch.sharded(member).requires_grad for member, _ in self._members)
-        # What is gathered ahead decides the order of gathers.
-        order = self._prefetch.order
-        self._program = (reduces, reduces_outer, reshards, whole, trained, order)
+        self._kind = MicrobatchKind(
+            settings=(reduces, reduces_outer, reshards, whole, trained),
+            order=self._prefetch.order,
+        )
         self._log.restart()
         self._is_pending = True
         try:
@@ -214,11 +272,11 @@ class ShardedModel(MicrobatchTaker):
             self._launched = [*self._log.launches]
 
     def close_microbatch(self) -> None:
-        self._programs.remember(self._program, self._launched)
+        self._programs.remember(self._kind, self._launched)
 
     def join_microbatch(self) -> Sequence[Pending]:
         """Launch the collectives that are missing, as in the last microbatch of the same kind."""
-        return self._log.repeat(self._programs.rest(self._program, self._launched))
+        return self._log.repeat(self._programs.rest(self._kind, self._launched))
 
     def launched(self) -> dict[str, Launched]:
         names: dict[str, Launched] = {}
@@ -293,10 +351,11 @@ class ShardedModel(MicrobatchTaker):
         ranks call it then.
 
         Raises:
-            ConfigError: A whole parameter was written, which is lost; everything is forgotten.
+            ConfigError: A whole parameter was written, which is lost; gradients are forgotten.
         """
         try:
-            self._check_weights()
+            for guard in self._guards:
+                guard.check_writes()
         finally:
             self._forget()
 
@@ -321,6 +380,9 @@ class ShardedModel(MicrobatchTaker):
                 "an error ended the last microbatch of the sharded model; call drop_gradients() "
                 "of it on all ranks first"
             )
+        lost = next((text for guard in self._guards if (text := guard.lost_write())), None)
+        if lost is not None:
+            return f"{lost}; call drop_gradients() of the sharded model, and write again"
         if any(guard.has_unreduced() or guard.has_unused_gradients() for guard in self._guards):
             return (
                 "the sharded model holds gradients that no step has used; leave microbatch(...) "

@@ -116,7 +116,7 @@ class Twin:
 
     def fail(self, action: Action, text: str) -> None:
         """Follow what the ranks do after an error that has this text: see `Trained.recover`."""
-        if not isinstance(action, Save | Load):
+        if not isinstance(action, Save | Load) or LOST_WRITE.search(text):
             self._drop()
         if LOST_WRITE.search(text):
             self._load()

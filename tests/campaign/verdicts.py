@@ -77,7 +77,7 @@ REFUSALS = (
     ),
     Refusal(
         name="lost write",
-        actions=(Microbatch, Step, Drop, Evaluate, Swap),
+        actions=(Microbatch, Step, Drop, Evaluate, Swap, Save, Load),
         text=_LOST_WRITE,
         fits=lambda now: now.is_written,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast import ConfigError, Layout, ProcessGroups
+from holdfast import Checkpointer, ConfigError, Layout, ProcessGroups
 from holdfast.fsdp import ShardedModel
 from tests.fsdp.common import STRATEGIES, build, difference, full, place, rows_of, sgd, shard, truth
 from tests.harness import RankContext, run_ranks
@@ -198,20 +199,41 @@ def test_a_write_after_an_evaluation_is_kept() -> None:
     run_ranks(2, written_after_evaluation)
 
 
-def written_before_backward(context: RankContext) -> None:
+NEXT: dict[str, Callable[[ShardedModel, Any, Checkpointer], object]] = {
+    "forward": lambda sharded, optimizer, checkpointer: sharded.model(rows_of(0)[0]),
+    "step": lambda sharded, optimizer, checkpointer: sharded.step(optimizer),
+    "drop_gradients": lambda sharded, optimizer, checkpointer: sharded.drop_gradients(),
+    "reshard": lambda sharded, optimizer, checkpointer: sharded.reshard(),
+    "save": lambda sharded, optimizer, checkpointer: checkpointer.save(1, {"net": sharded.model}),
+}
+
+
+def written_to_whole_copies(context: RankContext, root: str) -> None:
     with ProcessGroups.create(Layout(dp=2)) as groups:
-        for strategy in STRATEGIES:
+        for number, strategy in enumerate(STRATEGIES):
             net = build()
             sharded = shard(net, groups, strategy=strategy)
-            sharded.model(rows_of(0)[0])
-            with torch.no_grad():
-                net.table.mul_(0.5)
-            with pytest.raises(ConfigError, match=r"\[7, 6\] was written between a forward"):
-                sharded.model(rows_of(0)[0])
+            optimizer = sgd(net.parameters())
+            checkpointer = Checkpointer(f"{root}/{number}", groups=groups)
+            for name, call in NEXT.items():
+                before = full(net.table)
+                with sharded.microbatch(is_last=True):
+                    sharded.model(rows_of(0)[0])
+                with torch.no_grad():
+                    net.table.mul_(0.5)
+                with pytest.raises(ConfigError, match=r"\[7, 6\] was written between a forward"):
+                    call(sharded, optimizer, checkpointer)
+                if name == "save":
+                    with pytest.raises(ConfigError, match=r"\[7, 6\] was written"):
+                        sharded.drop_gradients()
+                sharded.drop_gradients()
+                assert torch.equal(full(net.table), before), (strategy, name)
+            good(sharded, optimizer, 0)
 
 
-def test_a_write_between_forward_and_backward_is_refused() -> None:
-    run_ranks(2, written_before_backward)
+def test_a_write_between_forward_and_backward_is_refused(tmp_path: Path) -> None:
+    """I1: by whatever comes next; before, a step that was refused for another cause forgot it."""
+    run_ranks(2, written_to_whole_copies, str(tmp_path))
 
 
 def skipped_between_slices(context: RankContext) -> None:
