@@ -13,7 +13,6 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
 from holdfast.parallel import ModuleGroups, ProcessGroups
-from holdfast.parallel.control.control import OutOfSyncError
 from holdfast.parallel.ranks import shorten_ranks
 
 _PHASE = "microbatch"
@@ -193,7 +192,7 @@ class Microbatches:
         """Raise on all ranks; return if this one keeps its own error."""
         is_known, self._is_known = self._is_known, False
         control = self._groups.control
-        if is_known and isinstance(error, OutOfSyncError):
+        if is_known and control.is_out_of_sync:
             # Some ranks are not in a microbatch, so none compares what this one has launched.
             for taker in self._takers.values():
                 taker.close_communicators(

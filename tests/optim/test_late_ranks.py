@@ -18,8 +18,8 @@ from tests.optim.multi_module.common import Spec, layouts_of
 from tests.optim.test_settings import KINDS, SIZES, Alone
 
 DEADLINE_S = 1.0
-LATE_S = 2.5 * DEADLINE_S
-"""Longer than both waits of the others: for the sum of a step, and for the rank by its name."""
+LATE_S = 4 * DEADLINE_S
+"""Longer than both waits of the others: for the sum of a step, and for the rank to hear of it."""
 SHORT_S = 0.2
 """The limit of agreement, which a rank that is late in a step may exceed."""
 

@@ -37,6 +37,8 @@ _PHASE_NBYTES = 64
 _LENGTH_NBYTES = 2
 FAILED = "failed"
 """The operation of a rank that cannot continue; its payload is a `FailureNotice`."""
+_AFTER_LATE_S = 1.5
+"""How long a rank that has waited for others up to a limit waits for them to hear of it."""
 _WINDOW = 16
 """Messages in flight at the coordinator, to bound its extra memory."""
 
@@ -137,10 +139,6 @@ class GuardScope:
             scope = scope.outer
 
 
-class OutOfSyncError(GroupError):
-    """Ranks are in different calls. Raised on all of them, and on no rank for another one."""
-
-
 class Control:
     """Collectives over the ranks of one layout, for agreement and small tables.
 
@@ -187,6 +185,10 @@ class Control:
         self._transport = transport
         self._sequence = 0
         self._is_in_step = False
+        self._most_s = float("inf")
+        """No call waits longer, see `_waiting_less_after`."""
+        self.is_out_of_sync = False
+        """True if the last call met ranks in other calls."""
         self._is_midway = False
         """True while other ranks may wait for bytes of this one, see `_calling`."""
         self.scope: GuardScope | None = None
@@ -294,7 +296,18 @@ class Control:
     @property
     def limit_s(self) -> float:
         """Seconds that a call waits for a late rank here: more inside of `in_step`."""
-        return max(self.timeout_s, self.data_timeout_s) if self._is_in_step else self.timeout_s
+        limit_s = max(self.timeout_s, self.data_timeout_s) if self._is_in_step else self.timeout_s
+        return min(limit_s, self._most_s)
+
+    @contextmanager
+    def _waiting_less_after(self, error: BaseException) -> Iterator[None]:
+        """Wait only a moment more for ranks for which this one has waited in vain already."""
+        if isinstance(error, DeadlineError) and "waited_s" in error.details:
+            self._most_s = _AFTER_LATE_S
+        try:
+            yield
+        finally:
+            self._most_s = float("inf")
 
     def broadcast(self, payload: bytes | None, *, phase: str) -> bytes:
         """Return the coordinator's payload at every rank; the others pass None.
@@ -370,7 +383,7 @@ class Control:
             is_shared=error is self.shared_error,
             depth=self.scope.depth if self.scope is not None else 0,
         )
-        with self._calling(phase):
+        with self._calling(phase), self._waiting_less_after(error):
             try:
                 self._open(FAILED, phase, msgspec.msgpack.encode(notice), error=error)
             except DeadlineError as late:
@@ -462,6 +475,7 @@ class Control:
         error: BaseException | None = None,
     ) -> list[Frame]:
         """Exchange frames; check that all ranks make the same call, with correct arguments."""
+        self.is_out_of_sync = False
         own = Frame.make(self._sequence + 1, operation, phase, payload, misuse)
         if self._transport is None:
             frames = [own]
@@ -528,12 +542,13 @@ class Control:
             indices_by_call.setdefault(frame.call, []).append(index)
         if len(indices_by_call) == 1:
             return
+        self.is_out_of_sync = True
         lines = []
         for indices in indices_by_call.values():
             ranks = [self.ranks[index] for index in indices]
             plural = "s" if len(ranks) > 1 else ""
             lines.append(f"rank{plural} {shorten_ranks(ranks)} in {frames[indices[0]]}")
-        raise OutOfSyncError(
+        raise GroupError(
             f"The ranks of layout {self.name!r} are out of sync: {'; '.join(lines)}. Every "
             "rank must make the same calls in the same order."
         )

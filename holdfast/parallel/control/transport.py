@@ -17,10 +17,10 @@ from holdfast.parallel.control.connections import Connections, LateError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_PROGRESS_WAIT_S = 2.0
+_PROGRESS_WAIT_S = 1.5
 """Time for the others to post their progress before a rank is called missing or silent; also the
 limit of a request to the store."""
-_EXPLAIN_S = 4.5
+_EXPLAIN_S = 3.0
 """Time in which the store must have named who is missing; see `BoundedStore.within`."""
 
 _decode_report = msgspec.json.Decoder(tuple[dict[int, str], list[int]]).decode
