@@ -39,7 +39,11 @@ _BACKLOG = 4096
 
 
 class LateError(Exception):
-    """A transfer is not complete at its deadline."""
+    """A transfer is not complete at its deadline; `indices` are those of the ranks it waits for."""
+
+    def __init__(self, message: str, indices: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.indices = frozenset(indices)
 
 
 class Connections:
@@ -123,10 +127,20 @@ class Connections:
         # All streams at once, in both directions: two ranks that both sent first would wait for
         # each other once their sockets are full.
         while streams := [stream for stream in streams if not stream.advance()]:
-            self._wait(streams, deadline)
+            if not self._wait(streams, deadline):
+                indices = [
+                    index
+                    for table in (self._to, self._from)
+                    for index, stream in table.items()
+                    if stream in streams
+                ]
+                raise LateError("the time is over", indices)
 
-    def _wait(self, streams: Sequence[Stream], deadline: float) -> None:
-        """Sleep until a stream of a transfer can continue, and accept connections."""
+    def _wait(self, streams: Sequence[Stream], deadline: float) -> bool:
+        """Sleep until a stream of a transfer can continue, and accept connections.
+
+        Returns False at the deadline.
+        """
         poll = select.poll()  # epoll would take a descriptor for each call
         for stream in streams:
             if stream.connection is not None:
@@ -138,8 +152,9 @@ class Connections:
         left = deadline - time.monotonic()
         # Rounded up: a wait of less than a millisecond would spin.
         if left <= 0 or not poll.poll(math.ceil(left * 1000)):
-            raise LateError("the time is over")
+            return False
         self._accept()
+        return True
 
     def _accept(self) -> None:
         """Accept the connections that wait, and read which ranks they are from.

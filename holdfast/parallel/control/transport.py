@@ -178,7 +178,7 @@ class Transport:
         on both sides.
         """
         outgoing, incoming = ([p for p in pairs if p[1].nbytes] for pairs in (outgoing, incoming))
-        with self._naming_missing_ranks():
+        with self._naming_missing_ranks(is_direct=True):
             for _, data in outgoing:
                 self._count(data.nbytes)
             for _ in incoming:
@@ -218,8 +218,13 @@ class Transport:
             self._store.set(f"progress/{self._rank}", f"{self._sequence}:{phase}")
 
     @contextlib.contextmanager
-    def _naming_missing_ranks(self) -> Iterator[None]:
-        """Raise DeadlineError if a transfer inside fails, and break the transport."""
+    def _naming_missing_ranks(self, *, is_direct: bool = False) -> Iterator[None]:
+        """Raise DeadlineError if a transfer inside fails, and break the transport.
+
+        Args:
+            is_direct: All messages are in flight at once, so that no rank waits for another one to
+                pass something on: only those are late for which this one waits.
+        """
         try:
             yield
         except (OSError, LateError, RuntimeError) as error:  # the last is the store's
@@ -230,11 +235,13 @@ class Transport:
                 # victim.
                 self._post(f"{self._phase} (gave up)")
                 self.close()
-                self._broken, ranks = self._describe(error, broke=not isinstance(error, LateError))
+                self._broken, ranks = self._describe(error, is_direct=is_direct)
             raise DeadlineError(self._broken, details={"missing_ranks": ranks}) from error
 
-    def _describe(self, cause: Exception, *, broke: bool) -> tuple[str, list[int]]:
+    def _describe(self, cause: Exception, *, is_direct: bool) -> tuple[str, list[int]]:
         """Return why a wait failed, and the ranks to look at."""
+        broke = not isinstance(cause, LateError)
+        awaited = {self._ranks[i] for i in cause.indices} if isinstance(cause, LateError) else set()
         where = f"Phase {self._phase!r} (collective {self._sequence} of layout {self._name!r})"
         what = "a connection broke" if broke else f"not complete after {self._timeout_s:g} s"
         try:
@@ -244,6 +251,8 @@ class Transport:
                 f"{where}: {what}, and the store cannot say who is missing ({error}). {cause}",
                 [],
             )
+        if is_direct and awaited.intersection(silent):
+            silent = [rank for rank in silent if rank in awaited]
         if missing:
             seen = "; ".join(f"rank {rank}: {where}" for rank, where in missing.items())
             who = f"ranks {list(missing)} did not arrive, last seen in {seen}"

@@ -210,6 +210,37 @@ def test_who_does_not_come_is_named_with_phase_and_last_sight() -> None:
     assert max(times) - min(times) < 15, "who is not next to the dead rank waited on"
 
 
+def stopped_in_a_transfer(rank: RankContext) -> tuple[str, object]:
+    """Rank 2 stops before it sends; rank 0 has its bytes, and works on; rank 1 waits."""
+    with ProcessGroups.create(Layout(dp=3), names=[], timeout_s=LATE_S) as groups:
+        control = groups.control
+        control.barrier(phase="warm up")
+        sent, expected = memoryview(b"x" * 1000), memoryview(bytearray(1000))
+        control.agree(None, phase="plan")
+        # As `exchange`, whose agreement has ended on all ranks when one of them stops.
+        transport = control._transport
+        assert transport is not None
+        transport.extend(LATE_S)
+        error: Any = None
+        if rank.rank == 2:
+            time.sleep(8 * LATE_S)
+        elif rank.rank == 1:
+            with pytest.raises(DeadlineError) as caught:
+                transport.exchange([(0, sent)], [(2, expected)])
+            error = caught.value
+        else:
+            transport.exchange([], [(1, expected)])
+            time.sleep(8 * LATE_S)
+        return str(error), getattr(error, "details", {}).get("missing_ranks")
+
+
+def test_a_rank_that_stops_in_a_transfer_is_named_alone() -> None:
+    """Not beside ranks that have all their bytes, and have no reason to report."""
+    text, missing = run_ranks(3, stopped_in_a_transfer, fresh=True).results[1]
+    assert missing == [2], text
+    assert "ranks [2] have not reported since" in text
+
+
 def test_one_process_agrees_with_itself() -> None:
     control = Control.single(rank=5)
     assert (control.ranks, control.rank, control.index, control.size) == ((5,), 5, 0, 1)
