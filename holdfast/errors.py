@@ -38,11 +38,22 @@ _MAX_PLAIN_INT = 2**63
 _INCOMPLETE = "incomplete"
 
 
+def clean(text: str) -> str:
+    """Return text from elsewhere made safe to print: control and direction marks are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
+
+
 class HoldfastError(Exception):
     """Base class of everything Holdfast raises on purpose.
 
     Args:
-        args: The message.
+        args: The message. What cannot be printed in it is escaped, but for line breaks: names that
+            it quotes may be anything.
         details: The things that the message names, as values for a program: `ranks`, `odd_ranks`,
             `missing_ranks`, `keys`, `steps`, `files`, ... Types other than None, bool, int, float,
             str, list and dict are converted to the nearest of these. Values beyond
@@ -53,8 +64,12 @@ class HoldfastError(Exception):
     """The same on every rank that raises the error; `failed_ranks` are those that caused it."""
 
     def __init__(self, *args: object, details: Mapping[str, object] | None = None) -> None:
-        super().__init__(*args)
+        super().__init__(*(_clean_lines(arg) if isinstance(arg, str) else arg for arg in args))
         self.details = plain_details(details) if details else {}
+
+
+def _clean_lines(text: str) -> str:
+    return "\n".join(map(clean, text.split("\n")))
 
 
 class ConfigError(HoldfastError, ValueError):

@@ -59,7 +59,18 @@ def test_every_error_of_the_hierarchy_is_exported_and_drawn() -> None:
 def test_errors_of_the_hierarchy_keep_class_and_text(kind: type[HoldfastError], text: str) -> None:
     error = _through_msgpack(ErrorRecord.of(kind(text))).to_error()
     assert type(error) is kind
-    assert str(error) == (text.encode(errors="backslashreplace").decode() or kind.__name__)
+    lines = [errors.clean(line) for line in text.split("\n")]
+    assert str(error) == ("\n".join(lines) or kind.__name__)
+
+
+@given(kind=st.sampled_from(_EXPORTED), text=st.text())
+def test_a_message_prints_whatever_names_it_quotes(kind: type[HoldfastError], text: str) -> None:
+    """R8: control and direction marks are escaped, on whichever rank it is raised."""
+    error = kind(f"key {text!s} is missing\nsecond line")
+    for each in (error, ErrorRecord.of(error).to_error()):
+        assert all(line.isprintable() for line in str(each).split("\n"))
+    assert "\\u202e" in str(kind("a\u202eb"))
+    assert "\\x1b[31m" in str(kind("\x1b[31m"))
 
 
 @given(name=st.sampled_from(_ODD_NAMES) | st.text(), message=st.text())
@@ -67,7 +78,7 @@ def test_a_name_in_a_record_never_reaches_anything_but_the_hierarchy(
     name: str, message: str
 ) -> None:
     error = ErrorRecord(error_type=name, message=message).to_error()
-    assert message in str(error)
+    assert "\n".join(map(errors.clean, message.split("\n"))) in str(error)
     if name in {kind.__name__ for kind in _EXPORTED}:
         assert type(error).__name__ == name
     else:

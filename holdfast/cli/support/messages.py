@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+from holdfast.errors import clean as clean
 from holdfast.format.manifest import LayoutInfo
 
 EXIT_DAMAGED = 1
@@ -22,16 +23,6 @@ def print_error(error: BaseException | str) -> None:
     """One line on standard error, whatever line breaks and control characters the message has."""
     text = clean(" ".join(str(error).split()))
     print(f"holdfast: error: {text}", file=sys.stderr, flush=True)
-
-
-def clean(text: str) -> str:
-    """Text from elsewhere made safe for a terminal: control characters become escapes."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
-        for c in text
-    )
 
 
 def in_bytes(nbytes: int) -> str:
