@@ -22,7 +22,9 @@ _WAITING = ("wait", "plan", "commit")
 _ORDER = (
     "wait", "flatten", "plan", "lay out", "stage", "compare", "submit", "write", "commit", "retain",
 )  # fmt: skip
-_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _AXIS = 900, 72, 190, 16, 8, 22
+_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _AXIS = 900, 72, 210, 16, 8, 22
+_LONGEST_S = 1e9
+"""What a log has beyond this is no time of a save, and is drawn out of the picture."""
 _MIN_LABEL = 52
 """Width of a bar that has room for the name of its phase."""
 
@@ -147,7 +149,7 @@ def _lanes(save: RunEvent[SaveEvent], ranks: Sequence[SaveEvent], *, number: int
         for rank in ranks
         for spans in [_spans(rank)]
     ]
-    longest = max([*ends, 1e-9])
+    longest = min(max([*ends, 1e-9]), _LONGEST_S)
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     tops = [0]
     for rank in ranks:

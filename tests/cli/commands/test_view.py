@@ -190,6 +190,9 @@ def test_keys_cannot_become_markup(holdfast: Holdfast, tmp_path: Path) -> None:
     )
     write(PosixStorage(tmp_path / "run"), made)
     log(tmp_path / "run", 0, save_event(1, 1.0, **{"</svg><script>": 1.0}))
+    # Nor can times that no save takes keep the page from being made.
+    log(tmp_path / "run", 0, save_event(2, 2.0, stage=1.7e308, write=1.7e308, commit=-1.0))
+    log(tmp_path / "run", 0, save_event(3, 3.0, write=5e-324) | {"starts": {"write": -1.7e308}})
     page = view(holdfast, tmp_path / "run")
     tags = Counter(tag for tag, _ in page.elements)
     assert tags["script"] == 2
