@@ -56,6 +56,7 @@ class RankLog:
                 total_nbytes=report.total_nbytes,
                 planned=report.planned,
                 phases={name: round(value, 6) for name, value in report.seconds.items()},
+                starts={name: round(value, 6) for name, value in report.starts.items()},
             )
         )
 

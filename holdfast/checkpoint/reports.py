@@ -78,6 +78,9 @@ class SaveReport:
     """By phase (`wait`, `flatten`, `plan`, `lay out`, `stage`, `compare`, `write`; `commit`, which
     ranks that do not commit wait for; `total` of a synchronous save, the wall time of the call;
     `stall` of an asynchronous one)."""
+    starts: Mapping[str, float] = field(default_factory=dict)
+    """By phase, the seconds from the call to its first start. Phases overlap: a synchronous save
+    writes while it stages, an asynchronous one writes and commits after the call has returned."""
     skipped: bool = False
     """True if nothing was saved, because an earlier save was in progress."""
     new_root: bool = False

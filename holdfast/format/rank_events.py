@@ -32,6 +32,8 @@ class SaveEvent(_RankEvent, frozen=True, kw_only=True, tag="save"):
     planned: bool = False
     phases: dict[str, float] = {}
     """Seconds by phase: `SaveReport.seconds`."""
+    starts: dict[str, float] = {}
+    """Seconds from the call to the start of each phase; a line of an older version has none."""
 
 
 class LoadEvent(_RankEvent, frozen=True, kw_only=True, tag="load"):

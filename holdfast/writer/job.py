@@ -312,6 +312,7 @@ def perform_job(
     return SaveOutcome(
         save_id=job.header.save_id,
         directory=step_dir(job.header.step),
+        began=began,
         write_s=written - began,
         commit_s=time.monotonic() - written,
     )

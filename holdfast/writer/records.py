@@ -257,11 +257,15 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a save as one rank's writer saw it; `error` is None for success."""
+    """The outcome of a save as one rank's writer saw it; `error` is None for success.
+
+    `began` is when the job started, by `time.monotonic`, which trainer and writer share.
+    """
 
     save_id: str
     directory: str
     error: ErrorRecord | None = None
+    began: float = 0.0
     write_s: float = 0.0
     commit_s: float = 0.0
 

@@ -37,6 +37,17 @@ def test_what_ranks_log_is_what_view_reads(tmp_path: Path) -> None:
         for rank in save.ranks:
             assert {"flatten", "stage", "write", "commit"} <= rank.phases.keys()
             assert 0 < rank.nbytes < rank.total_nbytes
+            assert rank.starts.keys() == rank.phases.keys()
+            assert all(start >= 0 for start in rank.starts.values())
+            ends = {name: rank.starts[name] + rank.phases[name] for name in rank.phases}
+            assert rank.starts["commit"] >= ends["write"] - 1e-5
+            assert rank.starts["flatten"] < rank.starts["plan"] < rank.starts["stage"]
+            if "total" in rank.phases:  # the write surrounds the staging, and all is in the call
+                assert rank.starts["write"] <= rank.starts["stage"]
+                assert ends["stage"] <= ends["write"] + 1e-5
+                assert rank.began + rank.phases["total"] <= rank.time + 1e-2
+            else:  # the writer starts when its job is submitted, by one clock of two processes
+                assert ends["stage"] <= rank.starts["submit"] <= rank.starts["write"] + 1e-5
     assert all("total" in rank.phases for rank in log.saves[0].ranks)
     assert all("stall" in rank.phases for rank in log.saves[1].ranks)
     (load,) = log.loads

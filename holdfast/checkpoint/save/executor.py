@@ -11,7 +11,8 @@ import torch
 
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.checkpoint.save.handshake import AgreedSave, timed
+from holdfast.checkpoint.save.handshake import AgreedSave
+from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import (
     Copiers,
     Staging,
@@ -51,14 +52,14 @@ class SaveExecutor:
         self._copiers: Copiers = {}
 
     def stage(
-        self, buffer: StagingBuffer, plan: RankPlan, local: LocalState, seconds: dict[str, float]
+        self, buffer: StagingBuffer, plan: RankPlan, local: LocalState, phases: Phases
     ) -> tuple[Staging, bytes]:
         """Copy this rank's rows into the buffer; with the digests of the boxes it vouches for."""
         sources = plan.sources(local)
-        staging = self._lay_out(buffer, plan, sources, seconds)
-        with timed(seconds, "stage"):
+        staging = self._lay_out(buffer, plan, sources, phases)
+        with phases.timed("stage"):
             stage(staging, sources, plan.names, self._copiers)
-        return staging, self._checks(staging, plan, local, seconds) if plan.checks else b""
+        return staging, self._checks(staging, plan, local, phases) if plan.checks else b""
 
     def submit(
         self,
@@ -66,15 +67,15 @@ class SaveExecutor:
         buffer: StagingBuffer,
         agreed: AgreedSave,
         request: SaveRequest,
-        seconds: dict[str, float],
+        phases: Phases,
         *,
         after: Callable[[SaveOutcome], None],
     ) -> Ticket:
         """Stage, then submit the job to the writer, which calls `after` when it has committed."""
         plan = agreed.plan_or_raise()
-        staging, checks = self.stage(buffer, plan, agreed.local, seconds)
+        staging, checks = self.stage(buffer, plan, agreed.local, phases)
         job = self._job(agreed, plan, request, checks)
-        with timed(seconds, "submit"):
+        with phases.timed("submit"):
             return writer.submit(
                 job,
                 buffer=self._buffers.index(buffer),
@@ -84,7 +85,7 @@ class SaveExecutor:
                 after=after if plan.commit is not None else None,
             )
 
-    def write(self, agreed: AgreedSave, request: SaveRequest, seconds: dict[str, float]) -> None:
+    def write(self, agreed: AgreedSave, request: SaveRequest, phases: Phases) -> None:
         """Stage and write this rank's share, and commit; all ranks raise if one cannot.
 
         The job runs in a thread: it writes segment by segment what is staged and hashed here, where
@@ -94,26 +95,26 @@ class SaveExecutor:
         plan, local = agreed.plan_or_raise(), agreed.local
         job = self._job(agreed, plan, request, b"")
         sources = plan.sources(local)
-        staging = self._lay_out(self._buffers[0], plan, sources, seconds)
+        staging = self._lay_out(self._buffers[0], plan, sources, phases)
         check_sources(staging, sources, plan.names)
         thread = JobThread(self._storage, job, staging.view, plan=plan.commit)
         gate, hasher = thread.gate, ImageHasher(job, staging.view)
         try:
-            with timed(seconds, "write"):
+            with phases.timed("write"):
                 thread.start()
                 gate.open_to(len(plan.image.header))
-                with timed(seconds, "stage"):
+                with phases.timed("stage"):
                     for end in stage_by_slices(staging, sources, self._copiers):
                         gate.open_to(end)
                         hasher.advance(end)
                     digests = hasher.finish()
                 checks = b""
                 if plan.checks:
-                    checks = self._checks(staging, plan, local, seconds, digests)
+                    checks = self._checks(staging, plan, local, phases, digests)
                 gate.finish_staging(checks, digests)
                 thread.wait_written()
             self._groups.control.agree(None, phase="save: written")
-            with timed(seconds, "commit"):
+            with phases.timed("commit"):
                 gate.allow_commit()
                 thread.wait_finished()
         finally:
@@ -161,13 +162,13 @@ class SaveExecutor:
         buffer: StagingBuffer,
         plan: RankPlan,
         sources: Sequence[torch.Tensor],
-        seconds: dict[str, float],
+        phases: Phases,
     ) -> Staging:
         """The buffer laid out as the image of this plan; page-locked if a device copies to it."""
         staging = buffer.staging
         if staging is None or buffer.plan_digest != plan.plan_digest:
             buffer.staging = staging = None
-            with timed(seconds, "lay out"):
+            with phases.timed("lay out"):
                 staging = prepare_staging(buffer.memory, plan.image, sources)
             buffer.staging, buffer.plan_digest = staging, plan.plan_digest
         if any(device.type == "cuda" for device in devices_of(sources)):
@@ -179,7 +180,7 @@ class SaveExecutor:
         staging: Staging,
         plan: RankPlan,
         local: LocalState,
-        seconds: dict[str, float],
+        phases: Phases,
         digests: RowDigests | None = None,
     ) -> bytes:
         """Return digests of the boxes this rank vouches for; of the staged bytes if it writes them.
@@ -188,7 +189,7 @@ class SaveExecutor:
             digests: of the staged rows, if they are known; that of a row of one block is the
                 row's own.
         """
-        with timed(seconds, "compare"):
+        with phases.timed("compare"):
             cut = {place for place, _ in plan.cuts}
             staged = {row: place for place, row in enumerate(plan.rows) if place not in cut}
             known: dict[int, int] = {}

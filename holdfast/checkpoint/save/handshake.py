@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,6 +19,7 @@ from holdfast.checkpoint.save.pending import (
     raise_failures,
     shortened,
 )
+from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError
 from holdfast.format.digest import digest128
@@ -168,8 +167,8 @@ class AgreedSave:
             raise PlanError("the save was skipped, so it has no plan")
         return self.plan
 
-    def report(self, step: int, storage: Storage, seconds: Mapping[str, float]) -> SaveReport:
-        """Return what is known of the save when it is staged; `seconds` may be added to later."""
+    def report(self, step: int, storage: Storage, phases: Phases) -> SaveReport:
+        """Return what is known of the save when it is staged; `phases` may be added to later."""
         plan = self.plan
         return SaveReport(
             step=step,
@@ -179,7 +178,8 @@ class AgreedSave:
             copies_nbytes=plan.copies_nbytes if plan else 0,
             num_tensors=plan.num_tensors if plan else 0,
             planned=self.planned,
-            seconds=seconds,
+            seconds=phases.seconds,
+            starts=phases.starts,
             skipped=plan is None,
             new_root=self.new_root and plan is not None,
         )
@@ -229,7 +229,7 @@ class Handshake:
         self,
         request: SaveRequest,
         state: Mapping[str, object],
-        seconds: dict[str, float],
+        phases: Phases,
         *,
         in_flight: int = 0,
     ) -> AgreedSave:
@@ -238,7 +238,7 @@ class Handshake:
         Args:
             request: what the caller asks for.
             state: of this rank.
-            seconds: receives the time of each phase.
+            phases: receives the time of each phase.
             in_flight: how many asynchronous saves may be in flight on a rank.
 
         Cost: one small collective; three more and O(rows) vector work if a plan is made.
@@ -246,12 +246,12 @@ class Handshake:
         if not isinstance(state, Mapping):
             raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
         if request.when_busy == "wait":
-            with timed(seconds, "wait"):
+            with phases.timed("wait"):
                 self.unreported.wait_until(in_flight)
         running = tuple(save.save_id for save in self.unreported.running())
         failed = self.unreported.not_raised()
         # Phase 1, on each rank: take the state apart, and look up the plan at hand for it.
-        with timed(seconds, "flatten"):
+        with phases.timed("flatten"):
             compares = self._compares(request, self._num_saves)
             self._groups.require_complete()
             self._root.check()
@@ -263,7 +263,7 @@ class Handshake:
             local = self.planner.flatten(state)
             plan = self._plan_at_hand(local, compares)
         # Phase 2, one collective: every rank learns what all request, and which plan each holds.
-        with timed(seconds, "plan"):
+        with phases.timed("plan"):
             proposals = self._propose(
                 SaveProposal(
                     kind=request.kind,
@@ -392,13 +392,3 @@ class Handshake:
 def _digest(metadata: bytes) -> str:
     """Return a short digest of the caller's metadata; empty for none."""
     return digest128(metadata)[:16] if metadata else ""
-
-
-@contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the time that the body takes to `seconds[phase]`."""
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began

@@ -115,6 +115,8 @@ class InFlightSave:
     save_id: str
     report: SaveReport | None = None
     """The report of `result` without what the writer measures; None if the save failed early."""
+    began: float = 0.0
+    """When the call came, by `time.monotonic`."""
     ticket: Ticket | None = None
     """The writer's job; None for a save that was skipped or failed before there was one."""
     failure: HoldfastError | None = None
@@ -186,8 +188,12 @@ class InFlightSave:
         if self.ticket is None or self.ticket.outcome is None:
             return report
         outcome = self.ticket.outcome
-        written = {"write": outcome.write_s, "commit": outcome.commit_s}
-        return replace(report, seconds={**report.seconds, **written})
+        start = outcome.began - self.began
+        return replace(
+            report,
+            seconds={**report.seconds, "write": outcome.write_s, "commit": outcome.commit_s},
+            starts={**report.starts, "write": start, "commit": start + outcome.write_s},
+        )
 
 
 class UnreportedSaves:

@@ -16,13 +16,13 @@ from holdfast.checkpoint.save.handshake import (
     Handshake,
     Proposals,
     is_staging,
-    timed,
 )
 from holdfast.checkpoint.save.pending import (
     InFlightSave,
     PendingSave,
     raise_failures,
 )
+from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ErrorRecord, HoldfastError, StorageError
 from holdfast.format.root_identity import RootIdentity
@@ -110,14 +110,14 @@ class Saver:
 
         Under `save_guard`: at its end the other ranks learn that the save is committed.
         """
-        seconds: dict[str, float] = {}
-        with timed(seconds, "total"):
-            agreed = self._handshake.agree(request, state, seconds)
+        phases = Phases()
+        with phases.timed("total"):
+            agreed = self._handshake.agree(request, state, phases)
             plan = agreed.plan_or_raise()
-            report = agreed.report(request.step, self._storage, seconds)
+            report = agreed.report(request.step, self._storage, phases)
             self._counts["planned" if agreed.planned else "reused"] += 1
-            self._executor.write(agreed, request, seconds)
-            with timed(seconds, "retain"):
+            self._executor.write(agreed, request, phases)
+            with phases.timed("retain"):
                 self._after_commit(plan)
         self._counts["nbytes"] += report.nbytes
         return report
@@ -145,15 +145,15 @@ class Saver:
         Under `async_guard`: what goes wrong after its last collective reaches the other ranks
         through storage, see `_rescue`. The job is submitted last of all.
         """
-        seconds: dict[str, float] = {}
+        phases = Phases()
         self._submitted = None
-        with timed(seconds, "stall"):
+        with phases.timed("stall"):
             writer = self._live_writer()
-            agreed = self._handshake.agree(
-                request, state, seconds, in_flight=len(self._buffers) - 1
+            agreed = self._handshake.agree(request, state, phases, in_flight=len(self._buffers) - 1)
+            report = agreed.report(request.step, self._storage, phases)
+            pending = InFlightSave(
+                step=request.step, save_id=agreed.save_id, report=report, began=phases.began
             )
-            report = agreed.report(request.step, self._storage, seconds)
-            pending = InFlightSave(step=request.step, save_id=agreed.save_id, report=report)
             plan = agreed.plan
             if plan is None:
                 self._counts["skipped"] += 1
@@ -163,7 +163,7 @@ class Saver:
             self._submitted = buffer.pending = pending
             after = partial(self._after_outcome, plan=plan)
             pending.ticket = self._executor.submit(
-                writer, buffer, agreed, request, seconds, after=after
+                writer, buffer, agreed, request, phases, after=after
             )
         self._report_later(pending)
         return PendingSave(pending)
@@ -223,13 +223,13 @@ class Saver:
         Under `prepare_guard`.
         """
         self._live_writer()
-        seconds: dict[str, float] = {}
+        phases = Phases()
         request = SaveRequest(kind="prepare", overwrite=True)
-        agreed = self._handshake.agree(request, state, seconds)
+        agreed = self._handshake.agree(request, state, phases)
         self._counts["planned"] += agreed.planned
         plan = agreed.plan_or_raise()
         for buffer in self._buffers:
-            self._executor.stage(buffer, plan, agreed.local, seconds)
+            self._executor.stage(buffer, plan, agreed.local, phases)
 
     def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
         """`_after_commit` in the thread that receives outcomes."""

@@ -106,12 +106,13 @@ def _page(opened: OpenCheckpoint, args: Args) -> str:
     if args.as_ is not None:
         layout = saved.layouts[0] if saved.layouts else None
         requests.append(relaid_requests(saved, parse_layout(args.as_, saved=layout)))
-    heat_maps = [*_real_loads(log, saved.manifest.files), *_planned(opened, requests)]
+    planned = list(_planned(opened, requests))
     return build_page(
         PageData(
             label=opened.label,
             saved=saved,
-            heat_maps=heat_maps,
+            heat_maps=[*_real_loads(log, saved.manifest.files), *planned],
+            planned_nbytes=int(planned[0].nbytes.sum()),
             history=read_history(PosixStorage(root), log),
             log=log,
         )

@@ -20,11 +20,18 @@ from holdfast.cli.page.html import (
     paragraph,
     table,
 )
+from holdfast.cli.page.rank_table import Outliers, RankColumn, rank_table
 from holdfast.cli.page.run_events import RunLog
 from holdfast.cli.page.tensors import tensor_data
 from holdfast.cli.page.timeline import timeline_section
+from holdfast.cli.page.verdict import judge, verdict_section
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.locality import placement_counts, rank_localities, stored_kinds
+from holdfast.cli.support.locality import (
+    RankLocality,
+    placement_counts,
+    rank_localities,
+    stored_kinds,
+)
 from holdfast.cli.support.locality_tables import SCOPE, copies_in_words
 from holdfast.cli.support.messages import (
     clean,
@@ -40,7 +47,6 @@ from holdfast.version import __version__
 
 MARK = "<!doctype html><!-- holdfast view -->"
 """How a page starts; a file that starts otherwise is not overwritten."""
-_MAX_RANKS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,8 @@ class PageData:
     label: str
     saved: SavedPlacement
     heat_maps: Sequence[HeatMap]
+    planned_nbytes: int
+    """That all ranks read together in a load under the saved layout, as planned."""
     history: History
     log: RunLog
 
@@ -59,10 +67,12 @@ def build_page(data: PageData) -> str:
     manifest = data.saved.manifest
     style, script = _asset("page.css"), _asset("page.js")
     title = f"Step {manifest.step}, {data.label}"
+    ranks = list(rank_localities(data.saved))
+    findings = judge(data.saved, ranks, data.log, planned_nbytes=data.planned_nbytes)
     sections = [
-        ("overview", "Overview", _overview(manifest)),
+        ("overview", "Overview", Html(verdict_section(findings) + _overview(manifest))),
         ("tensors", "Tensors and placements", _tensors(manifest)),
-        ("locality", "Locality", _locality(data.saved)),
+        ("locality", "Locality", _locality(data.saved, ranks)),
         ("reads", "Bytes read by a load", _heat_maps(data.heat_maps)),
         ("saves", "Save timeline", timeline_section(data.log)),
         ("history", "Retention history",
@@ -172,27 +182,46 @@ def _tensors(manifest: Manifest) -> Html:
     )  # fmt: skip
 
 
-def _locality(saved: SavedPlacement) -> Html:
-    """The tables of `show --locality`."""
-    number = [True] * 4
-    heads = ["Rank", "In its own file", "In files of others", "Own share", "Files to open"]
-    columns = [Column(heading=h, is_number=n) for h, n in zip(heads, [False, *number], strict=True)]
-    ranks = list(rank_localities(saved))
-    rows = []
-    for each in ranks[:_MAX_RANKS]:
-        needed = each.own_nbytes + each.other_nbytes
-        share = f"{100 * each.own_nbytes / needed:.0f} %" if needed else "-"
-        sizes = (each.own_nbytes, each.other_nbytes)
-        cells = [*map(_size, sizes), share, f"{each.num_files}"]
-        rows.append([esc(f"{each.rank}"), *map(esc, cells)])
-    parts = [
-        paragraph("Where the bytes lie that each rank needs when the saved layout is loaded."),
-        table("Bytes that each rank needs under the saved layout", columns, rows, id_="ranks"),
+def _locality(saved: SavedPlacement, ranks: Sequence[RankLocality]) -> Html:
+    """The tables of `show --locality`, and what each rank needs of each part."""
+    needs = [float(sum(each.nbytes_by_part.values())) for each in ranks]
+    others = [float(each.other_nbytes) for each in ranks]
+    shares = [
+        100 * each.own_nbytes / need if need else None
+        for each, need in zip(ranks, needs, strict=True)
     ]
-    if len(ranks) > len(rows):
-        parts.append(paragraph(f"The first {len(rows)} of {len(ranks):,} ranks are shown."))
-    parts += [_copies(saved), _placements(saved)]
-    return Html("".join(parts))
+    sizes = {
+        "In its own file": [float(each.own_nbytes) for each in ranks],
+        "In files of others": others,
+    }
+    columns = [_sizes(heading, values) for heading, values in sizes.items()]
+    columns += [
+        RankColumn(heading="Own share", values=shares, in_words=lambda share: f"{share:.0f} %"),
+        RankColumn(heading="Files to open", values=[each.num_files for each in ranks],
+                   in_words=lambda number: f"{number:.0f}"),
+    ]  # fmt: skip
+    parts = list(ranks[0].nbytes_by_part) if ranks else []
+    by_part = [
+        _sizes(part or "(no part)", [float(each.nbytes_by_part[part]) for each in ranks])
+        for part in parts
+    ]
+    by_part = [column for column in by_part if any(column.values)]
+    by_part.append(_sizes("All parts", needs))
+    numbers = [each.rank for each in ranks]
+    return Html(
+        paragraph("Where the bytes lie that each rank needs when the saved layout is loaded.")
+        + rank_table("Bytes that each rank needs under the saved layout", numbers, columns,
+                     id_="ranks", outliers=Outliers(words="with most in files of others",
+                                                    weights=others))
+        + rank_table("Bytes that each rank needs of each part", numbers, by_part, id_="parts",
+                     outliers=Outliers(words="that need most", weights=needs))
+        + _copies(saved)
+        + _placements(saved)
+    )  # fmt: skip
+
+
+def _sizes(heading: str, values: Sequence[float]) -> RankColumn:
+    return RankColumn(heading=heading, values=values, in_words=lambda nbytes: _size(int(nbytes)))
 
 
 def _size(nbytes: int) -> str:

@@ -9,11 +9,12 @@ import numpy as np
 
 from holdfast.arrays.types import IntArray
 from holdfast.cli.page.html import Html, bullets, element, esc, scrollable
-from holdfast.cli.support.messages import in_bytes, in_ranges
+from holdfast.cli.support.messages import counted, in_bytes, in_ranges
 
 _MAX_LINES = 40
 """Rows and columns of a table; more ranks or files are summed up."""
 _NUM_SHADES = 8
+_NUM_NAMED = 5
 OWN = "◆"
 """Marks the file that a rank wrote itself."""
 
@@ -87,13 +88,30 @@ def heat_map_table(heat: HeatMap, *, id_: str) -> Html:
         notes.append(
             f"{len(heat.ranks):,} ranks and {len(heat.files):,} files: neighbours are summed up."
         )
+        notes.append(_who_reads_most(heat))
     return Html(scrollable(table, label_id=f"{id_}-caption") + bullets(notes))
 
 
 def _bins(count: int) -> list[range]:
-    """At most `_MAX_LINES` ranges of equal length that cover so many."""
-    length = max(-(-count // _MAX_LINES), 1)
+    """At most `_MAX_LINES` ranges that cover so many; of 2, 4, 8, … neighbours, as hosts are."""
+    length = 1
+    while length * _MAX_LINES < count:
+        length *= 2
     return [range(at, min(at + length, count)) for at in range(0, count, length)]
+
+
+def _who_reads_most(heat: HeatMap) -> str:
+    """Name the single ranks that stand out, which sums of neighbours hide."""
+    sums, num_files = heat.nbytes.sum(axis=1), (heat.nbytes > 0).sum(axis=1)
+    order = np.argsort(-sums, kind="stable").tolist()
+    named = [
+        f"rank {heat.ranks[i]} ({in_bytes(int(sums[i]))}, {counted(int(num_files[i]), 'file')})"
+        for i in order[:_NUM_NAMED]
+    ]
+    middle = order[len(order) // 2]
+    return (
+        f"Most is read by {', '.join(named)}; the median rank reads {in_bytes(int(sums[middle]))}."
+    )
 
 
 def _file_heading(heat: HeatMap, column: range) -> Html:

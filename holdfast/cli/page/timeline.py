@@ -1,22 +1,30 @@
-"""How long each rank spent in each phase of a save, as bars and as a table of the same numbers."""
+"""When each rank and its writer were in which phase of a save: lanes, and tables of the numbers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from holdfast.cli.page.html import Column, Html, bullets, element, esc, paragraph, table
+from holdfast.cli.page.html import Html, bullets, element, esc, paragraph
+from holdfast.cli.page.rank_table import NUM_OUTLIERS, Outliers, RankColumn, rank_table
 from holdfast.cli.page.run_events import RunEvent, RunLog
+from holdfast.cli.support.messages import in_bytes
 from holdfast.format.rank_events import SaveEvent
 
 MAX_SAVES = 30
-_MAX_RANKS = 64
+_MAX_DRAWN = 32
+"""Ranks that are drawn of the newest save; of older ones and of more ranks the slowest are."""
 _SUMS = ("total", "stall")
 """Sums of other phases: not drawn, but in the table."""
+_OF_WRITER = ("write", "commit")
+_WAITING = ("wait", "plan", "commit")
+"""Phases that last until other ranks, or an earlier save, are ready."""
 _ORDER = (
     "wait", "flatten", "plan", "lay out", "stage", "compare", "submit", "write", "commit", "retain",
 )  # fmt: skip
-_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _AXIS = 900, 64, 96, 18, 6, 22
+_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _AXIS = 900, 72, 210, 16, 8, 22
+_LONGEST_S = 1e9
+"""What a log has beyond this is no time of a save, and is drawn out of the picture."""
 _MIN_LABEL = 52
 """Width of a bar that has room for the name of its phase."""
 
@@ -31,10 +39,11 @@ def timeline_section(log: RunLog) -> Html:
     saves = log.saves[::-1][:MAX_SAVES]
     parts = [
         paragraph(
-            "Bars begin when a rank called for the save and show its phases in order, end to end. "
-            "Phases may overlap (what is staged is written at the same time), so that bars can be "
-            "longer than the save took. The time behind a bar is what the rank waited: all of a "
-            "synchronous save, the stall of an asynchronous one, whose writer writes and commits."
+            "Each rank has two lanes, in real time from the first rank's call on: its own, what "
+            "training waited for, and that of its writer, which writes while a synchronous save "
+            "still stages, and writes and commits behind the training of an asynchronous one. "
+            "Commits of ranks that do not commit are waits for the one that does. Ranks of other "
+            "hosts start by their own clocks."
         )
     ]
     parts += [_save(save, number=i) for i, save in enumerate(saves)]
@@ -47,24 +56,58 @@ def timeline_section(log: RunLog) -> Html:
 
 def save_seconds(save: RunEvent[SaveEvent]) -> float:
     """Return what the slowest rank waited for a save: all of a synchronous one, else the stall."""
-    return max(_waited(rank) for rank in save.ranks)
+    return max(waited(rank) for rank in save.ranks)
 
 
-def _waited(rank: SaveEvent) -> float:
+def waited(rank: SaveEvent) -> float:
+    """Return what one rank waited for a save."""
     return rank.phases.get("total", rank.phases.get("stall", sum(rank.phases.values())))
 
 
+def work(rank: SaveEvent) -> dict[str, float]:
+    """Return the phases in which a rank does not wait for others, each second once."""
+    # A synchronous save stages and compares within its write.
+    inner = ("stage", "compare") if "total" in rank.phases and "write" in rank.phases else ()
+    skipped = {*_SUMS, *_WAITING, *inner}
+    return {name: seconds for name, seconds in rank.phases.items() if name not in skipped}
+
+
+def write_rate(rank: SaveEvent) -> str:
+    """Return how fast the writer wrote: "1.2 GB in 0.5 s, 2.4 GB/s"; empty if it is not known."""
+    seconds = rank.phases.get("write", 0.0)
+    if not (rank.nbytes > 0 and seconds > 0):
+        return ""
+    rate = int(min(rank.nbytes / seconds, 1e18))
+    return f"{in_bytes(rank.nbytes)} in {in_seconds(seconds)}, {in_bytes(rate)}/s"
+
+
 def _save(save: RunEvent[SaveEvent], *, number: int) -> Html:
-    """One save: a heading with what it took, the bars, the table."""
-    ranks = save.ranks[:_MAX_RANKS]
-    kind = "asynchronous, ranks waited" if "stall" in ranks[0].phases else "took"
+    """One save: a heading with what it took, the lanes, the tables."""
+    kind = "asynchronous, ranks waited" if "stall" in save.ranks[0].phases else "took"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(save.began))
     title = f"Step {save.step}, {when} UTC: {kind} {in_seconds(save_seconds(save))}"
-    content = [_bars(save, ranks, number=number), _numbers(save, ranks, number=number)]
-    if len(ranks) < len(save.ranks):
-        content.append(bullets([f"The first {len(ranks)} of {len(save.ranks):,} ranks are shown."]))
+    limit = _MAX_DRAWN if number == 0 else NUM_OUTLIERS
+    slowest = _slowest(save.ranks)
+    drawn, notes = save.ranks, []
+    if len(drawn) > limit:
+        drawn = [save.ranks[place] for place in slowest.places(NUM_OUTLIERS)]
+        notes.append(f"Drawn are the {len(drawn)} of {len(save.ranks):,} ranks {slowest.words}.")
+    num_old = sum(not _has_starts(rank) for rank in save.ranks)
+    if num_old:
+        notes.append(
+            f"The lines of {num_old:,} of {len(save.ranks):,} ranks do not say when their phases "
+            "started, as those of an older Holdfast: their bars are end to end in one lane, "
+            "although phases overlap, and can be longer than the save took."
+        )
+    content = [_lanes(save, drawn, number=number), bullets(notes), _numbers(save, number=number)]
     return element(
         "details", element("summary", esc(title)), *content, open="" if number == 0 else None
+    )
+
+
+def _slowest(ranks: Sequence[SaveEvent]) -> Outliers:
+    return Outliers(
+        words="that worked longest", weights=[sum(work(rank).values()) for rank in ranks]
     )
 
 
@@ -82,29 +125,44 @@ def _phases(ranks: Sequence[SaveEvent]) -> list[str]:
     return known + sorted(names - set(_ORDER) - set(_SUMS)) + [n for n in _SUMS if n in names]
 
 
-def _bars(save: RunEvent[SaveEvent], ranks: Sequence[SaveEvent], *, number: int) -> Html:
-    """A drawing: one line per rank, a legend below it."""
-    phases = [name for name in _phases(ranks) if name not in _SUMS]
-    ends = [r.began - save.began + sum(r.phases.get(p, 0.0) for p in phases) for r in ranks]
-    longest = max([*ends, 1e-9])
+def _has_starts(rank: SaveEvent) -> bool:
+    """Return whether the log says when each phase of a rank started."""
+    return all(name in rank.starts for name in rank.phases if name not in _SUMS)
+
+
+def _spans(rank: SaveEvent) -> list[tuple[str, float, float, bool]]:
+    """(phase, start after the call, seconds, whether it is the writer's) of what is drawn."""
+    phases = [name for name in _phases([rank]) if name not in _SUMS]
+    if _has_starts(rank):
+        return [(p, rank.starts[p], rank.phases[p], p in _OF_WRITER) for p in phases]
+    spans, start = [], 0.0
+    for name in phases:
+        spans.append((name, start, rank.phases[name], False))
+        start += rank.phases[name]
+    return spans
+
+
+def _lanes(save: RunEvent[SaveEvent], ranks: Sequence[SaveEvent], *, number: int) -> Html:
+    """A drawing: two lanes per rank, a legend below it."""
+    ends = [
+        rank.began - save.began + max([waited(rank), *(at + length for _, at, length, _ in spans)])
+        for rank in ranks
+        for spans in [_spans(rank)]
+    ]
+    longest = min(max([*ends, 1e-9]), _LONGEST_S)
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    height = len(ranks) * (_BAR + _GAP) + _AXIS
+    tops = [0]
+    for rank in ranks:
+        tops.append(tops[-1] + _BAR * (2 if _has_starts(rank) else 1) + _GAP)
+    height = tops[-1] + _AXIS
     lines = [_axis(longest, scale, height)]
-    for line, rank in enumerate(ranks):
-        y = line * (_BAR + _GAP) + _GAP // 2
-        lines.append(_text(_LEFT - 8, y + 13, f"rank {rank.rank}", class_="end"))
-        x = _LEFT + (rank.began - save.began) * scale
-        for name in phases:
-            width = rank.phases.get(name, 0.0) * scale
-            if width >= 0.3:
-                lines.append(_bar(x, y, width, name, rank.phases[name]))
-            x += width
-        word = "stall " if "stall" in rank.phases else ""
-        lines.append(_text(x + 6, y + 13, word + in_seconds(_waited(rank)), class_="start"))
-    slowest = max(ranks, key=_waited)
+    for rank, top in zip(ranks, tops, strict=False):
+        lines += _lanes_of(rank, _LEFT + (rank.began - save.began) * scale, top + 4, scale)
+    worst = max(ranks, key=lambda rank: sum(work(rank).values()))
     label = (
-        f"Phases of the save of step {save.step} on {len(ranks)} ranks; the slowest is rank "
-        f"{slowest.rank} with {in_seconds(_waited(slowest))}. The table below has all numbers."
+        f"Phases of the save of step {save.step} on {len(ranks)} ranks in real time; rank "
+        f"{worst.rank} worked longest, {in_seconds(sum(work(worst).values()))}. The table below "
+        "has all numbers."
     )
     drawing = element(
         "svg", *lines, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=label,
@@ -112,14 +170,39 @@ def _bars(save: RunEvent[SaveEvent], ranks: Sequence[SaveEvent], *, number: int)
     )  # fmt: skip
     keys = [
         element("li", element("span", class_=f"swatch p-{_slug(name)}"), esc(name))
-        for name in phases
+        for name in _phases(ranks)
+        if name not in _SUMS
     ]
     legend = element("ul", *keys, class_="legend", aria_label="Phases")
     return Html(
         element("div", drawing, class_="scroll", role="region", tabindex="0",
-                aria_label=f"Bars of save {number + 1}")
+                aria_label=f"Lanes of save {number + 1}")
         + legend
     )  # fmt: skip
+
+
+def _lanes_of(rank: SaveEvent, left: float, top: int, scale: float) -> list[Html]:
+    """The lanes of one rank, and behind them what it waited and how fast its writer wrote."""
+    spans = _spans(rank)
+    parts = [_text(_LEFT - 8, top + 12, f"rank {rank.rank}", class_="end")]
+    for name, start, seconds, is_writer in spans:
+        if seconds * scale >= 0.3:
+            y = top + _BAR * is_writer
+            parts.append(_bar(left + start * scale, y, seconds * scale, name, seconds))
+    word = "waited " if _has_starts(rank) or "stall" in rank.phases else ""
+    own = [start + seconds for _, start, seconds, is_writer in spans if not is_writer]
+    end = waited(rank) if _has_starts(rank) else max([*own, 0.0])
+    parts.append(
+        _text(left + end * scale + 6, top + 12, word + in_seconds(waited(rank)), class_="start")
+    )
+    written = [start + seconds for _, start, seconds, is_writer in spans if is_writer]
+    if written:
+        parts.append(_text(_LEFT - 8, top + _BAR + 12, "writer", class_="end muted"))
+        parts.append(
+            _text(left + max(written) * scale + 6, top + _BAR + 12, write_rate(rank),
+                  class_="start")
+        )  # fmt: skip
+    return parts
 
 
 def _axis(longest: float, scale: float, height: int) -> Html:
@@ -146,7 +229,7 @@ def _bar(x: float, y: float, width: float, name: str, seconds: float) -> Html:
         )
     ]  # fmt: skip
     if width >= _MIN_LABEL:
-        parts.append(_text(x + 5, y + 13, name, class_="start in"))
+        parts.append(_text(x + 5, y + 12, name, class_="start in"))
     return Html("".join(parts))
 
 
@@ -159,19 +242,27 @@ def _slug(name: str) -> str:
     return name.replace(" ", "-") if name in _ORDER else "other"
 
 
-def _numbers(save: RunEvent[SaveEvent], ranks: Sequence[SaveEvent], *, number: int) -> Html:
-    """The table of the same numbers."""
-    phases = _phases(ranks)
-    columns = [Column(heading="Rank"), *(Column(heading=p, is_number=True) for p in phases)]
-    rows = [
-        [esc(rank.rank), *(esc(in_seconds(rank.phases[p]) if p in rank.phases else "-")
-                           for p in phases)]
-        for rank in ranks
+def _numbers(save: RunEvent[SaveEvent], *, number: int) -> Html:
+    """The tables of the same numbers; of many ranks all are in those of the newest save alone."""
+    columns = [
+        RankColumn(heading=name, values=[rank.phases.get(name) for rank in save.ranks],
+                   in_words=in_seconds)
+        for name in _phases(save.ranks)
     ]  # fmt: skip
-    caption = f"Time of each rank in each phase of the save of step {save.step}"
+    rates = [rank.nbytes / rank.phases["write"] if write_rate(rank) else None
+             for rank in save.ranks]  # fmt: skip
+    if any(rates):
+        columns.append(
+            RankColumn(heading="written per second", values=rates,
+                       in_words=lambda rate: f"{in_bytes(int(min(rate, 1e18)))}/s")
+        )  # fmt: skip
     return element(
         "details",
         element("summary", esc("Numbers")),
-        table(caption, columns, rows, id_=f"save-{number}"),
+        rank_table(
+            f"Time of each rank in each phase of the save of step {save.step}",
+            [rank.rank for rank in save.ranks], columns, id_=f"save-{number}",
+            outliers=_slowest(save.ranks), has_all=number == 0,
+        ),
         class_="inner",
-    )
+    )  # fmt: skip

@@ -30,6 +30,9 @@ class RankLocality:
     """In files of other ranks alone."""
     num_files: int
     """Data files to open for all of it, its own included."""
+    nbytes_by_part: dict[str, int]
+    """Part of the state -> bytes, of all parts in the order of the manifest; "" has what no part
+    refers to, if there is any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +73,22 @@ def rank_localities(saved: SavedPlacement) -> Iterator[RankLocality]:
     """
     index = saved.index
     writers = np.array([file.writer for file in saved.manifest.files], dtype=np.int64)
+    parts = parts_of(saved.manifest)
+    of_tensor = [parts.get(info.key, "") for info in saved.manifest.tensors]
+    names = list(dict.fromkeys([*saved.manifest.parts, *of_tensor]))
+    number_of = {name: number for number, name in enumerate(names)}
+    part = np.array([number_of[name] for name in of_tensor], dtype=np.int64)
     for rank in saved.ranks:
         rows = saved.rows_read(rank)
         is_own = writers[index.file[rows]] == rank
+        by_part = np.zeros(len(names), dtype=np.int64)
+        np.add.at(by_part, part[index.tensor[rows]], index.nbytes[rows])
         yield RankLocality(
             rank=rank,
             own_nbytes=int(index.nbytes[rows[is_own]].sum()),
             other_nbytes=int(index.nbytes[rows[~is_own]].sum()),
             num_files=len(np.unique(index.file[rows])),
+            nbytes_by_part=dict(zip(names, by_part.tolist(), strict=True)),
         )
 
 

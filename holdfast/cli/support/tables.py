@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -18,9 +20,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 MAX_ROWS = 50
 """Rows of a table that are printed when not all were asked for."""
+_LONGEST_WORDS = range(24, 5, -2)
+"""Words of so many characters are not cut: tried one after the other until a table fits."""
+_GAP = 2
+"""Between columns, and at both edges together."""
 
 
 class _Console(Console):
@@ -44,15 +51,101 @@ def make_console(stream: IO[str] | None = None) -> Console:
     )
 
 
-def make_table(columns: Sequence[tuple[str, str]], *, title: str = "") -> Table:
-    """A table; each column is a heading and a style ("right" aligns numbers)."""
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for heading, style in columns:
-        if style == "right":
-            table.add_column(heading, justify="right", no_wrap=True)
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """The widths that a column needs: for all on one line, for the words of heading and cells."""
+
+    all: int
+    heading: int
+    word: int
+    is_number: bool
+
+    @classmethod
+    def of(cls, heading: str, cells: Sequence[str], is_number: bool) -> _Needs:
+        """Measure a column; the cells of numbers are words as a whole: 1.23 GB."""
+        longest = max(map(cell_len, cells), default=0)
+        words = (word for cell in cells for word in cell.split())
+        return cls(
+            all=max(longest, cell_len(heading), 1),
+            heading=max(map(cell_len, heading.split()), default=1),
+            word=longest if is_number else max(map(cell_len, words), default=0),
+            is_number=is_number,
+        )
+
+    def least(self, longest: int) -> int:
+        """Return the width that cuts no number, and no word of up to so many characters."""
+        return max(self.heading, self.word if self.is_number else min(self.word, longest))
+
+
+class Listing:
+    """A table that keeps every column at any width: text and headings wrap, numbers do not.
+
+    Where the terminal has no room for that, each row is printed as lines of heading and cell.
+    """
+
+    def __init__(self, columns: Sequence[tuple[str, str]], *, title: str = "") -> None:
+        self._columns, self._title = columns, title
+        self._rows: list[tuple[Sequence[str], str | None]] = []
+
+    def add_row(self, *cells: str, style: str | None = None) -> None:
+        """Add a row; columns that it has no cell for stay empty."""
+        missing = len(self._columns) - len(cells)
+        self._rows.append(((*cells, *[""] * missing), style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay it out for the width of the console."""
+        widths = self._widths(options.max_width - _GAP * len(self._columns))
+        if widths is None:
+            yield from self._records()
+            return
+        table = Table(
+            title=self._title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False,
+            collapse_padding=True,
+        )  # fmt: skip
+        for (heading, style), width in zip(self._columns, widths, strict=True):
+            is_number = style == "right"
+            table.add_column(
+                heading, justify="right" if is_number else "left", overflow="fold", width=width,
+                style=None if is_number else style or None,
+            )  # fmt: skip
+        for cells, row_style in self._rows:
+            table.add_row(*cells, style=row_style)
+        yield table
+
+    def _widths(self, room: int) -> list[int] | None:
+        """Return the width of each column; None if there is no room to keep numbers whole."""
+        needs = [
+            _Needs.of(heading, [cells[number] for cells, _ in self._rows], style == "right")
+            for number, (heading, style) in enumerate(self._columns)
+        ]
+        for longest in _LONGEST_WORDS:
+            widths = [need.least(longest) for need in needs]
+            if sum(widths) <= room:
+                break
         else:
-            table.add_column(heading, style=style or None, overflow="fold")
-    return table
+            return None
+        # Each further cell goes to the column that would wrap most.
+        while sum(widths) < room and any(
+            w < need.all for w, need in zip(widths, needs, strict=True)
+        ):
+            most = max(range(len(widths)), key=lambda i: needs[i].all / widths[i])
+            widths[most] += 1
+        return widths
+
+    def _records(self) -> Iterator[Text]:
+        """Yield a line for each cell, and an empty one after each row."""
+        if self._title:
+            yield Text(self._title, style="italic")
+        for cells, style in self._rows:
+            for (heading, _), cell in zip(self._columns, cells, strict=True):
+                if cell:
+                    yield Text(f"{heading}: {cell}" if heading else cell, style=style or "")
+            yield Text()
+
+
+def make_table(columns: Sequence[tuple[str, str]], *, title: str = "") -> Listing:
+    """A table; each column is a heading and a style ("right" aligns numbers)."""
+    return Listing(columns, title=title)
 
 
 def print_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast import Checkpointer, Layout, Padded, PerRank, ProcessGroups, Replicated, Sharded
+from holdfast import (
+    Checkpointer,
+    Layout,
+    OptimizerState,
+    Padded,
+    PerRank,
+    ProcessGroups,
+    Replicated,
+    Sharded,
+)
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.intervals import shard_intervals
@@ -30,7 +40,10 @@ from holdfast.storage import PosixStorage
 from tests.checkpoint.common import make_state
 from tests.cli.conftest import Holdfast
 from tests.format.making import Chunk, make, random_tensor, write
+from tests.fsdp import common as fsdp
 from tests.harness import RankContext, run_ranks
+from tests.optim import experts
+from tests.optim.common import adamw
 
 SAVED = {"tp": 2, "dp": 2}
 Boxes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -91,14 +104,13 @@ def load_near(context: RankContext, root: str) -> dict[str, int]:
         return dict(checkpointer.load(state).nbytes_by_file)
 
 
-def rich_state(groups: ProcessGroups, *, blank: bool = False) -> dict[str, object]:
+def rich_state(groups: ProcessGroups) -> dict[str, object]:
     """One tensor of every kind of holding, on two stages of two ranks with an expert each."""
     layout, rank = groups.layout, groups.rank
     at = layout.coordinates(rank)
 
     def filled(*shape: int) -> torch.Tensor:
-        numbers = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-        return torch.zeros(shape) if blank else numbers
+        return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
 
     mesh = groups.mesh("dp")
     half = at["dp"]
@@ -123,33 +135,62 @@ def rich_state(groups: ProcessGroups, *, blank: bool = False) -> dict[str, objec
     }  # fmt: skip
 
 
-def save_and_load_rich(context: RankContext, root: str) -> list[dict[str, int]]:
-    """Bytes by file of a load under the saved layout, by what was stored more than once."""
-    layout, loads = Layout(dp=2, ep=2, pp=2), []
-    for axes in COPIES:
-        with (
-            ProcessGroups.create(layout, backend="gloo") as groups,
-            Checkpointer(
-                f"{root}-{len(axes)}", groups=groups, replicate_over=axes, max_copy_fraction=9.0
-            ) as checkpointer,
-        ):
-            checkpointer.save(1, rich_state(groups))
-            report = checkpointer.load(rich_state(groups, blank=True))
-            loads.append(dict(report.nbytes_by_file))
+def zero_state(groups: ProcessGroups) -> dict[str, object]:
+    """ZeRO over dense weights and over experts, after a step: runs of buffers as shards."""
+    net = experts.build_sparse(groups)
+    optimizer = experts.chain(net, adamw, groups)
+    with optimizer.microbatch(is_last=True):
+        net(experts.rows_of(0, groups)).mean().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    return {"model": net, "optimizer": OptimizerState(optimizer, net)}
+
+
+def hybrid_state(groups: ProcessGroups) -> dict[str, object]:
+    """Parameters sharded within each of two slices of the data ranks, after a step."""
+    net = fsdp.place(fsdp.build(num_layers=2), groups)
+    sharded = fsdp.shard(net, groups, strategy="optim_grads_params")
+    optimizer = fsdp.adamw(net.parameters())
+    fsdp.train(sharded, optimizer, steps=1)
+    return {"model": net, "optimizer": OptimizerState(optimizer, net)}
+
+
+Make = Callable[[ProcessGroups], dict[str, object]]
+HOLDINGS: dict[str, tuple[Layout, Make, tuple[str, ...]]] = {
+    "rich": (Layout(dp=2, ep=2, pp=2), rich_state, ("", "dp", "pp ep")),
+    "zero": (Layout(tp=2, dp=2, ep=2, expt_tp=1), zero_state, ("", "dp", "tp")),
+    "hybrid": (Layout(dp=4, ep=2, replicas=2), hybrid_state, ("", "dp")),
+}
+"""Name -> layout, state, and over which axes its replicated tensors are stored, in turn."""
+
+
+def save_and_load_holdings(context: RankContext, root: str) -> dict[str, dict[str, int]]:
+    """Bytes by file of loads under the saved layout, by what holds and what is stored twice."""
+    loads = {}
+    for name, (layout, make_it, all_axes) in HOLDINGS.items():
+        with ProcessGroups.create(layout, backend="gloo") as groups:
+            state = make_it(groups)
+            for axes in all_axes:
+                with Checkpointer(
+                    f"{root}-{name} {axes}", groups=groups, replicate_over=tuple(axes.split()),
+                    max_copy_fraction=9.0,
+                ) as checkpointer:  # fmt: skip
+                    checkpointer.save(1, state)
+                    loads[f"{name} {axes}"] = dict(checkpointer.load(state).nbytes_by_file)
     return loads
-
-
-COPIES: list[tuple[str, ...]] = [(), ("dp",), ("pp", "ep")]
 
 
 def test_the_saved_layout_is_exact_for_every_kind_of_holding(
     holdfast: Holdfast, tmp_path: Path
 ) -> None:
-    """B10: runs of a buffer, experts, stages, DTensors, undeclared replicas; with copies, too."""
-    results = run_ranks(4, save_and_load_rich, str(tmp_path / "run")).results
-    kinds = set()
-    for number, axes in enumerate(COPIES):
-        root = Path(f"{tmp_path / 'run'}-{len(axes)}")
+    """B10: runs of a buffer, experts, stages, DTensors, undeclared replicas; with copies, too.
+
+    ZeRO with experts that tensor parallelism does not cut, and hybrid sharding, are of real models.
+    """
+    results = run_ranks(4, save_and_load_holdings, str(tmp_path / "run")).results
+    kinds: dict[str, set[str]] = {}
+    for name, axes in ((name, axes) for name, each in HOLDINGS.items() for axes in each[2]):
+        root = Path(f"{tmp_path / 'run'}-{name} {axes}")
         shown = holdfast("show", root, "--locality", "--json").json["locality"]
         assert (shown["extra_nbytes"] > 0) == bool(axes)
         with open_saved(root) as snapshot:
@@ -158,18 +199,22 @@ def test_the_saved_layout_is_exact_for_every_kind_of_holding(
             nbytes = forecast_reads(snapshot, requests.tables, ranks=requests.ranks)
             writer = {file.name: file.writer for file in snapshot.manifest.files}
         for rank in range(4):
-            read = results[rank][number]
-            assert {n: int(b) for n, b in zip(names, nbytes[rank], strict=True) if b} == read
-            own = sum(b for name, b in read.items() if writer[name] == rank)
+            read = results[rank][f"{name} {axes}"]
+            planned = {n: int(b) for n, b in zip(names, nbytes[rank], strict=True) if b}
+            assert planned == read, (name, axes, rank)
+            own = sum(b for file, b in read.items() if writer[file] == rank)
             locality = shown["ranks"][rank]
-            assert locality["own_nbytes"] == own, (axes, rank)
+            assert locality["own_nbytes"] == own, (name, axes, rank)
             assert locality["other_nbytes"] == sum(read.values()) - own
             assert locality["num_files"] == len(read)
-        kinds |= {each["placement"] for each in shown["placements"]}
-    assert kinds == {
+            assert sum(locality["nbytes_by_part"].values()) == sum(read.values())
+        kinds.setdefault(name, set()).update(each["placement"] for each in shown["placements"])
+    assert kinds["rich"] == {
         "whole", "irregular", "per coordinate", "dp cuts dim 0", "ep cuts dim 0", "pp cuts dim 0",
         "runs over dp_cp",
     }  # fmt: skip
+    assert {"runs over dp_cp", "ep cuts dim 0, runs over expt_dp"} <= kinds["zero"]
+    assert {"dp_cp_intra cuts dim 0"} <= kinds["hybrid"], kinds["hybrid"]
 
 
 def save_on_meshes(context: RankContext, root: str) -> None:

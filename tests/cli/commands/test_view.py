@@ -39,6 +39,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
+        self.source = text
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.tables: dict[str, list[list[str]]] = {}
         self.captions: list[str] = []
@@ -189,6 +190,9 @@ def test_keys_cannot_become_markup(holdfast: Holdfast, tmp_path: Path) -> None:
     )
     write(PosixStorage(tmp_path / "run"), made)
     log(tmp_path / "run", 0, save_event(1, 1.0, **{"</svg><script>": 1.0}))
+    # Nor can times that no save takes keep the page from being made.
+    log(tmp_path / "run", 0, save_event(2, 2.0, stage=1.7e308, write=1.7e308, commit=-1.0))
+    log(tmp_path / "run", 0, save_event(3, 3.0, write=5e-324) | {"starts": {"write": -1.7e308}})
     page = view(holdfast, tmp_path / "run")
     tags = Counter(tag for tag, _ in page.elements)
     assert tags["script"] == 2
@@ -262,9 +266,9 @@ def test_real_loads_and_saves_come_from_the_log(holdfast: Holdfast, run_director
     saves = sorted(id_ for id_ in page.tables if id_.startswith("save-"))
     assert saves == ["save-0", "save-1", "save-2"], "newest first"
     assert page.tables["save-2"] == [
-        ["Rank", "stage", "write", "total"],
-        ["0", "250 ms", "500 ms", "750 ms"],
-        ["1", "250 ms", "1.5 s", "1.75 s"],
+        ["Rank", "stage", "write", "total", "written per second"],
+        ["0", "250 ms", "500 ms", "750 ms", "200 B/s"],
+        ["1", "250 ms", "1.5 s", "1.75 s", "66 B/s"],
     ]
     assert page.column("save-0", "stage") == ["500 ms", "500 ms"]
     assert "1 lines of the log cannot be read" in page.text
@@ -342,3 +346,197 @@ def test_many_tensors_make_a_small_page(holdfast: Holdfast, tmp_path: Path) -> N
     assert len(json.loads(page.scripts[0])["placements"]) == 1
     assert (tmp_path / "page.html").stat().st_size < 3000 * 80 + 60_000
     assert len(page.elements) < 1000
+
+
+def findings(page: Page, kind: str) -> list[str]:
+    """The sentences of the verdict of one kind."""
+    items = re.findall(rf'<li class="{kind}">(.*?)</li>', page.source)
+    return [re.sub("<[^>]+>", "", item) for item in items]
+
+
+def test_the_verdict_says_what_the_records_support(holdfast: Holdfast, run_directory: Path) -> None:
+    """Without a log times are not judged; slower saves, stragglers and gaps of a log are named."""
+    page = view(holdfast, run_directory)
+    assert "Nothing that is known here asks for a closer look. 2 things cannot be judged." in (
+        page.text
+    )
+    assert findings(page, "look") == []
+    facts, unknown = findings(page, "fact"), findings(page, "unknown")
+    assert "95 % of the bytes that ranks need are in their own files" in facts[0]
+    assert "(least: rank 1 with 89 %); each rank opens 1-2 files" in facts[0]
+    assert facts[1] == (
+        "1 of 4 tensors are stored more than once, up to 2 times; the copies cost 36 B, 8.04 % on "
+        "top."
+    )
+    assert "cannot judge how long saves take" in unknown[0]
+    assert "cannot judge what loads read" in unknown[1]
+    # Two steady ranks, whose last save is slower by the write of one.
+    for rank in range(2):
+        for step in range(1, 5):
+            write_s = 0.5 + rank * (step == 4)
+            event = save_event(step, 10.0 * step, stage=0.1, write=write_s, total=0.6 + (step == 4))
+            log(run_directory, rank, event)
+    page = view(holdfast, run_directory)
+    slower, straggler = findings(page, "look")
+    assert "ranks waited up to 1.6 s (rank 0), 2.7 times the median of the 3 before it" in slower
+    assert slower.endswith("600 ms: saves got slower.")
+    assert "rank 1 worked longest, 1.5 s: most of it in write, 1.5 s (the median" in straggler
+    assert straggler.endswith("it wrote 100 B in 1.5 s, 66 B/s.")
+    assert "2 things to look at. 1 thing cannot be judged." in page.text
+    # A save of which one rank has no line, and a line that was cut off.
+    log(run_directory, 0, save_event(6, 60.0, total=0.5))
+    with (run_directory / "events" / "00001.jsonl").open("a") as file:
+        file.write('{"event": "save", "ra')
+    looks = findings(view(holdfast, run_directory), "look")
+    assert "of step 6, has 1 of 2 ranks (0)" in looks[0]
+    assert "1 line of the log cannot be read" in looks[1]
+    # A log of other steps than the one that is shown.
+    assert "the log has no save" not in view(holdfast, run_directory).text
+    for rank in range(2):
+        (run_directory / "events" / f"{rank:05d}.jsonl").unlink()
+    log(run_directory, 0, save_event(9, 90.0, total=0.5))
+    unknown = findings(view(holdfast, run_directory), "unknown")
+    assert "the log has no save of step 4, which is shown" in unknown[0]
+
+
+def test_a_load_is_judged_by_its_plan(holdfast: Holdfast, run_directory: Path) -> None:
+    """More than planned is told; a load of another layout, step or age has no plan here."""
+
+    def load(began: float, more: int, **members: Any) -> Page:
+        (run_directory / "events" / "00000.jsonl").unlink(missing_ok=True)
+        (run_directory / "events" / "00001.jsonl").unlink(missing_ok=True)
+        for rank, own in enumerate((256, 228)):
+            files = {f"data/{rank:05d}.safetensors": own + more}
+            if rank:
+                files["data/00000.safetensors"] = 28
+            event = {"event": "load", "step": 4, "began": began, "seconds": 0.5,
+                     "nbytes_by_file": files, "nbytes_needed": 256}  # fmt: skip
+            log(run_directory, rank, event | members)
+        return view(holdfast, run_directory)
+
+    late = 2e9
+    good, bad = load(late, 0), load(late, 4)
+    assert findings(good, "look") == []
+    assert "read 512 B in 500 ms; planned under the saved layout are 512 B." in good.text
+    (text,) = findings(bad, "look")
+    assert "read 520 B in 500 ms, more than the 512 B planned under the saved layout." in text
+    for page in (load(1.0, 4), load(late, 4, step=2), load(late, 4, axes={"dp": 2})):
+        assert findings(page, "look") == []
+        assert "520 B in 500 ms, 1.02 times the 512 B that its ranks needed" in page.text
+        assert "no plan is here to compare it with" in findings(page, "unknown")[-1]
+
+
+def test_lanes_are_drawn_at_their_times(holdfast: Holdfast, run_directory: Path) -> None:
+    """The rank's lane ends with its stall, the writer's starts there; older lines are marked."""
+    for rank in range(2):
+        log(run_directory, rank, save_event(1, 10.0, stage=0.2, write=1.0, stall=0.3))
+        log(run_directory, rank, async_event(4, rank) | {"axes": {"tp": 2}})
+    page = view(holdfast, run_directory)
+    new, old = (bars(svg) for svg in re.findall(r"<svg .*?</svg>", page.source))
+    event = async_event(4, 0)
+    lanes = {phase: y for phase, _, y, _ in new[:6]}
+    assert lanes == dict.fromkeys(("flatten", "plan", "stage", "submit"), 4) | dict.fromkeys(
+        ("write", "commit"), 20
+    )
+    scale = next(width for phase, _, _, width in new if phase == "write")  # of one second
+    for phase, x, _, width in new[:6]:
+        assert (x - 72) / scale == pytest.approx(event["starts"][phase], abs=1e-2)
+        assert width / scale == pytest.approx(event["phases"][phase], abs=1e-2)
+    assert "waited 230 ms" in page.texts
+    assert page.texts.count("2 GB in 1 s, 2 GB/s") >= 2
+    # Without starts: end to end in one lane, and the page says so.
+    assert [(phase, y) for phase, _, y, _ in old] == [
+        ("stage", 4), ("write", 4), ("stage", 28), ("write", 28),
+    ]  # fmt: skip
+    assert old[1][1] == pytest.approx(old[0][1] + old[0][3], abs=0.1)
+    assert page.text.count("do not say when their phases started") == 1
+
+
+def bars(svg: str) -> list[tuple[str, float, int, float]]:
+    """(phase, x, y, width) of each bar of a drawing."""
+    found = re.findall(r'x="([0-9.]+)" y="([0-9]+)" width="([0-9.]+)"[^>]*class="p-(.*?)"', svg)
+    return [(phase, float(x), int(y), float(width)) for x, y, width, phase in found]
+
+
+NUM_MANY = 512
+
+
+def async_event(step: int, rank: int, *, stage: float = 0.2, write: float = 1.0) -> dict[str, Any]:
+    """A save in the background whose line says when each phase started."""
+    starts = {"flatten": 0.0, "plan": 0.01, "stage": 0.02, "submit": 0.02 + stage}
+    starts["write"] = starts["submit"] + 0.01
+    starts["commit"] = starts["write"] + write
+    phases = {"flatten": 0.01, "plan": 0.01, "stage": stage, "submit": 0.005, "write": write}
+    phases |= {"commit": 3.0 - write, "stall": 0.03 + stage}
+    began = 1000.0 * step + rank / 1e5
+    return {
+        "event": "save", "step": step, "began": began, "nbytes": 2_000_000_000, "phases": phases,
+        "starts": starts, "rank": rank, "axes": {"tp": NUM_MANY},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def many_ranks(tmp_path: Path) -> Path:
+    """A run of 512 ranks: each wrote a row; rank 300 writes slowly, rank 77 needs other files."""
+    rows = [
+        Chunk(file=f, box=Box((f, 0), (1, 16)), holders=(f,) if f % 7 else (f, 77))
+        for f in range(NUM_MANY)
+    ]
+    tensors = {
+        "model.w": random_tensor(0, dtype="F32", shape=(NUM_MANY, 16), chunks=rows),
+        "model.norm": random_tensor(1, dtype="F32", shape=(9,)),
+        "optimizer.m": random_tensor(2, dtype="F32", shape=(NUM_MANY, 16), chunks=rows),
+    }
+    parts: dict[str, Any] = {
+        "model": [{"$": "tensor", "k": "model.w"}, {"$": "tensor", "k": "model.norm"}],
+        "optimizer": [{"$": "tensor", "k": "optimizer.m"}],
+    }
+    root = tmp_path / "run"
+    write(PosixStorage(root), at_step(make(tensors, parts=parts), 7))
+    for rank in range(NUM_MANY):
+        events = [
+            async_event(step, rank, write=2.5 if rank == 300 else 1 + (rank * 7 % 512) / 1e4)
+            for step in range(4, 8)
+        ]
+        names = [f"data/{(rank + i) % NUM_MANY:05d}.safetensors" for i in range(2)]
+        names += [f"data/{i:05d}.safetensors" for i in range(0, NUM_MANY, 7)] * (rank == 77)
+        events.append(
+            {"event": "load", "step": 7, "began": 2e9, "rank": rank, "axes": {"tp": NUM_MANY},
+             "seconds": 1.0, "nbytes_by_file": dict.fromkeys(names, 1000)}
+        )  # fmt: skip
+        log(root, rank, *events)
+    return root
+
+
+def test_a_page_of_512_ranks_is_legible(holdfast: Holdfast, many_ranks: Path) -> None:
+    """Summaries and outliers by name come first; no open wall of rows; a page of few megabytes."""
+    page = view(holdfast, many_ranks)
+    assert (many_ranks.parent / "page.html").stat().st_size < 2_000_000
+    # Who stands out is named on the first screen, in tables, and beside the heat maps.
+    assert "In the save of step 7 rank 300 worked longest" in page.text
+    assert "it wrote 2 GB in 2.5 s, 800 MB/s" in page.text
+    assert page.column("save-0", "Rank")[0] == "300"
+    assert page.column("ranks", "Rank") == ["0", "1-76", "77", "78-511"], "equal ones are joined"
+    assert page.column("ranks-summary", "Files to open")[-1] == "77"
+    assert page.column("save-0-summary", "write") == ["1 s", "1.03 s", "2.5 s", "300"]
+    assert "Most is read by rank 77 (75 kB, 75 files)" in page.text
+    assert "read 1.1 MB in 1 s, more than the 93" in " ".join(findings(page, "look"))
+    # What is open at first has few rows; the numbers of all ranks are there for the newest save.
+    few = {id_: len(rows) for id_, rows in page.tables.items() if not id_.endswith("-all")}
+    assert max(few.values()) <= 40
+    numbers = page.tables["save-0-all"][1:]
+    assert sum(_num_ranks(row[0]) for row in numbers) == NUM_MANY
+    assert sum(_num_ranks(rank) for rank in page.column("parts", "Rank")) == NUM_MANY
+    heat = page.tables["heat-0"]
+    assert [heat[1][0], heat[2][0]] == ["0-15", "16-31"]
+    assert len(heat[0]) <= 40
+    # 16 ranks of two lanes each are drawn of every save.
+    drawn = [a for t, a in page.elements if t == "svg" and a.get("class") == "timeline"]
+    assert len(drawn) == 4
+    assert sum(text.startswith("rank ") and text[5:].isdigit() for text in page.texts) == 4 * 16
+
+
+def _num_ranks(words: str) -> int:
+    """How many ranks are in "0-3, 7"."""
+    ends = [part.split("-") for part in words.split(", ")]
+    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
