@@ -461,8 +461,10 @@ def reset(root: nn.Module) -> None:
 
     Whole parameters are freed, and gradients that are not in shards are forgotten.
     """
-    unit: Any = root
-    unit.reset_iter_state()
+    # A unit that is called by itself, and not within the model, is a root of its own.
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule) and state_of(unit)._is_root:
+            unit.reset_iter_state()
 
 
 def has_unreduced(group: Any) -> bool:

@@ -81,7 +81,8 @@ class Trained:
         self.gate = Gate()
         self.model = nn.Sequential(*layers[:2], self.gate, *layers[2:])
         self.groups = groups
-        kind, _, detail = way.partition(" ")
+        kind, _, detail = way.removesuffix(" by layers").partition(" ")
+        self.by_layers = way.endswith(" by layers")
         if kind == "fsdp":
             self.taker: Any = fully_shard_model(
                 self.model, groups, experts=(), units=layers, strategy=detail
@@ -109,7 +110,10 @@ class Trained:
         rows = torch.randn(4, WIDTH)
         self.gate.fails = fail
         with around:
-            self.model(rows).square().mean().backward()
+            hidden = rows
+            for part in self.model if self.by_layers else (self.model,):
+                hidden = part(hidden)
+            hidden.square().mean().backward()
 
     def fail(self, step: int, *, at: int, on: int) -> str:
         """Run microbatches up to one that fails on a rank; return what this one raises."""
@@ -150,6 +154,7 @@ def failing_on_one_rank(context: RankContext, way: str) -> list[str]:
     "way",
     [
         *(f"fsdp {each}" for each in ("no_shard", "optim", "optim_grads", "optim_grads_params")),
+        "fsdp optim_grads by layers",  # each unit is a root of its own
         *("sharded 1", "sharded 2", "sharded 1 overlap", "sharded 2 overlap"),
     ],
 )
