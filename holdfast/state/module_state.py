@@ -35,6 +35,7 @@ from holdfast.state.module_tree import (
     forms_of,
     plain_root,
     read_state_dict,
+    refuse_empty,
     refuse_hidden,
     refuse_hook_states,
     refuse_lost,
@@ -142,11 +143,13 @@ class ModuleState:
 
         Raises:
             PlacementError: Naming parameters and persistent buffers that the module's state dict
-                shows in no form.
+                shows in no form, or tensors in attributes of a module that states nothing.
         """
         if self._refuses_hooks:
             refuse_hook_states(self._root)
         shown = self._read()
+        if self._only is None:
+            refuse_empty(shown, self._module)
         unrelated = unrelated_to_forms(self._module, self._hidden(shown))
         if unrelated:
             refuse_lost(self._module, unrelated)

@@ -536,6 +536,30 @@ def refuse_hidden(
         refuse_lost(module, lost)
 
 
+def refuse_empty(shown: ModuleStateDict, module: nn.Module) -> None:
+    """Refuse a module that states nothing although it holds tensors in plain attributes.
+
+    Raises:
+        PlacementError: Naming some of them.
+    """
+    if shown.entries or shown.registered:
+        return
+    own = ("_parameters", "_buffers", "_modules")
+    held = [
+        f"{prefix}{name}"
+        for prefix, _, inner, _ in walk_all(module)
+        for name, value in vars(inner).items()
+        if name not in own and any(instances_in(value, torch.Tensor))
+    ]
+    if held:
+        raise PlacementError(
+            f"{type(module).__name__}.state_dict() is empty, though the module holds tensors in "
+            f"{some_of(held)}, so a checkpoint would lose them. Register them as buffers, or let "
+            f"state_dict show them (a metric of torchmetrics does after metric.persistent(True)); "
+            f"or leave the part out of the state"
+        )
+
+
 def refuse_lost(module: nn.Module, lost: Sequence[str]) -> NoReturn:
     """Raise PlacementError for tensors that the module's state dict does not show."""
     raise PlacementError(

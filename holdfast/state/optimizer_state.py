@@ -12,6 +12,7 @@ from holdfast._torch import module_table
 from holdfast.errors import ConfigError, MismatchError, PlacementError
 from holdfast.format.values import is_plain_dict
 from holdfast.state.markers import Fresh, Stored, Transient
+from holdfast.state.memory_order import in_orders, unusual_orders
 from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
 from holdfast.state.optimizer_forms import (
     TorchForm,
@@ -154,7 +155,7 @@ class OptimizerState:
         state: dict[str, object] = {}
         main: dict[str, object] = {}
         membership: dict[str, int] = {}
-        parameters: dict[str, object] = {}
+        parameters: dict[str, dict[str, object]] = {}
         paddings = self._paddings()
         stepped: set[int] = set()
         for name, param in self._named():
@@ -167,6 +168,8 @@ class OptimizerState:
             if id(param.updated) in form.entries:
                 entries = form.entries[id(param.updated)]
                 if type(entries) is dict:
+                    orders = {} if param.over else unusual_orders(entries, param.parameter)
+                    parameters[name] |= {"order": orders} if orders else {}
                     entries = {
                         entry: with_padding(stored_form(param, entry, value), param, padding)
                         for entry, value in entries.items()
@@ -314,7 +317,9 @@ class OptimizerState:
                 key: Fresh("the checkpoint lacks it", is_required=False) for key in lacking
             }
         template |= absent_groups(self._optimizer.param_groups, list(self._named()), stored)
-        once = (NUM_GROUPS, SHARDING, "parameters")
+        if stored.has("parameters"):
+            template["parameters"] = Stored()
+        once = (NUM_GROUPS, SHARDING)
         return template | {name: Transient() for name in once if stored.has(name)}
 
     def _template_of_form(self, stored: StoredPart, form: Mapping[Any, Any]) -> dict[str, object]:
@@ -376,6 +381,7 @@ class OptimizerState:
         members: list[list[str]] = [[] for _ in form.groups]
         main = tree.get("main")
         entries: dict[int, Any] = {}
+        facts = tree.get("parameters", {})  # checkpoints of early versions have none
         for name, param in self._named():
             members[param.group].append(name)
             if param.updated is None:
@@ -384,7 +390,10 @@ class OptimizerState:
             if isinstance(value, Fresh):
                 value = as_built(param, form.entries.get(id(param.updated)))
             if value is not None:
-                entries[id(param.updated)] = on_device_of(value, param)
+                value = on_device_of(value, param)
+                if name in facts and param.over is None:
+                    value = in_orders(value, facts[name].get("order", {}), param.parameter)
+                entries[id(param.updated)] = value
             wide = None if main is None else main.get(name)
             if isinstance(wide, torch.Tensor) and wide is not param.updated:
                 with torch.no_grad():

@@ -48,7 +48,13 @@ def entry_targets(
         filled: `id` of the tensors that are a target already, and so cannot be another one's.
     """
     below = stored.below("state", name)
-    nested = placed_like(lambda info, current, path: (current, param.parameter))
+    place = placed_like(lambda info, current, path: (current, param.parameter))
+
+    def nested(info: StoredTensor, current: object, path: str) -> object:
+        if param.over is None and info.key in made:
+            return made[info.key]
+        return made.setdefault(info.key, place(info, current, path))
+
     if not is_plain_dict(below.node):
         return follow_stored(below, None, nested)
     home = stored.value("membership", name)

@@ -225,6 +225,36 @@ def test_what_a_state_dict_shows_in_no_form_is_refused_at_save(what: str, tmp_pa
     Checkpointer(tmp_path).save(1, {"model": kept})
 
 
+class Average(nn.Module):
+    """A metric: its state is in plain attributes, which its state dict shows only on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = {"total": torch.zeros(2)}
+        self.is_shown = False
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
+        return {f"{prefix}total": self.sums["total"]} if self.is_shown else {}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        self.sums["total"] = state["total"].clone()
+
+
+def test_a_module_that_states_nothing_of_its_tensors_is_refused_at_save(tmp_path: Path) -> None:
+    """R2, O3: as metrics do that are not persistent; modules without tensors are parts like any."""
+    metric, twin = Average(), Average()
+    metric.sums["total"] += 3
+    checkpointer = Checkpointer(tmp_path)
+    for part in (metric, nn.ModuleDict({"mean": metric})):
+        with pytest.raises(PlacementError, match=r"state_dict\(\) is empty.*sums.*leave the part"):
+            checkpointer.save(1, {"metric": part})
+    assert checkpointer.latest() is None
+    metric.is_shown = twin.is_shown = True
+    checkpointer.save(1, {"metric": metric, "nothing": nn.Sequential(nn.Identity())})
+    checkpointer.load({"metric": twin, "nothing": nn.Sequential(nn.Identity())})
+    assert torch.equal(twin.sums["total"], metric.sums["total"])
+
+
 class HalfShown(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -127,6 +127,52 @@ def test_state_that_belongs_to_no_parameter_is_kept(tmp_path: Path, dtype: torch
     assert_kept(tmp_path, partial(net, dtype=dtype), of(Wide))
 
 
+class Rotating(torch.optim.Optimizer):
+    """As SOAP: steps in a basis of eigenvectors, which are in columns; another view has gaps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                made = torch.linalg.eigh(p.grad.T @ p.grad + torch.eye(p.shape[1])).eigenvectors
+                state |= {
+                    "bases": [made, p.grad.T.contiguous()],
+                    "moment": torch.zeros(p.T.shape).T,
+                }
+                state |= {"same": state["bases"][0], "gaps": torch.ones(3, 4)[:, ::2]}
+                state |= {"turned": torch.ones(3, 4), "count": 0}
+            assert not state["bases"][0].is_contiguous()
+            assert not state["moment"].is_contiguous()
+            assert state["bases"][1].is_contiguous()
+            assert state["same"] is state["bases"][0]
+            assert state["turned"].is_contiguous() is (state["count"] <= 4)
+            state["count"] += 1
+            if state["count"] == 5:
+                state["turned"] = state["turned"].T.contiguous().T
+            state["moment"].mul_(0.9).add_(p.grad)
+            p.sub_((state["moment"] @ state["bases"][0] @ state["bases"][0].T) * 0.1)
+
+
+class RotatingByForm(Rotating):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+def wide(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 33, bias=False), nn.Tanh(), nn.Linear(33, 3, bias=False))
+
+
+@pytest.mark.parametrize("kind", [Rotating, RotatingByForm])
+def test_the_memory_order_of_state_is_kept(tmp_path: Path, kind: Any) -> None:
+    """O1: products of matrices in another order of memory round otherwise."""
+    assert_kept(tmp_path, wide, of(kind))
+
+
 def with_hooks(model: nn.Module) -> Any:
     """Hooks that add what is in no attribute of torch's, and take it back."""
     optimizer = Wide(model.parameters())

@@ -1,0 +1,1 @@
+"""What packages of others bring: every optimizer, metric and kind of model, saved and loaded."""
