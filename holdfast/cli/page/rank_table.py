@@ -57,7 +57,7 @@ def rank_table(
         caption: of the table.
         ranks: global ranks, ascending.
         columns: what to show of each.
-        id_: of the table; those beside it have ids that start with it.
+        id_: of the table; those next to it have ids that start with it.
         outliers: which ranks to show first where there are many.
         has_all: whether the numbers of all ranks are in the page.
     """
@@ -91,14 +91,14 @@ def _row(rank: str, columns: Sequence[RankColumn], place: int) -> list[Html]:
 
 def _joined(ranks: Sequence[int], columns: Sequence[RankColumn]) -> list[list[Html]]:
     """Return one row for neighbours that have the same in every cell."""
-    found: list[tuple[list[str], list[int]]] = []
+    rows: list[tuple[list[str], list[int]]] = []
     for place, rank in enumerate(ranks):
         cells = [column.cell(place) for column in columns]
-        if found and found[-1][0] == cells and found[-1][1][-1] == rank - 1:
-            found[-1][1].append(rank)
+        if rows and rows[-1][0] == cells and rows[-1][1][-1] == rank - 1:
+            rows[-1][1].append(rank)
         else:
-            found.append((cells, [rank]))
-    return [[esc(in_ranges(members)), *map(esc, cells)] for cells, members in found]
+            rows.append((cells, [rank]))
+    return [[esc(in_ranges(members)), *map(esc, cells)] for cells, members in rows]
 
 
 def _summary(ranks: Sequence[int], columns: Sequence[RankColumn]) -> list[list[Html]]:

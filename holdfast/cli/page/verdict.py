@@ -1,6 +1,6 @@
 """What the records of a checkpoint and its run let one judge, in plain sentences.
 
-A sentence is stated only where the records support it, and what they cannot tell is said, too: a
+A sentence is stated only where the records support it, and what they cannot tell is stated, too: a
 page without a log must not look like one of a run whose saves are fast.
 """
 
@@ -43,7 +43,7 @@ def judge(
     saved: SavedPlacement, ranks: Sequence[RankLocality], log: RunLog, *, planned_nbytes: int
 ) -> list[Finding]:
     """Return all findings: first what to look at, last what is not known."""
-    found = [
+    judged = [
         *_where_bytes_lie(ranks),
         *_copies(saved),
         *_saves(log, saved.manifest),
@@ -51,9 +51,9 @@ def judge(
     ]
     if log.num_unreadable:
         what = counted(log.num_unreadable, "line")
-        found.append(Finding("look", f"{what} of the log cannot be read; what they had is missing "
+        judged.append(Finding("look", f"{what} of the log cannot be read; what they had is missing "
                                      "from the numbers of saves and loads."))  # fmt: skip
-    return sorted(found, key=lambda each: ("look", "fact", "unknown").index(each.kind))
+    return sorted(judged, key=lambda each: ("look", "fact", "unknown").index(each.kind))
 
 
 def verdict_section(findings: Sequence[Finding]) -> Html:
@@ -131,7 +131,7 @@ def _saves(log: RunLog, manifest: Manifest) -> Iterator[Finding]:
         return
     if all(save.step != manifest.step for save in log.saves):
         yield Finding("unknown", f"the log has no save of step {manifest.step}, which is shown; "
-                                 "what is said of saves is of others.")  # fmt: skip
+                                 "what is stated of saves is of others.")  # fmt: skip
     newest = log.saves[-1]
     yield from _missing(newest, "save")
     yield from _pace(log.saves, newest)
