@@ -17,6 +17,7 @@ NEVER_S = 60.0
 """A rank that has not ended by then waits without a limit, however busy the machine is."""
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "num_instants",
     [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)],
