@@ -91,14 +91,14 @@ class Programs:
         self._gathers_apart = gathers_apart
         self._known: dict[MicrobatchKind, list[list[_torch.UnitLaunch]]] = {}
 
-    def remember(self, kind: MicrobatchKind, launches: Sequence[_torch.UnitLaunch]) -> None:
+    def remember(self, kind: MicrobatchKind, launches: list[_torch.UnitLaunch]) -> None:
         """Keep the collectives of a microbatch that has ended on all ranks.
 
         All ranks know the same programs then, and choose the same one.
         """
         known = self._known.setdefault(kind, [])
         if not known or known[0] != launches:
-            known[:] = [[*launches], *(each for each in known if each != launches)][: self._MOST]
+            known[:] = [launches, *(each for each in known if each != launches)][: self._MOST]
 
     def rest(
         self, kind: MicrobatchKind, done: Sequence[_torch.UnitLaunch]
@@ -202,7 +202,7 @@ class ShardedModel(MicrobatchTaker):
         self._programs = Programs(gathers_apart=gathers_apart)
         self._kind = MicrobatchKind(settings=(), order=())
         """Of the last microbatch."""
-        self._launched: Sequence[_torch.UnitLaunch] = ()
+        self._launched: list[_torch.UnitLaunch] = []
         """Its collectives."""
         self._microbatches = Microbatches({ALONE: self}, groups)
         self._stepper: ShardedModelStepper | None = None

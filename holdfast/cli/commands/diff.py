@@ -19,7 +19,6 @@ from holdfast.cli.support.elements import refuse_drift
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
-    clean,
     counted,
     in_bytes,
     layout_in_words,
@@ -33,7 +32,7 @@ from holdfast.cli.support.tables import (
     print_rows,
     progress_bar,
 )
-from holdfast.errors import ConfigError, CorruptionError
+from holdfast.errors import ConfigError, CorruptionError, clean
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
-    clean,
     counted,
     in_bytes,
     layout_in_words,
@@ -18,7 +17,7 @@ from holdfast.cli.support.messages import (
 )
 from holdfast.cli.support.steps import find_runs, open_root
 from holdfast.cli.support.tables import make_console, make_table, print_json
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, clean
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from holdfast.format.names import (
     LATEST,

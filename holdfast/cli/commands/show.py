@@ -17,7 +17,6 @@ from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.locality_tables import locality_json, print_locality
 from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
-    clean,
     counted,
     in_bytes,
     in_ranges,
@@ -31,7 +30,7 @@ from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import MAX_ROWS, make_console, make_table, print_json
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.support.value_tree import value_tree
-from holdfast.errors import ConfigError, CorruptionError
+from holdfast.errors import ConfigError, CorruptionError, clean
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import count_values, tensor_keys

@@ -34,7 +34,6 @@ from holdfast.cli.support.locality import (
 )
 from holdfast.cli.support.locality_tables import SCOPE, copies_in_words
 from holdfast.cli.support.messages import (
-    clean,
     counted,
     in_bytes,
     in_ranges,
@@ -42,6 +41,7 @@ from holdfast.cli.support.messages import (
     metadata_in_words,
     when,
 )
+from holdfast.errors import clean
 from holdfast.format.manifest import Manifest
 from holdfast.version import __version__
 

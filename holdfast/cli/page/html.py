@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-from holdfast.cli.support.messages import clean
+from holdfast.errors import clean
 
 Html = NewType("Html", str)
 """Text that is HTML already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def _summary(ranks: Sequence[int], columns: Sequence[RankColumn]) -> list[list[H
         rows.append([esc(name), *map(esc, cells)])
     who = []
     for column, values in zip(columns, known, strict=True):
-        most = [r for r, v in zip(ranks, column.values, strict=True) if values and v == max(values)]
+        top = max(values, default=math.nan)
+        most = [rank for rank, v in zip(ranks, column.values, strict=True) if v == top]
         if not most or len(most) == len(ranks):
             who.append("all" if most else "-")
         else:

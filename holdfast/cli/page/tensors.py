@@ -6,7 +6,7 @@ import numpy as np
 
 from holdfast.cli.support.holders import SavedPlacement, parts_of, placement_in_words
 from holdfast.cli.support.locality import num_copies
-from holdfast.cli.support.messages import clean
+from holdfast.errors import clean
 
 _MAX_BOXES = 96
 """Boxes of one placement that are drawn and listed."""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.errors import clean as clean
+from holdfast.errors import clean
 from holdfast.format.manifest import LayoutInfo
 
 EXIT_DAMAGED = 1
