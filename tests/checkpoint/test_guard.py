@@ -40,9 +40,12 @@ class Injected(Exception):
 
 
 class Tracer:
-    """Sees the lines of some rooms that this thread runs; may raise at one of them."""
+    """Sees the lines of some rooms that this thread runs; may raise where it first meets one.
 
-    def __init__(self, error: BaseException | None = None, at: int = -1) -> None:
+    By its place and not by its number among all: a rank that waits longer runs more lines.
+    """
+
+    def __init__(self, error: BaseException | None = None, at: Place | None = None) -> None:
         self.places: list[Place] = []
         self.entries: list[int] = []
         """Indices in `places` of the first line after a function was entered."""
@@ -53,14 +56,14 @@ class Tracer:
         name = frame.f_code.co_filename
         if not name.startswith((f"{ROOM}/checkpoint/", f"{ROOM}/state/")):
             return None
-        if frame.f_code.co_name == "timed":  # around the guard: it only reads the clock
+        if frame.f_code.co_name in ("timed", "lasting"):  # around the guard: they read the clock
             return None
         if event == "call":
             # The next line that this thread runs in these rooms is the first one of the function.
             self.entries.append(len(self.places))
         if event == "line":
             self.places.append((name, frame.f_lineno))
-            if len(self.places) - 1 == self._at:
+            if self.places[-1] == self._at and not self.has_raised:
                 assert self._error is not None
                 self.has_raised = True
                 raise self._error
@@ -76,22 +79,17 @@ class Tracer:
             sys.settrace(before)
 
 
-def every_line(tracer: Tracer) -> list[int]:
-    """The first event of each line in checkpoint/, and of one line in four of state/."""
-    first: dict[Place, int] = {}
-    for number, place in enumerate(tracer.places):
-        first.setdefault(place, number)
-    of_state = [n for (name, _), n in first.items() if "/state/" in name]
-    return sorted(set(first.values()) - set(of_state)) + sorted(of_state)[::4]
+def every_line(tracer: Tracer) -> list[Place]:
+    """Each line in checkpoint/, and one in four of state/, as they were first met."""
+    lines = list(dict.fromkeys(tracer.places))
+    of_state = [line for line in lines if "/state/" in line[0]]
+    return [line for line in lines if line not in of_state] + of_state[::4]
 
 
-def every_function(tracer: Tracer) -> list[int]:
-    """The first event of each function of both rooms: as its caller sees it, it raises at once."""
-    first: dict[Place, int] = {}
-    for number in tracer.entries:
-        if number < len(tracer.places):
-            first.setdefault(tracer.places[number], number)
-    return sorted(first.values())
+def every_function(tracer: Tracer) -> list[Place]:
+    """The first line of each function of both rooms: as its caller sees it, it raises at once."""
+    entries = (number for number in tracer.entries if number < len(tracer.places))
+    return list(dict.fromkeys(tracer.places[number] for number in entries))
 
 
 PLACES = {"lines": every_line, "functions": every_function}
@@ -181,8 +179,8 @@ def inject(
                 result = tracer.run(bench.operation(operation))
                 if operation.startswith("async"):
                     result.result(60)
-                events = PLACES[places](tracer)[(number + victim) % step :: step]
-                share = groups.control.all_gather(repr(events).encode(), phase="test: events")
+                lines = PLACES[places](tracer)[(number + victim) % step :: step]
+                share = groups.control.all_gather(repr(lines).encode(), phase="test: lines")
                 for at in eval(share[victim]):
                     bench.check()
                     fault = Tracer(kind("injected"), at) if context.rank == victim else None
@@ -206,7 +204,7 @@ def judge(
     mine = repr((*ended, where)).encode()
     ends = [eval(end) for end in bench.groups.control.all_gather(mine, phase="test: ends")]
     kinds = [kind for kind, _, _ in ends]
-    if ends[victim][2] is None:  # it waited less than when its lines were counted
+    if ends[victim][2] is None:  # a path of a rank that waits, or of a first call
         assert set(kinds) == {"done"}, ends
         counter["not reached"] += 1
         return
