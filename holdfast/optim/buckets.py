@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast._torch import local_tensor, num_storage_uses
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
 from holdfast.optim.bucket_layout import BucketLayout, OwnedSpan, lay_out
 from holdfast.optim.collectives import Pending
@@ -246,6 +247,19 @@ class Bucket:
             finally:
                 self._is_finishing = False
             self._gathering = None
+
+    def give_up_gather(self, error: DeadlineError, *, num_other_uses: int) -> None:
+        """Treat a gather in progress as failed with `error`: every reader raises, none waits.
+
+        It is waited for if reads of the parameters cannot be caught, see `hide`.
+        """
+        if self._gathering is None or self._failure is not None:
+            return
+        if self.hide(num_other_uses=num_other_uses):
+            self._failure = error
+        else:
+            with contextlib.suppress(DeadlineError):  # `error` tells more
+                self.finish_gather()
 
     def _wait_and_show(self, gathering: Pending) -> None:
         try:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import Stepper
 from holdfast.optim.microbatches import Launched
@@ -164,6 +164,10 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def synchronize(self) -> None:
         for optimizer in self._optimizers.values():
             optimizer.synchronize()
+
+    def give_up_gathers(self, error: DeadlineError) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.give_up_gathers(error)
 
     def close(self) -> None:
         for optimizer in self._optimizers.values():

@@ -167,6 +167,9 @@ class Stepper(MicrobatchTaker):
     def synchronize(self) -> None:
         """Wait until this rank's parameters are whole and up to date."""
 
+    def give_up_gathers(self, error: DeadlineError) -> None:
+        """Make every later read of a parameter that is not whole yet raise `error`, unawaited."""
+
     def close(self) -> None:
         """Remove all hooks from the model."""
 
@@ -540,8 +543,11 @@ class StepEngine:
         sums: list[float] | None = None
         try:
             if self._total.is_on_host:
-                with contextlib.suppress(DeadlineError):  # `agree` names the missing ranks
+                try:
                     sums = self._total(mine, what="the agreement on an update")
+                except DeadlineError as late:
+                    # Only `control` knows which ranks are missing; and it need not wait as long.
+                    failure = failure or late
             if sums is None or sums[0]:
                 payload = json.dumps(mine).encode()
                 answers = self._agree_on(failure, phase=phase, payload=payload)
@@ -551,8 +557,12 @@ class StepEngine:
                 answers = self._agree_on(None, phase=phase, payload=payload)
                 by_rank = dict(zip(control.ranks, answers, strict=True))
                 self._scalars.refuse(by_rank, name=self._name)
-        except BaseException:
-            with contextlib.suppress(DeadlineError):  # of a rank that the agreement has named
+        except BaseException as error:
+            if isinstance(error, DeadlineError):
+                # The gathers wait for the same ranks: another limit, in which nothing can come.
+                for stepper in self._steppers.values():
+                    stepper.give_up_gathers(error)
+            else:
                 self.synchronize()
             raise
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast._torch import parameter_table
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim.agreement import Compared, compare_ranks, entry_of
 from holdfast.optim.buckets import Bucket, BucketPlan, plan_buckets
 from holdfast.optim.checks import (
@@ -298,7 +298,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             is_kept = (
                 self._overlap
                 and self._watch.was_entered(position)
-                and bucket.hide(num_other_uses=sum(map(len, self._markers[position])))
+                and bucket.hide(num_other_uses=self._num_markers(position))
             )
             if not is_kept:
                 bucket.finish_gather()
@@ -314,6 +314,14 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._gather_loaded()
         for bucket in self._buckets:
             bucket.finish_gather()
+
+    def give_up_gathers(self, error: DeadlineError) -> None:
+        for position, bucket in enumerate(self._buckets):
+            bucket.give_up_gather(error, num_other_uses=self._num_markers(position))
+
+    def _num_markers(self, position: int) -> int:
+        """Return how many views of a bucket's memory are known, and read only after a wait."""
+        return sum(map(len, self._markers[position]))
 
     def close(self) -> None:
         """Remove all hooks; parameters stay views of the buckets. A second call does nothing.

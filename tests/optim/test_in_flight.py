@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer, Layout, OptimizerState, ProcessGroups
-from holdfast.errors import HoldfastError
+from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.optim import ShardedOptimizer, collectives
 from tests.harness import RankContext, run_ranks
 
@@ -401,6 +401,40 @@ def boom() -> None:
 
 def test_a_gather_that_fails_fails_for_every_reader() -> None:
     run_ranks(2, broken_gather)
+
+
+def given_up(context: RankContext) -> None:
+    """The sum after an update misses its limit while gathers are in flight, on all ranks."""
+    waited: list[str] = []
+    real = collectives.wait
+
+    def wait(work: collectives.Pending, what: str) -> None:
+        waited.append(what)
+        if what == "the agreement on an update":
+            real(work, what)
+            raise DeadlineError("late", details={"waited_s": 1.0})
+        real(work, what)
+
+    with ProcessGroups.create(Layout(dp=2)) as groups, late_gathers():
+        net = build(None, torch.float32)
+        optimizer = optimizer_of(net, groups, overlap=True)
+        one_step(net, optimizer, 0, groups)
+        optimizer.synchronize()
+        collectives.wait = wait
+        try:
+            with pytest.raises(DeadlineError, match="2 of 2 ranks failed"):
+                one_step(net, optimizer, 1, groups)
+            assert waited[-1] == "the agreement on an update"
+            for read in (net.scale.sum, net.scale.tolist, net.state_dict, lambda: net(IDS)):
+                with pytest.raises(DeadlineError, match="late"):
+                    read()
+        finally:
+            collectives.wait = real
+
+
+def test_gathers_are_not_waited_for_once_other_ranks_were_late_in_vain() -> None:
+    """R7: no second limit passes in a step, and no half-gathered value is ever read."""
+    run_ranks(2, given_up, fresh=True)
 
 
 def copies(context: RankContext) -> None:
