@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -248,18 +247,10 @@ class Bucket:
                 self._is_finishing = False
             self._gathering = None
 
-    def give_up_gather(self, error: DeadlineError, *, num_other_uses: int) -> None:
-        """Treat a gather in progress as failed with `error`: every reader raises, none waits.
-
-        It is waited for if reads of the parameters cannot be caught, see `hide`.
-        """
-        if self._gathering is None or self._failure is not None:
-            return
-        if self.hide(num_other_uses=num_other_uses):
+    def give_up_gather(self, error: DeadlineError) -> None:
+        """Treat a hidden gather in progress as failed with `error`: readers raise, none waits."""
+        if self._gathering is not None and self._failure is None:
             self._failure = error
-        else:
-            with contextlib.suppress(DeadlineError):  # `error` tells more
-                self.finish_gather()
 
     def _wait_and_show(self, gathering: Pending) -> None:
         try:

@@ -168,7 +168,7 @@ class Stepper(MicrobatchTaker):
         """Wait until this rank's parameters are whole and up to date."""
 
     def give_up_gathers(self, error: DeadlineError) -> None:
-        """Make every later read of a parameter that is not whole yet raise `error`, unawaited."""
+        """Let reads of parameters that are not whole yet raise `error`; wait where they cannot."""
 
     def close(self) -> None:
         """Remove all hooks from the model."""
@@ -563,7 +563,8 @@ class StepEngine:
                 for stepper in self._steppers.values():
                     stepper.give_up_gathers(error)
             else:
-                self.synchronize()
+                with contextlib.suppress(DeadlineError):  # the first error is the one to report
+                    self.synchronize()
             raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -295,12 +296,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         waited for here.
         """
         for position, bucket in enumerate(self._buckets):
-            is_kept = (
-                self._overlap
-                and self._watch.was_entered(position)
-                and bucket.hide(num_other_uses=self._num_markers(position))
-            )
-            if not is_kept:
+            if not (self._overlap and self._hide(position)):
                 bucket.finish_gather()
         self._watch.restart()
 
@@ -317,11 +313,18 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     def give_up_gathers(self, error: DeadlineError) -> None:
         for position, bucket in enumerate(self._buckets):
-            bucket.give_up_gather(error, num_other_uses=self._num_markers(position))
+            if self._hide(position):
+                bucket.give_up_gather(error)
+            else:
+                with contextlib.suppress(DeadlineError):  # `error` tells more
+                    bucket.finish_gather()
 
-    def _num_markers(self, position: int) -> int:
-        """Return how many views of a bucket's memory are known, and read only after a wait."""
-        return sum(map(len, self._markers[position]))
+    def _hide(self, position: int) -> bool:
+        """Make reads of a bucket in flight wait; return False if some code may not wait."""
+        num_other_uses = sum(map(len, self._markers[position]))
+        return self._watch.was_entered(position) and self._buckets[position].hide(
+            num_other_uses=num_other_uses
+        )
 
     def close(self) -> None:
         """Remove all hooks; parameters stay views of the buckets. A second call does nothing.
