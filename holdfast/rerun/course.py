@@ -185,9 +185,9 @@ class Course:
         self._num_reruns, self._fault_id, self._passes = 0, "", ""
         self._confirmed, self._first_values, self._own_suspects = set(), {}, {}
         self._is_confirming = False
-        if not self._is_checked and self._mode is Mode.VALIDATE_RESULTS:
-            if self._is_spoiled(is_first=True):
-                return False
+        is_first = not self._is_checked and self._mode is Mode.VALIDATE_RESULTS
+        if is_first and self._is_spoiled(is_first=True):
+            return False
         loaded = self.fault
         later: dict[Call, list[Trial]] = {}
         if loaded is not None:
