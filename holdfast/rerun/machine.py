@@ -387,7 +387,7 @@ class RerunMachine(OptionalPart):
                 f"validate({name!r}) was called outside of a run; call it inside `for _ in "
                 f"machine.attempts(step, batches)`"
             )
-        if course.is_settled:
+        if course.has_voted:
             raise ConfigError(
                 f"validate({name!r}) was called after the step of the optimizer, which has carried "
                 f"this rank's word already; validate before it"
@@ -445,9 +445,9 @@ class RerunMachine(OptionalPart):
         """
         return self._course.vetoes()
 
-    def settle(self, vetoed: bool) -> None:
+    def take_decision(self, vetoed: bool) -> None:
         """Take from an optimizer whether any rank has vetoed, see `vetoes`."""
-        self._course.settle(vetoed)
+        self._course.take_decision(vetoed)
 
     def observe(
         self, name: str, value: Value, rule: Rule, *, fed_by: FedBy = "all", local: bool = False
