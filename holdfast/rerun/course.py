@@ -426,13 +426,14 @@ class Course:
         return self.team.any_rank(has_rejected, phase=f"step {self.step}")
 
     def _refusal_of_changes(self) -> ConfigError | None:
-        """Return an error if parameters were changed in a run whose results are not used."""
-        if self._vetoed is False:
-            return None  # by the update of an optimizer that has asked
+        """Return an error if parameters were changed in the run.
+
+        It counts for nothing if an optimizer has asked, and no rank had a veto: the step is over.
+        """
         changed = self._training_state.changed()
         if not changed:
             return None
-        names = ", ".join(repr(name) for name in changed[:MAX_NAMED])
+        names = ", ".join(changed[:MAX_NAMED])
         return ConfigError(
             f"step {self.step}: parameters have changed inside the loop over attempts ({names}"
             f"{', …' if len(changed) > MAX_NAMED else ''}), so the step cannot run again as it "
