@@ -468,7 +468,7 @@ class RerunMachine(OptionalPart):
         elif self.mode is Mode.DISABLED:
             self._refuse_when_disabled(name, why, fatal=False)
         else:
-            course.observe(name, value, why, course.team.fed_by(ranks))
+            course.observations.add(name, value, why, course.team.fed_by(ranks))
 
     def vouch(self, step: int, batch: object, compute: Compute, *, every: int = 100) -> None:
         """Let another data replica vouch for this one, every so many steps. Collective then.
