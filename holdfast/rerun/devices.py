@@ -57,10 +57,15 @@ class DeviceIdentity:
         """Return host and uuid as plain text, for JSON."""
         return {"host": self.host, "uuid": self.uuid}
 
-    def is_same(self, other: DeviceIdentity) -> bool:
-        """Return True if both are one device.
+    @property
+    def key(self) -> str:
+        """A text that is equal for two identities exactly if they are of one device.
 
         A uuid identifies a device whatever the host is called: containers change the names of
         hosts. "cpu" is not such a uuid, so processors are the same only if their hosts are.
         """
-        return self.uuid == other.uuid and (self.uuid != _CPU or self.host == other.host)
+        return f"{self.host}: {self.uuid}" if self.uuid == _CPU else self.uuid
+
+    def is_same(self, other: DeviceIdentity) -> bool:
+        """Return True if both are one device."""
+        return self.key == other.key

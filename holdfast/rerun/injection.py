@@ -73,6 +73,15 @@ class ErrorInjector:
                 return value
         return _bad(value)
 
+    def begin_run(
+        self, *, step: int, coordinate: str, is_rerun: bool, device: DeviceIdentity
+    ) -> None:
+        """A run of a step begins."""
+        self.is_rerun = is_rerun
+
+    def end_run(self) -> None:
+        """A run of a step ends."""
+
     def leave_out(self, points: Iterable[str]) -> None:
         """Leave points alone from now on: their errors have been judged."""
         self._settled.update(points)
