@@ -45,7 +45,9 @@ def summary(findings: Iterable[Finding]) -> str:
     return (
         f"{len(found)} jobs, {sum(each.num_starts for each in found)} starts, "
         f"{sum(each.num_opinions for each in found)} second opinions, "
-        f"{sum(each.num_open for each in found)} left open; verdicts: "
+        f"{sum(each.num_open for each in found)} left open "
+        f"({sum(len(each.told_by_one_fault) for each in found)} of which one fault would explain); "
+        f"verdicts: "
         + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
     )
 

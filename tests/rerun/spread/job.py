@@ -167,6 +167,7 @@ class Job:
             directory=self.root / "rerun",
             replayed=Replayed(modules=[trainer.model]),
             device=DeviceIdentity(host=host_of(device), uuid=device),
+            optimizers=[trainer.optimizer],
             skip_rejected=True,
             note=start.messages.append,
         )
@@ -191,9 +192,10 @@ class Job:
                 else:
                     self._step(step, batches, start)
                 decision = machine.decision
+                if decision.verdict is not None:
+                    start.verdict = decision.verdict.value
                 if decision.exit_code is not None:
                     start.exit_code, start.save = int(decision.exit_code), decision.save
-                    start.verdict = None if decision.verdict is None else decision.verdict.value
                     self._progress |= {"step": step, "position": self._taken}
                     if decision.save:
                         faults.save(step, self._state(), overwrite=True)

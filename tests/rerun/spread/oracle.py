@@ -137,7 +137,8 @@ class _Judge:
             if event["verdict"] == "persistent_error" and not blamed:
                 self._blame("a persistent error of nothing")
             between = [each["device"] for each in event["suspects"]]
-            if event["verdict"] == "undecided" and self.broken and self.broken not in between:
+            is_open = event["verdict"] == "undecided" and event["values"]
+            if is_open and self.broken and self.broken not in between:
                 self._blame(f"undecided between {between}, but {self.broken} is broken")
         words: set[str | None] = {event["verdict"] for event in said} | {start.verdict}
         for event in start.events:
@@ -196,6 +197,8 @@ class _Judge:
                 code = None  # type: ignore[assignment]
             if start.exit_code != code:
                 self._blame(f"open with exit code {start.exit_code}, not {code}")
+            if is_last:  # from now on starts are counted again
+                self.num_restarts = 0
             told = self._told_by_one_fault()
             if told:
                 self.finding.told_by_one_fault.append(f"{told}: {self._shown()}")
@@ -219,9 +222,26 @@ class _Judge:
                     known.append(values[key])
 
     def _certain(self) -> str | None:
-        """The verdict that every explanation of the trials has, if there is one."""
+        """The verdict that every explanation of the trials has, if there is one for all values.
+
+        A value of its own is open even if another one is certain, unless that one explains it: a
+        device that feeds both, or data that does.
+        """
         assert self.trials is not None
-        verdicts = {_certain_of(each) for each in self.trials.values()} - {None}
+        known = [(each, _certain_of(each)) for each in self.trials.values()]
+        broken = {
+            d for each, verdict in known if verdict == "persistent_error" for d in _told(each)
+        }
+        data = [each[0].devices.keys() for each, verdict in known if verdict == "correct_result"]
+        for each, verdict in known:
+            good = [trial for trial in each if not trial.is_bad]
+            left = [_left(trial, good) for trial in each if trial.is_bad]
+            is_explained = all(devices & broken for devices in left) or (
+                not good and any(roles <= each[0].devices.keys() for roles in data)
+            )
+            if verdict is None and not is_explained:
+                return None
+        verdicts = [verdict for _, verdict in known]
         for verdict in ("persistent_error", "correct_result", "transient_error"):
             if verdict in verdicts:
                 return verdict
@@ -258,7 +278,8 @@ class _Judge:
             run.num_strikes for start in starts for each in start for run in each.runs
         )
         has_struck = num_strikes > 0 or self.scenario.kind == "data"
-        if has_struck and not self.finding.verdicts:
+        is_through = starts[-1][0].exit_code is None
+        if has_struck and is_through and not self.finding.verdicts:
             self._blame("no verdict at all")
 
 
@@ -302,11 +323,18 @@ def _certain_of(trials: Sequence[Trial]) -> str | None:
         sets = [set(each.devices.values()) for each in bad]
         is_data = any(not one & other for one, other in combinations(sets, 2))
         return "correct_result" if is_data else None
-    if any(len(_left(each, good)) == 1 for each in bad):
+    if _told(trials):
         return "persistent_error"
     if any(each.devices == other.devices for each in bad for other in good):
         return "transient_error"
     return None
+
+
+def _told(trials: Sequence[Trial]) -> set[str]:
+    """Return the devices that the trials of one value convict."""
+    good = [each for each in trials if not each.is_bad]
+    left = [_left(each, good) for each in trials if each.is_bad]
+    return {device for each in left if len(each) == 1 for device in each}
 
 
 def _left(bad: Trial, good: Sequence[Trial]) -> set[str]:
