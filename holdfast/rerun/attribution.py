@@ -81,17 +81,23 @@ def _of_one(trials: Sequence[Trial]) -> Attribution:
     if not good:
         return _without_good(bad)
     left = _left(bad, good)
-    convicted = frozenset(device for each in left if len(each) == 1 for device in each)
-    if convicted:
+    if not all(left):
+        # A bad run of devices that are all cleared in their roles: it came and went, so that no
+        # other run can be explained either.
+        arrangements = [each.devices for each in good]
+        has_gone = any(each.devices in arrangements for each in bad)
         return Attribution(
-            verdict=Verdict.PERSISTENT_ERROR, convicted=convicted, is_data_cleared=True
+            verdict=Verdict.TRANSIENT_ERROR if has_gone else None,
+            suspects=frozenset() if has_gone else _suspects(bad),
+            is_data_cleared=True,
         )
-    arrangements = [each.devices for each in good]
-    if any(each.devices in arrangements for each in bad):
-        # The same devices in the same roles: whatever it was has gone.
-        return Attribution(verdict=Verdict.TRANSIENT_ERROR, is_data_cleared=True)
-    suspects = frozenset().union(*left) or _suspects(bad)
-    return Attribution(verdict=None, suspects=suspects, is_data_cleared=True)
+    convicted = frozenset(device for each in left if len(each) == 1 for device in each)
+    return Attribution(
+        verdict=Verdict.PERSISTENT_ERROR if convicted else None,
+        convicted=convicted,
+        suspects=frozenset() if convicted else frozenset().union(*left),
+        is_data_cleared=True,
+    )
 
 
 def _without_good(bad: Sequence[Trial]) -> Attribution:

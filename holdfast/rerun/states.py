@@ -118,11 +118,11 @@ class Verdict(StrEnum):
     settings."""
     UNDECIDED = "undecided"
     """The step could not be run again in a way that tells."""
+    SPOILED_STATE = "spoiled_state"
+    """The state was not finite before the step: a parameter, or a state of the optimizer."""
     PERSISTENT_ERROR = "persistent_error"
     """One device computes it wrong, and another one in its place does not: take it out of
     service."""
-    SPOILED_STATE = "spoiled_state"
-    """The state was not finite before the step: a parameter, or a state of the optimizer."""
 
 
 class ExitCode(IntEnum):
