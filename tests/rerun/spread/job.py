@@ -118,6 +118,7 @@ class Job:
         self.record = Record()
         self.machine: RerunMachine | None = None
         """Of the start that runs; None in a job without one."""
+        self.current: Start | None = None
         at = scenario.layout.coordinate(groups.rank)
         self.replica, self._context = at["dp"], at["cp"]
         self._spoilt: set[int] = set()
@@ -157,7 +158,7 @@ class Job:
     def start(self, devices: list[str]) -> Start:
         """Start the job on these devices, by rank, from the newest checkpoint."""
         groups, scenario = self.groups, self.scenario
-        start = Start(devices=devices)
+        start = self.current = Start(devices=devices)
         self.strikes.devices = devices
         trainer = self._begin()
         device = devices[groups.rank]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import Checkpointer, ProcessGroups
+from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.rerun import read_report
 from tests.harness import RankContext, run_ranks
 from tests.rerun.spread.job import Job, Run, Start, convicted_by
@@ -29,7 +30,7 @@ from tests.rerun.spread.scenario import (
     draw,
 )
 
-LONGEST_S = 0.05
+SHORTEST_S, LONGEST_S = 0.001, 0.3
 _TRUE = {
     "transient": "transient_error",
     "persistent": "persistent_error",
@@ -50,6 +51,7 @@ class _DoomedJob(Job):
         if self.delay_s is None or self._timer is not None:
             return
         self._timer = threading.Timer(self.delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+        self._timer.daemon = True
         self._timer.start()
 
     def _resume(self, faults: Checkpointer, good: Checkpointer) -> None:
@@ -65,16 +67,25 @@ class _DoomedJob(Job):
 
     def _step(self, step: int, batches: Any, start: Start) -> None:
         super()._step(step, batches, start)
-        self._note(start)
+        self._note()
         assert self.machine is not None
         if self.machine.decision.exit_code is None and self._timer is not None:
             self._timer.cancel()  # the step is over: whatever comes is training as usual
 
-    def _note(self, start: Start) -> None:
+    def _state(self) -> dict[str, object]:
+        self._note()  # before a save: the next launch continues from it, and skips nothing again
+        return super()._state()
+
+    def _note(self) -> None:
         """Write down which steps were made of which batches: it outlives this process."""
+        start = self.current
+        assert start is not None
         runs = [asdict(run) for run in start.runs if run.step in start.applied]
         text = json.dumps({"applied": start.applied, "skipped": start.skipped, "runs": runs})
-        (self.root / f"launch {self.number} of {self.groups.rank}").write_text(text)
+        path = self.root / f"launch {self.number} of {self.groups.rank}"
+        part = self.root / f"part of {path.name}"
+        part.write_text(text)
+        part.rename(path)  # a kill may come in the middle
 
 
 def launch(
@@ -115,6 +126,8 @@ class Killed:
     """What has become of a job."""
 
     num_kills: int = 0
+    num_after_restart: int = 0
+    """Kills of a process that had started with a fault checkpoint."""
     num_launches: int = 0
     verdicts: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -130,7 +143,8 @@ def play_killed(root: Path, seed: int, options: dict[str, Any], *, num_kills: in
     devices = list(scheduler.now)
     root.mkdir()
     for number in range(20):
-        delay_s = random_.uniform(0, LONGEST_S) if result.num_kills < num_kills else None
+        has_fault = any((root / "rerun" / FAULT_CHECKPOINTS).glob("iter_*"))
+        delay_s = _delay_s(random_) if result.num_kills < num_kills else None
         outcome = run_ranks(
             size, launch, str(root), seed, options, number, devices, delay_s,
             expect_failure=delay_s is not None, init=size > 1, timeout_s=60,
@@ -140,6 +154,7 @@ def play_killed(root: Path, seed: int, options: dict[str, Any], *, num_kills: in
             if not any(each and each.signal == signal.SIGKILL for each in outcome.errors):
                 result.wrong.append(f"launch {number}: {outcome.errors}")
             result.num_kills += 1
+            result.num_after_restart += has_fault
             devices = scheduler.move(16, ()) if random_.random() < 0.5 else devices
             continue
         starts = [each[0] for each in outcome.results]
@@ -149,6 +164,11 @@ def play_killed(root: Path, seed: int, options: dict[str, Any], *, num_kills: in
         devices = scheduler.move(starts[0].exit_code, convicted_by(read_report(root / "rerun")))
     result.wrong.append(f"not through after {result.num_launches} launches")
     return result
+
+
+def _delay_s(random_: random.Random) -> float:
+    """Return a delay, each order of magnitude as likely: so some fit, however fast machines are."""
+    return SHORTEST_S * (LONGEST_S / SHORTEST_S) ** random_.random()
 
 
 def _check(
@@ -181,7 +201,9 @@ def _check(
     if bits != whole:
         result.wrong.append("other parameters than without the fault")
     broken = f"d{scenario.rank}" if scenario.kind.startswith("persistent") else None
-    for event in read_report(root / "rerun"):
+    # A transient error of a process that dies at once leaves nothing, not even a report.
+    has_report = (root / "rerun" / "report.jsonl").exists()
+    for event in read_report(root / "rerun") if has_report else ():
         if event["event"] == "verdict":
             result.verdicts.append(event["verdict"])
             if event["verdict"] not in ("undecided", _TRUE[scenario.kind]):

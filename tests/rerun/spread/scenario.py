@@ -144,7 +144,7 @@ def draw(
         program=program,
         is_rewound=random_.random() < 0.5,
         save_interval=random_.randint(1, 3),
-        moves=tuple(random_.choices([*MOVES], weights=[*MOVES.values()], k=5)),
+        moves=tuple(random_.choices([*MOVES], weights=[*MOVES.values()], k=4)),
     )
 
 
