@@ -73,7 +73,7 @@ class Veto(Protocol):
     def vetoes(self) -> bool:
         """Return True if this rank does not want the step to be updated."""
 
-    def settle(self, vetoed: bool) -> None:
+    def take_decision(self, vetoed: bool) -> None:
         """Take whether any rank has vetoed; called on every rank."""
 
 
@@ -352,7 +352,7 @@ class StepEngine:
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
             if veto is not None:
-                veto.settle(outcome.vetoed)
+                veto.take_decision(outcome.vetoed)
             # Not earlier: a scale updated by what only some ranks know would get out of sync.
             for each in () if outcome.vetoed else distinct_scalers(scaler):
                 each.update(overflowed=outcome.skipped)

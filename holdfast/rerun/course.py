@@ -23,7 +23,7 @@ import msgspec
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Attempt, Call, RejectedValue, Suspect, trial_of
-from holdfast.rerun.attribution import Trial
+from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.entry import PendingFault, SuspectRecord, kind_of
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory
@@ -147,8 +147,8 @@ class Course:
         """True in a run whose results are used, after all values have their verdicts."""
         self._observed: list[RejectedValue] = []
         """Values that were rejected between steps, for the next report."""
-        self._settled: bool | None = None
-        """Whether a rank has rejected a value, if the sum of an optimizer has told already."""
+        self._vetoed: bool | None = None
+        """Whether a rank has rejected a value, if the sum of an optimizer has carried that."""
         self._passes = ""
         """The fault with a verdict, from a checkpoint, whose step runs as any other."""
 
@@ -192,7 +192,7 @@ class Course:
         if is_first and self._is_spoiled(is_first=True):
             return False
         loaded = self.fault
-        later: dict[Call, list[Trial]] = {}
+        later: dict[Call, list[ValueRun]] = {}
         if loaded is not None:
             later = self._consider_fault(step)
             if self.decision.exit_code is not None:
@@ -238,7 +238,7 @@ class Course:
         fault.replay_batches(self.batches)
         self._replayed.replay_kept(fault.replayed, codecs=self.codecs)
 
-    def _consider_fault(self, step: int) -> dict[Call, list[Trial]]:
+    def _consider_fault(self, step: int) -> dict[Call, list[ValueRun]]:
         """Decide with all ranks whether the pending fault is rerun now. Collective.
 
         Returns:
@@ -249,7 +249,7 @@ class Course:
         if not is_one:
             return self._drop_fault("the ranks have loaded different faults")
         is_known = self.team.arrangement in history.arrangements
-        if history.is_settled or (history.verdict and is_known):
+        if history.is_final or (history.verdict and is_known):
             self._passes = self._fault_id
             words = _WORDS[Verdict(history.verdict)]
             return self._drop_fault(f"its verdict is known: {words}")
@@ -279,7 +279,7 @@ class Course:
             verdict=Verdict.UNDECIDED,
         )
 
-    def _drop_fault(self, why: str) -> dict[Call, list[Trial]]:
+    def _drop_fault(self, why: str) -> dict[Call, list[ValueRun]]:
         """Drop the pending fault; the step runs like any other."""
         step = -1 if self.fault is None else self.fault.step
         self.record("dropped", why=why)
@@ -294,13 +294,18 @@ class Course:
     # Phase 2: it runs
 
     def _start_run(self, suspects: dict[Call, Suspect]) -> None:
-        self._settled = None
+        self._vetoed = None
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,
             keeps_values=self._mode is Mode.REPORT_DETERMINISM_STATS,
         )
-        self._reactions.run_begins(self)
+        self._reactions.run_begins(
+            step=self.step,
+            coordinate=self.coordinate_of_batches,
+            is_rerun=self.state is not State.INITIAL_RUN,
+            device=self.team.here.identity,
+        )
 
     def _run_again(self, suspects: dict[Call, Suspect], *, event: Event = Event.REJECTED) -> bool:
         """Restore everything to the start of the step, for another run in place."""
@@ -335,13 +340,13 @@ class Course:
         )
 
     @property
-    def is_settled(self) -> bool:
+    def has_voted(self) -> bool:
         """Return True if the sum of an optimizer has carried this rank's word in this run."""
-        return self._settled is not None
+        return self._vetoed is not None
 
-    def settle(self, vetoed: bool) -> None:
+    def take_decision(self, vetoed: bool) -> None:
         """Take from the sum of an optimizer whether any rank has vetoed."""
-        self._settled = vetoed
+        self._vetoed = vetoed
 
     # Phase 3: all ranks report
 
@@ -365,7 +370,7 @@ class Course:
         self._report_observed()
         evidence = self.team.gather(self.attempt, step=self.step)
         if is_plain and not evidence.new_is_fatal:
-            if self._settled:  # the optimizer has left the step out
+            if self._vetoed:  # the optimizer has left the step out
                 self._is_confirming = True
                 return self._run_again({})
             self._accept()
@@ -414,15 +419,15 @@ class Course:
             self.team.say(f"before step {self.step}: {words}: the run continues")
 
     def _any_rejected(self, is_refused: bool) -> bool:
-        """Return True if any rank has something to say. Collective, unless a sum has told."""
-        if self._settled is not None:
-            return self._settled
+        """Return True if any rank has something to say. Collective, unless a sum has carried it."""
+        if self._vetoed is not None:
+            return self._vetoed
         has_rejected = is_refused or bool(self.attempt.rejected or self._observed)
         return self.team.any_rank(has_rejected, phase=f"step {self.step}")
 
     def _refusal_of_changes(self) -> ConfigError | None:
         """Return an error if parameters were changed in a run whose results are not used."""
-        if self._settled is False:
+        if self._vetoed is False:
             return None  # by the update of an optimizer that has asked
         changed = self._training_state.changed()
         if not changed:
@@ -528,7 +533,7 @@ class Course:
         if has_new and judgement.exit_code in (None, ExitCode.UNDECIDED):
             verdict = Verdict.UNDECIDED
             self._record_verdict(verdict, exit_code=judgement.exit_code)
-        if judgement.exit_code is None and self._settled:
+        if judgement.exit_code is None and self._vetoed:
             # The optimizer has left the step out until the verdict was known.
             self._confirm_bad()
             self._confirmed |= self.attempt.rejected.keys()
@@ -583,13 +588,15 @@ class Course:
         Returns:
             Whether the step is run again.
         """
-        # The state has to be that of the start of the step, whoever looks at it.
+        # The state has to be that of the start of the step, for every look at it.
         self._replayed.restore()
         self.learned.discard()
         suspects = self._bad_suspects()
         if self._is_spoiled():
             return False
-        self._reactions.diagnose(self, evidence)
+        results = self._reactions.diagnose(self.team, evidence)
+        if results:
+            self.record("diagnostics", results=results)
         if self._asks_replicas and self._opinion.can_tell(evidence.bad_again()):
             if isinstance(self.batches, ReplayableBatches):
                 self.batches.rewind()
@@ -699,7 +706,7 @@ class Course:
         """Add the verdict on the fault of this step to the report. Collective."""
         event = self.team.record_verdict(verdict, step=self.step, fault=self._fault_id, **fields)
         self.judged.add(self._fault_id)
-        self._reactions.verdict_is_known(self, event)
+        self._reactions.verdict_is_known(self.team, event)
 
     # Phase 5: the fault is kept for another process
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch import nn
@@ -29,8 +29,15 @@ from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks, replicas
 from holdfast.rerun.states import ExitCode, Verdict
 from holdfast.state.coordinates import coordinate_label
 
-if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpointer
+
+class HasSteps(Protocol):
+    """A root of checkpoints: a `Checkpointer`."""
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+
+
+Root = TypeVar("Root", bound=HasSteps)
 
 
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):
@@ -324,9 +331,7 @@ class Team:
         is_one = all((each.fault, each.step) == (first.fault, first.step) for each in known)
         return first.fault, first.history, is_one
 
-    def resume_point(
-        self, *, good: Checkpointer, faults: Checkpointer, past: Past
-    ) -> tuple[Checkpointer, int] | None:
+    def resume_point(self, *, good: Root, faults: Root, past: Past) -> tuple[Root, int] | None:
         """Return what `RerunMachine.resume_point` does. Collective."""
         answer, error = b"", None
         try:
