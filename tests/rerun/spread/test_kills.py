@@ -1,0 +1,46 @@
+"""Processes that die between the detection of a fault and the end of the step that runs again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rerun.spread.kills import Killed, play_killed
+from tests.rerun.spread.scenario import KINDS
+
+_KINDS = KINDS[:4]
+
+
+def _kill(root: Path, *, seed: int, layout: str, num_kills: int) -> int:
+    """Play jobs until so many of their processes were killed; return the number of kills."""
+    jobs: list[Killed] = []
+    while sum(job.num_kills for job in jobs) < num_kills and len(jobs) < num_kills:
+        number = seed + len(jobs)
+        options = {"layouts": (layout,), "kinds": _KINDS}
+        job = play_killed(root / str(number), number, options, num_kills=4)
+        assert not job.wrong, f"seed {number}: {job.wrong}"
+        jobs.append(job)
+    kills = sum(job.num_kills for job in jobs)
+    after = sum(job.num_after_restart for job in jobs)
+    print(
+        f"{len(jobs)} jobs, {sum(job.num_launches for job in jobs)} launches, {kills} kills, "
+        f"{after} of them after a start from a fault checkpoint"
+    )
+    assert num_kills < 100 or 0 < after < kills
+    return kills
+
+
+def test_a_few_kills_between_detection_and_replay(fast_dir: Path) -> None:
+    """D9: the same bits as without fault and kills, no batch lost or used twice."""
+    assert _kill(fast_dir, seed=0, layout="alone", num_kills=8) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("layout", "num_kills"), [("alone", 170), ("TP2", 15), ("DP2", 15)])
+def test_two_hundred_kills_between_detection_and_replay(
+    fast_dir: Path, layout: str, num_kills: int
+) -> None:
+    """D9: at two hundred random instants in all, of one process or both of two."""
+    assert _kill(fast_dir, seed=100, layout=layout, num_kills=num_kills) >= num_kills

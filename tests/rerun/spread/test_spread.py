@@ -1,0 +1,72 @@
+"""Faults that spread through a parallel model are blamed on the right device, or on none.
+
+One seed again, with words: `python -m tests.rerun.spread SEED`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rerun.spread.campaign import complaints, play, summary
+from tests.rerun.spread.scenario import KINDS, OF_ONE_DEVICE, WITH_REPLICA
+
+_PERMANENT = KINDS[1:4]
+
+
+def _campaign(root: Path, seeds: range) -> None:
+    findings = play(root, seeds)
+    print(summary(findings))
+    assert not complaints(findings), complaints(findings)
+    verdicts = {verdict for each in findings for verdict in each.verdicts}
+    assert verdicts >= {
+        "transient_error",
+        "persistent_error",
+        "correct_result",
+        "spoiled_state",
+    }
+
+
+def _second_opinions(root: Path, seeds: range) -> None:
+    findings = play(
+        root,
+        seeds,
+        max_starts=1,
+        layouts=WITH_REPLICA,
+        kinds=_PERMANENT,
+        programs=("plain", "local"),
+    )
+    print(summary(findings))
+    assert not complaints(findings), complaints(findings)
+    for each in findings:
+        assert each.num_opinions == 1, str(each.scenario)
+        is_told = each.scenario.layout_name in OF_ONE_DEVICE or each.scenario.kind == "data"
+        if is_told:
+            (verdict,) = each.verdicts
+            truth = "correct_result" if each.scenario.kind == "data" else "persistent_error"
+            assert verdict == truth, str(each.scenario)
+
+
+def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
+    """D7, D8, D9: no false blame, no false clearance, the same bits as without the fault."""
+    _campaign(fast_dir, range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hundreds_of_spreading_faults(fast_dir: Path) -> None:
+    """D7, D8, D9: twenty turns through all layouts."""
+    _campaign(fast_dir, range(1000, 1400))
+
+
+def test_a_second_opinion_tells_within_the_step(fast_dir: Path) -> None:
+    """A replica of one device convicts it at once, and bad data is proved by any two replicas."""
+    _second_opinions(fast_dir, range(14))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hundred_second_opinions(fast_dir: Path) -> None:
+    """A hundred of a hundred are right."""
+    _second_opinions(fast_dir, range(1000, 1105))
