@@ -17,7 +17,7 @@ REPORT_NAME = "report.jsonl"
 """The file, in the directory of a machine."""
 
 _START = b'{"event": '
-_OF_ITS_HOST = re.compile(r"cpu|[a-z]+:[0-9]+", re.ASCII)
+_OF_ITS_HOST = re.compile(r"cpu|[a-z]+:[0-9.]+", re.ASCII)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

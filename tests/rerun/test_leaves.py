@@ -45,6 +45,91 @@ def test_devices_are_the_same_by_their_own_name(monkeypatch: pytest.MonkeyPatch)
     assert DeviceIdentity.of(torch.device("cpu")).uuid == "GPU-7"
 
 
+class Accelerator:
+    """`torch.accelerator` of a host with several devices of a kind."""
+
+    def __init__(self, kind: str, index: int = 0) -> None:
+        self.kind, self.index = kind, index
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def current_device_index(self) -> int:
+        return self.index
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "mps"])
+def test_other_accelerators_are_known_by_host_and_index(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The current one, or one that is passed; the variable goes before all of it."""
+    monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "h")
+    monkeypatch.setattr(torch, "accelerator", Accelerator(kind, 2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    current = DeviceIdentity.of()
+    assert current == DeviceIdentity(host="h", uuid=f"{kind}:2")
+    assert DeviceIdentity.of(torch.device(kind)) == current
+    assert DeviceIdentity.of(torch.device(kind, 0)).uuid == f"{kind}:0"
+    assert DeviceIdentity.of(torch.device("cpu")).uuid == "cpu"
+    assert current.key != DeviceIdentity(host="other", uuid=f"{kind}:2").key
+    assert current.key != DeviceIdentity(host="h", uuid=f"{kind}:3").key
+    monkeypatch.setenv("HOLDFAST_DEVICE", "card-7")
+    assert DeviceIdentity.of().uuid == "card-7"
+
+
+def test_an_index_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process may see one device only, as its number 0: they are not one device."""
+    monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
+    monkeypatch.setattr(torch, "accelerator", Accelerator("xpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "1.0, 3")
+    assert DeviceIdentity.of().uuid == "xpu:1.0"
+    assert DeviceIdentity.of(torch.device("xpu", 1)).uuid == "xpu:3"
+    assert DeviceIdentity.of(torch.device("xpu", 2)).uuid == "xpu:2"  # the mask does not have it
+    mine = DeviceIdentity(host="h", uuid="xpu:1.0")
+    assert mine.key != DeviceIdentity(host="other", uuid="xpu:1.0").key
+
+
+def test_cuda_devices_are_known_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
+    seen: list[torch.device] = []
+
+    class Properties:
+        uuid = "1234-5678"
+
+    def properties_of(device: torch.device) -> Properties:
+        seen.append(device)
+        return Properties()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
+    assert DeviceIdentity.of().uuid == "GPU-1234-5678"
+    assert DeviceIdentity.of(torch.device("cuda", 1)).uuid == "GPU-1234-5678"
+    assert seen == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
+def test_the_key_of_a_device() -> None:
+    """Hashable, and equal exactly for the same device."""
+    identities = [
+        DeviceIdentity(host=host, uuid=uuid)
+        for host in ("h1", "h2")
+        for uuid in ("GPU-1", "GPU-2", "cpu", "xpu:0", "xpu:1")
+    ]
+    for first in identities:
+        for second in identities:
+            is_same = first.uuid == second.uuid and (
+                first.host == second.host or first.uuid.startswith("GPU")
+            )
+            assert (first.key == second.key) is is_same
+            assert first.is_same(second) is is_same
+    assert len({each.key for each in identities}) == 8
+
+
 def rejected(journal: Journal, *values: tuple[int, int, str]) -> None:
     """Record values (rank, step, job) as a machine does."""
     for rank, step, job in values:
