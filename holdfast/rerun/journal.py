@@ -117,7 +117,7 @@ class Journal:
         """
         verdicts = [event for event in self.events() if event["event"] == "verdict"]
         points = [
-            point_of(event["step"], each["coordinate"], each["call"], each["occurrence"])
+            point_of(event["step"], each["coordinate"])
             for event in verdicts
             for each in event["values"]
         ]

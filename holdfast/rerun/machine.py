@@ -22,11 +22,11 @@ from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
-from holdfast.rerun.attempt import Call, Compare, check_call, checked_step
+from holdfast.rerun.attempt import Compare, check_call, checked_step
 from holdfast.rerun.course import Course
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import Entry, PendingFault, pick_entries
-from holdfast.rerun.injection import ErrorInjector, point_of
+from holdfast.rerun.injection import ErrorInjector
 from holdfast.rerun.journal import Journal
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
@@ -280,10 +280,16 @@ class RerunMachine(OptionalPart):
         if not self._course.begin(step, batches):
             return
         number = 0
-        yield number
-        while self._course.conclude():
+        while True:
+            self._begin_injection()
+            try:
+                yield number
+            finally:
+                if self._injector is not None:
+                    self._injector.end_run()
+            if not self._course.conclude():
+                return
             number += 1
-            yield number
 
     # Phase 2: it runs
 
@@ -329,7 +335,8 @@ class RerunMachine(OptionalPart):
         tolerance = check_call(name, rule, tolerance)
         value = plain_value(value)
         call = course.attempt.next_call(name)
-        value = self._injected(call, value)
+        if self._injector is not None:
+            value = self._injector.injected(value)
         why = rule.rejects(value, self.learned.of(name))
         if why is not None and not isinstance(why, str):
             raise ConfigError(
@@ -465,17 +472,15 @@ class RerunMachine(OptionalPart):
             raise FaultError(f"{text}; enable the rerun machine to find out what the fault is")
         self._course.team.note(text)
 
-    def _injected(self, call: Call, value: Value) -> Value:
-        """Return the value, or an injected error in its place."""
-        if self._injector is None:
-            return value
-        course = self._course
-        return self._injector.injected(
-            point_of(course.step, course.team.here.coordinate, call.name, call.occurrence),
-            is_rerun=course.state is not State.INITIAL_RUN,
-            device=self.device,
-            value=value,
-        )
+    def _begin_injection(self) -> None:
+        """Prepare the injected error of a run, if it is to have one."""
+        if self._injector is not None:
+            self._injector.begin_run(
+                step=self._course.step,
+                coordinate=self._course.team.here.coordinate,
+                is_rerun=self._course.state is not State.INITIAL_RUN,
+                device=self.device,
+            )
 
     def close(self) -> None:
         """Forget kept batches; there is nothing else to close."""

@@ -21,8 +21,6 @@ from holdfast.errors import ConfigError, CorruptionError
 from holdfast.rerun import (
     DeterminismStatistics,
     DeviceIdentity,
-    ErrorInjector,
-    NotFinite,
     Replayed,
     read_report,
 )
@@ -169,44 +167,6 @@ def test_a_torn_line_of_the_report_is_left_and_another_one_named(tmp_path: Path)
         file.write("skip 17\n")
     with pytest.raises(CorruptionError, match=r"line 6 .*skip 17"):
         journal.steps_to_skip()
-
-
-@pytest.mark.parametrize("kind", ["transient_error", "persistent_error", "correct_result"])
-def test_injected_errors_are_of_their_kind(kind: str) -> None:
-    """D17: also after their state went through a checkpoint; one in `rate` points is hit."""
-    points = [f"{step}:rank:loss:0" for step in range(4000)]
-    injector = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
-    hits = [point for point in points if injector.is_hit(point)]
-    assert 300 < len(hits) < 500
-    (point, other), missed = hits[:2], next(p for p in points if p not in hits)
-    assert injector.injected(missed, is_rerun=False, device=A, value=1.5) == 1.5
-    assert math.isnan(injector.injected(point, is_rerun=False, device=A, value=1.5))  # type: ignore[arg-type]
-    again = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
-    again.load_state_dict(injector.state_dict())
-
-    def is_bad(*, is_rerun: bool, device: DeviceIdentity) -> bool:
-        value = torch.ones(3, dtype=torch.int32)
-        made = again.injected(point, is_rerun=is_rerun, device=device, value=value)
-        assert isinstance(made, torch.Tensor)
-        assert made.shape == value.shape
-        return bool(made.isnan().all())
-
-    assert is_bad(is_rerun=True, device=A) is (kind != "transient_error")
-    assert is_bad(is_rerun=False, device=A) is (kind != "transient_error")
-    assert is_bad(is_rerun=True, device=B) is (kind == "correct_result")
-    again.leave_out([point])
-    assert not is_bad(is_rerun=True, device=A)
-    assert math.isnan(again.injected(other, is_rerun=False, device=A, value=1.0))  # type: ignore[arg-type]
-    for sparse in (torch.eye(2).to_sparse(), torch.zeros(2, 3, dtype=torch.int64).to_sparse()):
-        fresh = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
-        made = fresh.injected(other, is_rerun=False, device=A, value=sparse)
-        assert isinstance(made, torch.Tensor)
-        assert (made.layout, made.shape) == (torch.sparse_coo, sparse.shape)
-        assert NotFinite().rejects(made, ()) is not None
-    with pytest.raises(ConfigError, match="kind"):
-        ErrorInjector(10, "noise")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rate"):
-        ErrorInjector(-1)
 
 
 def test_statistics_of_ranks_add_up() -> None:
