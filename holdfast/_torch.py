@@ -7,7 +7,7 @@ A new version of torch is tried against this file, `parallel/groups/_torch.py` (
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,14 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AsyncCollectiveTensor", "TorchDispatchMode", "argument_names", "buffer_table", "copy_each",
     "give_metadata", "hook_states", "is_mkldnn", "local_tensor", "local_tensor_slot",
     "lost_after_s", "mark_eager", "mark_stepped", "module_table", "num_storage_uses",
-    "parameter_table", "scale_each", "set_local_tensor", "sparse_members", "spec_of",
-    "storage_id", "unsaved_buffers", "without_torch_function", "write_counter",
+    "parameter_table", "registrations", "scale_each", "set_local_tensor", "sparse_members",
+    "spec_of", "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
+    "write_counter",
 ]  # fmt: skip
 
 # ---- DTensors ----
@@ -74,6 +80,51 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
     """Return the module's set of buffers that no state dict has (persistent=False)."""
     names: set[str] = getattr(module, "_non_persistent_buffers_set", set())
     return names
+
+
+class _Registrations:
+    """How many buffers and modules have been registered with any module in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_counting = False
+
+    def start(self) -> None:
+        """Count from now on; torch has a hook for each kind."""
+        if not self.is_counting:
+            register_module_buffer_registration_hook(self._add)
+            register_module_module_registration_hook(self._add)
+            self.is_counting = True
+
+    def _add(self, *arguments: object) -> None:
+        del arguments  # module, name, and what was registered under it
+        self.count += 1
+
+
+_REGISTRATIONS = _Registrations()
+
+
+def registrations() -> int:
+    """Return a number that changes whenever a buffer or module is registered with any module.
+
+    It starts with the first call. A write to a module's own tables is not counted.
+    """
+    _REGISTRATIONS.start()
+    return _REGISTRATIONS.count
+
+
+def watch_forwards(look: Callable[[nn.Module], object]) -> Callable[[], None]:
+    """Call a function with every module of this process before its forward, until stopped.
+
+    Returns:
+        A function that stops it.
+    """
+
+    def before(module: nn.Module, inputs: object) -> None:
+        del inputs
+        look(module)
+
+    return register_module_forward_pre_hook(before).remove
 
 
 def give_metadata(state_dict: Mapping[str, object], metadata: object) -> None:

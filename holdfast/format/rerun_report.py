@@ -50,14 +50,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def device_key(host: str, device: str) -> tuple[str, ...]:
-    """Return a key that is equal exactly for the same device.
+def device_key(host: str, device: str) -> str:
+    """Return a text that is equal exactly for the same device.
 
     A name from a driver (a UUID) or from a user identifies a device whatever the host is called:
     containers change the names of hosts. `cpu` and an index (`xpu:0`) mean something else on each
     host.
     """
-    return (host, device) if _OF_ITS_HOST.fullmatch(device) else (device,)
+    return f"{host}: {device}" if _OF_ITS_HOST.fullmatch(device) else device
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ plain shards are declared (`plain_shards.py`).
 """
 
 from holdfast.optim.chained import ChainedOptimizer
-from holdfast.optim.engine import StepOutcome, Stepper
+from holdfast.optim.engine import StepOutcome, Stepper, Veto
 from holdfast.optim.multi_module import MultiModuleOptimizer
 from holdfast.optim.norms import GradientNorm, gradient_norm
 from holdfast.optim.reduced import ReducedOptimizer
@@ -32,5 +32,6 @@ __all__ = [
     "ShardedOptimizer",
     "StepOutcome",
     "Stepper",
+    "Veto",
     "gradient_norm",
 ]

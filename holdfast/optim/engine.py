@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import msgspec
 import torch
@@ -62,6 +63,18 @@ class StepOutcome:
     """Modules that are trained and got no gradient on any rank in this step."""
     num_tokens: int | None = None
     """Tokens that gradients were divided by; None without `num_tokens`."""
+    vetoed: bool = False
+    """True if nothing was updated because a rank had a veto; `skipped` is True then."""
+
+
+class Veto(Protocol):
+    """An object that may refuse a step, such as a `RerunMachine`."""
+
+    def vetoes(self) -> bool:
+        """Return True if this rank does not want the step to be updated."""
+
+    def settle(self, vetoed: bool) -> None:
+        """Take whether any rank has vetoed; called on every rank."""
 
 
 class Stepper(MicrobatchTaker):
@@ -187,6 +200,7 @@ class Stepper(MicrobatchTaker):
         scaler: LossScaler | None = None,
         count_zeros: bool = False,
         is_finite: bool = True,
+        veto: Veto | None = None,
     ) -> StepOutcome:
         """Finish gradients, measure, clip, update, and start gathering parameters; collective.
 
@@ -202,6 +216,8 @@ class Stepper(MicrobatchTaker):
             count_zeros: count the elements of the gradient that are exactly zero. Equal on all
                 ranks.
             is_finite: True if this rank's loss is finite.
+            veto: asked on each rank; if it vetoes on any, nothing is updated anywhere, and the
+                loss scale stays. On all ranks or on none. The sum that the step makes carries it.
 
         Raises:
             ConfigError: On all ranks, before anything is updated: an argument is wrong on some rank
@@ -227,6 +243,7 @@ class Stepper(MicrobatchTaker):
             scaler=scaler,
             count_zeros=count_zeros,
             is_finite=is_finite,
+            veto=veto,
         )
 
     @cached_property
@@ -302,6 +319,7 @@ class StepEngine:
         count_zeros: bool,
         is_finite: bool = True,
         num_tokens: int | None = None,
+        veto: Veto | None = None,
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
         mine = Contribution(count_zeros=bool(count_zeros), is_finite=bool(is_finite))
@@ -321,6 +339,7 @@ class StepEngine:
                 self._check_open()
                 self._check_crossings()
                 mine.carried = self._crossings.carried()
+                mine.vetoes = None if veto is None else bool(veto.vetoes())
             except Exception as error:
                 failure = error
             failure = failure or self._refuse_interrupted()
@@ -332,8 +351,10 @@ class StepEngine:
 
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
+            if veto is not None:
+                veto.settle(outcome.vetoed)
             # Not earlier: a scale updated by what only some ranks know would get out of sync.
-            for each in distinct_scalers(scaler):
+            for each in () if outcome.vetoed else distinct_scalers(scaler):
                 each.update(overflowed=outcome.skipped)
 
             if not outcome.skipped:
@@ -465,7 +486,7 @@ class StepEngine:
         self, mine: Contribution, sums: StepSums
     ) -> tuple[StepOutcome, Mapping[str, float]]:
         """Return the outcome of the step, and what to multiply each module's gradients by."""
-        if not sums.num_bad_losses:
+        if not (sums.num_bad_losses or sums.num_vetoes):
             sums.check_used(name=self._name)
         tokens = self._sum.total_tokens(sums)
         if tokens is None:
@@ -481,7 +502,7 @@ class StepEngine:
         divisor = scale * (1 if tokens is None else tokens)
         norm, by_module = sums.norm(divisor=divisor, weights=weights)
         factor = clip_factor(norm, limit=mine.max_norm)
-        is_skipped = not norm.is_finite or sums.num_bad_losses > 0
+        is_skipped = not norm.is_finite or sums.num_bad_losses > 0 or sums.num_vetoes > 0
         outcome = StepOutcome(
             norm=norm.value,
             clipped=not is_skipped and factor != 1.0,
@@ -497,6 +518,7 @@ class StepEngine:
                 m for m, (used, trained) in sums.usage.items() if trained and not used
             ),
             num_tokens=tokens,
+            vetoed=sums.num_vetoes > 0,
         )
         return outcome, {m: factor / divisor * weight for m, weight in weights.items()}
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.optim.engine import StepEngine, StepOutcome, Stepper
+from holdfast.optim.engine import StepEngine, StepOutcome, Stepper, Veto
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ModuleGroups, ModuleLayouts
@@ -151,6 +151,7 @@ class MultiModuleOptimizer(TorchInterface):
         num_tokens: int | None = None,
         count_zeros: bool = False,
         is_finite: bool = True,
+        veto: Veto | None = None,
     ) -> StepOutcome:
         """Finish gradients, measure, clip, update, and start gathering parameters; collective.
 
@@ -176,6 +177,8 @@ class MultiModuleOptimizer(TorchInterface):
             count_zeros: whether to count the elements of the gradient that are exactly zero. Equal
                 on all ranks.
             is_finite: whether this rank's loss is finite.
+            veto: asked on each rank; if it vetoes on any, nothing is updated anywhere. See
+                `Stepper.step`.
 
         Raises:
             ConfigError: On all ranks, before anything is updated: an argument is wrong or differs
@@ -200,6 +203,7 @@ class MultiModuleOptimizer(TorchInterface):
             count_zeros=count_zeros,
             is_finite=is_finite,
             num_tokens=num_tokens,
+            veto=veto,
         )
 
     def unfinished_work(self) -> str | None:

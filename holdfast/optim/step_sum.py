@@ -19,6 +19,7 @@ _FAILED = 0.0
 _REASONS = {
     "max_norm": "one limit holds for the norm of the whole gradient",
     "count_zeros": "zeros are counted on all ranks or on none",
+    "veto": "a veto is asked on all ranks or on none",
     "loss scale": "one loss is scaled once: give all ranks, and all modules, one LossScaler or "
     "equal ones, and load them from one checkpoint",
 }
@@ -32,6 +33,8 @@ class Contribution:
     """True if this rank cannot continue; then nothing else of it counts."""
     is_finite: bool = True
     """False if the loss of this rank is not finite."""
+    vetoes: bool | None = None
+    """True if this rank does not want the step to be updated; None if it was not asked."""
     max_norm: float = 0.0
     scale: float | None = None
     """Of the loss; None without a scaler."""
@@ -54,6 +57,7 @@ class Contribution:
             "max_norm": self.max_norm,
             "loss scale": self.scale,
             "count_zeros": self.count_zeros,
+            "veto": self.vetoes is not None,
         }
 
     def described(self) -> bytes:
@@ -75,6 +79,8 @@ class StepSums:
     """True if ranks differ in settings, or those of one pipeline stage in hyperparameters."""
     num_bad_losses: int
     """Ranks whose loss is not finite."""
+    num_vetoes: int
+    """Ranks that do not want the step to be updated."""
     tokens: Mapping[int, int | None]
     """By rank of the module with the loss."""
     carried: tuple[tuple[str, str], ...]
@@ -156,7 +162,7 @@ class StepSum:
 
         digest = _FAILED if mine.has_failed else self._digest(None, mine.settings)
         values = slots(self._ranks, digest)
-        values.append(float(not mine.is_finite))
+        values += [float(not mine.is_finite), float(bool(mine.vetoes))]
         for module, terms in self.terms.items():
             values += mine.terms.get(module, [0.0] * terms.size)
             values += mine.usage.get(module, (0, 0))
@@ -175,7 +181,7 @@ class StepSum:
             return {rank: next(rest) for rank in ranks}
 
         settings = slots(self._ranks)
-        num_bad_losses = int(next(rest))
+        num_bad_losses, num_vetoes = int(next(rest)), int(next(rest))
         gradients: dict[str, GradientSums] = {}
         usage: dict[str, tuple[int, int]] = {}
         digests: dict[str, dict[int, float]] = {}
@@ -194,6 +200,7 @@ class StepSum:
                 len({digests[module][rank] for rank in ranks}) > 1 for module, ranks in self._stages
             ),
             num_bad_losses=num_bad_losses,
+            num_vetoes=num_vetoes,
             tokens={rank: None if count < 0 else count for rank, count in counts.items()},
             carried=carried,
         )

@@ -9,11 +9,13 @@ Three files to read first:
 
     machine.py      what a loop sees: `attempts`, `validate`, `decision`, and the part of a state
     course.py       a step in five phases, from its first run to the decision
-    states.py       the table of states, and verdicts as pure functions
+    attribution.py  whom to blame: what runs on sets of devices prove
 
-Around them: `team.py` (what ranks tell each other; `journal.py`, the report), `attempt.py` (the
-calls of one run; `evidence.py`, those of all ranks), `replay.py` and `replayed.py` (what a run
-starts with), `kept_trees.py` (the one form in which anything is kept), `entry.py` (what is in a
+Around them: `states.py` (the table of states), `judging.py` (what follows from outcomes), `team.py`
+(what ranks tell each other; `journal.py`, the report; `places.py`, who feeds a value), `attempt.py`
+(the calls of one run; `evidence.py`, those of all ranks), `second_opinion.py` (another data replica
+runs the step), `replay.py` and `replayed.py` (what a run starts with; `training_state.py`, whether
+that was sound), `kept_trees.py` (the one form in which anything is kept), `entry.py` (what is in a
 checkpoint), `rules.py` and `values.py` (what is judged, and how).
 """
 
@@ -21,6 +23,7 @@ from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.injection import ErrorInjector
 from holdfast.rerun.journal import read_report
 from holdfast.rerun.machine import RerunMachine
+from holdfast.rerun.places import Place
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
 from holdfast.rerun.rules import IsInf, IsNaN, NotFinite, Rejects, RejectsAny, Rule, Spike
@@ -31,6 +34,7 @@ from holdfast.rerun.states import (
     ExitCode,
     Limits,
     Mode,
+    Policy,
     State,
     Verdict,
 )
@@ -50,6 +54,8 @@ __all__ = [
     "Limits",
     "Mode",
     "NotFinite",
+    "Place",
+    "Policy",
     "Rejects",
     "RejectsAny",
     "ReplayableBatches",

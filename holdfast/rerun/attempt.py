@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 import torch
@@ -15,9 +15,13 @@ import torch
 from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.format.values import is_unicode
+from holdfast.rerun.attribution import Trial
+from holdfast.rerun.places import Place
 from holdfast.rerun.states import Outcome
 from holdfast.rerun.values import Value, describe, relative_difference
 
+_MAX_READ_LATER = 64
+"""Elements; a larger value is judged where it is, at once."""
 Compare = Callable[[Any, Any], float]
 """Returns the relative difference of two values: 0.0 if they are equal."""
 
@@ -31,12 +35,18 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Suspect:
-    """A value that was rejected, on the rank that computed it."""
+    """A value that was rejected, on the rank that validated it."""
 
     value: Value
     why: str
     fatal: bool
     tolerance: float
+    fed_by: tuple[Place, ...]
+    """The ranks that fed it, ascending, and where they ran."""
+    place: Place
+    """Of the rank that validated it."""
+    trials: tuple[Trial, ...] = ()
+    """Later runs on other devices, which have left it open."""
 
 
 class RejectedValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +57,7 @@ class RejectedValue(msgspec.Struct, frozen=True, kw_only=True):
     value: Any
     why: str
     fatal: bool
+    fed_by: list[Place]
 
 
 class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +73,15 @@ class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
     difference: float | str | None
     """Relative; "inf" if the two values cannot be compared, None if the call was not made."""
     is_same_device: bool
+    """True if every rank that feeds it runs where it ran at first."""
     first_rank: int
     first_host: str
     first_device: str
+    first_fed_by: list[Place]
+    fed_by: list[Place]
+    """In the order of `first_fed_by`: the same roles."""
+    trials: list[Trial]
+    """Runs between the first one and this."""
 
 
 class AttemptReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +111,8 @@ class Attempt:
         self.rejected: dict[Call, Suspect] = {}
         self.rechecked: dict[Call, tuple[Outcome, Value, float]] = {}
         self.values: dict[Call, Value] = {}
+        self._waiting: list[tuple[torch.Tensor, Callable[[Value], None]]] = []
+        """Values on a device, which are read together when the run ends."""
         self._confirmed = frozenset(confirmed)
         self._keeps_values = keeps_values
         self._counts: Counter[str] = Counter()
@@ -104,6 +123,25 @@ class Attempt:
         self._counts[name] += 1
         return call
 
+    def judge_later(self, value: torch.Tensor, judge: Callable[[Value], None]) -> None:
+        """Judge a value on a device at the end of the run: one wait for all of them."""
+        self._waiting.append((value.detach().clone(), judge))
+
+    def judge(self) -> None:
+        """Judge the values that wait. Cost: one read for each device and dtype."""
+        waiting, self._waiting = self._waiting, []
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, (value, _) in enumerate(waiting):
+            by_kind.setdefault((value.device, value.dtype), []).append(i)
+        on_host: dict[int, torch.Tensor] = {}
+        for indices in by_kind.values():
+            flat = torch.cat([waiting[i][0].reshape(-1) for i in indices]).cpu()
+            parts = torch.split(flat, [waiting[i][0].numel() for i in indices])
+            for i, part in zip(indices, parts, strict=True):
+                on_host[i] = part.reshape(waiting[i][0].shape)
+        for i, (_, judge) in enumerate(waiting):
+            judge(on_host[i])
+
     def take(
         self,
         call: Call,
@@ -113,8 +151,17 @@ class Attempt:
         fatal: bool,
         tolerance: float,
         compare: Compare | None,
+        feeders: Callable[[], tuple[Place, tuple[Place, ...]]],
     ) -> None:
-        """Take the value of a call, and the reason for its rejection; None if it is accepted."""
+        """Take the value of a call, and the reason for its rejection; None if it is accepted.
+
+        Args:
+            call: which.
+            value: of the call.
+            why: the reason.
+            fatal, tolerance, compare: see `RerunMachine.validate`.
+            feeders: returns this rank's place, and those of the ranks that feed the value.
+        """
         if self._keeps_values:
             self.values[call] = _kept(value)
         suspect = self.suspects.get(call)
@@ -126,8 +173,14 @@ class Attempt:
                 outcome = Outcome.GOOD if why is None else Outcome.CHANGED
             self.rechecked[call] = outcome, _kept(value), float(difference)
         elif why is not None and call not in self._confirmed:
+            place, fed_by = feeders()
             self.rejected[call] = Suspect(
-                value=_kept(value), why=why, fatal=fatal, tolerance=tolerance
+                value=_kept(value),
+                why=why,
+                fatal=fatal,
+                tolerance=tolerance,
+                fed_by=fed_by,
+                place=place,
             )
 
     def report_rejected(self) -> list[RejectedValue]:
@@ -139,18 +192,24 @@ class Attempt:
                 value=describe(each.value),
                 why=each.why,
                 fatal=each.fatal,
+                fed_by=[*each.fed_by],
             )
             for call, each in self.rejected.items()
         ]
 
     def report_rechecked(
-        self, *, is_same_device: bool, first_rank: int, first_host: str, first_device: str
+        self, now: Callable[[Sequence[Place]], Sequence[Place]]
     ) -> list[RecheckedValue]:
-        """Return the outcomes of the values that were rejected before."""
+        """Return the outcomes of the values that were rejected before.
+
+        Args:
+            now: returns where the roles of some places are computed in this run.
+        """
         reports = []
         for call, suspect in self.suspects.items():
             outcome, value, difference = self.rechecked.get(call, (Outcome.UNREACHED, None, None))
             finite = difference is None or difference < float("inf")
+            places = [*now(suspect.fed_by)]
             reports.append(
                 RecheckedValue(
                     call=call.name,
@@ -161,18 +220,42 @@ class Attempt:
                     fatal=suspect.fatal,
                     outcome=outcome,
                     difference=difference if finite else "inf",
-                    is_same_device=is_same_device,
-                    first_rank=first_rank,
-                    first_host=first_host,
-                    first_device=first_device,
+                    is_same_device=all(
+                        one.identity.is_same(other.identity)
+                        for one, other in zip(suspect.fed_by, places, strict=True)
+                    ),
+                    first_rank=suspect.place.rank,
+                    first_host=suspect.place.host,
+                    first_device=suspect.place.device,
+                    first_fed_by=[*suspect.fed_by],
+                    fed_by=places,
+                    trials=[*suspect.trials],
                 )
             )
         return reports
 
 
+def trial_of(first: Sequence[Place], now: Sequence[Place], outcome: Outcome) -> Trial:
+    """Return a trial of a value whose roles were at the first places before, and are at `now`."""
+    pairs = zip(first, now, strict=True)
+    return Trial(
+        devices={role.coordinate: place.identity.key for role, place in pairs}, outcome=outcome
+    )
+
+
 def _kept(value: Value) -> Value:
     """Return a value that no later change of the caller's tensor can reach."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def is_read_later(value: Value) -> TypeGuard[torch.Tensor]:
+    """Return True for a few numbers on a device, whose reading would make the host wait for it."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type != "cpu"
+        and value.layout is torch.strided
+        and value.numel() <= _MAX_READ_LATER
+    )
 
 
 def check_call(name: object, rule: object, tolerance: object) -> float:

@@ -3,7 +3,8 @@
     Phase 1: a step starts         `begin`, and with a pending fault `_consider_fault`
     Phase 2: it runs               in the caller's loop; `attempt` takes the calls of each run
     Phase 3: all ranks report      `conclude`: nothing was rejected, or the step runs again
-    Phase 4: a rerun is judged     `_follow`: a verdict, another rerun, or another restart
+    Phase 4: a rerun is judged     `_follow`: a verdict, another rerun, another replica's opinion,
+                                   or another restart
     Phase 5: the fault is kept     `_keep_fault`: for a process on another device
 
 There are no threads and no locks: everything happens in calls of the loop. A collective method is
@@ -13,44 +14,61 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.values import Codecs
-from holdfast.rerun.attempt import Attempt, Call, Suspect
+from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
+from holdfast.rerun.attribution import Trial
 from holdfast.rerun.entry import PendingFault, SuspectRecord, kind_of
 from holdfast.rerun.evidence import Evidence
+from holdfast.rerun.journal import FaultHistory
+from holdfast.rerun.judging import (
+    Judgement,
+    heaviest,
+    judge_rerun_from_checkpoint,
+    judge_rerun_in_place,
+    judge_second_opinion,
+)
+from holdfast.rerun.reactions import Reactions
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
 from holdfast.rerun.rules import Learned
+from holdfast.rerun.second_opinion import SecondOpinion
 from holdfast.rerun.states import (
     Decision,
     Event,
     ExitCode,
-    Judgement,
     Limits,
     Mode,
     Outcome,
+    Policy,
     State,
     Verdict,
-    heaviest,
-    judge_rerun_from_checkpoint,
-    judge_rerun_in_place,
     next_state,
 )
 from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.team import Team
+from holdfast.rerun.training_state import MAX_NAMED, TrainingState
 from holdfast.rerun.values import Value
 
-_RUNNING = (State.INITIAL_RUN, State.RERUNNING_IN_PLACE, State.RERUNNING_FROM_CHECKPOINT)
+_RUNNING = (
+    State.INITIAL_RUN,
+    State.RERUNNING_IN_PLACE,
+    State.RUNNING_FOR_ANOTHER_REPLICA,
+    State.RERUNNING_FROM_CHECKPOINT,
+)
 _WORDS = {
     None: "no verdict",
     Verdict.TRANSIENT_ERROR: "a transient error",
     Verdict.CORRECT_RESULT: "the correct result: look at the data, the code and the settings",
     Verdict.UNDECIDED: "undecided",
     Verdict.PERSISTENT_ERROR: "a persistent error",
+    Verdict.SPOILED_STATE: "the state was not finite before the step",
 }
 
 
@@ -62,9 +80,13 @@ class Course:
         mode: of the machine.
         replayed: restores buffers and random streams before a rerun.
         limits: numbers of reruns and restarts after which the machine gives up.
+        policy: which verdicts end the run.
+        state: parameters and optimizer states.
         codecs: for batches of a user's own types.
         report_every: steps between two reports on determinism.
         checkpoints: directory of fault checkpoints, for messages.
+        asks_replicas: True for second opinions within the step.
+        reactions: what else happens around faults.
     """
 
     def __init__(
@@ -74,9 +96,13 @@ class Course:
         mode: Mode,
         replayed: Replayed,
         limits: Limits,
+        policy: Policy,
+        state: TrainingState,
         codecs: Codecs,
         report_every: int,
         checkpoints: object,
+        asks_replicas: bool,
+        reactions: Reactions,
     ) -> None:
         """Start between two steps."""
         self.team = team
@@ -92,8 +118,15 @@ class Course:
         self._mode = mode
         self._replayed = replayed
         self._limits = limits
+        self._policy = policy
+        self._training_state = state
         self._report_every = report_every
         self._checkpoints = checkpoints
+        self._asks_replicas = asks_replicas
+        self._reactions = reactions
+        self._opinion = SecondOpinion(
+            team, replayed=replayed, state=state, learned=self.learned, codecs=codecs
+        )
         self._num_compared = 0
         self._is_checked = False
         """True once a first step has shown that buffers can be kept."""
@@ -107,6 +140,23 @@ class Course:
         self._num_restarts = 0
         self._confirmed: set[Call] = set()
         self._first_values: dict[Call, Value] = {}
+        self._own_suspects: dict[Call, Suspect] = {}
+        """This rank's values that were bad twice, while it runs the step of another replica."""
+        self._is_confirming = False
+        """True in a run whose results are used, after all values have their verdicts."""
+        self._settled: bool | None = None
+        """Whether a rank has rejected a value, if the sum of an optimizer has told already."""
+        self._passes = ""
+        """The fault with a verdict, from a checkpoint, whose step runs as any other."""
+
+    @property
+    def coordinate_of_batches(self) -> str:
+        """The coordinate whose batches this rank runs on: its own, but for a second opinion."""
+        if self.state is not State.RUNNING_FOR_ANOTHER_REPLICA:
+            return self.team.here.coordinate
+        before = {other: rank for rank, other in self.team.partners.items()}
+        by_rank = {each.rank: each.coordinate for each in self.team.places}
+        return by_rank[before[self.team.here.rank]]
 
     @property
     def is_running(self) -> bool:
@@ -116,7 +166,7 @@ class Course:
     # Phase 1: a step starts
 
     def begin(self, step: int, batches: object) -> bool:
-        """Start a step; return False if a pending fault is judged without a run. Collective."""
+        """Start a step; return False if it is judged without a run. Collective."""
         if self.decision.exit_code is not None:
             raise ConfigError(
                 f"step {step}: the machine has decided to end the run with exit code "
@@ -124,18 +174,24 @@ class Course:
                 f"`decision.save` is True, and leave the loop"
             )
         self.decision = Decision()
+        was_left = self.is_running and step == self.step
+        if self.is_running:
+            self._leave()
         self.step, self.batches = step, batches
         self.attempt = Attempt()
         if self._mode is Mode.DISABLED:
+            self._use_kept_batches()
             return True
-        if self.is_running:
-            self.enter(Event.LEFT)
-            self.learned.discard()
-        self._num_reruns, self._fault_id = 0, ""
-        self._confirmed, self._first_values = set(), {}
+        self._num_reruns, self._fault_id, self._passes = 0, "", ""
+        self._confirmed, self._first_values, self._own_suspects = set(), {}, {}
+        self._is_confirming = False
+        is_first = not self._is_checked and self._mode is Mode.VALIDATE_RESULTS
+        if is_first and self._is_spoiled(is_first=True):
+            return False
         loaded = self.fault
+        later: dict[Call, list[Trial]] = {}
         if loaded is not None:
-            self._consider_fault(step)
+            later = self._consider_fault(step)
             if self.decision.exit_code is not None:
                 return False
         suspects: dict[Call, Suspect] = {}
@@ -145,60 +201,107 @@ class Course:
             loaded.replay_batches(batches)
             self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
             if self.fault is not None:
-                suspects = loaded.suspects_by_call(codecs=self.codecs)
+                suspects = loaded.suspects_by_call(later, codecs=self.codecs)
         elif isinstance(batches, ReplayableBatches):
-            batches.begin()
+            if was_left:  # by an exception that the loop has caught: the step is not over
+                batches.give_back()
+            else:
+                batches.begin()
         self._replayed.take()
+        self._training_state.note()
         self.enter(Event.BEGIN)
         self._start_run(suspects)
         return True
 
-    def _consider_fault(self, step: int) -> None:
-        """Decide with all ranks whether the pending fault is rerun now. Collective."""
+    def _leave(self) -> None:
+        """Give up a step that an exception or a `break` has left."""
+        self._reactions.run_ends()
+        if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
+            self._opinion.end(self.batches)
+        self.enter(Event.LEFT)
+        self.learned.discard()
+
+    def _use_kept_batches(self) -> None:
+        """Use the batches that only a fault's checkpoint has, without a rerun."""
+        fault, self.fault = self.fault, None
+        if fault is None:
+            return
+        if fault.step != self.step:
+            self.team.say(
+                f"the checkpoint holds the batches of step {fault.step}, but the run continues at "
+                f"step {self.step}: they are dropped"
+            )
+            return
+        fault.replay_batches(self.batches)
+        self._replayed.replay_kept(fault.replayed, codecs=self.codecs)
+
+    def _consider_fault(self, step: int) -> dict[Call, list[Trial]]:
+        """Decide with all ranks whether the pending fault is rerun now. Collective.
+
+        Returns:
+            What earlier starts from its checkpoint have shown of this rank's values.
+        """
         at = -1 if self.fault is None else self.fault.step
         self._fault_id, history, is_one = self.team.consider(self.fault)
         if not is_one:
             return self._drop_fault("the ranks have loaded different faults")
-        if history.verdict:
-            return self._drop_fault(f"its verdict is known: {_WORDS[Verdict(history.verdict)]}")
+        is_known = self.team.arrangement in history.arrangements
+        if history.is_settled or (history.verdict and is_known):
+            self._passes = self._fault_id
+            words = _WORDS[Verdict(history.verdict)]
+            return self._drop_fault(f"its verdict is known: {words}")
         if at != step:
             return self._drop_fault(f"the run continues at step {step}")
-        num_restarts = history.num_restarts
-        if num_restarts >= self._limits.max_restarts:
-            self._record_verdict(Verdict.UNDECIDED, exit_code=ExitCode.UNDECIDED)
-            self.enter(Event.JUDGED)
-            self.fault = None
-            return self._decide(
-                ExitCode.UNDECIDED,
-                f"step {at}: {num_restarts} starts from its checkpoint ended without a verdict: "
-                f"{_WORDS[Verdict.UNDECIDED]}",
-                verdict=Verdict.UNDECIDED,
-            )
-        self._num_restarts = num_restarts + 1
-        places = [msgspec.structs.asdict(place) for place in self.team.places]
-        self.record("restart", number=self._num_restarts, places=places)
-        return None
+        # Starts on devices that were never tried are not counted against the fault.
+        if history.num_restarts >= self._limits.max_restarts and is_known:
+            self._give_up(at, history)
+            return {}
+        self._num_restarts = history.num_restarts + 1
+        self.record("restart", number=self._num_restarts, places=self._places())
+        return {
+            Call(each.call, each.occurrence): each.trials
+            for each in history.trials
+            if each.coordinate == self.team.here.coordinate
+        }
 
-    def _drop_fault(self, why: str) -> None:
+    def _give_up(self, step: int, history: FaultHistory) -> None:
+        """End with an undecided fault: starts from its checkpoint end before they tell."""
+        self._record_verdict(Verdict.UNDECIDED, exit_code=ExitCode.UNDECIDED)
+        self.enter(Event.JUDGED)
+        self.fault = None
+        self._decide(
+            ExitCode.UNDECIDED,
+            f"step {step}: {history.num_restarts} starts from its checkpoint ended without a "
+            f"verdict: {_WORDS[Verdict.UNDECIDED]}",
+            verdict=Verdict.UNDECIDED,
+        )
+
+    def _drop_fault(self, why: str) -> dict[Call, list[Trial]]:
         """Drop the pending fault; the step runs like any other."""
         step = -1 if self.fault is None else self.fault.step
         self.record("dropped", why=why)
         self.enter(Event.DROPPED)
         self.fault, self._fault_id = None, ""
         self.team.say(f"the fault of step {step} that the checkpoint holds is dropped: {why}")
+        return {}
+
+    def _places(self) -> list[dict[str, Any]]:
+        return [msgspec.structs.asdict(place) for place in self.team.places]
 
     # Phase 2: it runs
 
     def _start_run(self, suspects: dict[Call, Suspect]) -> None:
+        self._settled = None
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,
             keeps_values=self._mode is Mode.REPORT_DETERMINISM_STATS,
         )
+        self._reactions.run_begins(self)
 
-    def _run_again(self, suspects: dict[Call, Suspect]) -> bool:
+    def _run_again(self, suspects: dict[Call, Suspect], *, event: Event = Event.REJECTED) -> bool:
         """Restore everything to the start of the step, for another run in place."""
-        self.enter(Event.REJECTED)
+        self.enter(event)
         self.learned.discard()
         self._num_reruns += 1
         self._replayed.restore()
@@ -207,6 +310,23 @@ class Course:
         self._start_run(suspects)
         return True
 
+    def vetoes(self) -> bool:
+        """Return True if this rank does not want the step to be updated, as things are now."""
+        if not self.is_running:
+            return False
+        self.attempt.judge()
+        is_judged = self.state is not State.INITIAL_RUN and not self._is_confirming
+        return is_judged or bool(self.attempt.rejected)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if the sum of an optimizer has carried this rank's word in this run."""
+        return self._settled is not None
+
+    def settle(self, vetoed: bool) -> None:
+        """Take from the sum of an optimizer whether any rank has vetoed."""
+        self._settled = vetoed
+
     # Phase 3: all ranks report
 
     def conclude(self) -> bool:
@@ -214,16 +334,23 @@ class Course:
         if self._mode is Mode.DISABLED:
             self.learned.commit()
             return False
+        self.attempt.judge()
+        self._reactions.run_ends()
         if self._mode is Mode.REPORT_DETERMINISM_STATS:
             return self._conclude_comparison()
-        evidence = self.team.gather(self.attempt, step=self.step, fault=self.fault)
+        changed = self._refusal_of_changes()
+        is_plain = self.state is State.INITIAL_RUN or self._is_confirming
+        if is_plain and not self._any_rejected(changed is not None):
+            self._accept()
+            return False
+        self.team.agree(changed, phase="changes")
+        if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
+            return self._conclude_opinion()
+        evidence = self.team.gather(self.attempt, step=self.step)
         if self.state is State.INITIAL_RUN:
-            if not evidence.new_is_fatal:
-                self._accept()
-                return False
             self._fault_id = self.team.name_fault()
             self.record("rejected", values=evidence.rejected())
-            self._refuse_other_iterators(evidence)
+            self._refuse_rerun(evidence)
             self.team.say(f"step {self.step}: {evidence.describe_rejected()}: it runs again")
             return self._run_again(self.attempt.rejected)
         if self.state is State.RERUNNING_IN_PLACE:
@@ -232,6 +359,7 @@ class Course:
                 new_is_fatal=evidence.new_is_fatal,
                 num_reruns=self._num_reruns,
                 limits=self._limits,
+                policy=self._policy,
             )
         else:
             judgement = judge_rerun_from_checkpoint(
@@ -239,13 +367,37 @@ class Course:
                 new_is_fatal=evidence.new_is_fatal,
                 num_restarts=self._num_restarts,
                 limits=self._limits,
+                policy=self._policy,
             )
         return self._follow(judgement, evidence)
+
+    def _any_rejected(self, is_refused: bool) -> bool:
+        """Return True if any rank has something to say. Collective, unless a sum has told."""
+        if self._settled is not None:
+            return self._settled
+        has_rejected = is_refused or bool(self.attempt.rejected)
+        return self.team.any_rank(has_rejected, phase=f"step {self.step}")
+
+    def _refusal_of_changes(self) -> ConfigError | None:
+        """Return an error if parameters were changed in a run whose results are not used."""
+        if self._settled is False:
+            return None  # by the update of an optimizer that has asked
+        changed = self._training_state.changed()
+        if not changed:
+            return None
+        names = ", ".join(repr(name) for name in changed[:MAX_NAMED])
+        return ConfigError(
+            f"step {self.step}: parameters have changed inside the loop over attempts ({names}"
+            f"{', …' if len(changed) > MAX_NAMED else ''}), so the step cannot run again as it "
+            f"was; step the optimizer after the loop, or pass veto=machine to its step"
+        )
 
     def _accept(self) -> None:
         """Accept the step: no rank has rejected a value."""
         self.learned.commit()
-        self.enter(Event.ACCEPTED)
+        self.enter(Event.ACCEPTED if self.state is State.INITIAL_RUN else Event.JUDGED)
+        if self._passes:
+            self.team.record("retired", step=self.step, fault=self._passes)
         if not self._is_checked:
             # Batches are kept as they are taken. Buffers are kept only at a fault, which would be
             # too late to find out that one of them cannot be.
@@ -259,7 +411,7 @@ class Course:
             return self._run_again({})
         self.statistics.compare(self._first_values, self.attempt.values)
         self._first_values = {}
-        evidence = self.team.gather(self.attempt, step=self.step, fault=None)
+        evidence = self.team.gather(self.attempt, step=self.step)
         self.enter(Event.JUDGED)
         self.learned.commit()
         if any(evidence.new_is_fatal):
@@ -269,15 +421,21 @@ class Course:
             self.report_statistics()
         return False
 
-    def _refuse_other_iterators(self, evidence: Evidence) -> None:
-        """Raise ConfigError on all ranks if a rerun could not get the same batches. Collective."""
+    def _refuse_rerun(self, evidence: Evidence) -> None:
+        """Raise ConfigError on all ranks if a rerun could not be what the run was. Collective."""
         error: HoldfastError | None = None
         batches = self.batches
+        start = f"step {self.step}: {evidence.describe_rejected()}; the step cannot run again"
         if batches is not None and not isinstance(batches, ReplayableBatches):
             error = ConfigError(
-                f"step {self.step}: {evidence.describe_rejected()}; the step cannot run again, "
-                f"because `attempts` was given {kind_of(batches)}, which cannot be rewound; pass "
-                f"machine.replayable(iterator)"
+                f"{start}, because `attempts` was given {kind_of(batches)}, which cannot be "
+                f"rewound; pass machine.replayable(iterator)"
+            )
+        elif self._reactions.forgotten:
+            names = ", ".join(self._reactions.forgotten[:MAX_NAMED])
+            error = ConfigError(
+                f"{start}, because the machine does not know the buffers of {names}; pass "
+                f"replayed=Replayed(modules=[model])"
             )
         self.team.agree(error, phase="batches")
 
@@ -297,8 +455,7 @@ class Course:
         is_in_place = self.state is State.RERUNNING_IN_PLACE
         self.record("rerun_in_place" if is_in_place else "rerun_from_checkpoint", values=values)
         if judgement.event is Event.BAD_AGAIN:
-            self._keep_fault(judgement, evidence)
-            return False
+            return self._look_closer(judgement, evidence)
         message = f"step {self.step}: {evidence.describe_rechecked()}"
         if judgement.event is Event.NOTHING_LEARNED:
             self._replayed.restore()
@@ -306,19 +463,14 @@ class Course:
             self._decide(
                 judgement.exit_code,
                 f"{message}: this start ({self._num_restarts} of {self._limits.max_restarts}) "
-                f"decided nothing; start once more on other devices",
+                f"leaves it open: {evidence.describe_open(judgement)}",
             )
             return False
-        # The verdict is recorded before the loop hears of it: if the process dies in between, the
-        # next start finds it in the report, and does not run the step again.
+        if evidence.rechecks:
+            message = self._conclude_fault(judgement, evidence, values, message)
         verdict = heaviest([each for each in judgement.verdicts if each is not None])
-        devices = evidence.suspect_devices(judgement.verdicts)
-        if verdict is not None:
-            self._record_verdict(
-                verdict, exit_code=judgement.exit_code, devices=devices, values=values
-            )
-        blamed = "; ".join(devices)
-        message += f": {_WORDS[verdict]}{blamed and f' of {blamed}'}"
+        if not is_in_place and verdict is not None:
+            self._passes = self._fault_id
         self.fault = None
         has_new = bool(evidence.new_is_fatal)
         if has_new:  # another fault, with its own id
@@ -326,25 +478,159 @@ class Course:
             self.record("rejected", values=evidence.rejected())
             message += f"; {evidence.describe_rejected()}"
         if judgement.event is Event.REJECTED:
-            # Calls with a verdict: rejecting their values once more would be a fault without end.
-            self._confirmed |= {
-                call
-                for call, (outcome, _, _) in self.attempt.rechecked.items()
-                if outcome is not Outcome.GOOD
-            }
-            self._refuse_other_iterators(evidence)
+            self._confirm_bad()
+            self._refuse_rerun(evidence)
             self.team.say(f"{message}: it runs again")
+            self._is_confirming = False
             return self._run_again(self.attempt.rejected)
         if has_new and judgement.exit_code in (None, ExitCode.UNDECIDED):
             verdict = Verdict.UNDECIDED
             self._record_verdict(verdict, exit_code=judgement.exit_code)
+        if judgement.exit_code is None and self._settled:
+            # The optimizer has left the step out until the verdict was known.
+            self._confirm_bad()
+            self._confirmed |= self.attempt.rejected.keys()
+            self.team.say(f"{message}: it runs again, to be used")
+            self._is_confirming = True
+            self.decision = Decision(verdict=verdict, message=message)
+            return self._run_again({})
         self.enter(judgement.event)
         if judgement.exit_code is None:
             self.learned.commit()
+            if self._passes:
+                self.team.record("retired", step=self.step, fault=self._passes)
         else:
             self.learned.discard()
         self._decide(judgement.exit_code, message, verdict=verdict)
         return False
+
+    def _conclude_fault(
+        self, judgement: Judgement, evidence: Evidence, values: list[dict[str, Any]], message: str
+    ) -> str:
+        """Record the verdict on a fault; return the message with its words. Collective.
+
+        It is recorded before the loop hears of it: if the process dies in between, the next start
+        has it in the report, and does not run the step again.
+        """
+        verdict = heaviest([each for each in judgement.verdicts if each is not None])
+        if verdict is None:
+            return message
+        devices = evidence.blamed(judgement)
+        self._record_verdict(
+            verdict,
+            exit_code=judgement.exit_code,
+            devices=devices,
+            convicted=evidence.identified(judgement.convicted),
+            suspects=evidence.identified(judgement.suspects),
+            values=values,
+        )
+        blamed = "; ".join(devices)
+        return f"{message}: {_WORDS[verdict]}{blamed and f' of {blamed}'}"
+
+    def _confirm_bad(self) -> None:
+        """Leave values with a verdict alone: they would be a fault without end."""
+        self._confirmed |= {
+            call
+            for call, (outcome, _, _) in self.attempt.rechecked.items()
+            if outcome is not Outcome.GOOD
+        }
+
+    def _look_closer(self, judgement: Judgement, evidence: Evidence) -> bool:
+        """A value was bad twice: the state, another replica, or another process tells more.
+
+        Returns:
+            Whether the step is run again.
+        """
+        # The state has to be that of the start of the step, whoever looks at it.
+        self._replayed.restore()
+        self.learned.discard()
+        suspects = self._bad_suspects()
+        if self._is_spoiled():
+            return False
+        self._reactions.diagnose(self, evidence)
+        if self._asks_replicas and self._opinion.can_tell(evidence.bad_again()):
+            if isinstance(self.batches, ReplayableBatches):
+                self.batches.rewind()
+            others, why = self._opinion.exchange(self.step, self.batches, suspects)
+            if others is not None:
+                self.team.say(
+                    f"step {self.step}: {evidence.describe_rechecked()}: another data replica runs "
+                    f"it"
+                )
+                self._own_suspects = suspects
+                self.enter(Event.ASKED)
+                self._start_run(others)
+                return True
+            self.team.say(f"step {self.step}: no second opinion of another data replica: {why}")
+        message = f"step {self.step}: {evidence.describe_rechecked()}"
+        self._keep_fault(judgement, suspects, message)
+        return False
+
+    def _bad_suspects(self) -> dict[Call, Suspect]:
+        """Return this rank's values that were bad once more."""
+        rechecked = self.attempt.rechecked
+        return {
+            call: suspect
+            for call, suspect in self.attempt.suspects.items()
+            if call in rechecked and rechecked[call][0].is_bad
+        }
+
+    def _conclude_opinion(self) -> bool:
+        """End the run of another replica's step; return whether the own one runs again."""
+        evidence = self.team.gather(self.attempt, step=self.step, now=self.team.with_partners)
+        judgement = judge_second_opinion(evidence.rechecks, policy=self._policy)
+        self._opinion.end(self.batches)
+        values = evidence.rechecked(judgement.verdicts)
+        self.record("second_opinion", values=values)
+        own = self._own_suspects
+        for each in evidence.of_rank(self.team.here.rank):
+            call = Call(each.call, each.occurrence)
+            if call in own:
+                trial = trial_of(each.first_fed_by, each.fed_by, each.outcome)
+                own[call] = replace(own[call], trials=(*own[call].trials, trial))
+        message = f"step {self.step}: {evidence.describe_rechecked()}"
+        if judgement.exit_code is ExitCode.RESUME_TO_DISAMBIGUATE:
+            message += f": {evidence.describe_open(judgement)}"
+        else:
+            message = self._conclude_fault(judgement, evidence, values, message)
+        if judgement.event is Event.BAD_AGAIN:
+            self._keep_fault(judgement, own, message)
+            return False
+        self._confirmed |= own.keys()
+        self.team.say(f"{message}: it runs again, to be used")
+        self._is_confirming = True
+        verdict = heaviest([each for each in judgement.verdicts if each is not None])
+        self.decision = Decision(verdict=verdict, message=message)
+        return self._run_again({})
+
+    def _is_spoiled(self, *, is_first: bool = False) -> bool:
+        """Return True, with a decision, if the state is not finite on some rank. Collective."""
+        mine = self._training_state.not_finite()
+        payload = msgspec.json.encode([len(mine), *mine[:MAX_NAMED]]) if mine else b""
+        rows = self.team.gather_state(payload, step=self.step, is_first=is_first)
+        values = [
+            {**msgspec.structs.asdict(place), "num_tensors": number, "tensors": names}
+            for place, row in zip(self.team.places, rows, strict=True)
+            if row
+            for number, *names in [msgspec.json.decode(row)]
+        ]
+        if not values:
+            return False
+        self._fault_id = self._fault_id or self.team.name_fault()
+        self._record_verdict(Verdict.SPOILED_STATE, exit_code=ExitCode.SPOILED_STATE, values=values)
+        if self.is_running or self.state is State.WILL_RERUN_FROM_CHECKPOINT:
+            self.enter(Event.JUDGED)
+        self.fault = None
+        first = values[0]
+        names = ", ".join(repr(name) for name in first["tensors"])
+        self._decide(
+            ExitCode.SPOILED_STATE,
+            f"step {self.step}: {_WORDS[Verdict.SPOILED_STATE]}: {first['num_tensors']} tensors of "
+            f"rank {first['rank']} have a NaN or an infinity ({names}); an update, a reduction or "
+            f"a gather before it has done that. Continue from a checkpoint of an earlier step",
+            verdict=Verdict.SPOILED_STATE,
+        )
+        return True
 
     def _decide(
         self,
@@ -369,8 +655,9 @@ class Course:
 
     def _record_verdict(self, verdict: Verdict, **fields: Any) -> None:
         """Add the verdict on the fault of this step to the report. Collective."""
-        self.team.record_verdict(verdict, step=self.step, fault=self._fault_id, **fields)
+        event = self.team.record_verdict(verdict, step=self.step, fault=self._fault_id, **fields)
         self.judged.add(self._fault_id)
+        self._reactions.verdict_is_known(self, event)
 
     # Phase 5: the fault is kept for another process
 
@@ -383,12 +670,11 @@ class Course:
         """Drop any pending fault, because another state is loaded; no step runs then."""
         self.state, self.fault = State.NOT_RUNNING_YET, None
 
-    def _keep_fault(self, judgement: Judgement, evidence: Evidence) -> None:
+    def _keep_fault(
+        self, judgement: Judgement, suspects: Mapping[Call, Suspect], message: str
+    ) -> None:
         """Keep what a new process needs to run the step again on another device."""
-        rechecked, batches = self.attempt.rechecked, self.batches
-        # The caller saves now: the state has to be that of the start of the step.
-        self._replayed.restore()
-        self.learned.discard()
+        batches = self.batches
         here = self.team.here
         self.fault = PendingFault(
             fault=self._fault_id,
@@ -399,16 +685,18 @@ class Course:
             device=here.device,
             suspects=[
                 SuspectRecord.of(call, suspect, codecs=self.codecs)
-                for call, suspect in self.attempt.suspects.items()
-                if call in rechecked and rechecked[call][0].is_bad
+                for call, suspect in suspects.items()
             ],
             batches=batches.kept() if isinstance(batches, ReplayableBatches) else None,
             replayed=self._replayed.kept(codecs=self.codecs),
         )
         self.enter(judgement.event)
+        verdict = heaviest([each for each in judgement.verdicts if each is not None])
+        is_open = judgement.exit_code is ExitCode.RESUME_TO_DISAMBIGUATE
+        then = "start again on other devices" if is_open else "start again from there"
         self._decide(
             judgement.exit_code,
-            f"step {self.step}: {evidence.describe_rechecked()}: save the state to "
-            f"{self._checkpoints} and start again on other devices",
+            f"{message}: save the state to {self._checkpoints} and {then}",
             save=True,
+            verdict=None if is_open else verdict,
         )

@@ -61,8 +61,8 @@ class DeviceIdentity:
         return {"host": self.host, "uuid": self.uuid}
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """Return a hashable key that is equal exactly for the same device.
+    def key(self) -> str:
+        """A text that is equal for two identities exactly if they are of one device.
 
         A uuid identifies a device whatever the host is called: containers change the names of
         hosts. "cpu" and an index are not such a uuid, so these are the same only on one host.

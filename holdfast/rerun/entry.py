@@ -5,6 +5,7 @@
     injector    the errors that were injected; None without an injector
     statistics  differences between two runs, by call
     fault       the pending fault and everything that its rerun needs, see `PendingFault`; or None
+    needed      why a load without a machine would lose something; empty if it would not
 
 Saves without a pending fault have the same leaves from step to step, so that one plan serves them
 all. A pending fault adds its own leaves below `fault`: batches have any number and shape.
@@ -13,6 +14,7 @@ all. A pending fault adds its own leaves below `fault`: batches have any number 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,11 +23,14 @@ from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.values import Codecs
 from holdfast.parallel.layout import Layout
 from holdfast.rerun.attempt import Call, Suspect
+from holdfast.rerun.attribution import Trial
 from holdfast.rerun.kept_trees import keep_tree, revive_tree
+from holdfast.rerun.places import Place
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, coordinate_label, parse_label
 
 _VERSION = 1
+_PLAIN = ("call", "occurrence", "why", "fatal", "tolerance", "fed_by", "place", "trials")
 
 
 class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,9 @@ class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
     fatal: bool
     tolerance: float
     value: Any
+    fed_by: list[Place] = []
+    place: Place | None = None
+    trials: list[Trial] = []
 
     @classmethod
     def of(cls, call: Call, suspect: Suspect, *, codecs: Codecs) -> SuspectRecord:
@@ -48,6 +56,32 @@ class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
             fatal=suspect.fatal,
             tolerance=suspect.tolerance,
             value=keep_tree(suspect.value, path=f"value '{call.name}'", codecs=codecs),
+            fed_by=[*suspect.fed_by],
+            place=suspect.place,
+            trials=[*suspect.trials],
+        )
+
+    def tree(self) -> dict[str, Any]:
+        """Return the record as a tree that a state can hold; its value may have tensors."""
+        plain = {name: msgspec.to_builtins(getattr(self, name)) for name in _PLAIN}
+        return plain | {"value": self.value}
+
+    def revived(self, *, here: Place, codecs: Codecs) -> Suspect:
+        """Return the suspect with its value.
+
+        Args:
+            here: where it was validated, for a record that does not have it.
+            codecs: of the value.
+        """
+        place = self.place or here
+        return Suspect(
+            value=revive_tree(self.value, path=f"value '{self.call}'", codecs=codecs),
+            why=self.why,
+            fatal=self.fatal,
+            tolerance=self.tolerance,
+            fed_by=tuple(self.fed_by) or (place,),
+            place=place,
+            trials=tuple(self.trials),
         )
 
 
@@ -74,17 +108,27 @@ class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
     batches: list[Any] | None
     replayed: Any
 
-    def suspects_by_call(self, *, codecs: Codecs) -> dict[Call, Suspect]:
-        """Return the suspects with their values revived."""
-        return {
-            Call(each.call, each.occurrence): Suspect(
-                value=revive_tree(each.value, path=f"value '{each.call}'", codecs=codecs),
-                why=each.why,
-                fatal=each.fatal,
-                tolerance=each.tolerance,
-            )
-            for each in self.suspects
-        }
+    @property
+    def place(self) -> Place:
+        """Where the rank that has written this ran."""
+        return Place(rank=self.rank, coordinate=self.coordinate, host=self.host, device=self.device)
+
+    def suspects_by_call(
+        self, later: Mapping[Call, Sequence[Trial]], *, codecs: Codecs
+    ) -> dict[Call, Suspect]:
+        """Return the suspects with their values revived.
+
+        Args:
+            later: trials of starts since the fault was kept, by call.
+            codecs: of the values.
+        """
+        suspects = {}
+        for each in self.suspects:
+            call = Call(each.call, each.occurrence)
+            suspect = each.revived(here=self.place, codecs=codecs)
+            trials = (*suspect.trials, *later.get(call, ()))
+            suspects[call] = replace(suspect, trials=trials)
+        return suspects
 
     def replay_batches(self, batches: object) -> None:
         """Make `batches` start with the kept ones.
@@ -111,13 +155,15 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     injector: dict[str, Any] | None = None
     statistics: dict[str, Any] = {}
     fault: PendingFault | None = None
+    needed: str = ""
 
     def tree(self) -> dict[str, Any]:
         """Return the entry as a tree that a state can hold."""
         tree = msgspec.structs.asdict(self)
         if self.fault is not None:
-            suspects = [msgspec.structs.asdict(each) for each in self.fault.suspects]
-            tree["fault"] = msgspec.structs.asdict(self.fault) | {"suspects": suspects}
+            tree["fault"] = msgspec.structs.asdict(self.fault) | {
+                "suspects": [each.tree() for each in self.fault.suspects]
+            }
         return tree
 
     @classmethod

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from holdfast.rerun.attempt import AttemptReport, RecheckedValue
-from holdfast.rerun.states import Outcome, Recheck, Verdict
+from holdfast.rerun.attempt import AttemptReport, RecheckedValue, trial_of
+from holdfast.rerun.judging import Judgement, Recheck
+from holdfast.rerun.places import Place
+from holdfast.rerun.states import Outcome, Verdict
 
 _MAX_NAMED = 4
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The host and the device that a rank runs on."""
-
-    rank: int
-    coordinate: str
-    host: str
-    device: str
 
 
 class Evidence:
@@ -46,25 +39,40 @@ class Evidence:
     def rechecks(self) -> list[Recheck]:
         """For each value that was rejected before, what a verdict depends on."""
         return [
-            Recheck(outcome=each.outcome, fatal=each.fatal, is_same_device=each.is_same_device)
+            Recheck(
+                outcome=each.outcome,
+                fatal=each.fatal,
+                trials=(
+                    trial_of(each.first_fed_by, each.first_fed_by, Outcome.REPRODUCED),
+                    *each.trials,
+                    trial_of(each.first_fed_by, each.fed_by, each.outcome),
+                ),
+            )
             for _, each in self._rechecked()
         ]
 
     def rejected(self) -> list[dict[str, Any]]:
         """Return the values that were rejected for the first time, for the report."""
         return [
-            {**msgspec.structs.asdict(place), **msgspec.structs.asdict(each)}
+            msgspec.to_builtins(place) | msgspec.to_builtins(each)
             for place, report in self._reports
             for each in report.rejected
         ]
+
+    def bad_again(self) -> list[RecheckedValue]:
+        """Return the values that were bad once more, of all ranks."""
+        return [each for _, each in self._rechecked() if each.outcome.is_bad]
+
+    def of_rank(self, rank: int) -> list[RecheckedValue]:
+        """Return the outcomes of the values that a rank has validated first."""
+        return [each for _, each in self._rechecked() if each.first_rank == rank]
 
     def rechecked(self, verdicts: Sequence[Verdict | None]) -> list[dict[str, Any]]:
         """Return the values that were rejected before, with their verdicts, for the report."""
         return [
             {
-                **msgspec.structs.asdict(place),
-                **msgspec.structs.asdict(each),
-                "outcome": each.outcome.value,
+                **msgspec.to_builtins(place),
+                **msgspec.to_builtins(each),
                 "verdict": None if verdict is None else verdict.value,
             }
             for (place, each), verdict in zip(self._rechecked(), verdicts, strict=True)
@@ -85,15 +93,50 @@ class Evidence:
         """Describe for a person the outcomes of the values that were rejected before."""
         return _joined([_sentence(place, each) for place, each in self._rechecked()])
 
-    def suspect_devices(self, verdicts: Sequence[Verdict | None]) -> list[str]:
-        """Return the devices that produced persistent errors, each once."""
-        pairs = zip(self._rechecked(), verdicts, strict=True)
-        names = {
-            f"{each.first_host}, {each.first_device} (rank {each.first_rank} then)": None
-            for (_, each), verdict in pairs
-            if verdict is Verdict.PERSISTENT_ERROR
-        }
-        return list(names)
+    def blamed(self, judgement: Judgement) -> list[str]:
+        """Return the convicted devices in words, each once, with the rank that each one was."""
+        words = {key: f"{place} (rank {place.rank} then)" for key, place in self._places().items()}
+        return [words.get(key, key) for key in sorted(judgement.convicted)]
+
+    def identified(self, keys: Iterable[str]) -> list[dict[str, str]]:
+        """Return the host and device of each key, for the report."""
+        places = self._places()
+        known = [places[key] for key in sorted(keys) if key in places]
+        return [{"host": each.host, "device": each.device} for each in known]
+
+    def describe_open(self, judgement: Judgement) -> str:
+        """Describe for a person what an open fault lies between, and which start decides it."""
+        places = self._places()
+        named = [
+            f"{places[key]} (rank {places[key].rank} then)" if key in places else key
+            for key in sorted(judgement.suspects)
+        ]
+        between = ", ".join(named[:_MAX_NAMED])
+        if len(named) > _MAX_NAMED:
+            between += f" and {len(named) - _MAX_NAMED} more"
+        attributions = [
+            each
+            for each, verdict in zip(judgement.attributions, judgement.verdicts, strict=True)
+            if verdict is None
+        ]
+        if all(each.is_data_cleared for each in attributions) and attributions:
+            return (
+                f"it lies between {between}; a start with one of them as the rank that it was, and "
+                f"other devices in place of the others, tells more"
+            )
+        return (
+            f"it is the data, the code, or one of {between}; a start without any of these devices "
+            f"tells which"
+        )
+
+    def _places(self) -> dict[str, Place]:
+        """Return every device that has fed a rechecked value, by key, where it was at first."""
+        places: dict[str, Place] = {}
+        for place, each in self._rechecked():
+            by_rank = sorted(each.first_fed_by, key=lambda one: one.rank != each.first_rank)
+            for one in (*by_rank, *each.fed_by, place):
+                places.setdefault(one.identity.key, one)
+        return places
 
     def _rechecked(self) -> list[tuple[Place, RecheckedValue]]:
         return [(place, each) for place, report in self._reports for each in report.rechecked]

@@ -1,8 +1,8 @@
 """The report of a machine: one JSON object a line, in a file that only the coordinator writes.
 
-It outlives the processes, and it is the only log of rejected values. Three things are queries over
-it: the verdict on a fault, the number of restarts for it, and the steps that are bad wherever they
-run.
+It outlives the processes, and it is the only log of rejected values. Everything that a start has to
+know of earlier ones is a query over it: the verdict on a fault, what its restarts have shown on
+which devices, the steps whose data was proved bad, and those whose state was not finite.
 """
 
 from __future__ import annotations
@@ -10,30 +10,69 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import CorruptionError, StorageError
+import msgspec
+
+from holdfast.errors import ConfigError, CorruptionError, StorageError
+from holdfast.rerun.attribution import Trial
+from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.injection import point_of
-from holdfast.rerun.states import Outcome
+from holdfast.rerun.states import Outcome, Verdict
 
 REPORT_NAME = "report.jsonl"
+_OWNER_NAME = "owner"
+_LATEST_OWNERS: dict[Path, str] = {}
+"""By report, the machine of this process that was made last."""
 _START = b'{"event": '
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultHistory:
+class Past(msgspec.Struct, array_like=True):
+    """What the report has of earlier jobs, the same on all ranks."""
+
+    skipped: list[int] = []
+    """Steps whose data was proved bad."""
+    points: list[str] = []
+    """Steps of ranks that fed values with a verdict, see `point_of`: an injector leaves them."""
+    faults: list[str] = []
+    """Faults with a verdict, by id."""
+    spoiled: list[int] = []
+    """Steps whose state was not finite before they ran."""
+    retired: list[int] = []
+    """Steps whose fault is over: training has passed them."""
+
+
+class ValueTrials(msgspec.Struct, frozen=True, kw_only=True):
+    """The trials of one value in starts from a fault checkpoint."""
+
+    coordinate: str
+    call: str
+    occurrence: int
+    trials: list[Trial]
+
+
+class FaultHistory(msgspec.Struct, frozen=True, kw_only=True):
     """The entries of the report on one fault.
 
     Args:
-        verdict: the final one; empty until there is one.
-        num_restarts: number of starts that have run its step again.
+        verdict: the last one; empty until there is one.
+        num_restarts: starts that have run its step again since then, or since it was kept.
+        arrangements: by start from its checkpoint, and of the first run, the device of each
+            coordinate.
+        trials: what these starts have shown, by value.
     """
 
     verdict: str = ""
     num_restarts: int = 0
+    arrangements: list[dict[str, str]] = []
+    trials: list[ValueTrials] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """True if nothing that another start could show would change the verdict."""
+        return self.verdict not in ("", Verdict.UNDECIDED.value)
 
 
 class Journal:
@@ -45,7 +84,8 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         """Name the file; nothing is read or written yet."""
-        self.path = directory / REPORT_NAME
+        self.path = directory.absolute() / REPORT_NAME
+        self._owner = self._owner_before = ""
 
     def append(self, event: str, fields: Mapping[str, Any]) -> None:
         """Add one event, durably.
@@ -57,6 +97,9 @@ class Journal:
         line = json.dumps(record, allow_nan=False, ensure_ascii=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self._owner:
+                self.check_owner()
+                (self.path.parent / _OWNER_NAME).write_text(self._owner)
             with self.path.open("a+b") as file:
                 # A process that died may have left half a line. It stays as it is, and `events`
                 # passes over it; this event starts a new line.
@@ -70,10 +113,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise StorageError(
-                f"the rerun report {self.path} cannot be written ({error.strerror}); give the "
-                f"machine a directory that it can write to"
-            ) from error
+            raise self._cannot_write(error) from error
 
     def events(self) -> list[dict[str, Any]]:
         """Return every event so far, in order; a line that a dying process has cut is left out.
@@ -105,35 +145,112 @@ class Journal:
 
     def history_of(self, fault: str) -> FaultHistory:
         """Return what the report has on a fault, by its id."""
-        mine = [each for each in self.events() if each.get("fault") == fault]
-        verdicts = [str(each["verdict"]) for each in mine if each["event"] == "verdict"]
-        restarts = sum(each["event"] == "restart" for each in mine)
-        return FaultHistory(verdict=verdicts[-1] if verdicts else "", num_restarts=restarts)
-
-    def verdicts(self) -> tuple[list[str], list[str]]:
-        """Return the points (see `point_of`) and the ids of the faults that have a verdict.
-
-        An injector leaves these points alone; the step of such a fault may be skipped.
-        """
-        verdicts = [event for event in self.events() if event["event"] == "verdict"]
-        points = [
-            point_of(event["step"], each["coordinate"])
-            for event in verdicts
-            for each in event["values"]
-        ]
-        return points, [str(event["fault"]) for event in verdicts]
-
-    def steps_to_skip(self) -> frozenset[int]:
-        """Return the steps that one rank has rejected in two or more jobs: their data is bad.
-
-        Several ranks that reject a step in one job are not enough: they may share one cause, which
-        can be a fault. A value that is bad again on the same device says nothing new.
-        """
-        jobs: dict[tuple[int, int], set[str]] = {}
+        verdict, num_restarts = "", 0
+        arrangements: list[dict[str, str]] = []
+        trials: dict[tuple[str, str, int], list[Trial]] = {}
         for event in self.events():
-            for each in _rejected_in(event):
-                jobs.setdefault((each["rank"], event["step"]), set()).add(event["job"])
-        return frozenset(step for (_, step), seen in jobs.items() if len(seen) > 1)
+            if event.get("fault") != fault:
+                continue
+            kind = event["event"]
+            if kind == "verdict":
+                verdict, num_restarts = str(event["verdict"]), 0
+            elif kind == "restart":
+                num_restarts += 1
+                arrangements.append(_arrangement(event["places"]))
+            elif kind == "rerun_from_checkpoint":
+                for each in event["values"]:
+                    key = each["coordinate"], each["call"], each["occurrence"]
+                    trials.setdefault(key, []).append(_trial(each))
+        return FaultHistory(
+            verdict=verdict,
+            num_restarts=num_restarts,
+            arrangements=arrangements,
+            trials=[
+                ValueTrials(coordinate=at, call=call, occurrence=number, trials=each)
+                for (at, call, number), each in trials.items()
+            ],
+        )
+
+    def past(self) -> Past:
+        """Return what starts have to know of the jobs before them."""
+        past = Past()
+        for event in self.events():
+            if event["event"] == "retired":
+                past.retired.append(event["step"])
+            if event["event"] != "verdict":
+                continue
+            past.faults.append(str(event["fault"]))
+            past.points += [
+                point_of(event["step"], place["coordinate"])
+                for each in event["values"]
+                if "call" in each
+                # The error may have been on any rank that feeds the value.
+                for place in each.get("first_fed_by") or each.get("fed_by") or [each]
+            ]
+            if event["verdict"] == Verdict.SPOILED_STATE:
+                past.spoiled.append(event["step"])
+            # Transient errors, and whatever is open, say nothing against the data.
+            if event["verdict"] == Verdict.CORRECT_RESULT:
+                past.skipped.append(event["step"])
+        return past
+
+    def open(self, owner: str) -> Past:
+        """Take the directory for a machine, and return the past; nothing is written yet.
+
+        Raises:
+            StorageError, CorruptionError: as of `events`.
+        """
+        self._owner = owner
+        self._owner_before = self._owner_now()
+        _LATEST_OWNERS[self.path] = owner
+        return self.past()
+
+    def check_owner(self) -> None:
+        """Raise ConfigError if another machine has the directory, which was made since `open`.
+
+        Within the process it is known at once, otherwise from the first event of the other one.
+        """
+        now = self._owner_now()
+        is_other = _LATEST_OWNERS.get(self.path, self._owner) != self._owner
+        if is_other or now not in (self._owner, self._owner_before):
+            raise ConfigError(
+                f"{self.path.parent} belongs to another machine, which was made later: two "
+                f"machines would mix their faults. Give each machine a directory of its own, and "
+                f"end a job before it is started again"
+            )
+
+    def _owner_now(self) -> str:
+        """Return the machine that has written last."""
+        try:
+            return (self.path.parent / _OWNER_NAME).read_text()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise StorageError(
+                f"the rerun report {self.path} cannot be read ({error.strerror})"
+            ) from error
+
+    def _cannot_write(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"the rerun report {self.path} cannot be written ({error.strerror}); give the "
+            f"machine a directory that it can write to"
+        )
+
+
+def _arrangement(places: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the device of each coordinate, from the places of an event."""
+    return {
+        str(each["coordinate"]): DeviceIdentity(host=each["host"], uuid=each["device"]).key
+        for each in places
+    }
+
+
+def _trial(value: Mapping[str, Any]) -> Trial:
+    """Return the trial of a value in an event; in an old report of its own place alone."""
+    first = value.get("first_fed_by") or [value]
+    now = value.get("fed_by") or [value]
+    devices = dict(zip(_arrangement(first), _arrangement(now).values(), strict=True))
+    return Trial(devices=devices, outcome=Outcome(value["outcome"]))
 
 
 def read_report(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -150,16 +267,6 @@ def read_report(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not journal.path.exists():
         raise StorageError(f"{directory} has no {REPORT_NAME}; pass the directory of a machine")
     return journal.events()
-
-
-def _rejected_in(event: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the values of an event that count against the data of its step."""
-    if event["event"] == "rejected":
-        yield from event["values"]
-    elif event["event"] in ("rerun_in_place", "rerun_from_checkpoint"):
-        for each in event["values"]:
-            if Outcome(each["outcome"]).is_bad and not each["is_same_device"]:
-                yield each
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -22,12 +23,14 @@ from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
-from holdfast.rerun.attempt import Compare, check_call, checked_step
+from holdfast.rerun.attempt import Call, Compare, check_call, checked_step, is_read_later
 from holdfast.rerun.course import Course
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import Entry, PendingFault, pick_entries
 from holdfast.rerun.injection import ErrorInjector
 from holdfast.rerun.journal import Journal
+from holdfast.rerun.places import FedBy
+from holdfast.rerun.reactions import Diagnose, OnVerdict, Reactions
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
 from holdfast.rerun.rules import Learned, Rule
@@ -35,14 +38,19 @@ from holdfast.rerun.states import (
     Decision,
     Limits,
     Mode,
+    Policy,
     State,
 )
 from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.team import Team
+from holdfast.rerun.training_state import TrainingState
 from holdfast.rerun.values import Value, plain_value
 from holdfast.state import OptionalPart, Stored, StoredPart
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, PickedPerRank
 from holdfast.state.markers import PerRank
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint import Checkpointer
 
 
 class RerunMachine(OptionalPart):
@@ -76,19 +84,28 @@ class RerunMachine(OptionalPart):
         name: of the machine, in messages.
         device: of this process; default: its current device, see `DeviceIdentity`.
         limits: numbers of reruns and restarts after which the machine gives up.
-        skip_rejected: True to skip a step from then on (see `skips`) if, by the report, one rank
-            has rejected it in two jobs.
+        policy: which verdicts on a fatal value end the run; default: all.
+        optimizers: of the model. With the parameters of the modules in `replayed` their state is
+            looked at, to tell a fault that is older than its step.
+        second_opinion: True to let another data replica run what was bad twice, where one has
+            devices of its own; its parameters are compared first.
+        skip_rejected: True to skip a step from then on (see `skips`) if, by the report, its data
+            was proved bad: the same value on two sets of devices that have none in common.
         injector: makes values bad, to try everything out.
         report_every: steps between two reports on determinism.
         codecs: for batches of a user's own types.
         note: takes each line for the person, on the coordinator; default: a logged warning.
+        on_verdict: is called on all ranks with each verdict, as it is in the report.
+        diagnose: is called on ranks that feed a value that was bad twice, to test their device; the
+            report gets what it returns.
 
     Raises:
         ConfigError: an argument is wrong, or ranks have different ones; on all ranks.
         StorageError, CorruptionError: the report cannot be read; on all ranks.
 
-    Cost: in a step without a rejected value one small collective, the cost of `Replayed.take`, and
-    a copy of the batches; nothing while disabled.
+    Cost: in a step without a rejected value one sum of 8 bytes (none if the optimizer's own sum
+    carries it: `step(veto=machine)`), the cost of `Replayed.take`, and a copy of the batches;
+    nothing while disabled. At the first step one pass over parameters and optimizer states.
     """
 
     def __init__(
@@ -101,11 +118,16 @@ class RerunMachine(OptionalPart):
         name: str = "rerun",
         device: DeviceIdentity | torch.device | None = None,
         limits: Limits | None = None,
+        policy: Policy | None = None,
+        optimizers: Sequence[Any] = (),
+        second_opinion: bool = True,
         skip_rejected: bool = False,
         injector: ErrorInjector | None = None,
         report_every: int = 100,
         codecs: Codecs | None = None,
         note: Callable[[str], None] | None = None,
+        on_verdict: OnVerdict | None = None,
+        diagnose: Diagnose | None = None,
     ) -> None:
         self.groups = groups
         self.name = name
@@ -118,15 +140,18 @@ class RerunMachine(OptionalPart):
         self._is_own_layout = True
         self._is_left = False
         """True if the step of the fault is skipped, and its kept batches are replayed."""
-        limits = limits or Limits()
+        limits, policy = limits or Limits(), policy or Policy()
+        is_known = replayed is not None
+        replayed = replayed if replayed is not None else Replayed()
         # A rank with a wrong argument still meets the others, which would wait for it otherwise.
         error: HoldfastError | None = None
         try:
             self.mode = _check_settings(
                 mode, directory=directory, report_every=report_every, skip_rejected=skip_rejected
             )
+            state = TrainingState(replayed.modules, optimizers)
         except HoldfastError as reason:
-            error = reason
+            error, state = reason, TrainingState(())
         self._course = Course(
             Team(
                 groups,
@@ -134,38 +159,41 @@ class RerunMachine(OptionalPart):
                 device=self.device,
                 journal=None if self.directory is None else Journal(self.directory),
                 note=note or logging.getLogger("holdfast").warning,
+                modules=replayed.modules,
             ),
             mode=self.mode,
-            replayed=replayed if replayed is not None else Replayed(),
+            replayed=replayed,
             limits=limits,
+            policy=policy,
+            state=state,
+            asks_replicas=bool(second_opinion),
             codecs=codecs if codecs is not None else Codecs(),
             report_every=report_every,
             checkpoints=None if self.directory is None else self.checkpoints,
+            reactions=Reactions(
+                injector=injector,
+                on_verdict=on_verdict,
+                diagnose=diagnose,
+                watches_buffers=self.mode is Mode.VALIDATE_RESULTS and not is_known,
+            ),
         )
         settings = {
             "mode": self.mode.value,
             "name": name,
             "limits": repr(limits),
+            "policy": repr(policy),
+            "second_opinion": str(bool(second_opinion)),
+            "on_verdict": "None" if on_verdict is None else "given",
+            "diagnose": "None" if diagnose is None else "given",
             "report_every": str(report_every),
             "directory": "None" if directory is None else "given",
             "skip_rejected": str(skip_rejected),
         }
-        self._skipped = self._meet(error, settings, skip_rejected=skip_rejected)
-
-    def _meet(
-        self, error: HoldfastError | None, settings: dict[str, str], *, skip_rejected: bool
-    ) -> frozenset[int]:
-        """Compare settings with all ranks, and read the verdicts of earlier jobs. Collective.
-
-        Returns:
-            The steps to skip.
-        """
-        reads_past = skip_rejected or self._injector is not None
-        past = self._course.team.meet(error, settings=settings, reads_past=reads_past)
-        self._course.judged.update(past.faults)
-        if self._injector is not None:
-            self._injector.leave_out(past.points)
-        return frozenset(past.skipped if skip_rejected else ())
+        self._past = self._course.team.meet(error, settings=settings)
+        self._course.judged.update(self._past.faults)
+        if injector is not None:
+            injector.leave_out(self._past.points)
+        self._skipped = frozenset(self._past.skipped if skip_rejected else ())
 
     @property
     def decision(self) -> Decision:
@@ -205,12 +233,33 @@ class RerunMachine(OptionalPart):
             )
         return self.directory / FAULT_CHECKPOINTS
 
-    def replayable(
-        self, source: Iterable[Any], *, is_rewound: bool = False
-    ) -> ReplayableBatches | Iterator[Any]:
+    @property
+    def spoiled_steps(self) -> frozenset[int]:
+        """Steps whose state was not finite before they ran, by the report of earlier jobs."""
+        return frozenset(self._past.spoiled)
+
+    def resume_point(
+        self, good: Checkpointer, faults: Checkpointer
+    ) -> tuple[Checkpointer, int] | None:
+        """Return the checkpoint to continue from, and its step; None if there is none. Collective.
+
+        The newest one, and of equal steps that which a fault has left. Left out are steps whose
+        state was not finite, and a fault checkpoint whose fault is over.
+
+        Args:
+            good: of ordinary checkpoints.
+            faults: of `checkpoints`.
+
+        Raises:
+            StorageError: a root cannot be read; on all ranks.
+        """
+        return self._course.team.resume_point(good=good, faults=faults, past=self._past)
+
+    def replayable(self, source: Iterable[Any], *, is_rewound: bool = False) -> ReplayableBatches:
         """Return an iterator of the same batches that the machine can rewind.
 
-        See `ReplayableBatches`. While the machine is disabled it is a plain iterator.
+        See `ReplayableBatches`. While the machine is disabled nothing is kept; it only starts with
+        the batches of a fault that a checkpoint holds.
 
         Args:
             source: of batches, endless or not.
@@ -219,9 +268,12 @@ class RerunMachine(OptionalPart):
                 number of finished steps. The batches of a rerun step, which the checkpoint holds,
                 are then passed over in the source.
         """
-        if self.mode is Mode.DISABLED:
-            return iter(source)
-        self._batches = ReplayableBatches(source, codecs=self._course.codecs, is_rewound=is_rewound)
+        self._batches = ReplayableBatches(
+            source,
+            codecs=self._course.codecs,
+            is_rewound=is_rewound,
+            keeps=self.mode is not Mode.DISABLED,
+        )
         return self._batches
 
     def skips(self, step: int) -> bool:
@@ -280,16 +332,10 @@ class RerunMachine(OptionalPart):
         if not self._course.begin(step, batches):
             return
         number = 0
-        while True:
-            self._begin_injection()
-            try:
-                yield number
-            finally:
-                if self._injector is not None:
-                    self._injector.end_run()
-            if not self._course.conclude():
-                return
+        yield number
+        while self._course.conclude():
             number += 1
+            yield number
 
     # Phase 2: it runs
 
@@ -302,11 +348,13 @@ class RerunMachine(OptionalPart):
         fatal: bool = True,
         tolerance: float = 0.0,
         compare: Compare | None = None,
+        fed_by: FedBy = None,
+        local: bool = False,
     ) -> None:
         """Validate a value of the step that runs; local to this rank.
 
-        Validate a value before it is reduced over ranks: afterwards all ranks have the same bad
-        value, and no rank can be blamed.
+        Validate a value before it is reduced over data replicas: the fewer devices feed it, the
+        sooner one can be blamed.
 
         Args:
             name: of the value; a name may be used several times in a step, in the same order.
@@ -318,6 +366,11 @@ class RerunMachine(OptionalPart):
                 if runs of a step are not bitwise equal by nature.
             compare: computes the relative difference of two values, 0.0 if they are the same;
                 default `relative_difference`.
+            fed_by: the ranks whose work the value depends on; a verdict is about their devices.
+                Default: this rank's model replica (along `tp`, `cp`, `pp`, with experts `ep` and
+                `expt_tp`; and the ranks that parameters are fully sharded over). "all" for a value
+                that was reduced over all ranks, axes of the layout ("tp-cp"), or ranks.
+            local: True if it depends on this rank alone, as an activation before any collective.
 
         Raises:
             FaultError: on this rank: the machine is disabled, and a fatal value is rejected.
@@ -332,30 +385,78 @@ class RerunMachine(OptionalPart):
                 f"validate({name!r}) was called outside of a run; call it inside `for _ in "
                 f"machine.attempts(step, batches)`"
             )
+        if course.is_settled:
+            raise ConfigError(
+                f"validate({name!r}) was called after the step of the optimizer, which has carried "
+                f"this rank's word already; validate before it"
+            )
         tolerance = check_call(name, rule, tolerance)
+        if local or fed_by is not None:
+            fed_by = course.team.feeders.of([self.groups.rank] if local else fed_by)
         value = plain_value(value)
         call = course.attempt.next_call(name)
         if self._injector is not None:
             value = self._injector.injected(value)
-        why = rule.rejects(value, self.learned.of(name))
+        judge = partial(
+            self._judge, call, rule=rule, fatal=bool(fatal), tolerance=tolerance, compare=compare,
+            fed_by=fed_by,
+        )  # fmt: skip
+        if self.mode is not Mode.DISABLED and is_read_later(value):
+            course.attempt.judge_later(value, judge)
+        else:
+            judge(value)
+
+    def _judge(
+        self,
+        call: Call,
+        value: Value,
+        *,
+        rule: Rule,
+        fatal: bool,
+        tolerance: float,
+        compare: Compare | None,
+        fed_by: FedBy,
+    ) -> None:
+        """Apply the rule to a value on the host; see `validate`."""
+        course = self._course
+        why = rule.rejects(value, self.learned.of(call.name))
         if why is not None and not isinstance(why, str):
             raise ConfigError(
-                f"validate({name!r}): {type(rule).__name__}.rejects returned {why!r}; return None, "
-                f"or a text that says why the value is rejected"
+                f"validate({call.name!r}): {type(rule).__name__}.rejects returned {why!r}; return "
+                f"None, or a text that says why the value is rejected"
             )
         if self.mode is not Mode.DISABLED:
             course.attempt.take(
-                call, value, why, fatal=bool(fatal), tolerance=tolerance, compare=compare
-            )
+                call, value, why, fatal=fatal, tolerance=tolerance, compare=compare,
+                feeders=lambda: (course.team.here, course.team.fed_by(fed_by)),
+            )  # fmt: skip
         elif why is not None:
-            self._refuse_when_disabled(name, why, fatal=fatal)
+            self._refuse_when_disabled(call.name, why, fatal=fatal)
         if why is None:
-            self.learned.accept(name, value, window=rule.window)
+            self.learned.accept(call.name, value, window=rule.window)
+
+    def vetoes(self) -> bool:
+        """Return True if this rank does not want the step that runs to be updated.
+
+        For `step(veto=machine)` of the optimizers of `holdfast.optim`, inside the loop over
+        attempts, as its last call: the optimizer's own sum over all ranks carries the word, and the
+        machine makes no collective of its own.
+        """
+        return self._course.vetoes()
+
+    def settle(self, vetoed: bool) -> None:
+        """Take from an optimizer whether any rank has vetoed, see `vetoes`."""
+        self._course.settle(vetoed)
 
     @property
     def has_entry(self) -> bool:
-        """True unless the machine is disabled: then nothing is saved or loaded."""
+        """True unless the machine is disabled: then nothing is saved."""
         return self.mode is not Mode.DISABLED
+
+    @property
+    def is_loaded(self) -> bool:
+        """True: a disabled machine takes the batches that only a fault's checkpoint has."""
+        return True
 
     def tree(self) -> object:
         """Return this rank's entry, see `Entry`."""
@@ -365,8 +466,20 @@ class RerunMachine(OptionalPart):
             injector=None if injector is None else injector.state_dict(),
             statistics=self.statistics.state_dict(),
             fault=self.fault,
+            needed=self._needed(),
         )
         return PerRank(entry.tree(), axes=DENSE_AXES, missing="keep", surplus="drop")
+
+    def _needed(self) -> str:
+        """Return why a load without a machine would lose something; empty if it would not."""
+        batches = self._batches
+        is_kept = isinstance(batches, ReplayableBatches) and batches.needs_kept
+        if self.fault is None or not self.fault.batches or not is_kept:
+            return ""
+        return (
+            f"it holds a pending fault of step {self.fault.step} and the batches of that step, "
+            f"which its source has passed"
+        )
 
     def template(self, stored: StoredPart) -> object:
         """Request the entry of this rank, or those that another layout can learn from."""
@@ -406,6 +519,9 @@ class RerunMachine(OptionalPart):
             )
             return
         if entry.fault is None:
+            return
+        if self.mode is Mode.DISABLED:
+            self._course.fault = entry.fault
             return
         if self.mode is not Mode.VALIDATE_RESULTS:
             self._course.team.say(
@@ -471,16 +587,6 @@ class RerunMachine(OptionalPart):
         if fatal:
             raise FaultError(f"{text}; enable the rerun machine to find out what the fault is")
         self._course.team.note(text)
-
-    def _begin_injection(self) -> None:
-        """Prepare the injected error of a run, if it is to have one."""
-        if self._injector is not None:
-            self._injector.begin_run(
-                step=self._course.step,
-                coordinate=self._course.team.here.coordinate,
-                is_rerun=self._course.state is not State.INITIAL_RUN,
-                device=self.device,
-            )
 
     def close(self) -> None:
         """Forget kept batches; there is nothing else to close."""

@@ -44,6 +44,8 @@ class ReplayableBatches(Iterator[Any]):
         is_rewound: True if after a restart the source starts with the batches of the repeated step
             (like a loader that counts steps), not behind them. Each saved batch that is replayed is
             then also taken from the source, and passed over.
+        keeps: False to keep nothing: the source's own batches cannot be replayed, only those of
+            `replay_kept`.
 
     Cost: each batch is copied once when it is taken, and kept on its own device until `begin`;
     `kept_nbytes` returns the size of the copies.
@@ -55,13 +57,18 @@ class ReplayableBatches(Iterator[Any]):
         *,
         codecs: Codecs | None = None,
         is_rewound: bool = False,
+        keeps: bool = True,
     ) -> None:
         """Take nothing from the source yet."""
         self._source: Iterator[Any] = iter(source)
         self._codecs = codecs or Codecs()
         self._is_rewound = is_rewound
+        self._keeps = keeps
         self._kept: list[_Drawn] = []
         self._position = 0
+        self._borrowed: list[_Drawn] | None = None
+        """The batches of another rank, which the step runs on meanwhile."""
+        self._borrowed_position = 0
         self._num_to_pass_over = 0
         """Number of the kept batches, from the first, that the source will return once more."""
         self._num_passed_over = 0
@@ -79,15 +86,22 @@ class ReplayableBatches(Iterator[Any]):
             ConfigError: The batch cannot be kept, or a source with `is_rewound` ends before the
                 saved batches do.
         """
+        if self._borrowed is not None and self._borrowed_position < len(self._borrowed):
+            drawn = self._borrowed[self._borrowed_position]
+            self._borrowed_position += 1
+            return self._answer(drawn, self._borrowed_position - 1)
         if self._position == len(self._kept):
             return self._take()
         if self._num_passed_over <= self._position < self._num_to_pass_over:
             self._pass_over(self._kept[self._position])
-        drawn = self._kept[self._position]
         self._position += 1
+        return self._answer(self._kept[self._position - 1], self._position - 1)
+
+    def _answer(self, drawn: _Drawn, number: int) -> Any:
+        """Return a kept batch as it was, or raise what the source had raised."""
         if drawn.error is not None:
             raise drawn.error.with_traceback(None)
-        return self._revive(drawn.batch, self._position - 1)
+        return self._revive(drawn.batch, number)
 
     @property
     def is_replaying(self) -> bool:
@@ -106,6 +120,11 @@ class ReplayableBatches(Iterator[Any]):
         memory = {id(each): each.nbytes for _, each in tensors_of(batches)}
         return sum(memory.values())
 
+    @property
+    def needs_kept(self) -> bool:
+        """True if the source will not return the batches of the step again after a restart."""
+        return not self._is_rewound and bool(self._kept)
+
     def begin(self) -> None:
         """Start a step: forget the batches that were taken before it.
 
@@ -119,6 +138,23 @@ class ReplayableBatches(Iterator[Any]):
     def rewind(self) -> None:
         """Replay from the first batch of the step."""
         self._position = 0
+
+    def borrow(self, entries: Sequence[Any]) -> None:
+        """Run the step on the batches that another rank's `kept` has returned, until `give_back`.
+
+        A run that takes more than these gets batches of the source; they come again afterwards.
+
+        Raises:
+            CorruptionError, MismatchError: as of `replay_kept`.
+        """
+        borrowed = [_drawn_of(entry) for entry in entries]
+        self._position = len(self._kept)
+        self._borrowed, self._borrowed_position = borrowed, 0
+
+    def give_back(self) -> None:
+        """Replay the rank's own batches again, from the first of the step."""
+        self._borrowed = None
+        self.rewind()
 
     def kept(self) -> list[dict[str, Any]]:
         """Return all batches of the step as a tree for a checkpoint, at any position of a replay.
@@ -150,6 +186,8 @@ class ReplayableBatches(Iterator[Any]):
 
     def _take(self) -> Any:
         """Take a batch from the source, and keep a copy: the caller may change the original."""
+        if not self._keeps:
+            return next(self._source)
         try:
             batch = next(self._source)
         except StopIteration as end:

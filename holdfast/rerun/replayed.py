@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import buffer_table, unsaved_buffers
+from holdfast._torch import buffer_table, registrations, unsaved_buffers
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
@@ -67,6 +67,14 @@ class Replayed:
             if len(hook) != 2 or not all(callable(half) for half in hook):
                 raise ConfigError("Replayed: each hook must be a pair of functions (save, restore)")
         self._taken: _Snapshot | None = None
+        self._with_buffers: list[nn.Module] = []
+        self._num_registered = -1
+        """How many buffers and modules had been registered anywhere when the list was made."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose buffers are restored."""
+        return self._modules
 
     def take(self) -> None:
         """Take a snapshot in place of the last one.
@@ -76,7 +84,7 @@ class Replayed:
         """
         self._taken = _Snapshot(
             streams=[stream.capture() for stream in self._streams],
-            buffers=[_Buffers(each) for each in self._submodules()],
+            buffers=[_Buffers(each) for each in self._modules_with_buffers()],
             hooks=[_copy_of(save()) for save, _ in self._hooks],
         )
 
@@ -91,6 +99,10 @@ class Replayed:
             raise ConfigError("Replayed.restore was called before take; call take first")
         for buffers in taken.buffers:
             buffers.restore()
+        known = {id(each.module) for each in taken.buffers}
+        for module in self._submodules():
+            if id(module) not in known and buffer_table(module):
+                _Buffers.forget(module)  # it had none when the step began
         for (_, restore), state in zip(self._hooks, taken.hooks, strict=True):
             restore(_copy_of(state))
         # Streams come last: everything above may draw random numbers.
@@ -107,17 +119,47 @@ class Replayed:
 
         Cost: copies of these buffers.
         """
-        taken = self._taken
-        if taken is None:
-            raise ConfigError("Replayed.kept was called before take; call take first")
+        return self._as_tree(self._snapshot("kept"), codecs=codecs, with_saved=False)
+
+    def lent(self, *, codecs: Codecs) -> object:
+        """Return streams, all buffers and the states of hooks, for a replica with equal parameters.
+
+        Raises:
+            ConfigError: a buffer, or what a hook has returned, cannot be kept.
+
+        Cost: copies of the buffers.
+        """
+        taken = self._snapshot("lent")
+        hooks = [
+            keep_tree(state, path=f"hook {i}", codecs=codecs) for i, state in enumerate(taken.hooks)
+        ]
+        return {**self._as_tree(taken, codecs=codecs, with_saved=True), "hooks": hooks}
+
+    def borrow(self, lent: Any, *, codecs: Codecs) -> None:
+        """Set everything to what `lent` has returned on another rank; `restore` undoes it."""
+        for number, ((_, restore), state) in enumerate(
+            zip(self._hooks, lent["hooks"], strict=True)
+        ):
+            restore(revive_tree(state, path=f"hook {number}", codecs=codecs))
+        self.replay_kept(lent, codecs=codecs)
+
+    def _snapshot(self, caller: str) -> _Snapshot:
+        if self._taken is None:
+            raise ConfigError(f"Replayed.{caller} was called before take; call take first")
+        return self._taken
+
+    def _as_tree(self, taken: _Snapshot, *, codecs: Codecs, with_saved: bool) -> dict[str, Any]:
+        """Return the streams, and the buffers of a snapshot, by the number of their module."""
+        numbers = {id(each): str(i) for i, each in enumerate(self._submodules())}
         buffers = {
-            str(index): {
+            numbers[id(each.module)]: {
                 name: keep_tree(
                     value, path=f"buffer '{name}' of a {each.module_name}", codecs=codecs
                 )
-                for name, value in each.unsaved().items()
+                for name, value in each.copies(with_saved=with_saved).items()
             }
-            for index, each in enumerate(taken.buffers)
+            for each in taken.buffers
+            if id(each.module) in numbers
         }
         streams = [dict(states) for states in taken.streams]
         return {
@@ -126,7 +168,7 @@ class Replayed:
         }
 
     def replay_kept(self, kept: Any, *, codecs: Codecs) -> None:
-        """Set streams and unsaved buffers to those that `kept` returned in another process.
+        """Set streams and buffers to those that `kept` returned in another process.
 
         Streams of generators that do not exist here, and buffers of other names or shapes, are
         ignored.
@@ -144,6 +186,19 @@ class Replayed:
             for stream, states in zip(self._streams, streams, strict=True):
                 known = stream.capture()
                 stream.reset({name: state for name, state in states.items() if name in known})
+
+    def _modules_with_buffers(self) -> list[nn.Module]:
+        """Return the modules that have buffers.
+
+        Walking over all of a large model takes longer than copying its buffers. So the list is made
+        again only if a buffer or a module has been registered since, with any module.
+        """
+        if not self._modules:
+            return []
+        if self._num_registered != registrations():
+            self._with_buffers = [each for each in self._submodules() if buffer_table(each)]
+            self._num_registered = registrations()
+        return self._with_buffers
 
     def _submodules(self) -> list[nn.Module]:
         """Return every module once, in the order of the tree."""
@@ -173,7 +228,7 @@ class _Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._unsaved = set(unsaved_buffers(module))
         self._tensors = dict(buffer_table(module).items())
         for name, each in self._tensors.items():
@@ -197,11 +252,11 @@ class _Buffers:
     @property
     def module_name(self) -> str:
         """Name of the module's class, for messages."""
-        return type(self._module).__qualname__
+        return type(self.module).__qualname__
 
     def restore(self) -> None:
         """Restore the same tensors with the same values under the same names, and no others."""
-        module = self._module
+        module = self.module
         buffers: Any = buffer_table(module)
         if isinstance(buffers, dict):
             buffers.clear()
@@ -227,9 +282,19 @@ class _Buffers:
             if not _is_same_view(tensor, memory):
                 tensor.data = memory
 
-    def unsaved(self) -> dict[str, torch.Tensor]:
-        """Return copies of the buffers that are not persistent."""
-        return {name: _local(each) for name, each in self._copies.items() if name in self._unsaved}
+    @staticmethod
+    def forget(module: nn.Module) -> None:
+        """Remove the buffers that a module without any has gained."""
+        buffer_table(module).clear()
+        unsaved_buffers(module).clear()
+
+    def copies(self, *, with_saved: bool) -> dict[str, torch.Tensor]:
+        """Return copies of the buffers that are not persistent, or of all."""
+        return {
+            name: _local(each)
+            for name, each in self._copies.items()
+            if with_saved or name in self._unsaved
+        }
 
 
 def _copy_of(state: Any) -> Any:

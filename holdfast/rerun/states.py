@@ -1,16 +1,12 @@
-"""States of the rerun machine, the transitions between them, and how outcomes become verdicts.
-
-Everything here is a pure function of what all ranks know, so every rank comes to the same decision,
-and tests walk through all sequences.
-"""
+"""States of the rerun machine, the transitions between them, verdicts and exit codes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from holdfast.arguments import check_int
+from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 
 
@@ -34,6 +30,8 @@ class State(StrEnum):
     """A step runs for the first time."""
     RERUNNING_IN_PLACE = "rerunning_in_place"
     """A step runs again in the same process, because a value was rejected."""
+    RUNNING_FOR_ANOTHER_REPLICA = "running_for_another_replica"
+    """A value was bad twice: each data replica runs the step of the one before it."""
     WILL_RERUN_FROM_CHECKPOINT = "will_rerun_from_checkpoint"
     """A value was bad twice: the step is to run again in a new process, on another device."""
     RERUNNING_FROM_CHECKPOINT = "rerunning_from_checkpoint"
@@ -54,10 +52,12 @@ class Event(StrEnum):
     """Some rank has rejected a value that was not rejected before."""
     BAD_AGAIN = "bad_again"
     """A rejected value was rejected, or came out the same, in the same process."""
+    ASKED = "asked"
+    """A value was bad twice, and another data replica gives a second opinion."""
     JUDGED = "judged"
     """Every rejected value has a verdict."""
     NOTHING_LEARNED = "nothing_learned"
-    """The rerun could not tell anything: the same device, or a call was not reached."""
+    """The rerun leaves it open: devices are the same, or a call was not reached."""
     LOADED = "loaded"
     """A checkpoint with a pending fault was loaded."""
     LEFT = "left"
@@ -76,6 +76,10 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = {
     (State.RERUNNING_IN_PLACE, Event.JUDGED): State.NOT_RUNNING_YET,
     (State.RERUNNING_IN_PLACE, Event.REJECTED): State.RERUNNING_IN_PLACE,
     (State.RERUNNING_IN_PLACE, Event.BAD_AGAIN): State.WILL_RERUN_FROM_CHECKPOINT,
+    (State.RERUNNING_IN_PLACE, Event.ASKED): State.RUNNING_FOR_ANOTHER_REPLICA,
+    (State.RUNNING_FOR_ANOTHER_REPLICA, Event.LEFT): State.NOT_RUNNING_YET,
+    (State.RUNNING_FOR_ANOTHER_REPLICA, Event.REJECTED): State.RERUNNING_IN_PLACE,
+    (State.RUNNING_FOR_ANOTHER_REPLICA, Event.BAD_AGAIN): State.WILL_RERUN_FROM_CHECKPOINT,
     (State.WILL_RERUN_FROM_CHECKPOINT, Event.BEGIN): State.RERUNNING_FROM_CHECKPOINT,
     (State.WILL_RERUN_FROM_CHECKPOINT, Event.LOADED): State.WILL_RERUN_FROM_CHECKPOINT,
     (State.WILL_RERUN_FROM_CHECKPOINT, Event.DROPPED): State.NOT_RUNNING_YET,
@@ -108,16 +112,17 @@ class Verdict(StrEnum):
     """The cause of a rejected value. In order of weight, the heaviest last."""
 
     TRANSIENT_ERROR = "transient_error"
-    """The device computed something else when the step ran again on it."""
+    """The same devices computed something else when the step ran again."""
     CORRECT_RESULT = "correct_result"
-    """Another device computes the same: it is the data, the code or the settings."""
+    """Devices that have none in common compute the same: it is the data, the code or the
+    settings."""
     UNDECIDED = "undecided"
     """The step could not be run again in a way that tells."""
+    SPOILED_STATE = "spoiled_state"
+    """The state was not finite before the step: a parameter, or a state of the optimizer."""
     PERSISTENT_ERROR = "persistent_error"
-    """The device computed it again, and another one does not: take the device out of service."""
-
-
-_WEIGHT = {verdict: i for i, verdict in enumerate(Verdict)}
+    """One device computes it wrong, and another one in its place does not: take it out of
+    service."""
 
 
 class ExitCode(IntEnum):
@@ -133,6 +138,8 @@ class ExitCode(IntEnum):
     """Devices are right: look at data, code and settings."""
     UNDECIDED = 20
     """The report tells what is known."""
+    SPOILED_STATE = 21
+    """Start again from a checkpoint of an earlier step."""
 
 
 EXIT_CODES: Mapping[Verdict, ExitCode] = {
@@ -140,6 +147,7 @@ EXIT_CODES: Mapping[Verdict, ExitCode] = {
     Verdict.PERSISTENT_ERROR: ExitCode.PERSISTENT_ERROR,
     Verdict.CORRECT_RESULT: ExitCode.CORRECT_RESULT,
     Verdict.UNDECIDED: ExitCode.UNDECIDED,
+    Verdict.SPOILED_STATE: ExitCode.SPOILED_STATE,
 }
 
 
@@ -159,28 +167,6 @@ class Outcome(StrEnum):
     def is_bad(self) -> bool:
         """True if the value was bad once more."""
         return self in (Outcome.REPRODUCED, Outcome.CHANGED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recheck:
-    """One rejected value after a rerun, as far as a verdict depends on it."""
-
-    outcome: Outcome
-    fatal: bool = True
-    is_same_device: bool = True
-    """True if the rerun was on the device that produced the value before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """The consequence of one rerun."""
-
-    event: Event
-    verdicts: tuple[Verdict | None, ...]
-    """Of each rejected value; None if it is still open."""
-    exit_code: ExitCode | None = None
-    needs_checkpoint: bool = False
-    """True if a fault checkpoint has to be saved before the exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +191,7 @@ class Limits:
     """After how many tries a machine gives up.
 
     Args:
-        max_restarts: starts from one fault checkpoint, at least 1.
+        max_restarts: starts from one fault checkpoint that may leave a fault open, at least 1.
         max_reruns: reruns of one step in one process, at least 1.
     """
 
@@ -218,86 +204,40 @@ class Limits:
             check_int(getattr(self, name), name=f"Limits: {name}", least=1)
 
 
-def judge_rerun_in_place(
-    rechecks: Sequence[Recheck], *, new_is_fatal: Sequence[bool], num_reruns: int, limits: Limits
-) -> Judgement:
-    """Return the consequence of a rerun in the same process.
+_ACTIONS = ("exit", "continue")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What follows from the verdict on a fatal value: "exit" with its code, or "continue".
 
     Args:
-        rechecks: the values that were rejected before, of all ranks.
-        new_is_fatal: of each value that was rejected in this rerun for the first time.
-        num_reruns: reruns of this step in this process, this one included.
-        limits: when to give up.
+        on_transient: the run was good when it was repeated.
+        on_persistent: "continue" counts only where the broken device does not take part any more,
+            after a restart.
+        on_correct: to continue is to train on what was rejected.
+        on_undecided: to continue may be to train on wrong values.
+
+    Raises:
+        ConfigError: an action is neither of the two.
     """
-    if any(each.outcome.is_bad for each in rechecks):
-        open_ones = tuple(None if each.outcome.is_bad else _in_place(each) for each in rechecks)
-        return Judgement(
-            event=Event.BAD_AGAIN,
-            verdicts=open_ones,
-            exit_code=ExitCode.RESUME_TO_DISAMBIGUATE,
-            needs_checkpoint=True,
-        )
-    verdicts = tuple(_in_place(each) for each in rechecks)
-    exit_code = _exit_code(rechecks, verdicts)
-    if new_is_fatal and exit_code is None:
-        if num_reruns < limits.max_reruns:
-            return Judgement(event=Event.REJECTED, verdicts=verdicts)
-        exit_code = ExitCode.UNDECIDED if any(new_is_fatal) else None
-    return Judgement(event=Event.JUDGED, verdicts=verdicts, exit_code=exit_code)
 
+    on_transient: str = "exit"
+    on_persistent: str = "exit"
+    on_correct: str = "exit"
+    on_undecided: str = "exit"
 
-def judge_rerun_from_checkpoint(
-    rechecks: Sequence[Recheck], *, new_is_fatal: Sequence[bool], num_restarts: int, limits: Limits
-) -> Judgement:
-    """Return the consequence of a rerun in a new process.
+    def __post_init__(self) -> None:
+        """Check the actions."""
+        for name in ("on_transient", "on_persistent", "on_correct", "on_undecided"):
+            check_choice(getattr(self, name), name=f"Policy: {name}", choices=_ACTIONS)
 
-    Args:
-        rechecks: the values that were bad twice, of all ranks.
-        new_is_fatal: of each value that was rejected in this rerun for the first time.
-        num_restarts: starts from this fault checkpoint, this one included.
-        limits: when to give up.
-    """
-    verdicts = tuple(_on_restart(each) for each in rechecks)
-    if None in verdicts:
-        if num_restarts < limits.max_restarts:
-            return Judgement(
-                event=Event.NOTHING_LEARNED,
-                verdicts=verdicts,
-                exit_code=ExitCode.RESUME_TO_DISAMBIGUATE,
-            )
-        verdicts = tuple(each or Verdict.UNDECIDED for each in verdicts)
-    exit_code = _exit_code(rechecks, verdicts)
-    if new_is_fatal and exit_code is None:
-        return Judgement(event=Event.REJECTED, verdicts=verdicts)
-    return Judgement(event=Event.JUDGED, verdicts=verdicts, exit_code=exit_code)
-
-
-def _in_place(recheck: Recheck) -> Verdict:
-    """The verdict on a value that was not bad again."""
-    is_good = recheck.outcome is Outcome.GOOD
-    return Verdict.TRANSIENT_ERROR if is_good else Verdict.UNDECIDED
-
-
-def _on_restart(recheck: Recheck) -> Verdict | None:
-    """Return the verdict on a value that was bad twice, after a restart; None if it stays open."""
-    if recheck.outcome is Outcome.UNREACHED:
-        return None
-    if recheck.is_same_device:
-        # It was bad twice, and good in the same place: whatever it was has gone.
-        return Verdict.TRANSIENT_ERROR if recheck.outcome is Outcome.GOOD else None
-    if recheck.outcome is Outcome.GOOD:
-        return Verdict.PERSISTENT_ERROR
-    is_same = recheck.outcome is Outcome.REPRODUCED
-    return Verdict.CORRECT_RESULT if is_same else Verdict.UNDECIDED
-
-
-def _exit_code(rechecks: Sequence[Recheck], verdicts: Sequence[Verdict | None]) -> ExitCode | None:
-    """Return the code of the heaviest verdict on a fatal value; None if no value is fatal."""
-    pairs = zip(rechecks, verdicts, strict=True)
-    fatal = [verdict for each, verdict in pairs if each.fatal and verdict is not None]
-    return EXIT_CODES[max(fatal, key=_WEIGHT.__getitem__)] if fatal else None
-
-
-def heaviest(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The verdict that stands for several; None for none."""
-    return max(verdicts, key=_WEIGHT.__getitem__, default=None)
+    def exit_code(self, verdict: Verdict) -> ExitCode | None:
+        """Return the code that a verdict on a fatal value ends the run with; None to continue."""
+        action = {
+            Verdict.TRANSIENT_ERROR: self.on_transient,
+            Verdict.PERSISTENT_ERROR: self.on_persistent,
+            Verdict.CORRECT_RESULT: self.on_correct,
+            Verdict.UNDECIDED: self.on_undecided,
+        }.get(verdict, "exit")
+        return EXIT_CODES[verdict] if action == "exit" else None

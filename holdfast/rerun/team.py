@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from torch import nn
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, DeadlineError, HoldfastError
+from holdfast.optim.norms import LayoutSum
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.parallel.ranks import disagreement
 from holdfast.rerun.attempt import Attempt, AttemptReport
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import PendingFault
-from holdfast.rerun.evidence import Evidence, Place
-from holdfast.rerun.journal import FaultHistory, Journal
+from holdfast.rerun.evidence import Evidence
+from holdfast.rerun.journal import FaultHistory, Journal, Past
+from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks
 from holdfast.rerun.states import ExitCode, Verdict
 from holdfast.state.coordinates import coordinate_label
 
-
-class Past(msgspec.Struct, frozen=True, array_like=True):
-    """Faults in the report of earlier jobs, the same on all ranks."""
-
-    skipped: list[int] = []
-    """Steps that are bad wherever they run."""
-    points: list[str] = []
-    """Validation calls whose values have a verdict."""
-    faults: list[str] = []
-    """Faults with a verdict, by id."""
+if TYPE_CHECKING:
+    from holdfast.checkpoint import Checkpointer
 
 
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):
@@ -51,8 +47,17 @@ class _Settlement(msgspec.Struct, frozen=True, array_like=True):
 
     fault: str
     step: int
-    verdict: str
-    num_restarts: int
+    history: FaultHistory
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    """The message of a rank to the others before a second opinion."""
+
+    nbytes: int
+    """Of what it sends to its partner; -1 if it cannot take part."""
+    why: str
+    digest: str
+    """Of its parameters: only replicas with equal ones can tell anything."""
 
 
 class Team:
@@ -64,6 +69,7 @@ class Team:
         device: of this process.
         journal: the report; only the coordinator writes and reads it.
         note: takes a line for the person, on the coordinator.
+        modules: of the model, which tell who feeds its values.
     """
 
     def __init__(
@@ -74,9 +80,13 @@ class Team:
         device: DeviceIdentity,
         journal: Journal | None,
         note: Callable[[str], None],
+        modules: Sequence[nn.Module] = (),
     ) -> None:
-        """Nobody has met yet."""
+        """No rank has met another one yet."""
         self._control = groups.control
+        self._layout = groups.layout
+        # A rank that is no member of real groups has `control` alone.
+        self._sum = LayoutSum(groups) if isinstance(groups, ProcessGroups) else None
         self._name = name
         self._journal = journal
         self.note = note
@@ -88,29 +98,69 @@ class Team:
             device=device.uuid,
         )
         self.places = [self.here]
-        self._job = ""
+        self.job = ""
+        self.feeders = Feeders(groups.layout, groups.rank, modules)
+        """The ranks that feed values on this rank."""
 
-    def meet(
-        self, error: HoldfastError | None, *, settings: dict[str, str], reads_past: bool
-    ) -> Past:
+    @cached_property
+    def partners(self) -> dict[int, int]:
+        """For each rank the one with its part of the model in the next data replica, if any."""
+        return partner_ranks(self._layout)
+
+    def fed_by(self, fed_by: FedBy) -> tuple[Place, ...]:
+        """Return the places of the ranks that feed a value on this rank."""
+        by_rank = {each.rank: each for each in self.places}
+        return tuple(by_rank[rank] for rank in self.feeders.of(fed_by))
+
+    def now(self, first: Sequence[Place]) -> list[Place]:
+        """Return where the coordinates of some places are now."""
+        by_coordinate = {each.coordinate: each for each in self.places}
+        return [by_coordinate[each.coordinate] for each in first]
+
+    def with_partners(self, first: Sequence[Place]) -> list[Place]:
+        """Return the places of the same parts of the model in the next data replica."""
+        by_rank = {each.rank: each for each in self.places}
+        return [by_rank[self.partners[each.rank]] for each in self.now(first)]
+
+    @property
+    def arrangement(self) -> dict[str, str]:
+        """The device of each coordinate."""
+        return {each.coordinate: each.identity.key for each in self.places}
+
+    def any_rank(self, flag: bool, *, phase: str) -> bool:
+        """Return True if the flag is set on any rank. Collective.
+
+        Cost: one all-reduce of 8 bytes over each of `tp`, `dp_cp` and `pp` that has several ranks.
+        """
+        if self._sum is None or not self._sum.is_on_host:
+            # Control moves no data of a device, so it is faster than a sum that waits for one.
+            return any(each == b"1" for each in self.exchange(b"1" if flag else b"", phase=phase))
+        try:
+            (total,) = self._sum([float(flag)], what="whether a rank has rejected a value")
+        except DeadlineError as error:
+            self.agree(error, phase=phase)  # only control knows which ranks are missing
+            raise
+        return total > 0
+
+    def meet(self, error: HoldfastError | None, *, settings: dict[str, str]) -> Past:
         """Compare settings, and learn the places of all ranks and the report. Collective.
 
         Args:
             error: what is wrong with this rank's arguments.
             settings: that have to be the same on all ranks.
-            reads_past: whether the report of earlier jobs matters.
 
         Raises:
             ConfigError: ranks have different settings; on all ranks.
             StorageError, CorruptionError: the report cannot be read; on all ranks.
         """
         past = Past()
+        job = uuid.uuid4().hex[:16]
         try:
-            if self._control.is_coordinator and error is None and reads_past and self._journal:
-                past = Past(sorted(self._journal.steps_to_skip()), *self._journal.verdicts())
+            if self._control.is_coordinator and error is None and self._journal:
+                past = self._journal.open(job)
         except HoldfastError as reason:
             error = reason
-        mine = _Meeting(settings, uuid.uuid4().hex[:16], self.here, past)
+        mine = _Meeting(settings, job, self.here, past)
         rows = self._control.agree(
             error, phase="RerunMachine", payload=msgspec.msgpack.encode(mine)
         )
@@ -121,32 +171,88 @@ class Team:
                 raise ConfigError(
                     str(disagreement("RerunMachine", name, values, ranks=self._control.ranks))
                 )
-        self._job = met[0].job
+        self.job = met[0].job
         self.places = [each.place for each in met]
         return met[0].past
 
-    def gather(self, attempt: Attempt, *, step: int, fault: PendingFault | None) -> Evidence:
-        """Gather what all ranks report of a run. Collective; a mere frame while nothing is wrong.
+    def gather_state(self, payload: bytes, *, step: int, is_first: bool) -> list[bytes]:
+        """Return what all ranks have to say of the state before a step. Collective.
+
+        Args:
+            payload: of this rank.
+            step: its number.
+            is_first: True before the first step: another machine may have the directory.
+
+        Raises:
+            ConfigError: on all ranks: it has.
+        """
+        error: HoldfastError | None = None
+        try:
+            if is_first and self._control.is_coordinator and self._journal is not None:
+                self._journal.check_owner()
+        except HoldfastError as reason:
+            error = reason
+        phase = f"{self._name}: step {step}: state"
+        return self._control.agree(error, phase=phase, payload=payload)
+
+    def gather(
+        self,
+        attempt: Attempt,
+        *,
+        step: int,
+        now: Callable[[Sequence[Place]], Sequence[Place]] | None = None,
+    ) -> Evidence:
+        """Gather what all ranks report of a run in which a value was rejected. Collective.
 
         Args:
             attempt: the run on this rank.
             step: its number.
-            fault: the pending one that the run is to explain.
+            now: returns where the roles of some places are computed in this run.
         """
-        first = self.here if fault is None else fault
-        device = DeviceIdentity(host=self.here.host, uuid=self.here.device)
         report = AttemptReport(
             rejected=attempt.report_rejected(),
-            rechecked=attempt.report_rechecked(
-                is_same_device=device.is_same(DeviceIdentity(host=first.host, uuid=first.device)),
-                first_rank=first.rank,
-                first_host=first.host,
-                first_device=first.device,
-            ),
+            rechecked=attempt.report_rechecked(now or self.now),
         )
         is_empty = not (report.rejected or report.rechecked)
         payload = b"" if is_empty else msgspec.msgpack.encode(report)
         return Evidence(self.places, self.exchange(payload, phase=f"step {step}"))
+
+    def send_to_partners(
+        self, payload: bytes | None, *, why: str, digest: str, step: int
+    ) -> tuple[bytes, str]:
+        """Send this rank's step to its partner; return that of the rank before. Collective.
+
+        Args:
+            payload: of this rank; None if it cannot take part.
+            why: it cannot.
+            digest: of this rank's parameters.
+            step: its number.
+
+        Returns:
+            What this rank is to run, and why there is no second opinion; one of the two is empty.
+        """
+        offer = _Offer(-1 if payload is None else len(payload), why, digest)
+        rows = self.exchange(msgspec.msgpack.encode(offer), phase=f"step {step}: second opinion")
+        offers = {
+            place.rank: msgspec.msgpack.decode(row, type=_Offer)
+            for place, row in zip(self.places, rows, strict=True)
+        }
+        for rank, each in offers.items():
+            if each.nbytes < 0:
+                return b"", f"rank {rank} cannot send its step: {each.why}"
+            if offers[self.partners[rank]].digest != each.digest:
+                return b"", f"rank {rank} and rank {self.partners[rank]} hold other parameters"
+        before = {other: rank for rank, other in self.partners.items()}[self.here.rank]
+        position = {place.rank: i for i, place in enumerate(self.places)}
+        incoming = bytearray(offers[before].nbytes)
+        assert payload is not None
+        with self._control.in_step():
+            self._control.exchange(
+                [(position[self.partners[self.here.rank]], memoryview(payload))],
+                [(position[before], memoryview(incoming))],
+                phase=f"{self._name}: step {step}: batches of another replica",
+            )
+        return bytes(incoming), ""
 
     def exchange(self, payload: bytes, *, phase: str) -> list[bytes]:
         """Return the payloads of all ranks. Collective."""
@@ -176,22 +282,37 @@ class Team:
         except HoldfastError as reason:
             error = reason
         name, step = ("", -1) if fault is None else (fault.fault, fault.step)
-        mine = _Settlement(name, step, history.verdict, history.num_restarts)
+        mine = _Settlement(name, step, history)
         rows = self._control.agree(
             error, phase=f"{self._name}: pending fault", payload=msgspec.msgpack.encode(mine)
         )
         known = [msgspec.msgpack.decode(row, type=_Settlement) for row in rows]
         first = known[0]
         is_one = all((each.fault, each.step) == (first.fault, first.step) for each in known)
-        history = FaultHistory(verdict=first.verdict, num_restarts=first.num_restarts)
-        return first.fault, history, is_one
+        return first.fault, first.history, is_one
+
+    def resume_point(
+        self, *, good: Checkpointer, faults: Checkpointer, past: Past
+    ) -> tuple[Checkpointer, int] | None:
+        """Return what `RerunMachine.resume_point` does. Collective."""
+        answer, error = b"", None
+        try:
+            if self._control.is_coordinator:
+                answer = _best(good.steps(), faults.steps(), past)
+        except HoldfastError as reason:
+            error = reason
+        rows = self._control.agree(error, phase=f"{self._name}: resume", payload=answer)
+        if not rows[0]:
+            return None
+        step, is_fault = map(int, rows[0].split())
+        return (faults if is_fault else good), step
 
     def record(self, event: str, *, step: int, fault: str, **fields: Any) -> None:
         """Add an event to the report; all ranks raise if it cannot be written. Collective."""
         error: HoldfastError | None = None
         try:
             if self._control.is_coordinator and self._journal is not None:
-                common = {"machine": self._name, "job": self._job, "step": step}
+                common = {"machine": self._name, "job": self.job, "step": step}
                 self._journal.append(event, common | ({"fault": fault} if fault else {}) | fields)
         except HoldfastError as reason:
             error = reason
@@ -205,20 +326,30 @@ class Team:
         fault: str,
         exit_code: ExitCode | None,
         devices: Sequence[str] = (),
+        convicted: Sequence[dict[str, str]] = (),
+        suspects: Sequence[dict[str, str]] = (),
         values: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        """Add to the report what a fault was. Collective."""
-        self.record(
-            "verdict",
-            step=step,
-            fault=fault,
-            verdict=verdict.value,
-            exit_code=None if exit_code is None else int(exit_code),
-            devices=list(devices),
-            values=list(values),
-        )
+    ) -> dict[str, Any]:
+        """Add to the report what a fault was; return the event's fields. Collective."""
+        fields: dict[str, Any] = {
+            "verdict": verdict.value,
+            "exit_code": None if exit_code is None else int(exit_code),
+            "devices": list(devices),
+            "convicted": list(convicted),
+            "suspects": list(suspects),
+            "values": list(values),
+        }
+        self.record("verdict", step=step, fault=fault, **fields)
+        return {"step": step, "fault": fault, **fields}
 
     def say(self, text: str) -> None:
         """Pass one line to the person, on one rank."""
         if self._control.is_coordinator:
             self.note(text)
+
+
+def _best(good: Sequence[int], faults: Sequence[int], past: Past) -> bytes:
+    """Return the step to continue from, and whether a fault has left it; empty without any."""
+    known = [(step, 0) for step in good if step not in past.spoiled]
+    known += [(step, 1) for step in faults if step not in (*past.spoiled, *past.retired)]
+    return b"%d %d" % max(known) if known else b""

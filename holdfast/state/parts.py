@@ -73,7 +73,12 @@ class OptionalPart(Part):
     @property
     @abstractmethod
     def has_entry(self) -> bool:
-        """True if it is saved and loaded now; otherwise it is as if the state did not have it."""
+        """True if it is saved now; otherwise it is as if the state did not have it."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if it takes its entry at a load, even while it saves none."""
+        return self.has_entry
 
 
 class StatefulPart:
@@ -191,10 +196,17 @@ def is_last(value: object) -> bool:
     return isinstance(value.value if isinstance(value, OnLayout) else value, RNG)
 
 
-def is_left_out(value: object) -> bool:
-    """Return True if an entry of a state is an optional part with nothing to save or load now."""
+def is_left_out(value: object, *, of_load: bool = False) -> bool:
+    """Return True if an entry of a state is an optional part with nothing to save now.
+
+    Args:
+        value: the entry.
+        of_load: True for a load: whether it has nothing to load.
+    """
     inner = value.value if isinstance(value, OnLayout | FromPart) else value
-    return isinstance(inner, OptionalPart) and not inner.has_entry
+    if not isinstance(inner, OptionalPart):
+        return False
+    return not (inner.is_loaded if of_load else inner.has_entry)
 
 
 def check_part_name(name: object) -> None:

@@ -128,45 +128,49 @@ def test_the_key_of_a_device() -> None:
     assert len({each.key for each in identities}) == 8
 
 
-def rejected(journal: Journal, *values: tuple[int, int, str]) -> None:
-    """Record values (rank, step, job) as a machine does."""
-    for rank, step, job in values:
-        journal.append("rejected", {"job": job, "step": step, "values": [{"rank": rank}]})
+def judged(journal: Journal, step: int, verdict: str) -> None:
+    """Record a verdict as a machine does."""
+    value = {"coordinate": "dp=0", "call": "loss", "occurrence": 1}
+    fields = {"step": step, "fault": f"{step}", "verdict": verdict, "values": [value]}
+    journal.append("verdict", fields)
 
 
-def test_a_step_is_skipped_after_two_jobs_on_one_rank(tmp_path: Path) -> None:
-    """D18: not after several ranks in one job, nor one rank twice in one job."""
+def test_only_verdicts_leave_steps_out(tmp_path: Path) -> None:
+    """D18, D20, D22: a step is skipped where its data was proved bad, and no other one."""
     journal = Journal(tmp_path / "deep")
-    assert journal.steps_to_skip() == frozenset()
-    rejected(journal, (0, 5, "a"), (1, 5, "a"), (0, 5, "a"), (2, 6, "a"), (3, 6, "b"))
-    assert journal.steps_to_skip() == frozenset()
-    rejected(journal, (1, 5, "b"))
-    assert journal.steps_to_skip() == {5}
-
-
-def test_a_rerun_counts_as_a_rejection_only_on_another_device(tmp_path: Path) -> None:
-    """D18: bad again on the same device says nothing of the data; a good value says none."""
-    journal = Journal(tmp_path)
-    rejected(journal, (0, 5, "a"), (0, 6, "a"), (0, 7, "a"))
-    for step, outcome, is_same in ((5, "changed", False), (6, "good", False), (7, "changed", True)):
-        value = {"rank": 0, "outcome": outcome, "is_same_device": is_same}
-        journal.append("rerun_from_checkpoint", {"job": "b", "step": step, "values": [value]})
-    assert journal.steps_to_skip() == {5}
+    assert journal.past().skipped == []
+    for job in "ab":
+        value = {"rank": 0, "coordinate": "dp=0", "call": "loss", "occurrence": 0}
+        journal.append("rejected", {"job": job, "step": 5, "fault": job, "values": [value]})
+    for step, verdict in enumerate(
+        ("transient_error", "persistent_error", "undecided", "correct_result", "spoiled_state")
+    ):
+        judged(journal, step, verdict)
+    past = journal.past()
+    assert past.skipped == [3]
+    assert past.spoiled == [4]
+    assert past.faults == ["0", "1", "2", "3", "4"]
+    assert past.points == [f"{step}:dp=0" for step in range(5)]
+    fed_by = [{"coordinate": f"dp=1,tp={rank}"} for rank in range(2)]
+    value = {"coordinate": "dp=1,tp=0", "call": "loss", "occurrence": 0, "first_fed_by": fed_by}
+    fields = {"step": 5, "fault": "5", "verdict": "transient_error", "values": [value]}
+    journal.append("verdict", fields)
+    assert journal.past().points[5:] == ["5:dp=1,tp=0", "5:dp=1,tp=1"]
 
 
 def test_a_torn_line_of_the_report_is_left_and_another_one_named(tmp_path: Path) -> None:
     """What a dying process leaves does no harm; a line that is not an event is refused."""
     journal = Journal(tmp_path)
-    rejected(journal, (0, 5, "a"))
+    judged(journal, 5, "correct_result")
     with journal.path.open("a") as file:
         file.write('{"event": "rejec\n{"ev\n\0\0\0')
-    rejected(journal, (0, 5, "b"))
-    assert journal.steps_to_skip() == {5}
+    judged(journal, 6, "correct_result")
+    assert journal.past().skipped == [5, 6]
     assert len(read_report(tmp_path)) == 2
     with journal.path.open("a") as file:
         file.write("skip 17\n")
     with pytest.raises(CorruptionError, match=r"line 6 .*skip 17"):
-        journal.steps_to_skip()
+        journal.past()
 
 
 def test_statistics_of_ranks_add_up() -> None:

@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.rerun.attribution import Trial
+from holdfast.rerun.judging import (
+    Recheck,
+    heaviest,
+    judge_rerun_from_checkpoint,
+    judge_rerun_in_place,
+    judge_second_opinion,
+)
 from holdfast.rerun.states import (
     EXIT_CODES,
     TRANSITIONS,
@@ -16,12 +24,9 @@ from holdfast.rerun.states import (
     ExitCode,
     Limits,
     Outcome,
-    Recheck,
+    Policy,
     State,
     Verdict,
-    heaviest,
-    judge_rerun_from_checkpoint,
-    judge_rerun_in_place,
     next_state,
 )
 
@@ -58,17 +63,30 @@ def test_every_state_is_reached_and_left() -> None:
 
 def test_codes_are_distinct_and_each_verdict_has_one() -> None:
     """A scheduler can tell the ends of a run apart."""
-    assert len(set(ExitCode)) == 5
+    assert len(set(ExitCode)) == 6
     assert ExitCode.RESUME_TO_DISAMBIGUATE == 16
     assert set(EXIT_CODES) == set(Verdict)
     assert len(set(EXIT_CODES.values())) == len(Verdict)
 
 
+POLICY = Policy()
+
+
+def recheck(outcome: Outcome, *, fatal: bool, is_same: bool) -> Recheck:
+    """A value that one device feeds, after a run on the same device or on another one."""
+    now = "a" if is_same else "b"
+    trials = (
+        Trial(devices={"here": "a"}, outcome=Outcome.REPRODUCED),
+        Trial(devices={"here": now}, outcome=outcome),
+    )
+    return Recheck(outcome=outcome, fatal=fatal, trials=trials)
+
+
 RECHECKS = [
-    Recheck(outcome=outcome, fatal=fatal, is_same_device=same)
+    recheck(outcome, fatal=fatal, is_same=is_same)
     for outcome in Outcome
     for fatal in (False, True)
-    for same in (False, True)
+    for is_same in (False, True)
 ]
 
 
@@ -79,7 +97,11 @@ def test_judgements_in_place(num_values: int) -> None:
     for rechecks in itertools.product(RECHECKS, repeat=num_values):
         for new, num_reruns in itertools.product(news, (1, 2)):
             made = judge_rerun_in_place(
-                rechecks, new_is_fatal=new, num_reruns=num_reruns, limits=LIMITS
+                rechecks,
+                new_is_fatal=new,
+                num_reruns=num_reruns,
+                limits=LIMITS,
+                policy=POLICY,
             )
             is_bad = [each.outcome in (Outcome.REPRODUCED, Outcome.CHANGED) for each in rechecks]
             if any(is_bad):
@@ -111,7 +133,7 @@ def test_judgements_after_a_restart(num_values: int) -> None:
     def expected(each: Recheck) -> Verdict | None:
         if each.outcome is Outcome.UNREACHED:
             return None
-        if each.is_same_device:
+        if each.trials[0].devices == each.trials[1].devices:
             return Verdict.TRANSIENT_ERROR if each.outcome is Outcome.GOOD else None
         return {
             Outcome.GOOD: Verdict.PERSISTENT_ERROR,
@@ -122,9 +144,26 @@ def test_judgements_after_a_restart(num_values: int) -> None:
     for rechecks in itertools.product(RECHECKS, repeat=num_values):
         for new, num_restarts in itertools.product([(), (True,)], (1, 2, 3)):
             made = judge_rerun_from_checkpoint(
-                rechecks, new_is_fatal=new, num_restarts=num_restarts, limits=LIMITS
+                rechecks,
+                new_is_fatal=new,
+                num_restarts=num_restarts,
+                limits=LIMITS,
+                policy=POLICY,
             )
             verdicts = [expected(each) for each in rechecks]
+            if Verdict.PERSISTENT_ERROR in verdicts:
+                # Whatever else device `a` feeds, and was bad on it, is explained by that.
+                verdicts = [
+                    Verdict.PERSISTENT_ERROR if verdict is None and _is_explained(each) else verdict
+                    for each, verdict in zip(rechecks, verdicts, strict=True)
+                ]
+            elif Verdict.CORRECT_RESULT in verdicts:
+                verdicts = [
+                    Verdict.CORRECT_RESULT
+                    if verdict is None and each.outcome is not Outcome.UNREACHED
+                    else verdict
+                    for each, verdict in zip(rechecks, verdicts, strict=True)
+                ]
             if None in verdicts and num_restarts < LIMITS.max_restarts:
                 assert made.event is Event.NOTHING_LEARNED
                 assert made.exit_code == 16
@@ -137,6 +176,54 @@ def test_judgements_after_a_restart(num_values: int) -> None:
             assert made.exit_code == (None if worst is None else EXIT_CODES[worst])
             is_run_again = bool(new) and not fatal
             assert made.event is (Event.REJECTED if is_run_again else Event.JUDGED)
+
+
+def _is_explained(each: Recheck) -> bool:
+    return each.outcome.is_bad and each.trials[0].devices == each.trials[1].devices
+
+
+@pytest.mark.parametrize("num_values", [1, 2])
+def test_judgements_of_another_replica(num_values: int) -> None:
+    """D23: a verdict only if all values have one; the broken device ends the run in any case."""
+    lenient = Policy(on_persistent="continue", on_correct="continue")
+    others = [each for each in RECHECKS if each.trials[0].devices != each.trials[1].devices]
+    for rechecks in itertools.product(others, repeat=num_values):
+        made = judge_second_opinion(rechecks, policy=POLICY)
+        is_open = [each.outcome in (Outcome.UNREACHED, Outcome.CHANGED) for each in rechecks]
+        if any(is_open):
+            assert made.exit_code == 16
+            assert (made.event, made.needs_checkpoint) == (Event.BAD_AGAIN, True)
+            continue
+        fatal = {v for each, v in zip(rechecks, made.verdicts, strict=True) if each.fatal}
+        codes = {EXIT_CODES[verdict] for verdict in fatal if verdict is not None}
+        assert made.exit_code == (18 if 18 in codes else 19 if codes else None)
+        assert made.needs_checkpoint == bool(codes)
+        made = judge_second_opinion(rechecks, policy=lenient)
+        assert made.exit_code == (18 if 18 in codes else None)
+
+
+def test_a_policy_lets_a_run_continue_by_verdict() -> None:
+    """The verdict is the same; only the exit code goes."""
+    for outcome, is_same, name in (
+        (Outcome.GOOD, True, "on_transient"),
+        (Outcome.GOOD, False, "on_persistent"),
+        (Outcome.REPRODUCED, False, "on_correct"),
+        (Outcome.CHANGED, False, "on_undecided"),
+    ):
+        rechecks = [recheck(outcome, fatal=True, is_same=is_same)]
+        for other in ("on_transient", "on_persistent", "on_correct", "on_undecided"):
+            made = judge_rerun_from_checkpoint(
+                rechecks,
+                new_is_fatal=(),
+                num_restarts=1,
+                limits=LIMITS,
+                policy=Policy(**{other: "continue"}),
+            )
+            (verdict,) = made.verdicts
+            assert verdict is not None
+            assert made.exit_code == (None if other == name else EXIT_CODES[verdict])
+    with pytest.raises(ConfigError, match="on_correct"):
+        Policy(on_correct="ignore")
 
 
 def test_the_heaviest_verdict_stands_for_several() -> None:

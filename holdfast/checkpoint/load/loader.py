@@ -28,6 +28,7 @@ from holdfast.checkpoint.load.requests import (
     encode_request,
     find_dropped,
     find_unexpected,
+    refuse_needed,
     shorten_list,
 )
 from holdfast.checkpoint.load.target_memory import without_ties
@@ -271,6 +272,7 @@ class Loader:
         unexpected = find_unexpected(
             stored, requests, self._codecs, ignore=options.ignore_unexpected
         )
+        refuse_needed(stored, requests, ignore=options.ignore_unexpected)
         checks = [request.checks for request in requests]
         check_consistency(control.ranks, checks, warn=control.is_coordinator)
         taken = [labels for request in requests for labels in request.taken]
@@ -308,7 +310,9 @@ class Loader:
         self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions
     ) -> tuple[Matcher, list[PartRequest], LocalMemory]:
         """Match the state with what is stored, without writing to a target."""
-        requested = {name: each for name, each in state.items() if not is_left_out(each)}
+        requested = {
+            name: each for name, each in state.items() if not is_left_out(each, of_load=True)
+        }
         entries = {n: _unwrap(each, n, self._groups.layout) for n, each in requested.items()}
         refuse_shared_streams({name: value for name, (_, _, value) in entries.items()})
         tensors = {info.key: (info.dtype, tuple(info.shape)) for info in files.manifest.tensors}
@@ -329,6 +333,8 @@ class Loader:
                 result = matcher.result
                 may_miss = matcher.may_miss(name) or isinstance(value, OptionalPart)
                 paths = result.allowed if may_miss else result.missing
+                if is_left_out(value):
+                    continue  # it would not have saved one
                 paths.append(name if source is None else f"{name} (from {source})")
                 continue
             part = part_of(name, value)

@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
 from holdfast.errors import CorruptionError, MismatchError
-from holdfast.format.values import Codecs, Node, is_per_rank, walk
+from holdfast.format.values import Codecs, Node, is_per_rank, is_plain_dict, walk
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.coordinates import ConsistencyCheck, matches
@@ -182,6 +182,29 @@ def find_unexpected(
             f"leave them"
         )
     return unexpected
+
+
+def refuse_needed(
+    parts: Mapping[str, Node], requests: Sequence[LoadRequest], *, ignore: bool | Sequence[str]
+) -> None:
+    """Raise MismatchError if a part says that it must not be left out, and no rank requests it.
+
+    An optional part says so by a text `needed` in the value of a rank. `ignore` is that of
+    `find_unexpected`, for the names of parts.
+    """
+    requested = {source for request in requests for source in request.used}
+    patterns = ("*",) if ignore is True else () if ignore is False else ignore
+    for name, node in parts.items():
+        if name in requested or not is_per_rank(node) or matches(name, patterns):
+            continue
+        for value in node["v"].values():
+            needed = value.get("needed") if is_plain_dict(value) else None
+            if isinstance(needed, str) and needed:
+                raise MismatchError(
+                    f"the state has no part '{name}', but the one in the checkpoint is needed: "
+                    f"{needed}. Put the object into the state that has saved it (a disabled one "
+                    f"will do), or pass ignore_unexpected=['{name}'] to lose this"
+                )
 
 
 def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[TakenLabels]:

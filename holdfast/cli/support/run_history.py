@@ -34,7 +34,7 @@ class Device:
     device: str
 
     @property
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> str:
         """Return what is equal exactly for the same device."""
         return device_key(self.host, self.device)
 
@@ -106,7 +106,7 @@ class RunHistory:
         """By job, the newest last: the fault of its last decision; None if it has gone on."""
         for event in events:
             self._take(event)
-        self._devices: dict[tuple[str, ...], DeviceHistory] = {}
+        self._devices: dict[str, DeviceHistory] = {}
         self._count(events)
 
     @property

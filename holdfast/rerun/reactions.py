@@ -1,0 +1,112 @@
+"""What else happens around faults: an injector, diagnostics, a function of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import nn
+
+from holdfast._torch import buffer_table, watch_forwards
+from holdfast.errors import ErrorRecord, HoldfastError
+from holdfast.rerun.injection import ErrorInjector
+from holdfast.rerun.states import State
+
+if TYPE_CHECKING:
+    from holdfast.rerun.course import Course
+    from holdfast.rerun.evidence import Evidence
+
+OnVerdict = Callable[[Mapping[str, Any]], object]
+"""Takes the fields of a verdict as they are in the report; called on every rank."""
+Diagnose = Callable[[], object]
+"""Tests the device of this process, and returns what it has shown, as text."""
+
+
+class Reactions:
+    """The callers' functions and the injector of a machine.
+
+    Args:
+        injector: makes values bad.
+        on_verdict: is called with each verdict.
+        diagnose: is called on ranks that feed a value that was bad twice.
+        watches_buffers: True if the machine does not know the model's modules: the first step shows
+            whether they have buffers, which a rerun would need.
+    """
+
+    def __init__(
+        self,
+        *,
+        injector: ErrorInjector | None,
+        on_verdict: OnVerdict | None,
+        diagnose: Diagnose | None,
+        watches_buffers: bool,
+    ) -> None:
+        self._injector = injector
+        self._on_verdict = on_verdict
+        self._diagnose = diagnose
+        self.forgotten: list[str] = []
+        """Types of modules with buffers that ran in the first step, and are not known."""
+        self._watches_buffers = watches_buffers
+        self._watching = ExitStack()
+
+    def run_begins(self, course: Course) -> None:
+        """A run of a step begins on this rank."""
+        if self._watches_buffers:
+            self._watches_buffers = False
+            self._watching.callback(watch_forwards(self._look_for_buffers))
+        if self._injector is not None:
+            self._injector.begin_run(
+                step=course.step,
+                coordinate=course.coordinate_of_batches,
+                is_rerun=course.state is not State.INITIAL_RUN,
+                device=course.team.here.identity,
+            )
+
+    def run_ends(self) -> None:
+        """A run of a step ends on this rank."""
+        self._watching.close()
+        if self._injector is not None:
+            self._injector.end_run()
+
+    def diagnose(self, course: Course, evidence: Evidence) -> None:
+        """Run a vendor's diagnostics where a value that was bad twice comes from. Collective."""
+        if self._diagnose is None:  # on all ranks alike
+            return
+        here = course.team.here
+        feeders = {each.rank for value in evidence.bad_again() for each in value.fed_by}
+        text = ""
+        if here.rank in feeders:
+            try:
+                text = str(self._diagnose())
+            except Exception as error:
+                text = f"the diagnostics failed: {type(error).__name__}: {error}"
+        rows = course.team.exchange(text.encode(errors="replace"), phase="diagnostics")
+        results = [
+            msgspec.structs.asdict(place) | {"text": row.decode(errors="replace")}
+            for place, row in zip(course.team.places, rows, strict=True)
+            if row
+        ]
+        course.record("diagnostics", results=results)
+
+    def verdict_is_known(self, course: Course, event: Mapping[str, Any]) -> None:
+        """Call the caller's function; its error is raised on all ranks. Collective."""
+        if self._on_verdict is None:  # on all ranks alike
+            return
+        error: HoldfastError | None = None
+        try:
+            self._on_verdict(event)
+        except Exception as reason:
+            error = ErrorRecord.of(reason).to_error()
+        course.team.agree(error, phase="on_verdict")
+
+    def leave_out(self, points: Iterable[str]) -> None:
+        """Leave the errors alone that the injector has put in and that have a verdict."""
+        if self._injector is not None:
+            self._injector.leave_out(points)
+
+    def _look_for_buffers(self, module: nn.Module) -> None:
+        name = type(module).__qualname__
+        if buffer_table(module) and name not in self.forgotten:
+            self.forgotten.append(name)

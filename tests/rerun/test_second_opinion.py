@@ -1,0 +1,293 @@
+"""Another data replica runs what was bad twice: the verdict falls within the step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import RNG, Checkpointer, Layout, OptimizerState, ProcessGroups
+from holdfast.errors import ConfigError
+from holdfast.optim import ShardedOptimizer, collectives
+from holdfast.rerun import (
+    DeviceIdentity,
+    NotFinite,
+    Policy,
+    Replayed,
+    RerunMachine,
+    read_report,
+)
+from tests.harness import RankContext, run_ranks
+
+NUM_STEPS, AT = 4, 2
+
+
+def spoil(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """What a broken multiplier does to an activation."""
+    del module, inputs
+    return output.index_fill(1, torch.tensor([1]), math.nan)
+
+
+class Running(nn.Module):
+    """Follows the mean of its inputs, per rank, in a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return x - self.mean
+
+
+class Job:
+    """Two data replicas of a model with dropout and a running mean, each on a device of its own.
+
+    Args:
+        groups: of two ranks.
+        root: of everything.
+        kind: of the fault of rank 1's device or data at step `AT`; empty for none.
+        devices: by rank.
+        has_veto: whether the optimizer's sum carries what ranks reject.
+        options: of the machine.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        root: Path,
+        *,
+        kind: str,
+        devices: tuple[str, str] = ("A", "B"),
+        has_veto: bool = False,
+        fatal: bool = True,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.groups, self.root, self.kind, self.fatal = groups, root, kind, fatal
+        self.has_veto = has_veto
+        self.device = devices[groups.rank]
+        self.model = nn.Sequential(nn.Linear(4, 8), Running(), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = ShardedOptimizer(
+            self.model,
+            self.model.parameters(),
+            make=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+            groups=groups,
+            over="dp_cp",
+            divisor=2,
+        )
+        torch.manual_seed(1 + groups.rank)
+        self.lines: list[str] = []
+        self.machine = RerunMachine(
+            groups,
+            directory=root / "rerun",
+            replayed=Replayed(modules=[self.model]),
+            optimizers=[self.optimizer],
+            device=DeviceIdentity(host=f"host {self.device}", uuid=self.device),
+            note=self.lines.append,
+            **options,
+        )
+        self.step = 0
+        self.taken: list[int] = []
+        self.first_bad = True
+
+    def source(self) -> Iterator[torch.Tensor]:
+        """Batches of this rank; NaN in one if the data is what is bad."""
+        for number in itertools.count(2 * self.step):
+            self.taken.append(number)
+            generator = torch.Generator().manual_seed(1000 * self.groups.rank + number)
+            batch = torch.randn(6, 4, generator=generator)
+            if self.kind == "correct_result" and (self.groups.rank, number) == (1, 2 * AT):
+                batch[3, 2] = math.nan
+            yield batch
+
+    def is_broken(self) -> bool:
+        """Whether this rank's device computes wrong now."""
+        if self.step != AT or self.device != "B":
+            return False
+        if self.kind == "transient_error" and self.first_bad:
+            self.first_bad = False
+            return True
+        return self.kind == "persistent_error"
+
+    def run(self, until: int = NUM_STEPS) -> int | None:
+        """Train; the exit code."""
+        batches = self.machine.replayable(self.source(), is_rewound=True)
+        while self.step < until:
+            for _ in self.machine.attempts(self.step, batches):
+                self.optimizer.drop_gradients()
+                hook = self.model[0].register_forward_hook(spoil) if self.is_broken() else None
+                for number in range(2):
+                    with self.optimizer.microbatch(is_last=number == 1):
+                        loss = self.model(next(batches)).square().mean()
+                        loss.backward()
+                    self.machine.validate("loss", loss, NotFinite(), fatal=self.fatal)
+                if hook is not None:
+                    hook.remove()
+                if self.has_veto:
+                    self.optimizer.step(veto=self.machine)
+            decision = self.machine.decision
+            if decision.exit_code is not None:
+                if decision.save:
+                    self.optimizer.drop_gradients()
+                    with Checkpointer(self.machine.checkpoints, groups=self.groups) as faults:
+                        faults.save(self.step, self.state(), overwrite=True)
+                return int(decision.exit_code)
+            if not self.has_veto:
+                self.optimizer.step()
+            self.step += 1
+        return None
+
+    def state(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "optimizer": OptimizerState(self.optimizer, self.model),
+            "rng": RNG(),
+            "progress": {"step": self.step},
+            "rerun": self.machine,
+        }
+
+    def resume(self) -> None:
+        """Load the fault's checkpoint."""
+        with Checkpointer(self.machine.checkpoints, groups=self.groups) as faults:
+            self.step = faults.load(self.state()).values["progress"]["step"]
+
+    def params(self) -> list[torch.Tensor]:
+        self.optimizer.synchronize()
+        return [each.detach().clone() for each in self.model.state_dict().values()]
+
+
+def same(first: Job, second: Job) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.params(), second.params(), strict=True))
+
+
+def verdicts(root: Path) -> list[tuple[str, list[str]]]:
+    """Verdicts of the report, with the devices they blame."""
+    return [
+        (each["verdict"], [device["device"] for device in each["convicted"]])
+        for each in read_report(root / "rerun")
+        if each["event"] == "verdict"
+    ]
+
+
+def play(context: RankContext, directory: str, has_veto: bool) -> list[str]:
+    """Every kind of fault on two ranks; what was not as it should be."""
+    del context
+    wrong: list[str] = []
+    root = Path(directory)
+
+    def check(is_right: bool, what: str) -> None:
+        if not is_right:
+            wrong.append(what)
+
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        good = Job(groups, root / "good", kind="", has_veto=has_veto)
+        check(good.run() is None, "good")
+        for kind, code in (("persistent_error", 18), ("correct_result", 19)):
+            job = Job(groups, root / kind, kind=kind, has_veto=has_veto)
+            check(job.run() == code, f"{kind}: code {job.machine.decision}")
+            check(job.machine.decision.save, f"{kind}: save")
+            blamed = ["B"] if kind == "persistent_error" else []
+            check(verdicts(root / kind) == [(kind, blamed)], f"{kind}: {verdicts(root / kind)}")
+            after = Job(groups, root / kind, kind="", devices=("A", "C"), has_veto=has_veto)
+            after.resume()
+            check(after.step == AT, f"{kind}: resumed at {after.step}")
+            if kind == "persistent_error":
+                check(after.run() is None, f"{kind}: {after.machine.decision}")
+                check(same(after, good), f"{kind}: other bits")
+        for kind in ("transient_error", "persistent_error"):
+            # Not fatal: the verdict is known, and the run goes on with its own batches.
+            name = f"{kind} not fatal"
+            job = Job(groups, root / name, kind=kind, fatal=False, has_veto=has_veto)
+            job.run(AT + 1)
+            check(job.machine.decision.exit_code is None, name)
+            check([each[0] for each in verdicts(root / name)] == [kind], f"{name} {job.lines}")
+            if kind == "transient_error":
+                job.run()
+                check(same(job, good), f"{name}: other bits")
+        shared = Job(groups, root / "one", kind="persistent_error", devices=("B", "B"))
+        check(shared.run() == 16, "one device for both replicas: nothing to ask")
+        unasked = Job(groups, root / "off", kind="persistent_error", second_opinion=False)
+        check(unasked.run() == 16, "not asked")
+    return wrong
+
+
+@pytest.mark.parametrize("has_veto", [False, True])
+def test_a_verdict_falls_within_the_step(tmp_path: Path, has_veto: bool) -> None:
+    """D23: where another data replica has devices of its own; bits are those of a good run."""
+    results = run_ranks(2, play, str(tmp_path), has_veto).results
+    assert results == [[], []]
+
+
+def count(context: RankContext, directory: str) -> tuple[int, int]:
+    """Collectives of control in ten steps with a machine, with a veto and without."""
+    del context
+    made = []
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for has_veto in (True, False):
+            job = Job(groups, Path(directory) / str(has_veto), kind="", has_veto=has_veto)
+            job.run(2)  # the first step looks at the state
+            sums: list[int] = []
+            reduce = collectives.all_reduce
+
+            def counted(*args: Any, reduce: Any = reduce, sums: list[int] = sums, **kw: Any) -> Any:
+                sums.append(args[0].nbytes)
+                return reduce(*args, **kw)
+
+            collectives.all_reduce = counted
+            before = groups.control.num_collectives
+            try:
+                job.run(12)
+            finally:
+                collectives.all_reduce = reduce
+            made.append((groups.control.num_collectives - before, sums.count(8)))
+    return made[0][0] * 1000 + made[0][1], made[1][0] * 1000 + made[1][1]
+
+
+def test_nothing_is_sent_while_nothing_is_wrong(tmp_path: Path) -> None:
+    """The optimizer's own sum carries the word of each rank; else one sum of 8 bytes does."""
+    plain = run_ranks(2, count, str(tmp_path)).results[0]
+    with_veto, without = (divmod(each, 1000) for each in plain)
+    assert without[0] == with_veto[0]
+    assert (with_veto[1], without[1]) == (0, 10)
+
+
+def misuse(context: RankContext, directory: str) -> str:
+    del context
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        job = Job(groups, Path(directory), kind="")
+        veto = job.machine if groups.rank == 0 else None
+        job.model(torch.ones(2, 4)).mean().backward()
+        try:
+            job.optimizer.step(veto=veto)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_veto_is_asked_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    for message in run_ranks(2, misuse, str(tmp_path)).results:
+        assert "veto" in message
+
+
+def test_a_policy_is_compared_between_ranks(tmp_path: Path) -> None:
+    """One rank would continue where the others end."""
+
+    results = run_ranks(2, _with_policy, str(tmp_path)).results
+    assert all("policy" in each for each in results)
+
+
+def _with_policy(context: RankContext, directory: str) -> str:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        policy = Policy(on_transient="continue" if context.rank else "exit")
+        try:
+            RerunMachine(groups, directory=directory, policy=policy)
+        except ConfigError as error:
+            return str(error)
+    return ""
