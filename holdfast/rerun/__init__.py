@@ -14,9 +14,9 @@ Three files to read first:
 Around them: `states.py` (the table of states), `judging.py` (what follows from outcomes), `team.py`
 (what ranks tell each other; `journal.py`, the report; `places.py`, who feeds a value), `attempt.py`
 (the calls of one run; `evidence.py`, those of all ranks), `second_opinion.py` (another data replica
-runs the step), `replay.py` and `replayed.py` (what a run starts with; `training_state.py`, whether
-that was sound), `kept_trees.py` (the one form in which anything is kept), `entry.py` (what is in a
-checkpoint), `rules.py` and `values.py` (what is judged, and how).
+runs the step; `vouching.py`, without a rejection), `replay.py` and `replayed.py` (what a run starts
+with; `training_state.py`, whether that was sound), `kept_trees.py` (the one form in which anything
+is kept), `entry.py` (what is in a checkpoint), `rules.py` and `values.py` (what is judged, and how).
 """
 
 from holdfast.rerun.devices import DeviceIdentity
@@ -26,7 +26,17 @@ from holdfast.rerun.machine import RerunMachine
 from holdfast.rerun.places import Place
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
-from holdfast.rerun.rules import IsInf, IsNaN, NotFinite, Rejects, RejectsAny, Rule, Spike
+from holdfast.rerun.rules import (
+    IsInf,
+    IsNaN,
+    NotFinite,
+    Rejects,
+    RejectsAny,
+    Rule,
+    Spike,
+    gradient_norm,
+    update_norm,
+)
 from holdfast.rerun.states import (
     TRANSITIONS,
     Decision,
@@ -66,6 +76,8 @@ __all__ = [
     "State",
     "Verdict",
     "describe",
+    "gradient_norm",
     "read_report",
     "relative_difference",
+    "update_norm",
 ]

@@ -14,7 +14,7 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgspec
 
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.values import Codecs
-from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
+from holdfast.rerun.attempt import Attempt, Call, RejectedValue, Suspect, trial_of
 from holdfast.rerun.attribution import Trial
 from holdfast.rerun.entry import PendingFault, SuspectRecord, kind_of
 from holdfast.rerun.evidence import Evidence
@@ -34,6 +34,7 @@ from holdfast.rerun.judging import (
     judge_rerun_in_place,
     judge_second_opinion,
 )
+from holdfast.rerun.places import Place
 from holdfast.rerun.reactions import Reactions
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
@@ -54,7 +55,7 @@ from holdfast.rerun.states import (
 from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.team import Team
 from holdfast.rerun.training_state import MAX_NAMED, TrainingState
-from holdfast.rerun.values import Value
+from holdfast.rerun.values import Value, describe
 
 _RUNNING = (
     State.INITIAL_RUN,
@@ -144,6 +145,8 @@ class Course:
         """This rank's values that were bad twice, while it runs the step of another replica."""
         self._is_confirming = False
         """True in a run whose results are used, after all values have their verdicts."""
+        self._observed: list[RejectedValue] = []
+        """Values that were rejected between steps, for the next report."""
         self._settled: bool | None = None
         """Whether a rank has rejected a value, if the sum of an optimizer has told already."""
         self._passes = ""
@@ -316,7 +319,20 @@ class Course:
             return False
         self.attempt.judge()
         is_judged = self.state is not State.INITIAL_RUN and not self._is_confirming
-        return is_judged or bool(self.attempt.rejected)
+        return is_judged or bool(self.attempt.rejected or self._observed)
+
+    def observe(self, name: str, value: Value, why: str, fed_by: Sequence[Place]) -> None:
+        """Keep a value that was rejected between steps, until ranks meet."""
+        self._observed.append(
+            RejectedValue(
+                call=name,
+                occurrence=0,
+                value=describe(value),
+                why=why,
+                fatal=False,
+                fed_by=[*fed_by],
+            )
+        )
 
     @property
     def is_settled(self) -> bool:
@@ -346,7 +362,14 @@ class Course:
         self.team.agree(changed, phase="changes")
         if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
             return self._conclude_opinion()
+        self._report_observed()
         evidence = self.team.gather(self.attempt, step=self.step)
+        if is_plain and not evidence.new_is_fatal:
+            if self._settled:  # the optimizer has left the step out
+                self._is_confirming = True
+                return self._run_again({})
+            self._accept()
+            return False
         if self.state is State.INITIAL_RUN:
             self._fault_id = self.team.name_fault()
             self.record("rejected", values=evidence.rejected())
@@ -371,11 +394,30 @@ class Course:
             )
         return self._follow(judgement, evidence)
 
+    def _report_observed(self) -> None:
+        """Record what was rejected between steps on any rank. Collective."""
+        payload = msgspec.msgpack.encode(self._observed) if self._observed else b""
+        rows = self.team.exchange(payload, phase=f"step {self.step}: observed")
+        self._observed = []
+        values = [
+            msgspec.structs.asdict(place) | msgspec.to_builtins(each)
+            for place, row in zip(self.team.places, rows, strict=True)
+            if row
+            for each in msgspec.msgpack.decode(row, type=list[RejectedValue])
+        ]
+        if values:
+            self.team.record("observed", step=self.step, fault="", values=values)
+            words = "; ".join(
+                f"'{each['call']}' on rank {each['rank']}: {each['why']}"
+                for each in values[:MAX_NAMED]
+            )
+            self.team.say(f"before step {self.step}: {words}: the run continues")
+
     def _any_rejected(self, is_refused: bool) -> bool:
         """Return True if any rank has something to say. Collective, unless a sum has told."""
         if self._settled is not None:
             return self._settled
-        has_rejected = is_refused or bool(self.attempt.rejected)
+        has_rejected = is_refused or bool(self.attempt.rejected or self._observed)
         return self.team.any_rank(has_rejected, phase=f"step {self.step}")
 
     def _refusal_of_changes(self) -> ConfigError | None:

@@ -45,6 +45,7 @@ from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.team import Team
 from holdfast.rerun.training_state import TrainingState
 from holdfast.rerun.values import Value, plain_value
+from holdfast.rerun.vouching import Compute, Vouching
 from holdfast.state import OptionalPart, Stored, StoredPart
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, PickedPerRank
 from holdfast.state.markers import PerRank
@@ -177,6 +178,7 @@ class RerunMachine(OptionalPart):
                 watches_buffers=self.mode is Mode.VALIDATE_RESULTS and not is_known,
             ),
         )
+        self._vouching = Vouching(self._course.team, replayed=replayed, codecs=self._course.codecs)
         settings = {
             "mode": self.mode.value,
             "name": name,
@@ -447,6 +449,62 @@ class RerunMachine(OptionalPart):
     def settle(self, vetoed: bool) -> None:
         """Take from an optimizer whether any rank has vetoed, see `vetoes`."""
         self._course.settle(vetoed)
+
+    def observe(
+        self, name: str, value: Value, rule: Rule, *, fed_by: FedBy = "all", local: bool = False
+    ) -> None:
+        """Look at a value between steps, such as the norm of an update; local to this rank.
+
+        No step can be run again to tell what it was: the report of the next step has it as
+        `observed`, and the run continues. Arguments are those of `validate`.
+
+        Raises:
+            ConfigError: an argument is wrong, or a step runs.
+        """
+        course = self._course
+        if course.is_running:
+            raise ConfigError(f"observe({name!r}) was called inside of a step; call validate")
+        check_call(name, rule, 0.0)
+        ranks = course.team.feeders.of([self.groups.rank] if local else fed_by)
+        value = plain_value(value)
+        why = rule.rejects(value, self.learned.of(name))
+        if why is None:
+            self.learned.accept(name, value, window=rule.window)
+            self.learned.commit()
+        elif self.mode is Mode.DISABLED:
+            self._refuse_when_disabled(name, why, fatal=False)
+        else:
+            course.observe(name, value, why, course.team.fed_by(ranks))
+
+    def vouch(self, step: int, batch: object, compute: Compute, *, every: int = 100) -> None:
+        """Let another data replica vouch for this one, every so many steps. Collective then.
+
+        Two replicas compute the gradients of one microbatch and compare digests of them: a device
+        that computes wrong but finite values is noticed. Pairs rotate; if two disagree, all
+        replicas compute that microbatch, and a majority names the odd one. Call it between steps.
+
+        Args:
+            step: the same on all ranks.
+            batch: a microbatch of this rank.
+            compute: returns the gradients of a microbatch, before any reduction over replicas; it
+                runs under the random streams and buffers of the other replica, and leaves
+                parameters as they are. The same on equal inputs, bit by bit.
+            every: number of steps between two rounds.
+
+        Raises:
+            DriftError: on all ranks: replicas disagree. The report has it as `vouch`.
+            ConfigError: an argument is wrong; on all ranks, if a batch cannot be sent.
+
+        Cost: nothing in other steps. In a round the gradients of a microbatch, three small
+        collectives, and a message with the microbatch to the other replica. Nothing with one
+        replica.
+        """
+        step = checked_step(step)
+        every = check_int(every, name="vouch: every", least=1)
+        if self._course.is_running:
+            raise ConfigError(f"vouch was called inside of step {step}; call it between steps")
+        if self.mode is not Mode.DISABLED and step % every == 0:
+            self._vouching.compare(step, step // every, batch, compute)
 
     @property
     def has_entry(self) -> bool:

@@ -124,30 +124,40 @@ def connected(layout: Layout, ranks: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(reached))
 
 
+def replicas_of(layout: Layout) -> list[tuple[int, ...]]:
+    """Return the ranks of each model replica; those with the same part of the model in one order.
+
+    Empty if replicas are not alike in shape.
+    """
+    replicas: list[tuple[int, ...]] = []
+    reached: set[int] = set()
+    for rank in layout.ranks:
+        if rank not in reached:
+            replicas.append(
+                tuple(
+                    sorted(connected(layout, [rank]), key=lambda each: _part_of_model(layout, each))
+                )
+            )
+            reached.update(replicas[-1])
+    parts = {tuple(_part_of_model(layout, rank) for rank in each) for each in replicas}
+    is_unique = all(len(set(each)) == len(each) for each in parts)
+    return replicas if len(parts) == 1 and is_unique else []
+
+
 def partner_ranks(layout: Layout) -> dict[int, int]:
     """Return for each rank the one with the same part of the model in the next data replica.
 
     Empty if there is one replica only. Replicas follow one another in a circle, so the partners of
     all ranks are all ranks.
     """
-    replicas: list[tuple[int, ...]] = []
-    reached: set[int] = set()
-    for rank in layout.ranks:
-        if rank not in reached:
-            replicas.append(connected(layout, [rank]))
-            reached.update(replicas[-1])
+    replicas = replicas_of(layout)
     if len(replicas) < 2:
         return {}
-    partners = {
+    return {
         rank: other
         for number, replica in enumerate(replicas)
-        for rank, other in zip(replica, replicas[(number + 1) % len(replicas)], strict=False)
+        for rank, other in zip(replica, replicas[(number + 1) % len(replicas)], strict=True)
     }
-    is_alike = len(partners) == len(layout.ranks) and all(
-        _part_of_model(layout, rank) == _part_of_model(layout, other)
-        for rank, other in partners.items()
-    )
-    return partners if is_alike else {}
 
 
 def _part_of_model(layout: Layout, rank: int) -> tuple[object, ...]:

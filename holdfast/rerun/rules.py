@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -185,6 +186,43 @@ class RejectsAny:
         """See `Rule`."""
         reasons = (rule.rejects(value, accepted) for rule in self.rules)
         return next((reason for reason in reasons if reason is not None), None)
+
+
+def gradient_norm(*, factor: float = 10.0, num_samples: int = 100, window: int = 100) -> RejectsAny:
+    """Return a rule for the norm of gradients: rejects what is not finite, and spikes.
+
+    Args:
+        factor, num_samples, window: see `Spike`.
+    """
+    return RejectsAny(NotFinite(), Spike(factor=factor, num_samples=num_samples, window=window))
+
+
+def update_norm(
+    *, largest: float = 0.1, factor: float = 10.0, num_samples: int = 100, window: int = 100
+) -> RejectsAny:
+    """Return a rule for the norm of an update relative to that of the parameters.
+
+    For `RerunMachine.observe` after the optimizer's step: an update of a tenth of the parameters is
+    no ordinary one, whatever the norm of the gradient was.
+
+    Args:
+        largest: relative update above which it is rejected, above 0.
+        factor, num_samples, window: see `Spike`.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    limit = check_number(largest, name="update_norm: largest", above=0, is_finite=True)
+    return RejectsAny(
+        NotFinite(),
+        Rejects(partial(_is_larger, limit), f"it is more than {limit:g} of the parameters"),
+        Spike(factor=factor, num_samples=num_samples, window=window),
+    )
+
+
+def _is_larger(limit: float, value: Value) -> bool:
+    size = magnitude(value)
+    return size is not None and size > limit
 
 
 class Learned:

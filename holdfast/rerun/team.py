@@ -8,7 +8,7 @@ decides on was returned here.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import PendingFault
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory, Journal, Past
-from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks
+from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks, replicas_of
 from holdfast.rerun.states import ExitCode, Verdict
 from holdfast.state.coordinates import coordinate_label
 
@@ -106,6 +106,11 @@ class Team:
     def partners(self) -> dict[int, int]:
         """For each rank the one with its part of the model in the next data replica, if any."""
         return partner_ranks(self._layout)
+
+    @cached_property
+    def replicas(self) -> list[tuple[int, ...]]:
+        """The ranks of each data replica, in the order of their parts of the model."""
+        return replicas_of(self._layout)
 
     def fed_by(self, fed_by: FedBy) -> tuple[Place, ...]:
         """Return the places of the ranks that feed a value on this rank."""
@@ -243,16 +248,44 @@ class Team:
             if offers[self.partners[rank]].digest != each.digest:
                 return b"", f"rank {rank} and rank {self.partners[rank]} hold other parameters"
         before = {other: rank for rank, other in self.partners.items()}[self.here.rank]
-        position = {place.rank: i for i, place in enumerate(self.places)}
-        incoming = bytearray(offers[before].nbytes)
-        assert payload is not None
+        received = self.transfer(
+            {self.partners[self.here.rank]: payload or b""},
+            before,
+            error=None,
+            phase=f"step {step}: batches of another replica",
+        )
+        return received or b"", ""
+
+    def transfer(
+        self,
+        outgoing: Mapping[int, bytes],
+        source: int | None,
+        *,
+        error: HoldfastError | None,
+        phase: str,
+    ) -> bytes | None:
+        """Send bytes to some ranks, and return those of a source. Collective.
+
+        Args:
+            outgoing: by rank; of one length.
+            source: the rank that sends to this one; None for none.
+            error: why this rank cannot; all ranks raise it.
+            phase: for messages.
+        """
+        nbytes = len(next(iter(outgoing.values()), b""))
+        phase = f"{self._name}: {phase}"
         with self._control.in_step():
+            rows = self._control.agree(error, phase=phase, payload=b"%d" % nbytes)
+            position = {place.rank: i for i, place in enumerate(self.places)}
+            incoming = None if source is None else bytearray(int(rows[position[source]]))
             self._control.exchange(
-                [(position[self.partners[self.here.rank]], memoryview(payload))],
-                [(position[before], memoryview(incoming))],
-                phase=f"{self._name}: step {step}: batches of another replica",
+                [(position[rank], memoryview(data)) for rank, data in outgoing.items()],
+                []
+                if incoming is None or source is None
+                else [(position[source], memoryview(incoming))],
+                phase=phase,
             )
-        return bytes(incoming), ""
+        return None if incoming is None else bytes(incoming)
 
     def exchange(self, payload: bytes, *, phase: str) -> list[bytes]:
         """Return the payloads of all ranks. Collective."""
