@@ -29,6 +29,7 @@ from holdfast.errors import ConfigError, CorruptionError, PlacementError
 from holdfast.format.values import Codecs, Node, decode_tree, encode_tree, leaf_node, tag_of
 from holdfast.state.tensor_elements import (
     NAME_TO_TORCH,
+    TORCH_TO_NAME,
     array_tensor,
     dtype_name,
     instances_in,
@@ -70,6 +71,8 @@ def keep_tree(tree: object, *, path: str, codecs: Codecs) -> Node:
 
     Cost: time and memory of the tree; it does not wait for a CUDA device.
     """
+    if isinstance(tree, torch.Tensor) and _is_simple(tree, codecs):
+        return _simple_node(tree)
     keeper = _Keeper(codecs)
     try:
         node = encode_tree(tree, path=path, codecs=codecs, on_leaf=keeper.leaf)
@@ -262,6 +265,31 @@ class _Reviver:
             raise ValueError(f"element {end} is behind the end of the memory")
         tensor = torch.empty(0, dtype=dtype, device=copy.device)
         return tensor.set_(copy.untyped_storage(), offset, shape, strides)
+
+
+def _is_simple(tensor: torch.Tensor, codecs: Codecs) -> bool:
+    """Return True for a tensor that needs none of the cases below, as most batches are."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not (tensor.requires_grad or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+        and tensor.dtype in TORCH_TO_NAME
+        and tensor.is_contiguous()
+        and not tensor.__dict__
+        and tensor.grad is None
+        and codecs.codec_for(torch.Tensor) is None
+    )
+
+
+def _simple_node(tensor: torch.Tensor) -> Node:
+    """Return the node that `_Keeper` would make of a simple tensor."""
+    node = leaf_node(
+        "tensor", kind="plain", dtype=TORCH_TO_NAME[tensor.dtype], device=tensor.device.type
+    )
+    clone = tensor.clone()
+    _complete(node, clone, offset=0, like=clone)
+    return node
 
 
 def _complete(
