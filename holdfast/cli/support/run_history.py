@@ -7,7 +7,7 @@ devices that the machine has recorded last; in reports of older versions, whose 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +135,7 @@ class RunHistory:
         self._decide(event, self._decided.get(job))
         if kind in _ODD_ONES:
             odd = _devices(event.get(_ODD_ONES[kind]))
-            pairs = event.get("disagree")
-            suspects = _each_once(_device(each) for pair in _list(pairs) for each in _dicts(pair))
+            suspects = _each_once(map(_device, _within(event.get("disagree"))))
             if odd or suspects or kind == "drift":
                 fault = self._fault(f"{kind} {len(self._faults)}", event)
                 fault.id, fault.verdict = "", kind
@@ -266,6 +265,15 @@ def _each_once(devices: Iterable[Device]) -> list[Device]:
 def _dicts(values: object) -> list[Mapping[str, Any]]:
     """Return the mappings in a list; nothing of what is not a list."""
     return [each for each in _list(values) if isinstance(each, Mapping)]
+
+
+def _within(values: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the mappings in lists of lists of any depth."""
+    for each in _list(values):
+        if isinstance(each, Mapping):
+            yield each
+        else:
+            yield from _within(each)
 
 
 def _list(values: object) -> list[Any]:

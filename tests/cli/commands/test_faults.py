@@ -147,7 +147,7 @@ def test_devices_add_up_over_jobs(holdfast: Holdfast, report: Report) -> None:
     report.add("drift", "job3", message="…", values=places("h1 B"))
     report.add("vouch", "job3", pairs=[places("h1 A", "h1 B")], disagree=[], odd=[])
     report.add("vouch", "job3", disagree=[places("h1 A", "h1 B")], odd=places("h1 A"))
-    report.add("vouch", "job3", disagree=[places("h1 C", "h1 D")], odd=[])
+    report.add("vouch", "job3", disagree=[[places("h1 C"), places("h1 D")]], odd=[])
     result = holdfast("faults", report.run, "--json")
     assert (result.code, result.json["exit_code"], result.json["next"]) == (0, 0, "")
     assert list(counts(result).items()) == [("h1 A", (1, 0, 1, 0)), ("h1 B", (0, 0, 1, 1))]
