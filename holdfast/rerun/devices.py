@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.errors import ConfigError
 from holdfast.format.rerun_report import device_key
 
 DEVICE_VARIABLE = "HOLDFAST_DEVICE"
@@ -38,10 +39,14 @@ class DeviceIdentity:
             device: default: the current device of the accelerator if there is one, else the CPU.
 
         The environment variable `HOLDFAST_DEVICE` overrides it: for virtual machines that hide
-        their devices, and to try things out on a single device.
+        their devices, and to try things out on a single device. A list ("A,B") has a name for each
+        process of the host, by the `LOCAL_RANK` that launchers set.
+
+        Raises:
+            ConfigError: such a list has no name for this process.
         """
         host = socket.gethostname()
-        named = os.environ.get(DEVICE_VARIABLE, "")
+        named = _name_of_process(os.environ.get(DEVICE_VARIABLE, ""))
         if named:
             return cls(host=host, uuid=named)
         device = device or _current_device()
@@ -72,6 +77,20 @@ class DeviceIdentity:
     def is_same(self, other: DeviceIdentity) -> bool:
         """Return True if both are one device, see `key`."""
         return self.key == other.key
+
+
+def _name_of_process(named: str) -> str:
+    """Return the name of this process's device in `HOLDFAST_DEVICE`; empty if that is not set."""
+    names = [each.strip() for each in named.split(",")]
+    if len(names) == 1:
+        return named
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if not local_rank.isdecimal() or int(local_rank) >= len(names) or not names[int(local_rank)]:
+        raise ConfigError(
+            f"{DEVICE_VARIABLE}={named} has no device for LOCAL_RANK={local_rank!r}: give one name "
+            f"for each process of the host, or one for all of them"
+        )
+    return names[int(local_rank)]
 
 
 def _current_device() -> torch.device:

@@ -79,6 +79,23 @@ def test_other_accelerators_are_known_by_host_and_index(
     assert DeviceIdentity.of().uuid == "card-7"
 
 
+def test_a_list_of_names_has_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rank on the host, as launchers give it; none is guessed."""
+    monkeypatch.setenv("HOLDFAST_DEVICE", "A, B")
+    for local_rank, name in (("0", "A"), ("1", "B")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert DeviceIdentity.of().uuid == name
+    for local_rank in ("2", "-1", ""):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(ConfigError, match="HOLDFAST_DEVICE=A, B has no device for"):
+            DeviceIdentity.of()
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match="HOLDFAST_DEVICE"):
+        DeviceIdentity.of()
+    monkeypatch.setenv("HOLDFAST_DEVICE", "A")
+    assert DeviceIdentity.of().uuid == "A"
+
+
 def test_an_index_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process may see one device only, as its number 0: they are not one device."""
     monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
