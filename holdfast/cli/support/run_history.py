@@ -146,15 +146,13 @@ class RunHistory:
         fault = self._fault(str(event["fault"]), event)
         values = _dicts(event.get("values"))
         if kind == "rejected":
-            fault.suspects = _each_once(device for value in values for device in _fed_by(value))
+            fault.suspects = _closest(values)
         elif kind in _RERUNS:
             _take_transient(fault, values)
             still = [value for value in values if value.get("verdict") is None]
             if still:
                 fault.verdict, fault.exit_code = OPEN, OPEN_CODE
-                fault.suspects = _devices(event.get("suspects")) or _each_once(
-                    device for value in still for device in _fed_by(value)
-                )
+                fault.suspects = _devices(event.get("suspects")) or _closest(still)
                 self._decide(event, fault)
         elif kind == "restart":
             self._decide(event, fault)
@@ -230,8 +228,22 @@ def _judge(fault: Fault, event: Mapping[str, Any], values: list[Mapping[str, Any
 def _take_transient(fault: Fault, values: list[Mapping[str, Any]]) -> None:
     """Add the devices of values that were a transient error."""
     mine = [each for each in values if each.get("verdict") == TRANSIENT]
-    fault.transient = _each_once(
-        [*fault.transient, *(device for value in mine for device in _fed_by(value))]
+    fault.transient = _each_once([*fault.transient, *_closest(mine)])
+
+
+def _closest(values: Iterable[Mapping[str, Any]]) -> list[Device]:
+    """Return the devices that fed bad values of one fault, as few as can be.
+
+    One device explains a loss and the gradient that was reduced over all ranks: what fed the loss
+    is closer. So a value counts only if no other one was fed by some of its devices alone.
+    """
+    fed = [_fed_by(value) for value in values]
+    keys = [{device.key for device in devices} for devices in fed]
+    return _each_once(
+        device
+        for devices, mine in zip(fed, keys, strict=True)
+        for device in devices
+        if not any(other < mine for other in keys)
     )
 
 

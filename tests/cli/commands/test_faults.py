@@ -229,6 +229,18 @@ def test_a_second_opinion_and_what_is_open_after_a_verdict(
     assert counts(result) == {"h1 B": (0, 1, 0, 0), "h1 E": (0, 0, 0, 1)}
 
 
+def test_the_values_that_are_closest_to_a_fault_count(holdfast: Holdfast, report: Report) -> None:
+    """A gradient that all ranks feed is bad with each loss: it blames no further device."""
+    loss = {**place("h1 B"), "first_fed_by": places("h1 B"), "verdict": None}
+    gradient = {**place("h1 A"), "first_fed_by": places("h1 A", "h1 B", "h1 C"), "verdict": None}
+    report.add("rerun_in_place", "job1", "f1", values=[gradient, loss, gradient])
+    result = holdfast("faults", report.run, "--json")
+    assert counts(result) == {"h1 B": (0, 1, 0, 0)}
+    values = [{**each, "verdict": "transient_error"} for each in (gradient, loss, gradient)]
+    report.judge("job2", "f1", "transient_error", 17, values=values)
+    assert counts(holdfast("faults", report.run, "--json")) == {"h1 B": (0, 0, 0, 1)}
+
+
 def test_reports_of_older_versions(holdfast: Holdfast, report: Report) -> None:
     """Values without `fed_by`: their own device, or the first one, is the set."""
     mine = {**place("h1 A"), "call": "loss", "value": "nan"}
