@@ -2,7 +2,8 @@
 
 Two data ranks train the same model in turns within one run: without a machine, with a disabled one,
 with one that validates the loss of each microbatch, and with one whose word the optimizer's own sum
-carries. All others are compared with the first. Besides, it prints the collectives of a step beyond those, and the bytes of kept batches.
+carries. All others are compared with the first. Besides, it prints the collectives of a step beyond
+those, and the bytes of kept batches.
 """
 
 from __future__ import annotations

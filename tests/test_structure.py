@@ -270,7 +270,8 @@ STEP = {
     "StepSum": {"holdfast.optim.engine"},
     "StepOutcome": {"holdfast.optim.engine"},
     "clip_factor": {"holdfast.optim.engine"},
-    "LayoutSum": {"holdfast.optim.engine", "holdfast.optim.norms"},  # `gradient_norm` is no step
+    # `gradient_norm` is no step; a rerun machine asks whether there is to be one.
+    "LayoutSum": {"holdfast.optim.engine", "holdfast.optim.norms", "holdfast.rerun.team"},
     "StepEngine": {"holdfast.optim.engine", "holdfast.optim.multi_module"},
 }
 """Who may call what makes a step out of sums of all ranks."""

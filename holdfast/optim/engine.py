@@ -73,7 +73,7 @@ class Veto(Protocol):
     def vetoes(self) -> bool:
         """Return True if this rank does not want the step to be updated."""
 
-    def settle(self, vetoed: bool) -> None:
+    def take_decision(self, vetoed: bool) -> None:
         """Take whether any rank has vetoed; called on every rank."""
 
 
@@ -246,6 +246,11 @@ class Stepper(MicrobatchTaker):
             veto=veto,
         )
 
+    @property
+    def num_updates(self) -> int:
+        """Steps of this optimizer that have changed parameters, or may have."""
+        return self._engine.num_updates
+
     @cached_property
     def _engine(self) -> StepEngine:
         groups = self.groups
@@ -305,6 +310,8 @@ class StepEngine:
         self._microbatches = Microbatches(steppers, groups, bridged=bridged)
         self._scalars = ScalarWatch(layouts)
         self._is_closed = False
+        self.num_updates = 0
+        """Steps that have changed parameters, or may have."""
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around one microbatch of all modules; see `Stepper.microbatch`."""
@@ -352,13 +359,14 @@ class StepEngine:
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
             if veto is not None:
-                veto.settle(outcome.vetoed)
+                veto.take_decision(outcome.vetoed)
             # Not earlier: a scale updated by what only some ranks know would get out of sync.
             for each in () if outcome.vetoed else distinct_scalers(scaler):
                 each.update(overflowed=outcome.skipped)
 
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
+                self.num_updates += 1
                 failure = self._update(factors, sums)
                 # Phase 5: agree, while the gathers are in flight.
                 self._agree(failure)

@@ -15,7 +15,7 @@ import torch
 from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.format.values import is_unicode
-from holdfast.rerun.attribution import Trial
+from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.places import Place
 from holdfast.rerun.states import Outcome
 from holdfast.rerun.values import Value, describe, relative_difference
@@ -45,7 +45,7 @@ class Suspect:
     """The ranks that fed it, ascending, and where they ran."""
     place: Place
     """Of the rank that validated it."""
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[ValueRun, ...] = ()
     """Later runs on other devices, which have left it open."""
 
 
@@ -80,7 +80,7 @@ class RecheckedValue(msgspec.Struct, frozen=True, kw_only=True):
     first_fed_by: list[Place]
     fed_by: list[Place]
     """In the order of `first_fed_by`: the same roles."""
-    trials: list[Trial]
+    trials: list[ValueRun]
     """Runs between the first one and this."""
 
 
@@ -235,10 +235,10 @@ class Attempt:
         return reports
 
 
-def trial_of(first: Sequence[Place], now: Sequence[Place], outcome: Outcome) -> Trial:
+def trial_of(first: Sequence[Place], now: Sequence[Place], outcome: Outcome) -> ValueRun:
     """Return a trial of a value whose roles were at the first places before, and are at `now`."""
     pairs = zip(first, now, strict=True)
-    return Trial(
+    return ValueRun(
         devices={role.coordinate: place.identity.key for role, place in pairs}, outcome=outcome
     )
 

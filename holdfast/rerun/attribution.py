@@ -25,7 +25,7 @@ import msgspec
 from holdfast.rerun.states import Outcome, Verdict
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class ValueRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a value.
 
     Args:
@@ -54,7 +54,7 @@ class Attribution:
     is_data_cleared: bool = False
 
 
-def attribute(values: Sequence[Sequence[Trial]]) -> list[Attribution]:
+def attribute(values: Sequence[Sequence[ValueRun]]) -> list[Attribution]:
     """Return what the trials of each value prove, the last trial being that of this run.
 
     A value may be left open by its own trials, and yet be explained by another value of the step: a
@@ -73,7 +73,7 @@ def attribute(values: Sequence[Sequence[Trial]]) -> list[Attribution]:
     ]
 
 
-def _of_one(trials: Sequence[Trial]) -> Attribution:
+def _of_one(trials: Sequence[ValueRun]) -> Attribution:
     good = [each for each in trials if each.outcome is Outcome.GOOD]
     bad = [each for each in trials if each.outcome.is_bad]
     if trials[-1].outcome is Outcome.UNREACHED:
@@ -100,7 +100,7 @@ def _of_one(trials: Sequence[Trial]) -> Attribution:
     )
 
 
-def _without_good(bad: Sequence[Trial]) -> Attribution:
+def _without_good(bad: Sequence[ValueRun]) -> Attribution:
     """Return what trials prove that were all bad: at most that it is the data."""
     same = [each for each in bad if each.outcome is Outcome.REPRODUCED]
     if any(_is_disjoint(one, other) for one, other in combinations(same, 2)):
@@ -112,7 +112,7 @@ def _without_good(bad: Sequence[Trial]) -> Attribution:
 
 def _explained(
     alone: Attribution,
-    trials: Sequence[Trial],
+    trials: Sequence[ValueRun],
     convicted: frozenset[str],
     bad_data: Sequence[AbstractSet[str]],
 ) -> Attribution:
@@ -136,7 +136,7 @@ def _explained(
     return alone
 
 
-def _left(bad: Sequence[Trial], good: Sequence[Trial]) -> list[frozenset[str]]:
+def _left(bad: Sequence[ValueRun], good: Sequence[ValueRun]) -> list[frozenset[str]]:
     """Return of each bad trial the devices that no good one has cleared."""
     cleared = {pair for each in good for pair in each.devices.items()}
     return [
@@ -145,7 +145,7 @@ def _left(bad: Sequence[Trial], good: Sequence[Trial]) -> list[frozenset[str]]:
     ]
 
 
-def _suspects(bad: Sequence[Trial]) -> frozenset[str]:
+def _suspects(bad: Sequence[ValueRun]) -> frozenset[str]:
     """Return the devices to name while nothing is proved: those of all bad trials, if any.
 
     That is whom to look at first, as one cause is likelier than two; it is no verdict.
@@ -155,10 +155,10 @@ def _suspects(bad: Sequence[Trial]) -> frozenset[str]:
     return common or sets[0]
 
 
-def _is_disjoint(one: Trial, other: Trial) -> bool:
+def _is_disjoint(one: ValueRun, other: ValueRun) -> bool:
     return not set(one.devices.values()) & set(other.devices.values())
 
 
-def first_trial(devices: Mapping[str, str]) -> Trial:
+def first_trial(devices: Mapping[str, str]) -> ValueRun:
     """Return the trial of the run in which a value was bad first."""
-    return Trial(devices=dict(devices), outcome=Outcome.REPRODUCED)
+    return ValueRun(devices=dict(devices), outcome=Outcome.REPRODUCED)

@@ -14,7 +14,7 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,9 @@ import msgspec
 
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.values import Codecs
-from holdfast.rerun.attempt import Attempt, Call, RejectedValue, Suspect, trial_of
-from holdfast.rerun.attribution import Trial
+from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
+from holdfast.rerun.attribution import ValueRun
+from holdfast.rerun.comparison import Comparison
 from holdfast.rerun.entry import PendingFault, SuspectRecord, kind_of
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory
@@ -34,7 +35,7 @@ from holdfast.rerun.judging import (
     judge_rerun_in_place,
     judge_second_opinion,
 )
-from holdfast.rerun.places import Place
+from holdfast.rerun.observations import Observations
 from holdfast.rerun.reactions import Reactions
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
@@ -55,7 +56,6 @@ from holdfast.rerun.states import (
 from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.team import Team
 from holdfast.rerun.training_state import MAX_NAMED, TrainingState
-from holdfast.rerun.values import Value, describe
 
 _RUNNING = (
     State.INITIAL_RUN,
@@ -115,20 +115,18 @@ class Course:
         self.judged: set[str] = set()
         """Faults with a verdict, by id."""
         self.learned = Learned()
-        self.statistics = DeterminismStatistics()
         self._mode = mode
         self._replayed = replayed
         self._limits = limits
         self._policy = policy
         self._training_state = state
-        self._report_every = report_every
+        self._comparison = Comparison(team, report_every=report_every)
         self._checkpoints = checkpoints
         self._asks_replicas = asks_replicas
         self._reactions = reactions
         self._opinion = SecondOpinion(
             team, replayed=replayed, state=state, learned=self.learned, codecs=codecs
         )
-        self._num_compared = 0
         self._is_checked = False
         """True once a first step has shown that buffers can be kept."""
 
@@ -140,15 +138,13 @@ class Course:
         self._num_reruns = 0
         self._num_restarts = 0
         self._confirmed: set[Call] = set()
-        self._first_values: dict[Call, Value] = {}
         self._own_suspects: dict[Call, Suspect] = {}
         """This rank's values that were bad twice, while it runs the step of another replica."""
         self._is_confirming = False
         """True in a run whose results are used, after all values have their verdicts."""
-        self._observed: list[RejectedValue] = []
-        """Values that were rejected between steps, for the next report."""
-        self._settled: bool | None = None
-        """Whether a rank has rejected a value, if the sum of an optimizer has told already."""
+        self.observations = Observations(team)
+        self._vetoed: bool | None = None
+        """Whether a rank has rejected a value, if the sum of an optimizer has carried that."""
         self._passes = ""
         """The fault with a verdict, from a checkpoint, whose step runs as any other."""
 
@@ -160,6 +156,11 @@ class Course:
         before = {other: rank for rank, other in self.team.partners.items()}
         by_rank = {each.rank: each.coordinate for each in self.team.places}
         return by_rank[before[self.team.here.rank]]
+
+    @property
+    def statistics(self) -> DeterminismStatistics:
+        """Differences between two runs of each step, on this rank."""
+        return self._comparison.statistics
 
     @property
     def is_running(self) -> bool:
@@ -186,13 +187,13 @@ class Course:
             self._use_kept_batches()
             return True
         self._num_reruns, self._fault_id, self._passes = 0, "", ""
-        self._confirmed, self._first_values, self._own_suspects = set(), {}, {}
+        self._confirmed, self._own_suspects = set(), {}
         self._is_confirming = False
         is_first = not self._is_checked and self._mode is Mode.VALIDATE_RESULTS
         if is_first and self._is_spoiled(is_first=True):
             return False
         loaded = self.fault
-        later: dict[Call, list[Trial]] = {}
+        later: dict[Call, list[ValueRun]] = {}
         if loaded is not None:
             later = self._consider_fault(step)
             if self.decision.exit_code is not None:
@@ -238,7 +239,7 @@ class Course:
         fault.replay_batches(self.batches)
         self._replayed.replay_kept(fault.replayed, codecs=self.codecs)
 
-    def _consider_fault(self, step: int) -> dict[Call, list[Trial]]:
+    def _consider_fault(self, step: int) -> dict[Call, list[ValueRun]]:
         """Decide with all ranks whether the pending fault is rerun now. Collective.
 
         Returns:
@@ -249,7 +250,7 @@ class Course:
         if not is_one:
             return self._drop_fault("the ranks have loaded different faults")
         is_known = self.team.arrangement in history.arrangements
-        if history.is_settled or (history.verdict and is_known):
+        if history.is_final or (history.verdict and is_known):
             self._passes = self._fault_id
             words = _WORDS[Verdict(history.verdict)]
             return self._drop_fault(f"its verdict is known: {words}")
@@ -279,7 +280,7 @@ class Course:
             verdict=Verdict.UNDECIDED,
         )
 
-    def _drop_fault(self, why: str) -> dict[Call, list[Trial]]:
+    def _drop_fault(self, why: str) -> dict[Call, list[ValueRun]]:
         """Drop the pending fault; the step runs like any other."""
         step = -1 if self.fault is None else self.fault.step
         self.record("dropped", why=why)
@@ -294,13 +295,18 @@ class Course:
     # Phase 2: it runs
 
     def _start_run(self, suspects: dict[Call, Suspect]) -> None:
-        self._settled = None
+        self._vetoed = None
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,
             keeps_values=self._mode is Mode.REPORT_DETERMINISM_STATS,
         )
-        self._reactions.run_begins(self)
+        self._reactions.run_begins(
+            step=self.step,
+            coordinate=self.coordinate_of_batches,
+            is_rerun=self.state is not State.INITIAL_RUN,
+            device=self.team.here.identity,
+        )
 
     def _run_again(self, suspects: dict[Call, Suspect], *, event: Event = Event.REJECTED) -> bool:
         """Restore everything to the start of the step, for another run in place."""
@@ -319,29 +325,16 @@ class Course:
             return False
         self.attempt.judge()
         is_judged = self.state is not State.INITIAL_RUN and not self._is_confirming
-        return is_judged or bool(self.attempt.rejected or self._observed)
-
-    def observe(self, name: str, value: Value, why: str, fed_by: Sequence[Place]) -> None:
-        """Keep a value that was rejected between steps, until ranks meet."""
-        self._observed.append(
-            RejectedValue(
-                call=name,
-                occurrence=0,
-                value=describe(value),
-                why=why,
-                fatal=False,
-                fed_by=[*fed_by],
-            )
-        )
+        return is_judged or bool(self.attempt.rejected or self.observations)
 
     @property
-    def is_settled(self) -> bool:
+    def has_voted(self) -> bool:
         """Return True if the sum of an optimizer has carried this rank's word in this run."""
-        return self._settled is not None
+        return self._vetoed is not None
 
-    def settle(self, vetoed: bool) -> None:
+    def take_decision(self, vetoed: bool) -> None:
         """Take from the sum of an optimizer whether any rank has vetoed."""
-        self._settled = vetoed
+        self._vetoed = vetoed
 
     # Phase 3: all ranks report
 
@@ -362,10 +355,10 @@ class Course:
         self.team.agree(changed, phase="changes")
         if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
             return self._conclude_opinion()
-        self._report_observed()
+        self.observations.report(step=self.step)
         evidence = self.team.gather(self.attempt, step=self.step)
         if is_plain and not evidence.new_is_fatal:
-            if self._settled:  # the optimizer has left the step out
+            if self._vetoed:  # the optimizer has left the step out
                 self._is_confirming = True
                 return self._run_again({})
             self._accept()
@@ -394,40 +387,22 @@ class Course:
             )
         return self._follow(judgement, evidence)
 
-    def _report_observed(self) -> None:
-        """Record what was rejected between steps on any rank. Collective."""
-        payload = msgspec.msgpack.encode(self._observed) if self._observed else b""
-        rows = self.team.exchange(payload, phase=f"step {self.step}: observed")
-        self._observed = []
-        values = [
-            msgspec.structs.asdict(place) | msgspec.to_builtins(each)
-            for place, row in zip(self.team.places, rows, strict=True)
-            if row
-            for each in msgspec.msgpack.decode(row, type=list[RejectedValue])
-        ]
-        if values:
-            self.team.record("observed", step=self.step, fault="", values=values)
-            words = "; ".join(
-                f"'{each['call']}' on rank {each['rank']}: {each['why']}"
-                for each in values[:MAX_NAMED]
-            )
-            self.team.say(f"before step {self.step}: {words}: the run continues")
-
     def _any_rejected(self, is_refused: bool) -> bool:
-        """Return True if any rank has something to say. Collective, unless a sum has told."""
-        if self._settled is not None:
-            return self._settled
-        has_rejected = is_refused or bool(self.attempt.rejected or self._observed)
+        """Return True if any rank has something to say. Collective, unless a sum has carried it."""
+        if self._vetoed is not None:
+            return self._vetoed
+        has_rejected = is_refused or bool(self.attempt.rejected or self.observations)
         return self.team.any_rank(has_rejected, phase=f"step {self.step}")
 
     def _refusal_of_changes(self) -> ConfigError | None:
-        """Return an error if parameters were changed in a run whose results are not used."""
-        if self._settled is False:
-            return None  # by the update of an optimizer that has asked
+        """Return an error if parameters were changed in the run.
+
+        It counts for nothing if an optimizer has asked, and no rank had a veto: the step is over.
+        """
         changed = self._training_state.changed()
         if not changed:
             return None
-        names = ", ".join(repr(name) for name in changed[:MAX_NAMED])
+        names = ", ".join(changed[:MAX_NAMED])
         return ConfigError(
             f"step {self.step}: parameters have changed inside the loop over attempts ({names}"
             f"{', …' if len(changed) > MAX_NAMED else ''}), so the step cannot run again as it "
@@ -449,17 +424,15 @@ class Course:
     def _conclude_comparison(self) -> bool:
         """End one of the two runs of a step whose values are compared. Collective."""
         if self.state is State.INITIAL_RUN:
-            self._first_values = self.attempt.values
+            self._comparison.take_first(self.attempt)
             return self._run_again({})
-        self.statistics.compare(self._first_values, self.attempt.values)
-        self._first_values = {}
+        is_due = self._comparison.take_second(self.attempt)
         evidence = self.team.gather(self.attempt, step=self.step)
         self.enter(Event.JUDGED)
         self.learned.commit()
         if any(evidence.new_is_fatal):
             raise FaultError(f"step {self.step}: {evidence.describe_rejected()}")
-        self._num_compared += 1
-        if self._num_compared % self._report_every == 0:
+        if is_due:
             self.report_statistics()
         return False
 
@@ -483,11 +456,9 @@ class Course:
 
     def report_statistics(self) -> None:
         """Report the differences of all ranks so far. Collective."""
-        payload = msgspec.json.encode(self.statistics.report())
-        rows = self.team.exchange(payload, phase="determinism")
-        merged = DeterminismStatistics.merged([msgspec.json.decode(row) for row in rows])
-        self.record("determinism", num_steps=self._num_compared, calls=merged.report())
-        self.team.say(f"step {self.step}: two runs of each step, compared\n{merged.table()}")
+        fields, table = self._comparison.report()
+        self.record("determinism", **fields)
+        self.team.say(f"step {self.step}: two runs of each step, compared\n{table}")
 
     # Phase 4: a rerun is judged
 
@@ -528,7 +499,7 @@ class Course:
         if has_new and judgement.exit_code in (None, ExitCode.UNDECIDED):
             verdict = Verdict.UNDECIDED
             self._record_verdict(verdict, exit_code=judgement.exit_code)
-        if judgement.exit_code is None and self._settled:
+        if judgement.exit_code is None and self._vetoed:
             # The optimizer has left the step out until the verdict was known.
             self._confirm_bad()
             self._confirmed |= self.attempt.rejected.keys()
@@ -583,13 +554,15 @@ class Course:
         Returns:
             Whether the step is run again.
         """
-        # The state has to be that of the start of the step, whoever looks at it.
+        # The state has to be that of the start of the step, for every look at it.
         self._replayed.restore()
         self.learned.discard()
         suspects = self._bad_suspects()
         if self._is_spoiled():
             return False
-        self._reactions.diagnose(self, evidence)
+        results = self._reactions.diagnose(self.team, evidence)
+        if results:
+            self.record("diagnostics", results=results)
         if self._asks_replicas and self._opinion.can_tell(evidence.bad_again()):
             if isinstance(self.batches, ReplayableBatches):
                 self.batches.rewind()
@@ -647,15 +620,9 @@ class Course:
 
     def _is_spoiled(self, *, is_first: bool = False) -> bool:
         """Return True, with a decision, if the state is not finite on some rank. Collective."""
-        mine = self._training_state.not_finite()
-        payload = msgspec.json.encode([len(mine), *mine[:MAX_NAMED]]) if mine else b""
-        rows = self.team.gather_state(payload, step=self.step, is_first=is_first)
-        values = [
-            {**msgspec.structs.asdict(place), "num_tensors": number, "tensors": names}
-            for place, row in zip(self.team.places, rows, strict=True)
-            if row
-            for number, *names in [msgspec.json.decode(row)]
-        ]
+        values = self.team.gather_spoiled(
+            self._training_state.not_finite(), step=self.step, is_first=is_first
+        )
         if not values:
             return False
         self._fault_id = self._fault_id or self.team.name_fault()
@@ -699,7 +666,7 @@ class Course:
         """Add the verdict on the fault of this step to the report. Collective."""
         event = self.team.record_verdict(verdict, step=self.step, fault=self._fault_id, **fields)
         self.judged.add(self._fault_id)
-        self._reactions.verdict_is_known(self, event)
+        self._reactions.verdict_is_known(self.team, event)
 
     # Phase 5: the fault is kept for another process
 

@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.values import Codecs
 from holdfast.parallel.layout import Layout
 from holdfast.rerun.attempt import Call, Suspect
-from holdfast.rerun.attribution import Trial
+from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.kept_trees import keep_tree, revive_tree
 from holdfast.rerun.places import Place
 from holdfast.rerun.replay import ReplayableBatches
@@ -44,7 +44,7 @@ class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
     value: Any
     fed_by: list[Place] = []
     place: Place | None = None
-    trials: list[Trial] = []
+    trials: list[ValueRun] = []
 
     @classmethod
     def of(cls, call: Call, suspect: Suspect, *, codecs: Codecs) -> SuspectRecord:
@@ -114,7 +114,7 @@ class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
         return Place(rank=self.rank, coordinate=self.coordinate, host=self.host, device=self.device)
 
     def suspects_by_call(
-        self, later: Mapping[Call, Sequence[Trial]], *, codecs: Codecs
+        self, later: Mapping[Call, Sequence[ValueRun]], *, codecs: Codecs
     ) -> dict[Call, Suspect]:
         """Return the suspects with their values revived.
 

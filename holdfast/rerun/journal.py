@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.errors import ConfigError, StorageError
 from holdfast.format.rerun_report import REPORT_NAME, read_events
-from holdfast.rerun.attribution import Trial
+from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.injection import point_of
 from holdfast.rerun.states import Outcome, Verdict
@@ -43,13 +43,13 @@ class Past(msgspec.Struct, array_like=True):
     """Steps whose fault is over: training has passed them."""
 
 
-class ValueTrials(msgspec.Struct, frozen=True, kw_only=True):
+class RunsOfValue(msgspec.Struct, frozen=True, kw_only=True):
     """The trials of one value in starts from a fault checkpoint."""
 
     coordinate: str
     call: str
     occurrence: int
-    trials: list[Trial]
+    trials: list[ValueRun]
 
 
 class FaultHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,10 +66,10 @@ class FaultHistory(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str = ""
     num_restarts: int = 0
     arrangements: list[dict[str, str]] = []
-    trials: list[ValueTrials] = []
+    trials: list[RunsOfValue] = []
 
     @property
-    def is_settled(self) -> bool:
+    def is_final(self) -> bool:
         """True if nothing that another start could show would change the verdict."""
         return self.verdict not in ("", Verdict.UNDECIDED.value)
 
@@ -127,7 +127,7 @@ class Journal:
         """Return what the report has on a fault, by its id."""
         verdict, num_restarts = "", 0
         arrangements: list[dict[str, str]] = []
-        trials: dict[tuple[str, str, int], list[Trial]] = {}
+        trials: dict[tuple[str, str, int], list[ValueRun]] = {}
         for event in self.events():
             if event.get("fault") != fault:
                 continue
@@ -146,7 +146,7 @@ class Journal:
             num_restarts=num_restarts,
             arrangements=arrangements,
             trials=[
-                ValueTrials(coordinate=at, call=call, occurrence=number, trials=each)
+                RunsOfValue(coordinate=at, call=call, occurrence=number, trials=each)
                 for (at, call, number), each in trials.items()
             ],
         )
@@ -225,12 +225,12 @@ def _arrangement(places: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def _trial(value: Mapping[str, Any]) -> Trial:
+def _trial(value: Mapping[str, Any]) -> ValueRun:
     """Return the trial of a value in an event; in an old report of its own place alone."""
     first = value.get("first_fed_by") or [value]
     now = value.get("fed_by") or [value]
     devices = dict(zip(_arrangement(first), _arrangement(now).values(), strict=True))
-    return Trial(devices=devices, outcome=Outcome(value["outcome"]))
+    return ValueRun(devices=devices, outcome=Outcome(value["outcome"]))
 
 
 def read_report(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:

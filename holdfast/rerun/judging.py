@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.rerun.attribution import Attribution, Trial, attribute
+from holdfast.rerun.attribution import Attribution, ValueRun, attribute
 from holdfast.rerun.states import Event, ExitCode, Limits, Outcome, Policy, Verdict
 
 _WEIGHT = {verdict: i for i, verdict in enumerate(Verdict)}
@@ -21,7 +21,7 @@ class Recheck:
 
     outcome: Outcome
     fatal: bool = True
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[ValueRun, ...] = ()
     """All runs so far on whatever devices, the first one and this one included."""
 
 

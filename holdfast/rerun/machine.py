@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -42,16 +42,13 @@ from holdfast.rerun.states import (
     State,
 )
 from holdfast.rerun.statistics import DeterminismStatistics
-from holdfast.rerun.team import Team
+from holdfast.rerun.team import Root, Team
 from holdfast.rerun.training_state import TrainingState
 from holdfast.rerun.values import Value, plain_value
 from holdfast.rerun.vouching import Compute, Vouching
 from holdfast.state import OptionalPart, Stored, StoredPart
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, PickedPerRank
 from holdfast.state.markers import PerRank
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpointer
 
 
 class RerunMachine(OptionalPart):
@@ -240,17 +237,15 @@ class RerunMachine(OptionalPart):
         """Steps whose state was not finite before they ran, by the report of earlier jobs."""
         return frozenset(self._past.spoiled)
 
-    def resume_point(
-        self, good: Checkpointer, faults: Checkpointer
-    ) -> tuple[Checkpointer, int] | None:
+    def resume_point(self, good: Root, faults: Root) -> tuple[Root, int] | None:
         """Return the checkpoint to continue from, and its step; None if there is none. Collective.
 
         The newest one, and of equal steps that which a fault has left. Left out are steps whose
         state was not finite, and a fault checkpoint whose fault is over.
 
         Args:
-            good: of ordinary checkpoints.
-            faults: of `checkpoints`.
+            good: the `Checkpointer` of ordinary checkpoints.
+            faults: that of `checkpoints`.
 
         Raises:
             StorageError: a root cannot be read; on all ranks.
@@ -387,7 +382,7 @@ class RerunMachine(OptionalPart):
                 f"validate({name!r}) was called outside of a run; call it inside `for _ in "
                 f"machine.attempts(step, batches)`"
             )
-        if course.is_settled:
+        if course.has_voted:
             raise ConfigError(
                 f"validate({name!r}) was called after the step of the optimizer, which has carried "
                 f"this rank's word already; validate before it"
@@ -446,9 +441,9 @@ class RerunMachine(OptionalPart):
         """
         return self._course.vetoes()
 
-    def settle(self, vetoed: bool) -> None:
+    def take_decision(self, vetoed: bool) -> None:
         """Take from an optimizer whether any rank has vetoed, see `vetoes`."""
-        self._course.settle(vetoed)
+        self._course.take_decision(vetoed)
 
     def observe(
         self, name: str, value: Value, rule: Rule, *, fed_by: FedBy = "all", local: bool = False
@@ -474,7 +469,7 @@ class RerunMachine(OptionalPart):
         elif self.mode is Mode.DISABLED:
             self._refuse_when_disabled(name, why, fatal=False)
         else:
-            course.observe(name, value, why, course.team.fed_by(ranks))
+            course.observations.add(name, value, why, course.team.fed_by(ranks))
 
     def vouch(self, step: int, batch: object, compute: Compute, *, every: int = 100) -> None:
         """Let another data replica vouch for this one, every so many steps. Collective then.

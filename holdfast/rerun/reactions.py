@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torch import nn
 
 from holdfast._torch import buffer_table, watch_forwards
 from holdfast.errors import ErrorRecord, HoldfastError
+from holdfast.rerun.devices import DeviceIdentity
+from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.injection import ErrorInjector
-from holdfast.rerun.states import State
-
-if TYPE_CHECKING:
-    from holdfast.rerun.course import Course
-    from holdfast.rerun.evidence import Evidence
+from holdfast.rerun.team import Team
 
 OnVerdict = Callable[[Mapping[str, Any]], object]
 """Takes the fields of a verdict as they are in the report; called on every rank."""
@@ -51,17 +49,16 @@ class Reactions:
         self._watches_buffers = watches_buffers
         self._watching = ExitStack()
 
-    def run_begins(self, course: Course) -> None:
+    def run_begins(
+        self, *, step: int, coordinate: str, is_rerun: bool, device: DeviceIdentity
+    ) -> None:
         """A run of a step begins on this rank."""
         if self._watches_buffers:
             self._watches_buffers = False
             self._watching.callback(watch_forwards(self._look_for_buffers))
         if self._injector is not None:
             self._injector.begin_run(
-                step=course.step,
-                coordinate=course.coordinate_of_batches,
-                is_rerun=course.state is not State.INITIAL_RUN,
-                device=course.team.here.identity,
+                step=step, coordinate=coordinate, is_rerun=is_rerun, device=device
             )
 
     def run_ends(self) -> None:
@@ -70,11 +67,15 @@ class Reactions:
         if self._injector is not None:
             self._injector.end_run()
 
-    def diagnose(self, course: Course, evidence: Evidence) -> None:
-        """Run a vendor's diagnostics where a value that was bad twice comes from. Collective."""
+    def diagnose(self, team: Team, evidence: Evidence) -> list[dict[str, Any]]:
+        """Test the devices that feed values which were bad twice, with a vendor's tool. Collective.
+
+        Returns:
+            Places, and what the tool has returned there.
+        """
         if self._diagnose is None:  # on all ranks alike
-            return
-        here = course.team.here
+            return []
+        here = team.here
         feeders = {each.rank for value in evidence.bad_again() for each in value.fed_by}
         text = ""
         if here.rank in feeders:
@@ -82,15 +83,14 @@ class Reactions:
                 text = str(self._diagnose())
             except Exception as error:
                 text = f"the diagnostics failed: {type(error).__name__}: {error}"
-        rows = course.team.exchange(text.encode(errors="replace"), phase="diagnostics")
-        results = [
+        rows = team.exchange(text.encode(errors="replace"), phase="diagnostics")
+        return [
             msgspec.structs.asdict(place) | {"text": row.decode(errors="replace")}
-            for place, row in zip(course.team.places, rows, strict=True)
+            for place, row in zip(team.places, rows, strict=True)
             if row
         ]
-        course.record("diagnostics", results=results)
 
-    def verdict_is_known(self, course: Course, event: Mapping[str, Any]) -> None:
+    def verdict_is_known(self, team: Team, event: Mapping[str, Any]) -> None:
         """Call the caller's function; its error is raised on all ranks. Collective."""
         if self._on_verdict is None:  # on all ranks alike
             return
@@ -99,7 +99,7 @@ class Reactions:
             self._on_verdict(event)
         except Exception as reason:
             error = ErrorRecord.of(reason).to_error()
-        course.team.agree(error, phase="on_verdict")
+        team.agree(error, phase="on_verdict")
 
     def leave_out(self, points: Iterable[str]) -> None:
         """Leave the errors alone that the injector has put in and that have a verdict."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch import nn
@@ -27,10 +27,18 @@ from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory, Journal, Past
 from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks, replicas_of
 from holdfast.rerun.states import ExitCode, Verdict
+from holdfast.rerun.training_state import MAX_NAMED
 from holdfast.state.coordinates import coordinate_label
 
-if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpointer
+
+class HasSteps(Protocol):
+    """A root of checkpoints: a `Checkpointer`."""
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+
+
+Root = TypeVar("Root", bound=HasSteps)
 
 
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):
@@ -180,11 +188,13 @@ class Team:
         self.places = [each.place for each in met]
         return met[0].past
 
-    def gather_state(self, payload: bytes, *, step: int, is_first: bool) -> list[bytes]:
-        """Return what all ranks have to say of the state before a step. Collective.
+    def gather_spoiled(
+        self, names: Sequence[str], *, step: int, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """Return places with tensors of the state that are not finite. Collective.
 
         Args:
-            payload: of this rank.
+            names: of those of this rank.
             step: its number.
             is_first: True before the first step: another machine may have the directory.
 
@@ -197,8 +207,15 @@ class Team:
                 self._journal.check_owner()
         except HoldfastError as reason:
             error = reason
+        payload = msgspec.json.encode([len(names), *names[:MAX_NAMED]]) if names else b""
         phase = f"{self._name}: step {step}: state"
-        return self._control.agree(error, phase=phase, payload=payload)
+        rows = self._control.agree(error, phase=phase, payload=payload)
+        return [
+            {**msgspec.structs.asdict(place), "num_tensors": number, "tensors": listed}
+            for place, row in zip(self.places, rows, strict=True)
+            if row
+            for number, *listed in [msgspec.json.decode(row)]
+        ]
 
     def gather(
         self,
@@ -324,9 +341,7 @@ class Team:
         is_one = all((each.fault, each.step) == (first.fault, first.step) for each in known)
         return first.fault, first.history, is_one
 
-    def resume_point(
-        self, *, good: Checkpointer, faults: Checkpointer, past: Past
-    ) -> tuple[Checkpointer, int] | None:
+    def resume_point(self, *, good: Root, faults: Root, past: Past) -> tuple[Root, int] | None:
         """Return what `RerunMachine.resume_point` does. Collective."""
         answer, error = b"", None
         try:

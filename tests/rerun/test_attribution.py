@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from holdfast.rerun.attribution import Trial, attribute
+from holdfast.rerun.attribution import ValueRun, attribute
 from holdfast.rerun.states import Outcome, Verdict
 
 DEVICES = "ABCD"
 ROLES = ("pp=0", "pp=1")
 PAIRS = tuple(itertools.product(ROLES, DEVICES))
-FIRST = Trial(devices=dict(zip(ROLES, "AB", strict=True)), outcome=Outcome.REPRODUCED)
+FIRST = ValueRun(devices=dict(zip(ROLES, "AB", strict=True)), outcome=Outcome.REPRODUCED)
 World = tuple[bool, frozenset[tuple[str, str]]]
 """Whether the data is bad, and which devices are broken in which roles."""
 WORLDS: list[World] = [
@@ -22,16 +22,16 @@ WORLDS: list[World] = [
 ]
 
 
-def is_bad_in(world: World, trial: Trial) -> bool:
+def is_bad_in(world: World, trial: ValueRun) -> bool:
     """What a run on these devices shows in a world without transient errors."""
     is_data_bad, broken = world
     return is_data_bad or not broken.isdisjoint(trial.devices.items())
 
 
-def histories(num_trials: int) -> Iterator[tuple[Trial, ...]]:
+def histories(num_trials: int) -> Iterator[tuple[ValueRun, ...]]:
     """Every sequence of runs on two of four devices, after the first one on A and B."""
     runs = [
-        Trial(devices=dict(zip(ROLES, devices, strict=True)), outcome=outcome)
+        ValueRun(devices=dict(zip(ROLES, devices, strict=True)), outcome=outcome)
         for devices in itertools.permutations(DEVICES, 2)
         for outcome in (Outcome.GOOD, Outcome.REPRODUCED)
     ]
@@ -39,7 +39,7 @@ def histories(num_trials: int) -> Iterator[tuple[Trial, ...]]:
         yield (FIRST, *each)
 
 
-def worlds_of(trials: Sequence[Trial], among: Sequence[World]) -> list[World]:
+def worlds_of(trials: Sequence[ValueRun], among: Sequence[World]) -> list[World]:
     """The worlds in which all runs come out as they did."""
     return [
         world
@@ -91,15 +91,15 @@ def test_no_device_is_blamed_or_cleared_that_a_world_contradicts() -> None:
     }
 
 
-def trial(devices: str, outcome: Outcome) -> Trial:
+def trial(devices: str, outcome: Outcome) -> ValueRun:
     """A run of a value that as many ranks feed as devices are named."""
-    return Trial(devices={f"rank {i}": each for i, each in enumerate(devices)}, outcome=outcome)
+    return ValueRun(devices={f"rank {i}": each for i, each in enumerate(devices)}, outcome=outcome)
 
 
 def test_the_cases_that_people_meet() -> None:
     """D19: hosts that come back in another order clear nobody; a swap of one decides."""
     bad, good, other = Outcome.REPRODUCED, Outcome.GOOD, Outcome.CHANGED
-    cases: list[tuple[list[Trial], Verdict | None, str]] = [
+    cases: list[tuple[list[ValueRun], Verdict | None, str]] = [
         ([trial("AB", bad), trial("BA", bad)], None, ""),
         ([trial("AB", bad), trial("BA", good)], None, ""),
         ([trial("AB", bad), trial("CD", good)], None, ""),
@@ -119,24 +119,38 @@ def test_the_cases_that_people_meet() -> None:
         assert (made.verdict, "".join(sorted(made.convicted))) == (verdict, blamed), trials
 
 
+def trial_in(devices: str, outcome: Outcome) -> ValueRun:
+    """A run of a value that both stages feed."""
+    return ValueRun(devices=dict(zip(ROLES, devices, strict=True)), outcome=outcome)
+
+
 def test_a_stage_that_validates_its_own_work_explains_the_others() -> None:
     """D19: the earliest rejection names the device; what follows from it is not open."""
     bad, good = Outcome.REPRODUCED, Outcome.GOOD
     own = [
-        Trial(devices={"pp=0": "A"}, outcome=bad),
-        Trial(devices={"pp=0": "C"}, outcome=good),
+        ValueRun(devices={"pp=0": "A"}, outcome=bad),
+        ValueRun(devices={"pp=0": "C"}, outcome=good),
     ]
     loss = [
-        Trial(devices={"pp=0": "A", "pp=1": "B"}, outcome=bad),
-        Trial(devices={"pp=0": "C", "pp=1": "D"}, outcome=good),
+        ValueRun(devices={"pp=0": "A", "pp=1": "B"}, outcome=bad),
+        ValueRun(devices={"pp=0": "C", "pp=1": "D"}, outcome=good),
     ]
     assert [each.verdict for each in attribute([loss])] == [None]
     made = attribute([own, loss])
     assert [each.verdict for each in made] == [Verdict.PERSISTENT_ERROR] * 2
     assert made[0].convicted == {"A"}
+    # Bad data explains what it feeds; not a value that was good elsewhere on that data.
+    both = [FIRST, trial_in("CD", Outcome.REPRODUCED)]
+    everyone = {"all=0": "A", "all=1": "B", **FIRST.devices}
+    reduced = [ValueRun(devices=everyone, outcome=bad), ValueRun(devices=everyone, outcome=bad)]
+    verdicts = [each.verdict for each in attribute([both, reduced])]
+    assert verdicts == [Verdict.CORRECT_RESULT] * 2
+    moved = ValueRun(devices=everyone | {"all=0": "E", "pp=0": "F"}, outcome=good)
+    later = [reduced[0], ValueRun(devices=everyone | {"all=1": "G"}, outcome=good), moved]
+    assert attribute([both, later])[1].verdict is None
     # What the convicted device does not feed stays open.
     elsewhere = [
-        Trial(devices={"pp=0": "E", "pp=1": "B"}, outcome=bad),
-        Trial(devices={"pp=0": "C", "pp=1": "D"}, outcome=good),
+        ValueRun(devices={"pp=0": "E", "pp=1": "B"}, outcome=bad),
+        ValueRun(devices={"pp=0": "C", "pp=1": "D"}, outcome=good),
     ]
     assert [each.verdict for each in attribute([own, elsewhere])][1] is None

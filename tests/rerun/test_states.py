@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.rerun.attribution import Trial
+from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.judging import (
     Recheck,
     heaviest,
@@ -76,8 +76,8 @@ def recheck(outcome: Outcome, *, fatal: bool, is_same: bool) -> Recheck:
     """A value that one device feeds, after a run on the same device or on another one."""
     now = "a" if is_same else "b"
     trials = (
-        Trial(devices={"here": "a"}, outcome=Outcome.REPRODUCED),
-        Trial(devices={"here": now}, outcome=outcome),
+        ValueRun(devices={"here": "a"}, outcome=Outcome.REPRODUCED),
+        ValueRun(devices={"here": now}, outcome=outcome),
     )
     return Recheck(outcome=outcome, fatal=fatal, trials=trials)
 
