@@ -114,6 +114,8 @@ class Course:
         """The fault that waits for a verdict, with this rank's part of it."""
         self.judged: set[str] = set()
         """Faults with a verdict, by id."""
+        self.spoiled: set[int] = set()
+        """Steps whose state was not finite when they ran before."""
         self.learned = Learned()
         self._mode = mode
         self._replayed = replayed
@@ -415,6 +417,9 @@ class Course:
         self.enter(Event.ACCEPTED if self.state is State.INITIAL_RUN else Event.JUDGED)
         if self._passes:
             self.team.record("retired", step=self.step, fault=self._passes)
+        if self.step in self.spoiled:
+            self.spoiled.discard(self.step)
+            self.team.record("recovered", step=self.step, fault="")
         if not self._is_checked:
             # Batches are kept as they are taken. Buffers are kept only at a fault, which would be
             # too late to find out that one of them cannot be.
@@ -466,7 +471,9 @@ class Course:
         """Act on a judgement; return whether the step is run again. Collective."""
         values = evidence.rechecked(judgement.verdicts)
         is_in_place = self.state is State.RERUNNING_IN_PLACE
-        self.record("rerun_in_place" if is_in_place else "rerun_from_checkpoint", values=values)
+        suspects = evidence.identified(judgement.suspects)
+        event = "rerun_in_place" if is_in_place else "rerun_from_checkpoint"
+        self.record(event, values=values, suspects=suspects)
         if judgement.event is Event.BAD_AGAIN:
             return self._look_closer(judgement, evidence)
         message = f"step {self.step}: {evidence.describe_rechecked()}"
@@ -596,7 +603,8 @@ class Course:
         judgement = judge_second_opinion(evidence.rechecks, policy=self._policy)
         self._opinion.end(self.batches)
         values = evidence.rechecked(judgement.verdicts)
-        self.record("second_opinion", values=values)
+        suspects = evidence.identified(judgement.suspects)
+        self.record("second_opinion", values=values, suspects=suspects)
         own = self._own_suspects
         for each in evidence.of_rank(self.team.here.rank):
             call = Call(each.call, each.occurrence)

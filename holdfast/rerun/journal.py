@@ -157,6 +157,8 @@ class Journal:
         for event in self.events():
             if event["event"] == "retired":
                 past.retired.append(event["step"])
+            if event["event"] == "recovered":
+                past.spoiled = [step for step in past.spoiled if step != event["step"]]
             if event["event"] != "verdict":
                 continue
             past.faults.append(str(event["fault"]))

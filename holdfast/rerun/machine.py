@@ -190,6 +190,7 @@ class RerunMachine(OptionalPart):
         }
         self._past = self._course.team.meet(error, settings=settings)
         self._course.judged.update(self._past.faults)
+        self._course.spoiled.update(self._past.spoiled)
         if injector is not None:
             injector.leave_out(self._past.points)
         self._skipped = frozenset(self._past.skipped if skip_rejected else ())

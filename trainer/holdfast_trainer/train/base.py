@@ -411,6 +411,7 @@ class BaseTrainer(ABC):
             note=self._note,
         )
         self._after_load(report)
+        self._damaged += begin.left_out
         self._log.load(report, began=began)
         if report.missing:
             self._note(self.describe_missing(report))

@@ -41,7 +41,7 @@ _ADVICE = {
     "the settings",
     ExitCode.UNDECIDED: "a bad value could not be explained; the report has what is known",
     ExitCode.SPOILED_STATE: "the state was not finite before the step; start again from a "
-    "checkpoint of an earlier step, with --load-step",
+    "checkpoint of an earlier step",
 }
 
 

@@ -473,12 +473,14 @@ def test_an_overflow_is_a_fault_only_at_the_smallest_loss_scale(
 
 
 def test_a_state_that_was_bad_before_its_step_is_blamed_on_no_device(workplace: Path) -> None:
-    """Moments that an update has spoiled, in a good checkpoint: the first step is not run."""
-    words = f"--save {workplace}/ck --load {workplace}/ck {VALIDATE}"
+    """D20: moments that an update has spoiled: their checkpoint is passed over, and saved over."""
+    words = f"--save {workplace}/ck --load {workplace}/ck --save-interval 1 {VALIDATE}"
     config = config_of(*words.split())
     config.check(world_size=1)
     with ProcessGroups.single() as groups:
         with Trainer(config, groups=groups, corpus=text(str(workplace))) as trainer:
+            trainer.train_step()
+            trainer.save()
             trainer.train_step()
             optimizer: Any = trainer.update.optimizer
             moments = next(iter(getattr(optimizer, "optimizer", optimizer).state.values()))
@@ -489,9 +491,25 @@ def test_a_state_that_was_bad_before_its_step_is_blamed_on_no_device(workplace: 
             pytest.raises(RerunExit) as caught,
         ):
             trainer.run()
-    assert caught.value.exit_code == 21
-    assert str(caught.value).startswith("step 2: the state was not finite before the step")
-    assert "--load-step" in caught.value.advice(workplace / "ck")
+        assert caught.value.exit_code == 21
+        assert str(caught.value).startswith("step 3: the state was not finite before the step")
+        assert "an earlier step" in caught.value.advice(workplace / "ck")
+        checkpoint = config.checkpoint
+        begin = checkpoint_to_load(checkpoint)
+        assert begin is not None
+        assert (begin.step, begin.is_fault, begin.left_out) == (1, False, (2,))
+        with Trainer(config, groups=groups, corpus=text(str(workplace))) as trainer:
+            trainer.run()
+            assert trainer.progress.step == config.steps
+        begin = checkpoint_to_load(checkpoint)
+        assert begin is not None
+        assert (begin.step, begin.left_out) == (config.steps, ())
+        # Every checkpoint is spoiled: nothing is started without a word.
+        events = [{"event": "verdict", "step": n, "verdict": "spoiled_state"} for n in range(400)]
+        lines = "".join(f"{json.dumps(each)}\n" for each in events)
+        (workplace / "ck/rerun/report.jsonl").write_text(lines)
+        with pytest.raises(ConfigError, match="every checkpoint is not finite"):
+            checkpoint_to_load(checkpoint)
 
 
 def test_the_newest_of_good_and_fault_checkpoints_is_loaded(alone: Path) -> None:
