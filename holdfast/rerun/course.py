@@ -326,6 +326,8 @@ class Course:
         if not self.is_running:
             return False
         self.attempt.judge()
+        if self._mode is Mode.REPORT_DETERMINISM_STATS:
+            return self.state is State.INITIAL_RUN  # the second run is the one that counts
         is_judged = self.state is not State.INITIAL_RUN and not self._is_confirming
         return is_judged or bool(self.attempt.rejected or self.observations)
 

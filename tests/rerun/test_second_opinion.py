@@ -285,6 +285,29 @@ def test_a_sharded_optimizer_that_steps_inside_the_loop_has_to_ask(tmp_path: Pat
         assert "by a step of ShardedOptimizer" in message
 
 
+def compared(context: RankContext, directory: str) -> tuple[bool, float]:
+    """Train in the mode that runs every step twice, with a veto, and without a machine's word."""
+    del context
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        plain = Job(groups, Path(directory) / "plain", kind="", has_veto=True)
+        plain.run()
+        job = Job(
+            groups,
+            Path(directory) / "twice",
+            kind="",
+            has_veto=True,
+            mode="report_determinism_stats",
+            report_every=1,
+        )
+        job.run()
+        return same(job, plain), job.machine.statistics.report()["loss"]["largest"]
+
+
+def test_a_step_that_runs_twice_is_updated_once(tmp_path: Path) -> None:
+    """D13: the first of both runs has a veto, whatever it has shown."""
+    assert run_ranks(2, compared, str(tmp_path)).results == [(True, 0.0)] * 2
+
+
 def misuse(context: RankContext, directory: str) -> str:
     del context
     with ProcessGroups.create(Layout(dp=2)) as groups:

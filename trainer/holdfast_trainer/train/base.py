@@ -151,6 +151,8 @@ class BaseTrainer(ABC):
     def finish_update(self, row_losses: Tensor | None) -> tuple[float, StepOutcome]:
         """Average the losses of all ranks, and update unless something is not finite. Collective.
 
+        Nothing is updated either if the rerun machine of any rank has a veto.
+
         Args:
             row_losses: what `forward_backward` gave.
 
@@ -234,7 +236,7 @@ class BaseTrainer(ABC):
         step = self.progress.step + 1
         if self.machine.skips(step):
             return self._leave_out(step, started=started)
-        row_losses = None
+        loss, outcome = math.nan, None
         for number in self.machine.attempts(step, self._batches):
             if number:
                 self.drop_gradients()
@@ -248,8 +250,10 @@ class BaseTrainer(ABC):
                 scaler=self.scaler,
                 losses_fed_by=self.losses_fed_by,
             )
+            # Inside: the sum of the update carries what this rank has rejected.
+            loss, outcome = self.finish_update(row_losses)
         self._obey_decision()
-        loss, outcome = self.finish_update(row_losses)
+        assert outcome is not None
         return self._finish_step(outcome, loss=loss, started=started)
 
     def _obey_decision(self) -> None:

@@ -145,6 +145,7 @@ class Trainer(BaseTrainer):
             max_norm=self.config.optim.clip_grad,
             scaler=self.scaler,
             is_finite=math.isfinite(loss),
+            veto=self.machine,
         )
         return loss, outcome
 
