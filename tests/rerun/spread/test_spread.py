@@ -50,7 +50,7 @@ def _second_opinions(root: Path, seeds: range) -> None:
 
 def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
     """D7, D8, D9: no false blame, no false clearance, the same bits as without the fault."""
-    _campaign(fast_dir, range(20))
+    _campaign(fast_dir, range(15))
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_hundreds_of_spreading_faults(fast_dir: Path) -> None:
 
 def test_a_second_opinion_tells_within_the_step(fast_dir: Path) -> None:
     """A replica of one device convicts it at once, and bad data is proved by any two replicas."""
-    _second_opinions(fast_dir, range(14))
+    _second_opinions(fast_dir, range(10))
 
 
 @pytest.mark.slow
