@@ -1,5 +1,5 @@
 # make demo   sets up and runs the main job end to end
-# make demo-faults   shows a transient and a persistent fault, and the verdict on each (about a minute)
+# make demo-faults   shows transient and persistent faults, and the verdict on each (about two minutes)
 # make test   sets up and passes the tests (short ones; `make test-slow` runs the long ones, `make test-nightly` what takes hours)
 # make docs   builds the documentation with the API reference in site/, in an environment of its own
 

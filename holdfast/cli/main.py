@@ -28,6 +28,7 @@ VERBS = {
     "view": "write one HTML page about a checkpoint and its run",
     "export": "write tensors as safetensors or npy files",
     "prune": "remove old checkpoints by a policy",
+    "faults": "show which faults a run had, on which devices, and what to do",
     "repair": "finish or remove what saves have left behind",
     "tag": "name steps, list and remove names",
 }
@@ -116,7 +117,8 @@ def _usage() -> str:
         f"commands:\n{verbs}\n\n"
         "holdfast COMMAND --help says what a command takes; holdfast --version, which version.\n\n"
         "exit codes: 0 done; 1 something stored is damaged, or two things differ; 2 a mistake\n"
-        "or a failure, explained in one line; 128 + N stopped by signal N (130 for Ctrl-C)."
+        "or a failure, explained in one line; 128 + N stopped by signal N (130 for Ctrl-C);\n"
+        "faults: 16 to 21, what the newest job of a run has ended with."
     )
 
 

@@ -246,6 +246,11 @@ class Stepper(MicrobatchTaker):
             veto=veto,
         )
 
+    @property
+    def num_updates(self) -> int:
+        """Steps of this optimizer that have changed parameters, or may have."""
+        return self._engine.num_updates
+
     @cached_property
     def _engine(self) -> StepEngine:
         groups = self.groups
@@ -305,6 +310,8 @@ class StepEngine:
         self._microbatches = Microbatches(steppers, groups, bridged=bridged)
         self._scalars = ScalarWatch(layouts)
         self._is_closed = False
+        self.num_updates = 0
+        """Steps that have changed parameters, or may have."""
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around one microbatch of all modules; see `Stepper.microbatch`."""
@@ -359,6 +366,7 @@ class StepEngine:
 
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
+                self.num_updates += 1
                 failure = self._update(factors, sums)
                 # Phase 5: agree, while the gathers are in flight.
                 self._agree(failure)

@@ -206,6 +206,11 @@ class MultiModuleOptimizer(TorchInterface):
             veto=veto,
         )
 
+    @property
+    def num_updates(self) -> int:
+        """Steps of this optimizer that have changed parameters, or may have."""
+        return self._engine.num_updates
+
     def unfinished_work(self) -> str | None:
         """Return a sentence on what waits for its backward over a bridge; None if nothing does."""
         return self._module_groups.crossings.unfinished_work()

@@ -14,7 +14,7 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,9 @@ import msgspec
 
 from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.format.values import Codecs
-from holdfast.rerun.attempt import Attempt, Call, RejectedValue, Suspect, trial_of
+from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
 from holdfast.rerun.attribution import ValueRun
+from holdfast.rerun.comparison import Comparison
 from holdfast.rerun.entry import PendingFault, SuspectRecord, kind_of
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory
@@ -34,7 +35,7 @@ from holdfast.rerun.judging import (
     judge_rerun_in_place,
     judge_second_opinion,
 )
-from holdfast.rerun.places import Place
+from holdfast.rerun.observations import Observations
 from holdfast.rerun.reactions import Reactions
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
@@ -55,7 +56,6 @@ from holdfast.rerun.states import (
 from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.team import Team
 from holdfast.rerun.training_state import MAX_NAMED, TrainingState
-from holdfast.rerun.values import Value, describe
 
 _RUNNING = (
     State.INITIAL_RUN,
@@ -114,21 +114,21 @@ class Course:
         """The fault that waits for a verdict, with this rank's part of it."""
         self.judged: set[str] = set()
         """Faults with a verdict, by id."""
+        self.spoiled: set[int] = set()
+        """Steps whose state was not finite when they ran before."""
         self.learned = Learned()
-        self.statistics = DeterminismStatistics()
         self._mode = mode
         self._replayed = replayed
         self._limits = limits
         self._policy = policy
         self._training_state = state
-        self._report_every = report_every
+        self._comparison = Comparison(team, report_every=report_every)
         self._checkpoints = checkpoints
         self._asks_replicas = asks_replicas
         self._reactions = reactions
         self._opinion = SecondOpinion(
             team, replayed=replayed, state=state, learned=self.learned, codecs=codecs
         )
-        self._num_compared = 0
         self._is_checked = False
         """True once a first step has shown that buffers can be kept."""
 
@@ -140,13 +140,11 @@ class Course:
         self._num_reruns = 0
         self._num_restarts = 0
         self._confirmed: set[Call] = set()
-        self._first_values: dict[Call, Value] = {}
         self._own_suspects: dict[Call, Suspect] = {}
         """This rank's values that were bad twice, while it runs the step of another replica."""
         self._is_confirming = False
         """True in a run whose results are used, after all values have their verdicts."""
-        self._observed: list[RejectedValue] = []
-        """Values that were rejected between steps, for the next report."""
+        self.observations = Observations(team)
         self._vetoed: bool | None = None
         """Whether a rank has rejected a value, if the sum of an optimizer has carried that."""
         self._passes = ""
@@ -160,6 +158,11 @@ class Course:
         before = {other: rank for rank, other in self.team.partners.items()}
         by_rank = {each.rank: each.coordinate for each in self.team.places}
         return by_rank[before[self.team.here.rank]]
+
+    @property
+    def statistics(self) -> DeterminismStatistics:
+        """Differences between two runs of each step, on this rank."""
+        return self._comparison.statistics
 
     @property
     def is_running(self) -> bool:
@@ -186,7 +189,7 @@ class Course:
             self._use_kept_batches()
             return True
         self._num_reruns, self._fault_id, self._passes = 0, "", ""
-        self._confirmed, self._first_values, self._own_suspects = set(), {}, {}
+        self._confirmed, self._own_suspects = set(), {}
         self._is_confirming = False
         is_first = not self._is_checked and self._mode is Mode.VALIDATE_RESULTS
         if is_first and self._is_spoiled(is_first=True):
@@ -324,20 +327,7 @@ class Course:
             return False
         self.attempt.judge()
         is_judged = self.state is not State.INITIAL_RUN and not self._is_confirming
-        return is_judged or bool(self.attempt.rejected or self._observed)
-
-    def observe(self, name: str, value: Value, why: str, fed_by: Sequence[Place]) -> None:
-        """Keep a value that was rejected between steps, until ranks meet."""
-        self._observed.append(
-            RejectedValue(
-                call=name,
-                occurrence=0,
-                value=describe(value),
-                why=why,
-                fatal=False,
-                fed_by=[*fed_by],
-            )
-        )
+        return is_judged or bool(self.attempt.rejected or self.observations)
 
     @property
     def has_voted(self) -> bool:
@@ -367,7 +357,7 @@ class Course:
         self.team.agree(changed, phase="changes")
         if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
             return self._conclude_opinion()
-        self._report_observed()
+        self.observations.report(step=self.step)
         evidence = self.team.gather(self.attempt, step=self.step)
         if is_plain and not evidence.new_is_fatal:
             if self._vetoed:  # the optimizer has left the step out
@@ -399,40 +389,22 @@ class Course:
             )
         return self._follow(judgement, evidence)
 
-    def _report_observed(self) -> None:
-        """Record what was rejected between steps on any rank. Collective."""
-        payload = msgspec.msgpack.encode(self._observed) if self._observed else b""
-        rows = self.team.exchange(payload, phase=f"step {self.step}: observed")
-        self._observed = []
-        values = [
-            msgspec.structs.asdict(place) | msgspec.to_builtins(each)
-            for place, row in zip(self.team.places, rows, strict=True)
-            if row
-            for each in msgspec.msgpack.decode(row, type=list[RejectedValue])
-        ]
-        if values:
-            self.team.record("observed", step=self.step, fault="", values=values)
-            words = "; ".join(
-                f"'{each['call']}' on rank {each['rank']}: {each['why']}"
-                for each in values[:MAX_NAMED]
-            )
-            self.team.say(f"before step {self.step}: {words}: the run continues")
-
     def _any_rejected(self, is_refused: bool) -> bool:
         """Return True if any rank has something to say. Collective, unless a sum has carried it."""
         if self._vetoed is not None:
             return self._vetoed
-        has_rejected = is_refused or bool(self.attempt.rejected or self._observed)
+        has_rejected = is_refused or bool(self.attempt.rejected or self.observations)
         return self.team.any_rank(has_rejected, phase=f"step {self.step}")
 
     def _refusal_of_changes(self) -> ConfigError | None:
-        """Return an error if parameters were changed in a run whose results are not used."""
-        if self._vetoed is False:
-            return None  # by the update of an optimizer that has asked
+        """Return an error if parameters were changed in the run.
+
+        It counts for nothing if an optimizer has asked, and no rank had a veto: the step is over.
+        """
         changed = self._training_state.changed()
         if not changed:
             return None
-        names = ", ".join(repr(name) for name in changed[:MAX_NAMED])
+        names = ", ".join(changed[:MAX_NAMED])
         return ConfigError(
             f"step {self.step}: parameters have changed inside the loop over attempts ({names}"
             f"{', …' if len(changed) > MAX_NAMED else ''}), so the step cannot run again as it "
@@ -445,6 +417,9 @@ class Course:
         self.enter(Event.ACCEPTED if self.state is State.INITIAL_RUN else Event.JUDGED)
         if self._passes:
             self.team.record("retired", step=self.step, fault=self._passes)
+        if self.step in self.spoiled:
+            self.spoiled.discard(self.step)
+            self.team.record("recovered", step=self.step, fault="")
         if not self._is_checked:
             # Batches are kept as they are taken. Buffers are kept only at a fault, which would be
             # too late to find out that one of them cannot be.
@@ -454,17 +429,15 @@ class Course:
     def _conclude_comparison(self) -> bool:
         """End one of the two runs of a step whose values are compared. Collective."""
         if self.state is State.INITIAL_RUN:
-            self._first_values = self.attempt.values
+            self._comparison.take_first(self.attempt)
             return self._run_again({})
-        self.statistics.compare(self._first_values, self.attempt.values)
-        self._first_values = {}
+        is_due = self._comparison.take_second(self.attempt)
         evidence = self.team.gather(self.attempt, step=self.step)
         self.enter(Event.JUDGED)
         self.learned.commit()
         if any(evidence.new_is_fatal):
             raise FaultError(f"step {self.step}: {evidence.describe_rejected()}")
-        self._num_compared += 1
-        if self._num_compared % self._report_every == 0:
+        if is_due:
             self.report_statistics()
         return False
 
@@ -488,11 +461,9 @@ class Course:
 
     def report_statistics(self) -> None:
         """Report the differences of all ranks so far. Collective."""
-        payload = msgspec.json.encode(self.statistics.report())
-        rows = self.team.exchange(payload, phase="determinism")
-        merged = DeterminismStatistics.merged([msgspec.json.decode(row) for row in rows])
-        self.record("determinism", num_steps=self._num_compared, calls=merged.report())
-        self.team.say(f"step {self.step}: two runs of each step, compared\n{merged.table()}")
+        fields, table = self._comparison.report()
+        self.record("determinism", **fields)
+        self.team.say(f"step {self.step}: two runs of each step, compared\n{table}")
 
     # Phase 4: a rerun is judged
 
@@ -500,7 +471,9 @@ class Course:
         """Act on a judgement; return whether the step is run again. Collective."""
         values = evidence.rechecked(judgement.verdicts)
         is_in_place = self.state is State.RERUNNING_IN_PLACE
-        self.record("rerun_in_place" if is_in_place else "rerun_from_checkpoint", values=values)
+        suspects = evidence.identified(judgement.suspects)
+        event = "rerun_in_place" if is_in_place else "rerun_from_checkpoint"
+        self.record(event, values=values, suspects=suspects)
         if judgement.event is Event.BAD_AGAIN:
             return self._look_closer(judgement, evidence)
         message = f"step {self.step}: {evidence.describe_rechecked()}"
@@ -630,7 +603,8 @@ class Course:
         judgement = judge_second_opinion(evidence.rechecks, policy=self._policy)
         self._opinion.end(self.batches)
         values = evidence.rechecked(judgement.verdicts)
-        self.record("second_opinion", values=values)
+        suspects = evidence.identified(judgement.suspects)
+        self.record("second_opinion", values=values, suspects=suspects)
         own = self._own_suspects
         for each in evidence.of_rank(self.team.here.rank):
             call = Call(each.call, each.occurrence)
@@ -654,15 +628,9 @@ class Course:
 
     def _is_spoiled(self, *, is_first: bool = False) -> bool:
         """Return True, with a decision, if the state is not finite on some rank. Collective."""
-        mine = self._training_state.not_finite()
-        payload = msgspec.json.encode([len(mine), *mine[:MAX_NAMED]]) if mine else b""
-        rows = self.team.gather_state(payload, step=self.step, is_first=is_first)
-        values = [
-            {**msgspec.structs.asdict(place), "num_tensors": number, "tensors": names}
-            for place, row in zip(self.team.places, rows, strict=True)
-            if row
-            for number, *names in [msgspec.json.decode(row)]
-        ]
+        values = self.team.gather_spoiled(
+            self._training_state.not_finite(), step=self.step, is_first=is_first
+        )
         if not values:
             return False
         self._fault_id = self._fault_id or self.team.name_fault()

@@ -16,17 +16,16 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import ConfigError, CorruptionError, StorageError
+from holdfast.errors import ConfigError, StorageError
+from holdfast.format.rerun_report import REPORT_NAME, read_events
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.injection import point_of
 from holdfast.rerun.states import Outcome, Verdict
 
-REPORT_NAME = "report.jsonl"
 _OWNER_NAME = "owner"
 _LATEST_OWNERS: dict[Path, str] = {}
 """By report, the machine of this process that was made last."""
-_START = b'{"event": '
 
 
 class Past(msgspec.Struct, array_like=True):
@@ -35,7 +34,7 @@ class Past(msgspec.Struct, array_like=True):
     skipped: list[int] = []
     """Steps whose data was proved bad."""
     points: list[str] = []
-    """Validation calls whose values have a verdict; an injector leaves them alone."""
+    """Steps of ranks that fed values with a verdict, see `point_of`: an injector leaves them."""
     faults: list[str] = []
     """Faults with a verdict, by id."""
     spoiled: list[int] = []
@@ -122,26 +121,7 @@ class Journal:
             StorageError: the file exists and cannot be read.
             CorruptionError: a line is neither an event nor the start of one; the message names it.
         """
-        try:
-            lines = self.path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(
-                f"the rerun report {self.path} cannot be read ({error.strerror})"
-            ) from error
-        events = []
-        for number, line in enumerate(lines, start=1):
-            event = _parse(line)
-            if event is not None:
-                events.append(event)
-            elif not _is_torn(line):
-                raise CorruptionError(
-                    f"line {number} of the rerun report {self.path} is not an event: "
-                    f"{line[:80].decode(errors='replace')!r}; remove the line, or use another "
-                    f"directory"
-                )
-        return events
+        return read_events(self.path)
 
     def history_of(self, fault: str) -> FaultHistory:
         """Return what the report has on a fault, by its id."""
@@ -177,13 +157,17 @@ class Journal:
         for event in self.events():
             if event["event"] == "retired":
                 past.retired.append(event["step"])
+            if event["event"] == "recovered":
+                past.spoiled = [step for step in past.spoiled if step != event["step"]]
             if event["event"] != "verdict":
                 continue
             past.faults.append(str(event["fault"]))
             past.points += [
-                point_of(event["step"], each["coordinate"], each["call"], each["occurrence"])
+                point_of(event["step"], place["coordinate"])
                 for each in event["values"]
                 if "call" in each
+                # The error may have been on any rank that feeds the value.
+                for place in each.get("first_fed_by") or each.get("fed_by") or [each]
             ]
             if event["verdict"] == Verdict.SPOILED_STATE:
                 past.spoiled.append(event["step"])
@@ -265,21 +249,3 @@ def read_report(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not journal.path.exists():
         raise StorageError(f"{directory} has no {REPORT_NAME}; pass the directory of a machine")
     return journal.events()
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the event of a line, or None if the line is not one."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    is_event = isinstance(record, dict) and isinstance(record.get("event"), str)
-    return record if is_event else None
-
-
-def _is_torn(line: bytes) -> bool:
-    """Return True if a line is what a dying process or power loss leaves of an event."""
-    # After power loss a file may have its new length, but zeros in place of the last blocks.
-    line = line.rstrip(b"\0").strip()
-    is_start = line.startswith(_START) or _START.startswith(line)
-    return (is_start and not line.endswith(b"}")) or not line

@@ -27,7 +27,7 @@ from holdfast.rerun.attempt import Call, Compare, check_call, checked_step, is_r
 from holdfast.rerun.course import Course
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import Entry, PendingFault, pick_entries
-from holdfast.rerun.injection import ErrorInjector, point_of
+from holdfast.rerun.injection import ErrorInjector
 from holdfast.rerun.journal import Journal
 from holdfast.rerun.places import FedBy
 from holdfast.rerun.reactions import Diagnose, OnVerdict, Reactions
@@ -190,6 +190,7 @@ class RerunMachine(OptionalPart):
         }
         self._past = self._course.team.meet(error, settings=settings)
         self._course.judged.update(self._past.faults)
+        self._course.spoiled.update(self._past.spoiled)
         if injector is not None:
             injector.leave_out(self._past.points)
         self._skipped = frozenset(self._past.skipped if skip_rejected else ())
@@ -392,7 +393,8 @@ class RerunMachine(OptionalPart):
             fed_by = course.team.feeders.of([self.groups.rank] if local else fed_by)
         value = plain_value(value)
         call = course.attempt.next_call(name)
-        value = self._injected(call, value)
+        if self._injector is not None:
+            value = self._injector.injected(value)
         judge = partial(
             self._judge, call, rule=rule, fatal=bool(fatal), tolerance=tolerance, compare=compare,
             fed_by=fed_by,
@@ -468,7 +470,7 @@ class RerunMachine(OptionalPart):
         elif self.mode is Mode.DISABLED:
             self._refuse_when_disabled(name, why, fatal=False)
         else:
-            course.observe(name, value, why, course.team.fed_by(ranks))
+            course.observations.add(name, value, why, course.team.fed_by(ranks))
 
     def vouch(self, step: int, batch: object, compute: Compute, *, every: int = 100) -> None:
         """Let another data replica vouch for this one, every so many steps. Collective then.
@@ -639,18 +641,6 @@ class RerunMachine(OptionalPart):
         if fatal:
             raise FaultError(f"{text}; enable the rerun machine to find out what the fault is")
         self._course.team.note(text)
-
-    def _injected(self, call: Call, value: Value) -> Value:
-        """Return the value, or an injected error in its place."""
-        if self._injector is None:
-            return value
-        course = self._course
-        return self._injector.injected(
-            point_of(course.step, course.team.here.coordinate, call.name, call.occurrence),
-            is_rerun=course.state is not State.INITIAL_RUN,
-            device=self.device,
-            value=value,
-        )
 
     def close(self) -> None:
         """Forget kept batches; there is nothing else to close."""

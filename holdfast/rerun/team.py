@@ -27,6 +27,7 @@ from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory, Journal, Past
 from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks, replicas_of
 from holdfast.rerun.states import ExitCode, Verdict
+from holdfast.rerun.training_state import MAX_NAMED
 from holdfast.state.coordinates import coordinate_label
 
 
@@ -187,11 +188,13 @@ class Team:
         self.places = [each.place for each in met]
         return met[0].past
 
-    def gather_state(self, payload: bytes, *, step: int, is_first: bool) -> list[bytes]:
-        """Return what all ranks have to say of the state before a step. Collective.
+    def gather_spoiled(
+        self, names: Sequence[str], *, step: int, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """Return places with tensors of the state that are not finite. Collective.
 
         Args:
-            payload: of this rank.
+            names: of those of this rank.
             step: its number.
             is_first: True before the first step: another machine may have the directory.
 
@@ -204,8 +207,15 @@ class Team:
                 self._journal.check_owner()
         except HoldfastError as reason:
             error = reason
+        payload = msgspec.json.encode([len(names), *names[:MAX_NAMED]]) if names else b""
         phase = f"{self._name}: step {step}: state"
-        return self._control.agree(error, phase=phase, payload=payload)
+        rows = self._control.agree(error, phase=phase, payload=payload)
+        return [
+            {**msgspec.structs.asdict(place), "num_tensors": number, "tensors": listed}
+            for place, row in zip(self.places, rows, strict=True)
+            if row
+            for number, *listed in [msgspec.json.decode(row)]
+        ]
 
     def gather(
         self,

@@ -37,6 +37,10 @@ class TrainingState:
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()) -> None:
         self._modules = tuple(modules)
         self._optimizers = tuple(_torch_optimizers(optimizers))
+        # Sharded optimizers write to memory that parameters are views of, which autograd's counters
+        # do not show.
+        self._counted = [each for each in optimizers if hasattr(each, "num_updates")]
+        self._num_updates: list[int] = []
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._versions: list[int] = []
 
@@ -53,9 +57,14 @@ class TrainingState:
         if self._parameters is None:
             self._parameters = [*self._named_parameters()]
         self._versions = [write_counter(each) for _, each in self._parameters]
+        self._num_updates = [each.num_updates for each in self._counted]
 
     def changed(self) -> list[str]:
-        """Return the names of parameters that were written to since `note`."""
+        """Return the names of parameters that were written to since `note`, and of optimizers."""
+        pairs_of_counts = zip(self._counted, self._num_updates, strict=False)
+        for optimizer, number in pairs_of_counts:
+            if optimizer.num_updates != number:
+                return [f"by a step of {type(optimizer).__name__}"]
         if self._parameters is None or len(self._versions) != len(self._parameters):
             return []
         pairs = zip(self._parameters, self._versions, strict=True)

@@ -119,6 +119,11 @@ def test_the_cases_that_people_meet() -> None:
         assert (made.verdict, "".join(sorted(made.convicted))) == (verdict, blamed), trials
 
 
+def trial_in(devices: str, outcome: Outcome) -> ValueRun:
+    """A run of a value that both stages feed."""
+    return ValueRun(devices=dict(zip(ROLES, devices, strict=True)), outcome=outcome)
+
+
 def test_a_stage_that_validates_its_own_work_explains_the_others() -> None:
     """D19: the earliest rejection names the device; what follows from it is not open."""
     bad, good = Outcome.REPRODUCED, Outcome.GOOD
@@ -134,6 +139,15 @@ def test_a_stage_that_validates_its_own_work_explains_the_others() -> None:
     made = attribute([own, loss])
     assert [each.verdict for each in made] == [Verdict.PERSISTENT_ERROR] * 2
     assert made[0].convicted == {"A"}
+    # Bad data explains what it feeds; not a value that was good elsewhere on that data.
+    both = [FIRST, trial_in("CD", Outcome.REPRODUCED)]
+    everyone = {"all=0": "A", "all=1": "B", **FIRST.devices}
+    reduced = [ValueRun(devices=everyone, outcome=bad), ValueRun(devices=everyone, outcome=bad)]
+    verdicts = [each.verdict for each in attribute([both, reduced])]
+    assert verdicts == [Verdict.CORRECT_RESULT] * 2
+    moved = ValueRun(devices=everyone | {"all=0": "E", "pp=0": "F"}, outcome=good)
+    later = [reduced[0], ValueRun(devices=everyone | {"all=1": "G"}, outcome=good), moved]
+    assert attribute([both, later])[1].verdict is None
     # What the convicted device does not feed stays open.
     elsewhere = [
         ValueRun(devices={"pp=0": "E", "pp=1": "B"}, outcome=bad),

@@ -21,8 +21,6 @@ from holdfast.errors import ConfigError, CorruptionError
 from holdfast.rerun import (
     DeterminismStatistics,
     DeviceIdentity,
-    ErrorInjector,
-    NotFinite,
     Replayed,
     read_report,
 )
@@ -43,6 +41,108 @@ def test_devices_are_the_same_by_their_own_name(monkeypatch: pytest.MonkeyPatch)
     assert DeviceIdentity.of(torch.device("cpu")).uuid == "cpu"
     monkeypatch.setenv("HOLDFAST_DEVICE", "GPU-7")
     assert DeviceIdentity.of(torch.device("cpu")).uuid == "GPU-7"
+
+
+class Accelerator:
+    """`torch.accelerator` of a host with several devices of a kind."""
+
+    def __init__(self, kind: str, index: int = 0) -> None:
+        self.kind, self.index = kind, index
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def current_device_index(self) -> int:
+        return self.index
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "mps"])
+def test_other_accelerators_are_known_by_host_and_index(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The current one, or one that is passed; the variable goes before all of it."""
+    monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "h")
+    monkeypatch.setattr(torch, "accelerator", Accelerator(kind, 2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    current = DeviceIdentity.of()
+    assert current == DeviceIdentity(host="h", uuid=f"{kind}:2")
+    assert DeviceIdentity.of(torch.device(kind)) == current
+    assert DeviceIdentity.of(torch.device(kind, 0)).uuid == f"{kind}:0"
+    assert DeviceIdentity.of(torch.device("cpu")).uuid == "cpu"
+    assert current.key != DeviceIdentity(host="other", uuid=f"{kind}:2").key
+    assert current.key != DeviceIdentity(host="h", uuid=f"{kind}:3").key
+    monkeypatch.setenv("HOLDFAST_DEVICE", "card-7")
+    assert DeviceIdentity.of().uuid == "card-7"
+
+
+def test_a_list_of_names_has_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rank on the host, as launchers give it; none is guessed."""
+    monkeypatch.setenv("HOLDFAST_DEVICE", "A, B")
+    for local_rank, name in (("0", "A"), ("1", "B")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert DeviceIdentity.of().uuid == name
+    for local_rank in ("2", "-1", ""):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(ConfigError, match="HOLDFAST_DEVICE=A, B has no device for"):
+            DeviceIdentity.of()
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match="HOLDFAST_DEVICE"):
+        DeviceIdentity.of()
+    monkeypatch.setenv("HOLDFAST_DEVICE", "A")
+    assert DeviceIdentity.of().uuid == "A"
+
+
+def test_an_index_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process may see one device only, as its number 0: they are not one device."""
+    monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
+    monkeypatch.setattr(torch, "accelerator", Accelerator("xpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "1.0, 3")
+    assert DeviceIdentity.of().uuid == "xpu:1.0"
+    assert DeviceIdentity.of(torch.device("xpu", 1)).uuid == "xpu:3"
+    assert DeviceIdentity.of(torch.device("xpu", 2)).uuid == "xpu:2"  # the mask does not have it
+    mine = DeviceIdentity(host="h", uuid="xpu:1.0")
+    assert mine.key != DeviceIdentity(host="other", uuid="xpu:1.0").key
+
+
+def test_cuda_devices_are_known_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_DEVICE", raising=False)
+    seen: list[torch.device] = []
+
+    class Properties:
+        uuid = "1234-5678"
+
+    def properties_of(device: torch.device) -> Properties:
+        seen.append(device)
+        return Properties()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
+    assert DeviceIdentity.of().uuid == "GPU-1234-5678"
+    assert DeviceIdentity.of(torch.device("cuda", 1)).uuid == "GPU-1234-5678"
+    assert seen == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
+def test_the_key_of_a_device() -> None:
+    """Hashable, and equal exactly for the same device."""
+    identities = [
+        DeviceIdentity(host=host, uuid=uuid)
+        for host in ("h1", "h2")
+        for uuid in ("GPU-1", "GPU-2", "cpu", "xpu:0", "xpu:1")
+    ]
+    for first in identities:
+        for second in identities:
+            is_same = first.uuid == second.uuid and (
+                first.host == second.host or first.uuid.startswith("GPU")
+            )
+            assert (first.key == second.key) is is_same
+            assert first.is_same(second) is is_same
+    assert len({each.key for each in identities}) == 8
 
 
 def judged(journal: Journal, step: int, verdict: str) -> None:
@@ -67,7 +167,12 @@ def test_only_verdicts_leave_steps_out(tmp_path: Path) -> None:
     assert past.skipped == [3]
     assert past.spoiled == [4]
     assert past.faults == ["0", "1", "2", "3", "4"]
-    assert past.points[0] == "0:dp=0:loss:1"
+    assert past.points == [f"{step}:dp=0" for step in range(5)]
+    fed_by = [{"coordinate": f"dp=1,tp={rank}"} for rank in range(2)]
+    value = {"coordinate": "dp=1,tp=0", "call": "loss", "occurrence": 0, "first_fed_by": fed_by}
+    fields = {"step": 5, "fault": "5", "verdict": "transient_error", "values": [value]}
+    journal.append("verdict", fields)
+    assert journal.past().points[5:] == ["5:dp=1,tp=0", "5:dp=1,tp=1"]
 
 
 def test_a_torn_line_of_the_report_is_left_and_another_one_named(tmp_path: Path) -> None:
@@ -83,44 +188,6 @@ def test_a_torn_line_of_the_report_is_left_and_another_one_named(tmp_path: Path)
         file.write("skip 17\n")
     with pytest.raises(CorruptionError, match=r"line 6 .*skip 17"):
         journal.past()
-
-
-@pytest.mark.parametrize("kind", ["transient_error", "persistent_error", "correct_result"])
-def test_injected_errors_are_of_their_kind(kind: str) -> None:
-    """D17: also after their state went through a checkpoint; one in `rate` points is hit."""
-    points = [f"{step}:rank:loss:0" for step in range(4000)]
-    injector = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
-    hits = [point for point in points if injector.is_hit(point)]
-    assert 300 < len(hits) < 500
-    (point, other), missed = hits[:2], next(p for p in points if p not in hits)
-    assert injector.injected(missed, is_rerun=False, device=A, value=1.5) == 1.5
-    assert math.isnan(injector.injected(point, is_rerun=False, device=A, value=1.5))  # type: ignore[arg-type]
-    again = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
-    again.load_state_dict(injector.state_dict())
-
-    def is_bad(*, is_rerun: bool, device: DeviceIdentity) -> bool:
-        value = torch.ones(3, dtype=torch.int32)
-        made = again.injected(point, is_rerun=is_rerun, device=device, value=value)
-        assert isinstance(made, torch.Tensor)
-        assert made.shape == value.shape
-        return bool(made.isnan().all())
-
-    assert is_bad(is_rerun=True, device=A) is (kind != "transient_error")
-    assert is_bad(is_rerun=False, device=A) is (kind != "transient_error")
-    assert is_bad(is_rerun=True, device=B) is (kind == "correct_result")
-    again.leave_out([point])
-    assert not is_bad(is_rerun=True, device=A)
-    assert math.isnan(again.injected(other, is_rerun=False, device=A, value=1.0))  # type: ignore[arg-type]
-    for sparse in (torch.eye(2).to_sparse(), torch.zeros(2, 3, dtype=torch.int64).to_sparse()):
-        fresh = ErrorInjector(10, kind, seed=3)  # type: ignore[arg-type]
-        made = fresh.injected(other, is_rerun=False, device=A, value=sparse)
-        assert isinstance(made, torch.Tensor)
-        assert (made.layout, made.shape) == (torch.sparse_coo, sparse.shape)
-        assert NotFinite().rejects(made, ()) is not None
-    with pytest.raises(ConfigError, match="kind"):
-        ErrorInjector(10, "noise")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rate"):
-        ErrorInjector(-1)
 
 
 def test_statistics_of_ranks_add_up() -> None:

@@ -399,7 +399,7 @@ def test_determinism_is_measured(groups: ProcessGroups, tmp_path: Path, noise: f
         {"statistics": {"loss": 3}},
         {"statistics": {"loss": {"num_compared": 1}}},
         {"injector": {"settled": []}},
-        {"injector": {"settled": [], "devices": {"1:0:loss:0": {"name": "A"}}}},
+        {"injector": {"settled": [], "devices": {"1:dp=0": {"name": "A"}}}},
         {"fault": {"fault": "x"}},
         None,
     ],
@@ -531,12 +531,15 @@ def test_one_small_collective_a_step(tmp_path: Path) -> None:
     assert run_threads(3, body)[0] in (11, 12)
 
 
+@pytest.mark.parametrize("place", ["activation", "value"])
 @pytest.mark.parametrize("kind", ["transient_error", "persistent_error", "correct_result"])
-def test_injected_errors_drive_it_all(groups: ProcessGroups, tmp_path: Path, kind: str) -> None:
+def test_injected_errors_drive_it_all(
+    groups: ProcessGroups, tmp_path: Path, kind: str, place: str
+) -> None:
     """D17: at most three starts; what was injected where is in the checkpoint."""
     undisturbed = Loop(groups, tmp_path / "u")
     undisturbed.run(6)
-    points = [f"{step}:cp=0,dp=0,pp=0,tp=0:loss:0" for step in range(6)]
+    points = [f"{step}:cp=0,dp=0,pp=0,tp=0" for step in range(6)]
     seed = next(
         seed
         for seed in range(1000)
@@ -544,12 +547,10 @@ def test_injected_errors_drive_it_all(groups: ProcessGroups, tmp_path: Path, kin
     )
     codes = []
     for device in ("A", "B", "C"):
-        loop = Loop(
-            groups,
-            tmp_path,
-            device=device,
-            injector=ErrorInjector(6, kind, seed=seed),  # type: ignore[arg-type]
-        )
+        injector = ErrorInjector(6, kind, seed=seed)  # type: ignore[arg-type]
+        loop = Loop(groups, tmp_path, device=device, injector=injector)
+        if place == "activation":
+            injector.modules = (loop.model[0],)
         if loop.machine.checkpoints.exists():
             loop.load(loop.machine.checkpoints)
             step, loop.step = loop.step, loop.step + 1
@@ -568,6 +569,7 @@ def test_injected_errors_drive_it_all(groups: ProcessGroups, tmp_path: Path, kin
     }
     assert codes == expected[kind]
     assert equal(loop, undisturbed)
+    assert not loop.model[0]._forward_hooks
 
 
 def test_a_step_that_is_bad_everywhere_is_skipped(groups: ProcessGroups, tmp_path: Path) -> None:

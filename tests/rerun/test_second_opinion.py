@@ -19,13 +19,17 @@ from holdfast.rerun import (
     DeviceIdentity,
     NotFinite,
     Policy,
+    Rejects,
+    RejectsAny,
     Replayed,
     RerunMachine,
+    Spike,
     read_report,
 )
 from tests.harness import RankContext, run_ranks
 
 NUM_STEPS, AT = 4, 2
+RULE = RejectsAny(NotFinite(), Rejects(lambda loss: loss > 1e3, "is a spike"))
 
 
 def spoil(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -104,7 +108,7 @@ class Job:
             generator = torch.Generator().manual_seed(1000 * self.groups.rank + number)
             batch = torch.randn(6, 4, generator=generator)
             if self.kind == "correct_result" and (self.groups.rank, number) == (1, 2 * AT):
-                batch[3, 2] = math.nan
+                batch[3] = 1e5  # finite: only who rejects it knows
             yield batch
 
     def is_broken(self) -> bool:
@@ -127,7 +131,7 @@ class Job:
                     with self.optimizer.microbatch(is_last=number == 1):
                         loss = self.model(next(batches)).square().mean()
                         loss.backward()
-                    self.machine.validate("loss", loss, NotFinite(), fatal=self.fatal)
+                    self.machine.validate("loss", loss, RULE, fatal=self.fatal)
                 if hook is not None:
                     hook.remove()
                 if self.has_veto:
@@ -189,6 +193,8 @@ def play(context: RankContext, directory: str, has_veto: bool) -> list[str]:
     with ProcessGroups.create(Layout(dp=2)) as groups:
         good = Job(groups, root / "good", kind="", has_veto=has_veto)
         check(good.run() is None, "good")
+        before = Job(groups, root / "before", kind="", has_veto=has_veto)
+        before.run(AT)
         for kind, code in (("persistent_error", 18), ("correct_result", 19)):
             job = Job(groups, root / kind, kind=kind, has_veto=has_veto)
             check(job.run() == code, f"{kind}: code {job.machine.decision}")
@@ -198,6 +204,7 @@ def play(context: RankContext, directory: str, has_veto: bool) -> list[str]:
             after = Job(groups, root / kind, kind="", devices=("A", "C"), has_veto=has_veto)
             after.resume()
             check(after.step == AT, f"{kind}: resumed at {after.step}")
+            check(same(after, before), f"{kind}: the state is not that before the step")
             if kind == "persistent_error":
                 check(after.run() is None, f"{kind}: {after.machine.decision}")
                 check(same(after, good), f"{kind}: other bits")
@@ -258,6 +265,26 @@ def test_nothing_is_sent_while_nothing_is_wrong(tmp_path: Path) -> None:
     assert (with_veto[1], without[1]) == (0, 10)
 
 
+def inside(context: RankContext, directory: str) -> str:
+    del context
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        job = Job(groups, Path(directory), kind="")
+        batches = job.machine.replayable(job.source())
+        try:
+            for _ in job.machine.attempts(0, batches):
+                job.model(next(batches)).mean().backward()
+                job.optimizer.step()
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_sharded_optimizer_that_steps_inside_the_loop_has_to_ask(tmp_path: Path) -> None:
+    """Its writes show in no counter of autograd."""
+    for message in run_ranks(2, inside, str(tmp_path)).results:
+        assert "by a step of ShardedOptimizer" in message
+
+
 def misuse(context: RankContext, directory: str) -> str:
     del context
     with ProcessGroups.create(Layout(dp=2)) as groups:
@@ -291,3 +318,59 @@ def _with_policy(context: RankContext, directory: str) -> str:
         except ConfigError as error:
             return str(error)
     return ""
+
+
+def plain_loop(context: RankContext, directory: str, case: str) -> tuple[int | None, list[str]]:
+    """One step of a loop without an optimizer; rank 1 rejects its value twice."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0 + (context.rank if case == "parameters" else 0))
+        first = {"count": 10 * context.rank}
+        counter = dict(first)
+
+        def save() -> object:
+            return object() if case == "kept" else counter
+
+        def restore(saved: Any) -> None:
+            counter.update(first if case == "kept" else saved)
+
+        hook = save, restore
+        lines: list[str] = []
+        machine = RerunMachine(
+            groups,
+            directory=directory,
+            replayed=Replayed(modules=[model], hooks=[hook]),
+            device=DeviceIdentity(host="h", uuid=f"GPU {context.rank}"),
+            note=lines.append,
+        )
+        source = iter([torch.full((1, 1), float(context.rank))] * 5)
+        batches: Any = source if case == "batches" else machine.replayable(source)
+        magnitude = Spike(num_samples=1, window=3)
+        for _ in machine.attempts(0, None if case == "batches" else batches):
+            machine.validate("magnitude", 1.0 + context.rank, magnitude)
+        for _ in machine.attempts(1, None if case == "batches" else batches):
+            machine.validate("magnitude", 1.0 + context.rank, magnitude)
+            # Whose step it is shows in the batch and in the state of the hook alike.
+            value = model(next(batches)).item() + counter["count"]
+            counter["count"] += 100
+            machine.validate("loss", value, Rejects(lambda each: each > 10, "too large"))
+        assert machine.learned.of("magnitude") == [1.0 + context.rank]
+        return machine.decision.exit_code, lines
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "words"),
+    [
+        ("", 19, "another data replica runs it"),
+        ("parameters", 16, "hold other parameters"),
+        ("batches", 16, "do not come from machine.replayable"),
+        ("kept", 16, "hook 0"),
+    ],
+)
+def test_a_second_opinion_is_given_only_where_runs_are_the_same(
+    tmp_path: Path, case: str, code: int, words: str
+) -> None:
+    """D23: equal parameters, batches that can be sent, states of hooks as well."""
+    results = run_ranks(2, plain_loop, str(tmp_path), case).results
+    assert [each[0] for each in results] == [code, code]
+    assert any(words in line for line in results[0][1]), results[0][1]

@@ -42,6 +42,9 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class BaseTrainer(ABC):
     """A training state, the loop that changes it step by step, and its checkpoints."""
 
+    losses_fed_by: str | None = None
+    """The ranks that compute a loss; None for those that share a replica of the model."""
+
     def __init__(
         self,
         config: TrainConfig,
@@ -77,7 +80,12 @@ class BaseTrainer(ABC):
         self.num_microbatches = num_microbatches
         self.device = device
         self.machine = make_machine(
-            config, groups=groups, device=device, replayed=replayed, note=self._note
+            config,
+            groups=groups,
+            device=device,
+            replayed=replayed,
+            optimizer=optimizer,
+            note=self._note,
         )
         self._batches = self.machine.replayable(StepRows(self.step_rows), is_rewound=True)
         self.schedule = Schedule(
@@ -238,6 +246,7 @@ class BaseTrainer(ABC):
                 num_microbatches=self.num_microbatches,
                 gradient_share=self.gradient_share,
                 scaler=self.scaler,
+                losses_fed_by=self.losses_fed_by,
             )
         self._obey_decision()
         loss, outcome = self.finish_update(row_losses)
@@ -265,7 +274,7 @@ class BaseTrainer(ABC):
     def _leave_out(self, step: int, *, started: float) -> StepMetrics:
         """Pass over the rows of a step, and update nothing."""
         self._note(
-            f"step {step} is left out: the report has it as rejected in two starts on one rank"
+            f"step {step} is left out: by the report its data is bad, whatever device it runs on"
         )
         next(self._batches)
         self.progress.advance()
@@ -402,6 +411,7 @@ class BaseTrainer(ABC):
             note=self._note,
         )
         self._after_load(report)
+        self._damaged += begin.left_out
         self._log.load(report, began=began)
         if report.missing:
             self._note(self.describe_missing(report))

@@ -53,6 +53,12 @@ def load_checkpoint(
     """
     assert config.load is not None
     num_fallbacks = config.max_fallbacks
+    if begin.left_out:
+        note(
+            f"left out: checkpoints of steps {', '.join(map(str, begin.left_out))}, whose state is "
+            f"not finite by the report"
+        )
+        num_fallbacks = 0  # a fallback would start with the newest
     if begin.is_fault:
         root = begin.root(config.load)
         note(f"continuing from the state that a fault has left at step {begin.step}: {root}")

@@ -39,7 +39,7 @@ class WorkerFailure:
     """One line; empty where everything was printed already."""
     exit_code: int
     """2 for an error of Holdfast's own, with what to do in it; 1 for a death; 128 and the signal's
-    number for a run that a signal has stopped; 16 to 20 for one that the rerun machine has."""
+    number for a run that a signal has stopped; 16 to 21 for one that the rerun machine has."""
 
 
 def launch(config: TrainConfig, *, arguments: Sequence[str]) -> WorkerFailure | None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast import KeepLast
 from holdfast.checkpoint import Checkpointer, SaveReport
@@ -40,6 +40,8 @@ _ADVICE = {
     ExitCode.CORRECT_RESULT: "a bad value is the correct result; look at the data, the code and "
     "the settings",
     ExitCode.UNDECIDED: "a bad value could not be explained; the report has what is known",
+    ExitCode.SPOILED_STATE: "the state was not finite before the step; start again from a "
+    "checkpoint of an earlier step",
 }
 
 
@@ -88,26 +90,37 @@ def make_machine(
     groups: ProcessGroups,
     device: torch.device,
     replayed: Replayed,
+    optimizer: object,
     note: Callable[[str], None],
 ) -> RerunMachine:
     """The machine that the options describe. Collective: one agreement.
+
+    Injected errors are in the output of a middle block of each of this rank's modules.
 
     Args:
         config: of the run.
         groups: of all ranks.
         device: of this process.
         replayed: what is brought back before a rerun.
+        optimizer: whose state has to be finite.
         note: takes a line for the person.
     """
     rerun, save = config.rerun, config.checkpoint.save
-    rate = rerun.error_injection_rate
-    injector = ErrorInjector(rate, rerun.error_injection_type, seed=config.seed) if rate else None
+    injector = None
+    if rerun.error_injection_rate:
+        injector = ErrorInjector(
+            rerun.error_injection_rate,
+            rerun.error_injection_type,
+            seed=config.seed,
+            modules=[_middle_block(each) for each in replayed.modules],
+        )
     return RerunMachine(
         groups,
         mode=rerun.rerun_mode,
         directory=None if save is None else rerun_dir(save),
         replayed=replayed,
         device=device,
+        optimizers=[optimizer],
         limits=Limits(max_restarts=rerun.rerun_max_restarts),
         skip_rejected=rerun.rerun_skip_rejected,
         injector=injector,
@@ -125,8 +138,9 @@ def validate_step(
     num_microbatches: int,
     gradient_share: Callable[[], float],
     scaler: LossScaler | None,
+    losses_fed_by: str | None = None,
 ) -> None:
-    """Validate what this rank has computed in a step, before anything of it is averaged.
+    """Validate what this rank has computed in a step: losses before anything is averaged.
 
     With a loss scale a value that is not finite is ordinary until the scale is at its minimum: the
     update then leaves the step out. Only at the minimum it is rejected.
@@ -138,6 +152,8 @@ def validate_step(
         num_microbatches: into how many equal parts they are cut.
         gradient_share: see `BaseTrainer.gradient_share`; collective.
         scaler: of the loss.
+        losses_fed_by: the ranks that compute a loss, see `RerunMachine.validate`; default: those of
+            the model's replica. Gradients are reduced over all ranks, so all of them feed it.
 
     Cost: a wait for the device; that of `gradient_share`.
     """
@@ -148,11 +164,13 @@ def validate_step(
     tolerance = rerun.rerun_tolerance
     if row_losses is not None and len(row_losses):
         for loss in row_losses.view(num_microbatches, -1).mean(dim=1).tolist():
-            machine.validate("loss", loss, rule, tolerance=tolerance)
+            machine.validate("loss", loss, rule, tolerance=tolerance, fed_by=losses_fed_by)
             if rerun.rerun_spike_factor:
                 spike = Spike(factor=rerun.rerun_spike_factor)
-                machine.validate("spike", loss, spike, fatal=False, tolerance=tolerance)
-    machine.validate("gradient", gradient_share(), rule, tolerance=tolerance)
+                machine.validate(
+                    "spike", loss, spike, fatal=False, tolerance=tolerance, fed_by=losses_fed_by
+                )
+    machine.validate("gradient", gradient_share(), rule, tolerance=tolerance, fed_by="all")
 
 
 @contextmanager
@@ -178,6 +196,17 @@ def save_fault(
     """
     with Checkpointer(machine.checkpoints, groups=groups, retention=KeepLast(1)) as faults:
         return faults.save(step, state, overwrite=True)
+
+
+def _middle_block(module: nn.Module) -> nn.Module:
+    """Return a module whose output is an activation in the midst of a model.
+
+    Without blocks, as a projector, that is the module itself.
+    """
+    blocks = getattr(module, "blocks", None)
+    if not isinstance(blocks, nn.ModuleDict) or not blocks:
+        return module
+    return list(blocks.values())[len(blocks) // 2]
 
 
 def _never(value: object) -> bool:

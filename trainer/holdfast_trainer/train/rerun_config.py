@@ -21,7 +21,8 @@ class RerunConfig:
     end with an exit code that names the cause. report_determinism_stats: run every step twice and
     compare. disabled: a bad value ends the run."""
     rerun_skip_rejected: bool = False
-    """Leave out a step that was rejected in two starts on one rank, by the machine's report."""
+    """Leave out a step whose data was proved bad, by the machine's report: the same value on two
+    sets of devices that have none in common."""
     rerun_max_restarts: int = 3
     """Starts from one fault checkpoint after which its fault stays undecided."""
     rerun_report_interval: int = 100
@@ -32,11 +33,11 @@ class RerunConfig:
     rerun_tolerance: float = 0.0
     """Largest relative difference of two values that count as the same; 0 means bitwise equal."""
     error_injection_rate: int = 0
-    """To try it out: make one in so many validated values bad; 0 means none."""
+    """To try it out: spoil an activation in one of so many steps of each rank; 0 means none."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = (
         "transient_error"
     )
-    """With --error-injection-rate: whose fault the bad values look like."""
+    """With --error-injection-rate: whose fault the spoiled activations look like."""
 
     @property
     def is_on(self) -> bool:

@@ -5,7 +5,8 @@ Torch-free, so that the command line can look before it starts any process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,10 @@ from holdfast.format.names import (
     FAULT_CHECKPOINTS,
     LATEST,
     RANK_LOG_DIR,
-    latest_step,
     list_steps,
     parse_step_dir,
 )
+from holdfast.format.rerun_report import REPORT_NAME, read_events
 from holdfast.storage import PosixStorage
 from holdfast_trainer.train.config import CheckpointConfig
 from holdfast_trainer.train.rerun_config import RERUN_DIR, rerun_dir
@@ -33,6 +34,8 @@ class CheckpointToLoad:
     step: int
     is_fault: bool
     """True if it is one that a fault has left: the state at the start of the step with it."""
+    left_out: tuple[int, ...] = ()
+    """Later steps whose state is not finite, by the report of the rerun machine."""
 
     def root(self, load: Path) -> Path:
         """The directory of its step, in that of --load."""
@@ -56,7 +59,11 @@ def find_checkpoint(checkpoint: CheckpointConfig, *, control: Control) -> Checkp
     if control.is_coordinator:
         try:
             begin = checkpoint_to_load(checkpoint)
-            answer = b"-1 0" if begin is None else b"%d %d" % (begin.step, begin.is_fault)
+            if begin is None:
+                answer = b"-1 0"
+            else:
+                numbers = (begin.step, int(begin.is_fault), *begin.left_out)
+                answer = " ".join(map(str, numbers)).encode()
         except HoldfastError as error:
             # Sent as an answer, not agreed on: it is one rank's finding, and speaks for all.
             answer = f"{type(error).__name__}: {error}".encode()
@@ -64,8 +71,10 @@ def find_checkpoint(checkpoint: CheckpointConfig, *, control: Control) -> Checkp
     kind, _, message = answer.decode().partition(": ")
     if message:
         raise StorageError(message) if kind == "StorageError" else ConfigError(message)
-    step, is_fault = map(int, kind.split())
-    return None if step < 0 else CheckpointToLoad(step=step, is_fault=bool(is_fault))
+    step, is_fault, *left_out = map(int, kind.split())
+    if step < 0:
+        return None
+    return CheckpointToLoad(step=step, is_fault=bool(is_fault), left_out=tuple(left_out))
 
 
 def step_to_load(checkpoint: CheckpointConfig) -> int | None:
@@ -78,7 +87,8 @@ def checkpoint_to_load(checkpoint: CheckpointConfig) -> CheckpointToLoad | None:
     """Return what to load as this process sees it; None to start afresh.
 
     The newest fault checkpoint comes before a good one of the same step or an older one, unless
-    --load-step or --finetune asks for another.
+    --load-step or --finetune asks for another. Left out are those that the report of the rerun
+    machine knows to be not finite, and the one of a fault that training has passed.
 
     Raises:
         ConfigError: --load is not a checkpoint directory, or has no checkpoint and
@@ -87,27 +97,69 @@ def checkpoint_to_load(checkpoint: CheckpointConfig) -> CheckpointToLoad | None:
     """
     begin = None
     if checkpoint.load is not None:
-        fault = _fault_in(checkpoint.load, checkpoint=checkpoint)
-        step = _step_in(checkpoint.load, checkpoint=checkpoint, has_fault=fault is not None)
+        known = read_past(checkpoint.load)
+        fault = _fault_in(checkpoint.load, checkpoint=checkpoint, known=known)
+        step = _step_in(
+            checkpoint.load, checkpoint=checkpoint, known=known, has_fault=fault is not None
+        )
         if step is not None:
             begin = CheckpointToLoad(step=step, is_fault=False)
         if fault is not None and (step is None or fault >= step):
             begin = CheckpointToLoad(step=fault, is_fault=True)
+        if begin is not None and checkpoint.load_step is None:
+            later = tuple(sorted(each for each in known.spoiled if each > begin.step))
+            begin = replace(begin, left_out=later)
     if checkpoint.save is not None:
         begins_at = 0 if begin is None or checkpoint.finetune else begin.step
-        check_save(checkpoint.save, begins_at=begins_at)
+        check_save(
+            checkpoint.save, begins_at=begins_at, left_out=() if begin is None else begin.left_out
+        )
     return begin
 
 
-def _fault_in(load: Path, *, checkpoint: CheckpointConfig) -> int | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSteps:
+    """Checkpoints to leave out, by finished steps, as the report of the rerun machine has them."""
+
+    spoiled: frozenset[int] = frozenset()
+    """Their state is not finite."""
+    retired: frozenset[int] = frozenset()
+    """Fault checkpoints whose step training has passed."""
+
+
+def read_past(directory: Path) -> KnownSteps:
+    """Return what the report in a run's directory says of its checkpoints.
+
+    Raises:
+        StorageError, CorruptionError: the report cannot be read.
+    """
+    spoiled: set[int] = set()
+    retired: set[int] = set()
+    for event in read_events(rerun_dir(directory) / REPORT_NAME):
+        # The machine counts steps from 1 here: step n + 1 starts with the state of n finished ones.
+        if event["event"] == "verdict" and event["verdict"] == "spoiled_state":
+            spoiled.add(event["step"] - 1)
+        elif event["event"] == "recovered":
+            spoiled.discard(event["step"] - 1)
+        elif event["event"] == "retired":
+            retired.add(event["step"] - 1)
+    return KnownSteps(spoiled=frozenset(spoiled), retired=frozenset(retired))
+
+
+def _fault_in(load: Path, *, checkpoint: CheckpointConfig, known: KnownSteps) -> int | None:
     """The step of the newest fault checkpoint; None without one, or where another is asked for."""
     root = fault_checkpoints(load)
     if checkpoint.finetune or checkpoint.load_step is not None or not root.is_dir():
         return None
-    return latest_step(PosixStorage(root))
+    left_out = known.spoiled | known.retired
+    return max(
+        (step for step in list_steps(PosixStorage(root)) if step not in left_out), default=None
+    )
 
 
-def _step_in(load: Path, *, checkpoint: CheckpointConfig, has_fault: bool) -> int | None:
+def _step_in(
+    load: Path, *, checkpoint: CheckpointConfig, known: KnownSteps, has_fault: bool
+) -> int | None:
     """The step to load from a directory; None when it has none and this run fills it."""
     is_own = load == checkpoint.save
     if not load.is_dir():
@@ -128,8 +180,14 @@ def _step_in(load: Path, *, checkpoint: CheckpointConfig, has_fault: bool) -> in
                 f"step; it has {have}"
             )
         return checkpoint.load_step
+    sound = [step for step in steps if step not in known.spoiled]
+    if sound:
+        return max(sound)
     if steps:
-        return latest_step(storage)
+        raise ConfigError(
+            f"--load {load}: the state of every checkpoint is not finite, by the report in "
+            f"{rerun_dir(load)}; name another directory, or --load-step to start with one anyway"
+        )
     if has_fault:
         return None
     names = storage.list("")
@@ -161,12 +219,13 @@ def _is_ours(name: str) -> bool:
     )
 
 
-def check_save(save: Path, *, begins_at: int) -> None:
+def check_save(save: Path, *, begins_at: int, left_out: Sequence[int] = ()) -> None:
     """Refuse now what would only fail at the first save, after training towards it.
 
     Args:
         save: the directory of `--save`; it is made.
         begins_at: the step at which the run starts.
+        left_out: later steps that are not finite, which the run will save over.
 
     Raises:
         ConfigError: the directory holds later steps than that.
@@ -182,13 +241,16 @@ def check_save(save: Path, *, begins_at: int) -> None:
             f"--save {save}: cannot be written ({error.strerror}); name a directory that can"
         ) from error
     later = [step for step in list_steps(PosixStorage(save)) if step > begins_at]
+    later = [step for step in later if step not in left_out]
     if later:
         raise ConfigError(
             f"--save {save} already holds step {later[-1]} and this run starts at step "
             f"{begins_at}: resume with --load {save}, or give --save another directory"
         )
     faults = fault_checkpoints(save)
-    at_fault = latest_step(PosixStorage(faults)) if faults.is_dir() else None
+    over = {*left_out, *read_past(save).retired}
+    known = list_steps(PosixStorage(faults)) if faults.is_dir() else []
+    at_fault = max((step for step in known if step not in over), default=None)
     if at_fault is not None and at_fault > begins_at:
         raise ConfigError(
             f"--save {save} holds the state of a fault at step {at_fault} and this run starts at "

@@ -6,6 +6,7 @@ import json
 import math
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.optim import LossScaler
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import ErrorInjector, read_report
+from holdfast.rerun.injection import point_of
 from holdfast.rerun.journal import Journal
 from holdfast.storage import PosixStorage
 from holdfast_trainer.command import main, parse
@@ -57,7 +59,7 @@ LAYOUTS = (
 
 
 def injection(kind: str, points: list[str], *, hits: str) -> tuple[str, str]:
-    """A seed, and flags that with it make the value of one point bad and none of the others."""
+    """A seed, and flags that with it spoil an activation at one point and none of the others."""
     rate = len(points)
     for seed in range(1, 10_000):
         injector = ErrorInjector(rate, seed=seed)
@@ -67,29 +69,33 @@ def injection(kind: str, points: list[str], *, hits: str) -> tuple[str, str]:
     raise AssertionError(f"no seed hits {hits} alone")
 
 
-def points_of(num_ranks: int, axis: str, *, num_microbatches: int = 4) -> list[str]:
-    """Everything that any rank of a layout of one axis may validate."""
+def points_of(num_ranks: int, axis: str) -> list[str]:
+    """Each step on each rank of a layout of one axis, see `point_of`."""
     ranks = [
         ",".join(f"{name}={rank if name == axis else 0}" for name in ("cp", "dp", "pp", "tp"))
         for rank in range(num_ranks)
     ]
-    calls = [f"loss:{number}" for number in range(num_microbatches)] + ["gradient:0"]
-    return [
-        f"{step}:{rank}:{call}" for step in range(1, STEPS + 1) for rank in ranks for call in calls
-    ]
+    return [point_of(step, rank) for step in range(1, STEPS + 1) for rank in ranks]
 
 
-def bad_gradient(kind: str, words: str, *, num_ranks: int = 2) -> tuple[str, str]:
-    """Seed and flags for a bad gradient at step `AT` on the last rank."""
+def bad_activation(kind: str, words: str, *, num_ranks: int = 2) -> tuple[str, str]:
+    """Seed and flags for a spoiled activation at step `AT` on the last rank."""
     axis = next((name for name in ("tp", "pp") if f"--{name} 2" in words), "dp")
     points = points_of(num_ranks, axis)
-    (hit,) = [p for p in points if p.startswith(f"{AT}:") and p.endswith("gradient:0")][-1:]
+    (hit,) = [p for p in points if p.startswith(point_of(AT, ""))][-1:]
     return injection(kind, points, hits=hit)
 
 
 def run_once(directory: str, words: str, device: str) -> tuple[int, dict[str, Tensor]]:
-    """One start of a run: its exit code, and whole parameters and moments at its end."""
-    pytest.MonkeyPatch().setenv("HOLDFAST_DEVICE", device)
+    """One start of a run: its exit code, and whole parameters and moments at its end.
+
+    Args:
+        directory: with the text to train on.
+        words: options.
+        device: of every rank, or a letter for each of several.
+    """
+    own = device[dist.get_rank() % len(device)]
+    pytest.MonkeyPatch().setenv("HOLDFAST_DEVICE", own)
     config = config_of("--steps", str(STEPS), *words.split())
     with (
         ProcessGroups.create(config.check(world_size=dist.get_world_size())) as groups,
@@ -107,7 +113,7 @@ def starts(
 ) -> tuple[list[int], bool]:
     """Exit codes of starts on these devices, and whether the last is as if nothing had been."""
     save = f"{directory}/ck"
-    seed, flags = bad_gradient(kind, words)
+    seed, flags = bad_activation(kind, words)
     words = f"--save-interval 2 {words} {seed}"
     _, expected = run_once(directory, f"{words} --save {directory}/good", "a")
     faulty = f"{words} {flags} --save {save} --load {save}"
@@ -134,7 +140,7 @@ def test_a_broken_device_is_named_and_training_goes_on_bitwise(
     assert verdict["verdict"] == "persistent_error"
     assert verdict["step"] == AT
     assert len(verdict["devices"]) == 1
-    assert ", a (rank 1 then)" in verdict["devices"][0]
+    assert [each["device"] for each in verdict["convicted"]] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -158,11 +164,44 @@ def test_each_kind_of_fault_has_its_exit_code(
         assert list_steps(PosixStorage(left)) == [AT - 1]
 
 
+@pytest.mark.parametrize("words", [DROPOUT, "--zero 1 --precision bf16"])
+@pytest.mark.parametrize(
+    ("kind", "code", "convicted"), [("persistent_error", 18, ["b"]), ("correct_result", 19, [])]
+)
+def test_another_data_replica_tells_without_a_restart(
+    workplace: Path, kind: str, code: int, convicted: list[str], words: str
+) -> None:
+    """On devices of its own; the next start continues from the state before the step."""
+    results = run_ranks(2, starts, str(workplace), words, kind, ("ab", "ac")).results
+    assert results == [([code, 0], True)] * 2
+    events = read_report(workplace / "ck/rerun")
+    (verdict,) = [each for each in events if each["event"] == "verdict"]
+    assert (verdict["verdict"], verdict["step"]) == (kind, AT)
+    assert [each["device"] for each in verdict["convicted"]] == convicted
+    assert "second_opinion" in [each["event"] for each in events]
+    # It was in an activation: the reduced gradients of both ranks are bad, and all ranks feed them.
+    calls = [(each["rank"], each["call"]) for each in events[0]["values"]]
+    assert {(0, "gradient"), (1, "gradient"), (1, "loss")} == set(calls)
+    assert {each["verdict"] for each in verdict["values"]} == {kind}
+
+
+@pytest.mark.parametrize("words", ["--pp 2 --num-layers 2", "--tp 2 --num-layers 1"])
+def test_a_device_is_convicted_only_once_the_others_are_cleared(
+    workplace: Path, words: str
+) -> None:
+    """The same devices in another order were good, which clears neither in its first role."""
+    devices = ("ab", "ba", "ac", "ac")
+    results = run_ranks(2, starts, str(workplace), words, "persistent_error", devices).results
+    assert results == [([16, 16, 18, 0], True)] * 2
+    (verdict,) = [e for e in read_report(workplace / "ck/rerun") if e["event"] == "verdict"]
+    assert [each["device"] for each in verdict["convicted"]] == ["b"]
+
+
 def multimodal_starts(rank: RankContext, directory: str, words: str) -> tuple[list[int], bool]:
     """Exit codes of three starts with a persistent error, and whether the end is as without."""
     save = f"{directory}/ck"
     points = points_of(rank.num_ranks, "dp")
-    hit = next(p for p in points if p.startswith(f"{AT}:") and p.endswith("gradient:0"))
+    hit = next(p for p in points if p.startswith(point_of(AT, "")))
     seed, flags = injection("persistent_error", points, hits=hit)
     words = f"{words} {seed}"
     faulty = f"{words} {flags} --save {save} --load {save}"
@@ -259,8 +298,8 @@ def train(words: str, *, save_interval: int = 1) -> int:
 
 
 def one_bad_loss(kind: str) -> str:
-    points = points_of(1, "dp", num_microbatches=1)
-    return " ".join(injection(kind, points, hits=f"{AT}:cp=0,dp=0,pp=0,tp=0:loss:0"))
+    points = points_of(1, "dp")
+    return " ".join(injection(kind, points, hits=points[AT - 1]))
 
 
 def stored(directory: Path, step: int) -> dict[str, bytes]:
@@ -343,12 +382,16 @@ def test_a_step_that_begins_differently_is_no_rerun_of_it(
     assert not [each for each in read_report(alone / "ck/rerun") if each["event"] == "verdict"]
 
 
-def test_a_step_that_the_report_has_twice_is_passed_over(
+def prove_bad(directory: Path) -> None:
+    """Put a verdict on the data of step `AT` into the report of a machine."""
+    fields = {"job": "first", "step": AT, "fault": "1", "exit_code": 19, "values": []}
+    Journal(directory).append("verdict", {**fields, "verdict": "correct_result"})
+
+
+def test_a_step_whose_data_was_proved_bad_is_passed_over(
     alone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    journal = Journal(alone / "ck/rerun")
-    for job in ("first", "second"):
-        journal.append("rejected", {"job": job, "step": AT, "values": [{"rank": 0}]})
+    prove_bad(alone / "ck/rerun")
     words = f"--save ck --jsonl log --rerun-skip-rejected {VALIDATE}"
     assert train(words) == 0
     assert f"step {AT} is left out" in capsys.readouterr().out
@@ -399,9 +442,7 @@ def test_a_step_whose_fault_was_the_correct_result_is_passed_over_at_the_next_st
     seen = [(each["step"], each.get("skipped", False)) for each in steps if each["event"] == "step"]
     assert seen == [(step, step == AT) for step in range(AT, STEPS + 1)]
     seed = bad.partition(VALIDATE)[0]
-    journal = Journal(alone / "good/rerun")
-    for job in ("first", "second"):
-        journal.append("rejected", {"job": job, "step": AT, "values": [{"rank": 0}]})
+    prove_bad(alone / "good/rerun")
     assert train(f"--save good --rerun-skip-rejected {seed} {VALIDATE}") == 0
     assert position(alone / "ck") == position(alone / "good")
     assert stored(alone / "ck", STEPS) == stored(alone / "good", STEPS)
@@ -426,9 +467,49 @@ def test_an_overflow_is_a_fault_only_at_the_smallest_loss_scale(
         if is_at_minimum:
             with pytest.raises(RerunExit) as caught:
                 trainer.train_step()
-            assert caught.value.exit_code == 16
+            assert caught.value.exit_code == 21  # the infinity was there before the step
         else:
             assert trainer.train_step().skipped
+
+
+def test_a_state_that_was_bad_before_its_step_is_blamed_on_no_device(workplace: Path) -> None:
+    """D20: moments that an update has spoiled: their checkpoint is passed over, and saved over."""
+    words = f"--save {workplace}/ck --load {workplace}/ck --save-interval 1 {VALIDATE}"
+    config = config_of(*words.split())
+    config.check(world_size=1)
+    with ProcessGroups.single() as groups:
+        with Trainer(config, groups=groups, corpus=text(str(workplace))) as trainer:
+            trainer.train_step()
+            trainer.save()
+            trainer.train_step()
+            optimizer: Any = trainer.update.optimizer
+            moments = next(iter(getattr(optimizer, "optimizer", optimizer).state.values()))
+            moments["exp_avg"].view(-1)[0] = math.nan
+            trainer.save()
+        with (
+            Trainer(config, groups=groups, corpus=text(str(workplace))) as trainer,
+            pytest.raises(RerunExit) as caught,
+        ):
+            trainer.run()
+        assert caught.value.exit_code == 21
+        assert str(caught.value).startswith("step 3: the state was not finite before the step")
+        assert "an earlier step" in caught.value.advice(workplace / "ck")
+        checkpoint = config.checkpoint
+        begin = checkpoint_to_load(checkpoint)
+        assert begin is not None
+        assert (begin.step, begin.is_fault, begin.left_out) == (1, False, (2,))
+        with Trainer(config, groups=groups, corpus=text(str(workplace))) as trainer:
+            trainer.run()
+            assert trainer.progress.step == config.steps
+        begin = checkpoint_to_load(checkpoint)
+        assert begin is not None
+        assert (begin.step, begin.left_out) == (config.steps, ())
+        # Every checkpoint is spoiled: nothing is started without a word.
+        events = [{"event": "verdict", "step": n, "verdict": "spoiled_state"} for n in range(400)]
+        lines = "".join(f"{json.dumps(each)}\n" for each in events)
+        (workplace / "ck/rerun/report.jsonl").write_text(lines)
+        with pytest.raises(ConfigError, match="every checkpoint is not finite"):
+            checkpoint_to_load(checkpoint)
 
 
 def test_the_newest_of_good_and_fault_checkpoints_is_loaded(alone: Path) -> None:

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.slow
 
 def bad_loss(kind: str) -> tuple[str, str]:
     """Seed and flags for a bad loss at step `AT` on rank 1 of two data ranks."""
-    points = points_of(2, "dp", num_microbatches=1)
-    return injection(kind, points, hits=f"{AT}:cp=0,dp=1,pp=0,tp=0:loss:0")
+    points = points_of(2, "dp")
+    return injection(kind, points, hits=points[2 * AT - 1])
 
 
 def words_of(*texts: str) -> list[str]:

@@ -1,0 +1,65 @@
+"""Values that were rejected between steps, which no rerun can explain: they are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.rerun.attempt import RejectedValue
+from holdfast.rerun.places import Place
+from holdfast.rerun.team import Team
+from holdfast.rerun.values import Value, describe
+
+_MAX_NAMED = 4
+
+
+class Observations:
+    """What this rank has rejected between steps, until the ranks meet.
+
+    Args:
+        team: the ranks.
+    """
+
+    def __init__(self, team: Team) -> None:
+        """There is nothing yet."""
+        self._team = team
+        self._values: list[RejectedValue] = []
+
+    def __bool__(self) -> bool:
+        """Return True if there is something to report."""
+        return bool(self._values)
+
+    def add(self, name: str, value: Value, why: str, fed_by: Sequence[Place]) -> None:
+        """Keep a value, and the reason for its rejection."""
+        self._values.append(
+            RejectedValue(
+                call=name,
+                occurrence=0,
+                value=describe(value),
+                why=why,
+                fatal=False,
+                fed_by=[*fed_by],
+            )
+        )
+
+    def report(self, *, step: int) -> None:
+        """Record what any rank has. Collective."""
+        payload = msgspec.msgpack.encode(self._values) if self._values else b""
+        rows = self._team.exchange(payload, phase=f"step {step}: observed")
+        self._values = []
+        values: list[dict[str, Any]] = [
+            msgspec.structs.asdict(place) | msgspec.to_builtins(each)
+            for place, row in zip(self._team.places, rows, strict=True)
+            if row
+            for each in msgspec.msgpack.decode(row, type=list[RejectedValue])
+        ]
+        if not values:
+            return
+        self._team.record("observed", step=step, fault="", values=values)
+        words = "; ".join(
+            f"'{each['call']}' on rank {each['rank']}: {each['why']}"
+            for each in values[:_MAX_NAMED]
+        )
+        self._team.say(f"before step {step}: {words}: the run continues")
