@@ -121,9 +121,6 @@ class Job:
         self.current: Start | None = None
         at = scenario.layout.coordinate(groups.rank)
         self.replica, self._context = at["dp"], at["cp"]
-        self._spoilt: set[int] = set()
-        """Steps of good checkpoints that are not finite."""
-        self._is_careful = False
 
     def play(self, *, max_starts: int = MAX_STARTS) -> Record:
         """Start the job until it ends by itself, or so many times."""
@@ -139,7 +136,6 @@ class Job:
             shared = [start.events]
             dist.broadcast_object_list(shared, src=self.groups.layout.ranks[0])
             self.scheduler.move(start.exit_code, convicted_by(shared[0] or []))
-            self._is_careful |= start.exit_code == 21
         if max_starts == MAX_STARTS:
             self.record.wrong.append(f"the job has not ended after {MAX_STARTS} starts")
         return self.record
@@ -204,7 +200,6 @@ class Job:
                 self._progress |= {"step": step + 1, "position": self._taken}
                 if step + 1 < NUM_STEPS and (step + 1) % scenario.save_interval == 0:
                     good.save(step + 1, self._state(), overwrite=True)
-                    self._look_at_saved(step + 1)
         return start
 
     def _state(self) -> dict[str, object]:
@@ -216,25 +211,14 @@ class Job:
         }
 
     def _resume(self, faults: Checkpointer, good: Checkpointer) -> None:
-        """Load the newer checkpoint; of equal steps that which a fault has left."""
-        steps = [step for step in good.steps() if not (self._is_careful and step in self._spoilt)]
-        newest = max(steps, default=-1)
-        newest_fault = max(faults.steps(), default=-1)
-        if max(newest, newest_fault) < 0:
-            return
-        source, step = (faults, newest_fault) if newest_fault >= newest else (good, newest)
-        report = source.load(self._state(), step=step)
-        loaded: Any = report.values["progress"]
-        self._progress = dict(loaded)
-
-    def _look_at_saved(self, step: int) -> None:
-        """Note whether a checkpoint is finite, as somebody would who has to pick one."""
-        tensors = [*self.trainer.model.parameters()]
-        tensors += [self.trainer.optimizer.state[each]["momentum_buffer"] for each in tensors]
-        is_bad = torch.tensor(float(not all(bool(each.isfinite().all()) for each in tensors)))
-        if dist.is_initialized():
-            dist.all_reduce(is_bad)
-        (self._spoilt.add if is_bad else self._spoilt.discard)(step)
+        """Load the checkpoint that the machine names."""
+        assert self.machine is not None
+        point = self.machine.resume_point(good, faults)
+        if point is not None:
+            source, step = point
+            assert isinstance(source, Checkpointer)
+            loaded: Any = source.load(self._state(), step=step).values["progress"]
+            self._progress = dict(loaded)
 
     def _source(self) -> Iterator[dict[str, Tensor]]:
         for index in itertools.count(self._taken):

@@ -8,6 +8,7 @@ its load and in the rerun.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -168,7 +169,7 @@ def play_killed(root: Path, seed: int, options: dict[str, Any], *, num_kills: in
 
 def _delay_s(random_: random.Random) -> float:
     """Return a delay, each order of magnitude as likely: so some fit, however fast machines are."""
-    return SHORTEST_S * (LONGEST_S / SHORTEST_S) ** random_.random()
+    return SHORTEST_S * math.pow(LONGEST_S / SHORTEST_S, random_.random())
 
 
 def _check(

@@ -183,7 +183,11 @@ class Scheduler:
         if how == "one back":
             # What the machine advises: a suspect as the rank that it was, among others.
             index = self._random.randrange(size)
-            return self.now[:index] + self.first[index : index + 1] + self.now[index + 1 :]
+            device, devices = self.first[index], list(self.now)
+            if device in devices:  # as another rank: these two change places
+                devices[devices.index(device)] = devices[index]
+            devices[index] = device
+            return devices
         if how == "same":
             return list(self._random.choice((self.first, self.now)))
         if how == "other":
