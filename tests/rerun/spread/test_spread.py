@@ -49,14 +49,14 @@ def _second_opinions(root: Path, seeds: range) -> None:
 
 
 def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
-    """D7, D8, D9: no false blame, no false clearance, the same bits as without the fault."""
+    """D7, D8, D9, D19: no false blame, no false clearance, the same bits as without the fault."""
     _campaign(fast_dir, range(15))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_hundreds_of_spreading_faults(fast_dir: Path) -> None:
-    """D7, D8, D9: twenty turns through all layouts."""
+    """D7, D8, D9, D19: twenty turns through all layouts."""
     _campaign(fast_dir, range(1000, 1400))
 
 
@@ -68,12 +68,12 @@ def test_a_device_is_cleared_only_in_the_role_that_it_had(fast_dir: Path) -> Non
 
 
 def test_a_second_opinion_tells_within_the_step(fast_dir: Path) -> None:
-    """A replica of one device convicts it at once, and bad data is proved by any two replicas."""
+    """D23: a replica of one device convicts it at once; any two replicas prove data bad."""
     _second_opinions(fast_dir, range(10))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_hundred_second_opinions(fast_dir: Path) -> None:
-    """A hundred of a hundred are right."""
+    """D23: a hundred of a hundred are right."""
     _second_opinions(fast_dir, range(1000, 1105))
