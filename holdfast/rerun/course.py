@@ -586,7 +586,8 @@ class Course:
                 self._start_run(others)
                 return True
             self.team.say(f"step {self.step}: no second opinion of another data replica: {why}")
-        message = f"step {self.step}: {evidence.describe_rechecked()}: {evidence.describe_open(judgement)}"
+        between = evidence.describe_open(judgement)
+        message = f"step {self.step}: {evidence.describe_rechecked()}: {between}"
         self._keep_fault(judgement, suspects, message)
         return False
 
