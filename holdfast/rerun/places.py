@@ -14,7 +14,7 @@ from functools import cached_property
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.arguments import check_int
 from holdfast.errors import ConfigError, LayoutError
@@ -170,15 +170,27 @@ def _part_of_model(layout: Layout, rank: int) -> tuple[object, ...]:
     return (*dense, *(expert[axis] for axis in _EXPERT_REPLICA_AXES))
 
 
+def _ranks_of_shards(parameter: DTensor) -> list[int]:
+    """Return the ranks that hold the shards of this rank's copy of a parameter."""
+    mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    if here is None:
+        return []
+    # Along the dims of a mesh that hold copies (hybrid sharding) a forward gathers nothing.
+    index = tuple(
+        at if isinstance(placement, Replicate) else slice(None)
+        for at, placement in zip(here, parameter.placements, strict=True)
+    )
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
 def _ranks_of_meshes(modules: Iterable[nn.Module]) -> set[int]:
     """Return the global ranks that parts of a forward come from, by the modules themselves."""
     ranks: set[int] = set()
     for module in modules:
         for parameter in module.parameters():
-            if isinstance(parameter, DTensor) and any(
-                isinstance(each, Shard) for each in parameter.placements
-            ):
-                ranks.update(parameter.device_mesh.mesh.flatten().tolist())
+            if isinstance(parameter, DTensor):
+                ranks.update(_ranks_of_shards(parameter))
         for each in module.modules():
             if isinstance(each, nn.SyncBatchNorm):
                 group = each.process_group

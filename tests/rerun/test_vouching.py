@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, DriftError
@@ -21,7 +23,7 @@ from holdfast.rerun import (
     read_report,
     update_norm,
 )
-from holdfast.rerun.places import connected, partner_ranks, replicas_of
+from holdfast.rerun.places import Feeders, connected, partner_ranks, replicas_of
 from holdfast.rerun.vouching import pairs_of_round
 from tests.harness import RankContext, run_ranks
 
@@ -54,6 +56,32 @@ def test_replicas_are_what_a_forward_connects() -> None:
         assert not partners or sorted(partners.values()) == sorted(layout.ranks)
         for rank, other in partners.items():
             assert connected(layout, [rank]) != connected(layout, [other])
+
+
+def feeders(context: RankContext, mesh_shape: tuple[int, ...], names: str) -> tuple[int, ...]:
+    """The ranks that feed a value of a model with parameters on a mesh of four ranks."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    kinds = {"s": Shard(0), "r": Replicate()}
+    weight = distribute_tensor(torch.ones(8, 2), mesh, [kinds[each] for each in names])
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(weight))
+    return Feeders(Layout(dp=4), context.rank, [model]).of(None)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "names", "expected"),
+    [
+        ((4,), "s", [(0, 1, 2, 3)] * 4),
+        ((4,), "r", [(0,), (1,), (2,), (3,)]),
+        ((2, 2), "rs", [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ((2, 2), "sr", [(0, 2), (1, 3), (0, 2), (1, 3)]),
+    ],
+)
+def test_shards_of_parameters_feed_what_is_computed_with_them(
+    mesh_shape: tuple[int, ...], names: str, expected: list[tuple[int, ...]]
+) -> None:
+    """D19: a forward gathers along the dims of a mesh that cut a parameter, and no others."""
+    assert run_ranks(4, feeders, mesh_shape, names).results == expected
 
 
 class Model(nn.Module):
