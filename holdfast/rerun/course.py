@@ -139,6 +139,8 @@ class Course:
         self._fault_id = ""
         self._num_reruns = 0
         self._num_restarts = 0
+        self._was_given_up = False
+        """True if the fault that is rerun was undecided once."""
         self._confirmed: set[Call] = set()
         self._own_suspects: dict[Call, Suspect] = {}
         """This rank's values that were bad twice, while it runs the step of another replica."""
@@ -263,6 +265,7 @@ class Course:
             self._give_up(at, history)
             return {}
         self._num_restarts = history.num_restarts + 1
+        self._was_given_up = bool(history.verdict)
         self.record("restart", number=self._num_restarts, places=self._places())
         return {
             Call(each.call, each.occurrence): each.trials
@@ -388,6 +391,7 @@ class Course:
                 num_restarts=self._num_restarts,
                 limits=self._limits,
                 policy=self._policy,
+                was_given_up=self._was_given_up,
             )
         return self._follow(judgement, evidence)
 

@@ -122,7 +122,7 @@ class Evidence:
         if all(each.is_data_cleared for each in attributions) and attributions:
             return (
                 f"it lies between {between}; a start with one of them as the rank that it was, and "
-                f"other devices in place of the others, tells more"
+                f"devices that were good there in place of the others, tells which"
             )
         return (
             f"it is the data, the code, or one of {between}; a start without any of these devices "

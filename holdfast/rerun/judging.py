@@ -137,6 +137,7 @@ def judge_rerun_from_checkpoint(
     num_restarts: int,
     limits: Limits,
     policy: Policy,
+    was_given_up: bool = False,
 ) -> Judgement:
     """Return the consequence of a rerun in a new process.
 
@@ -146,10 +147,19 @@ def judge_rerun_from_checkpoint(
         num_restarts: starts from this fault checkpoint, this one included.
         limits: when to give up.
         policy: which verdicts end the run.
+        was_given_up: True if the fault was undecided once: a start in which all values are good
+            continues then, whatever else remains open. Otherwise a job that gets fresh devices at
+            every start would never be through.
     """
     attributions = tuple(attribute([each.trials for each in rechecks]))
     verdicts = tuple(each.verdict for each in attributions)
     if None in verdicts:
+        if was_given_up and all(each.outcome is Outcome.GOOD for each in rechecks):
+            return Judgement(
+                event=Event.REJECTED if new_is_fatal else Event.JUDGED,
+                verdicts=tuple(each or Verdict.UNDECIDED for each in verdicts),
+                attributions=attributions,
+            )
         if num_restarts < limits.max_restarts:
             return Judgement(
                 event=Event.NOTHING_LEARNED,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import RNG, Checkpointer, OptimizerState, ProcessGroups
+from holdfast import RNG, Checkpointer, Layout, OptimizerState, ProcessGroups
 from holdfast.errors import ConfigError, FaultError, MismatchError
 from holdfast.rerun import (
     DeviceIdentity,
@@ -24,6 +24,7 @@ from holdfast.rerun import (
     State,
     read_report,
 )
+from tests.harness import RankContext, run_ranks
 
 
 @pytest.fixture
@@ -298,6 +299,42 @@ def test_starts_on_the_same_device_do_not_use_up_the_fault(
         assert again.machine.decision.exit_code == code
     assert any("its verdict is known: undecided" in line for line in again.lines)
     assert again.taken == [3, 4]
+
+
+def two_stages(context: RankContext, directory: str) -> list[int | None]:
+    """Exit codes of starts of two pipeline stages, each on devices that were never used before."""
+    codes: list[int | None] = []
+    with ProcessGroups.create(Layout(pp=2)) as groups:
+        for start in range(8):
+            machine = RerunMachine(
+                groups,
+                directory=directory,
+                replayed=Replayed(),
+                limits=Limits(max_restarts=2),
+                device=DeviceIdentity(host="h", uuid=f"{start}-{context.rank}"),
+                note=lambda line: None,
+            )
+            state = {"rerun": machine}
+            with Checkpointer(machine.checkpoints, groups=groups) as faults:
+                if start:
+                    faults.load(state)
+                batches = machine.replayable(itertools.repeat(1.0), is_rewound=True)
+                for _ in machine.attempts(3, batches):
+                    next(batches)
+                    machine.validate("loss", math.nan if start == 0 else 1.0, NotFinite())
+                if machine.decision.save:
+                    faults.save(3, state)
+            code = machine.decision.exit_code
+            codes.append(None if code is None else int(code))
+            if code is None:
+                break
+    return codes
+
+
+def test_fresh_devices_at_every_start_do_not_hold_a_job_up_for_ever(tmp_path: Path) -> None:
+    """D10: who of the first two was broken stays open; after an undecided end good values count."""
+    for codes in run_ranks(2, two_stages, str(tmp_path)).results:
+        assert codes == [16, 16, 20, None]
 
 
 def test_a_fault_that_is_over_is_not_preferred_any_more(
