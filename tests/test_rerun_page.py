@@ -39,7 +39,7 @@ def test_the_programs_run_and_a_fault_is_judged_over_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are printed, and with a NaN in the data, and one of a device."""
-    program, guarded_save = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program, _, guarded_save = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     bad = program.replace("float(n))", "float('nan') if n == 13 else float(n))")
     assert bad != program
 

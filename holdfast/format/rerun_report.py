@@ -32,7 +32,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """
     try:
         lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise StorageError(f"the rerun report {path} cannot be read ({error.strerror})") from error

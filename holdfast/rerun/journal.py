@@ -24,22 +24,20 @@ from holdfast.rerun.injection import point_of
 from holdfast.rerun.states import Outcome, Verdict
 
 _OWNER_NAME = "owner"
-_LATEST_OWNERS: dict[Path, str] = {}
-"""By report, the machine of this process that was made last."""
 
 
 class Past(msgspec.Struct, array_like=True):
     """What the report has of earlier jobs, the same on all ranks."""
 
-    skipped: list[int] = []
+    skipped: list[int] = msgspec.field(default_factory=list)
     """Steps whose data was proved bad."""
-    points: list[str] = []
+    points: list[str] = msgspec.field(default_factory=list)
     """Steps of ranks that fed values with a verdict, see `point_of`: an injector leaves them."""
-    faults: list[str] = []
+    faults: list[str] = msgspec.field(default_factory=list)
     """Faults with a verdict, by id."""
-    spoiled: list[int] = []
+    spoiled: list[int] = msgspec.field(default_factory=list)
     """Steps whose state was not finite before they ran."""
-    retired: list[int] = []
+    retired: list[int] = msgspec.field(default_factory=list)
     """Steps whose fault is over: training has passed them."""
 
 
@@ -65,8 +63,8 @@ class FaultHistory(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: str = ""
     num_restarts: int = 0
-    arrangements: list[dict[str, str]] = []
-    trials: list[RunsOfValue] = []
+    arrangements: list[dict[str, str]] = msgspec.field(default_factory=list)
+    trials: list[RunsOfValue] = msgspec.field(default_factory=list)
 
     @property
     def is_final(self) -> bool:
@@ -184,17 +182,15 @@ class Journal:
         """
         self._owner = owner
         self._owner_before = self._owner_now()
-        _LATEST_OWNERS[self.path] = owner
         return self.past()
 
     def check_owner(self) -> None:
         """Raise ConfigError if another machine has the directory, which was made since `open`.
 
-        Within the process it is known at once, otherwise from the first event of the other one.
+        It is known from the first event of the other one.
         """
         now = self._owner_now()
-        is_other = _LATEST_OWNERS.get(self.path, self._owner) != self._owner
-        if is_other or now not in (self._owner, self._owner_before):
+        if now not in (self._owner, self._owner_before):
             raise ConfigError(
                 f"{self.path.parent} belongs to another machine, which was made later: two "
                 f"machines would mix their faults. Give each machine a directory of its own, and "

@@ -200,7 +200,7 @@ def small(context: RankContext) -> list[list[Tensor]]:
                 assert not optimizer.step(max_norm=1.0).skipped
             sums = [call.nbytes for call in calls if call.op == "all_reduce"]
             # of all that decides about the step; of each parameter's use; of whether it worked
-            assert sums == [8 * 12, *([] if used is net else [4 * 6]), 8 * 4]
+            assert sums == [8 * 13, *([] if used is net else [4 * 6]), 8 * 4]
             after.append([p.detach().clone() for p in net.parameters()])
         return after
 

@@ -61,6 +61,20 @@ class Ending:
     num_restarts: int = 0
 
 
+def verdict_of(before: str, trials: Sequence[tuple[bool, str]]) -> str | None:
+    """The verdict on a value of one device, from all restarts; None if it is open."""
+    is_other, last = trials[-1]
+    good_on = {where for where, value in trials if value == GOOD}
+    bad_on = [False, *(where for where, value in trials if value in IS_BAD)]
+    if last == UNREACHED:
+        return None
+    if good_on:
+        return "transient_error" if good_on.intersection(bad_on) else "persistent_error"
+    if (True, before) in trials:
+        return "correct_result"
+    return "undecided" if is_other else None
+
+
 def expected(script: Script) -> Ending:
     """What docs/rerun.md says of a script."""
     end = Ending()
@@ -79,6 +93,8 @@ def expected(script: Script) -> Ending:
 
     suspects: dict[int, str] = {}
     confirmed: set[int] = set()
+    trials: dict[int, list[tuple[bool, str]]] = {}
+    """Of each suspect, whether a restart was on another device than its first run, and outcome."""
     # Of this start, and of the one in which the suspects were bad twice.
     has_moved = bad_when_moved = False
 
@@ -93,6 +109,7 @@ def expected(script: Script) -> Ending:
             again = {rank: value for rank, value in suspects.items() if run[rank] in IS_BAD}
             if again:
                 suspects, bad_when_moved = again, has_moved
+                trials.clear()
                 return 16
             new = new_ones(run)
             kinds = {GOOD: "transient_error", UNREACHED: "undecided"}
@@ -113,15 +130,8 @@ def expected(script: Script) -> Ending:
         end.num_restarts += 1
         verdicts: dict[int, str | None] = {}
         for rank, before in suspects.items():
-            value = run[rank]
-            if value == UNREACHED:
-                verdicts[rank] = None
-            elif value == GOOD:
-                verdicts[rank] = "persistent_error" if is_other else "transient_error"
-            elif is_other:
-                verdicts[rank] = "correct_result" if value == before else "undecided"
-            else:
-                verdicts[rank] = None
+            trials.setdefault(rank, []).append((is_other, run[rank]))
+            verdicts[rank] = verdict_of(before, trials[rank])
         if None in verdicts.values() and number < LIMITS.max_restarts:
             return 16
         code = conclude({rank: verdict or "undecided" for rank, verdict in verdicts.items()})
