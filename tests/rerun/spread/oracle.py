@@ -82,6 +82,8 @@ class _Judge:
         self.trials: dict[Key, list[Trial]] | None = None
         """Of the fault that waits for a verdict; None if there is none to follow."""
         self.num_restarts = 0
+        self.was_given_up = False
+        """True once this fault was undecided."""
         starts = list(zip(*(each.starts for each in records), strict=True))
         for number, start in enumerate(starts):
             self._number = number
@@ -161,7 +163,7 @@ class _Judge:
         if is_restart:
             self.num_restarts += 1
         elif num_rejected:
-            self.trials, self.num_restarts = {}, 0
+            self.trials, self.num_restarts, self.was_given_up = {}, 0, False
         if num_rejected > (0 if is_restart else 1):
             # A second fault on top of the one that waits: its trials begin in the middle.
             self.trials = None
@@ -180,6 +182,11 @@ class _Judge:
                 self._blame(f"{decided} with exit code {start[0].exit_code}, not {code}")
             self.trials = None
 
+    def _is_good_now(self) -> bool:
+        """Return True if no value of the last trials was bad."""
+        assert self.trials is not None
+        return all(not trials[-1].is_bad for trials in self.trials.values())
+
     def _expect_spoiled(self, start: Start) -> None:
         if start.exit_code is not None and (start.exit_code, start.verdict, start.save) != (
             21,
@@ -192,6 +199,10 @@ class _Judge:
         is_last = self.num_restarts >= MAX_RESTARTS
         if start.verdict in (None, "undecided"):
             self.finding.num_open += 1
+            if self.was_given_up and start.exit_code is None and self._is_good_now():
+                self.trials = None  # after an undecided end a job continues on good values
+                return
+            self.was_given_up |= start.exit_code == 20
             code = 20 if is_last else 16
             if is_last and not self.scenario.fatal:
                 code = None  # type: ignore[assignment]
