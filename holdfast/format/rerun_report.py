@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ def read_events(path: Path) -> list[dict[str, Any]]:
                 f"directory"
             )
     return events
+
+
+def steps_to_leave_out(events: Iterable[Mapping[str, Any]]) -> tuple[set[int], set[int]]:
+    """Return the steps not to continue from, by the numbers that the machine was given.
+
+    Returns:
+        Those whose state was not finite before they ran, and those of faults that are over.
+    """
+    spoiled: set[int] = set()
+    retired: set[int] = set()
+    for event in events:
+        if event["event"] == "verdict" and event["verdict"] == "spoiled_state":
+            spoiled.add(event["step"])
+        elif event["event"] == "recovered":
+            spoiled.discard(event["step"])
+        elif event["event"] == "retired":
+            retired.add(event["step"])
+    return spoiled, retired
 
 
 def device_key(host: str, device: str) -> str:

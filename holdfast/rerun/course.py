@@ -157,9 +157,8 @@ class Course:
         """The coordinate whose batches this rank runs on: its own, but for a second opinion."""
         if self.state is not State.RUNNING_FOR_ANOTHER_REPLICA:
             return self.team.here.coordinate
-        before = {other: rank for rank, other in self.team.partners.items()}
         by_rank = {each.rank: each.coordinate for each in self.team.places}
-        return by_rank[before[self.team.here.rank]]
+        return by_rank[self.team.served_rank]
 
     @property
     def statistics(self) -> DeterminismStatistics:
@@ -313,9 +312,9 @@ class Course:
             device=self.team.here.identity,
         )
 
-    def _run_again(self, suspects: dict[Call, Suspect], *, event: Event = Event.REJECTED) -> bool:
+    def _run_again(self, suspects: dict[Call, Suspect]) -> bool:
         """Restore everything to the start of the step, for another run in place."""
-        self.enter(event)
+        self.enter(Event.REJECTED)
         self.learned.discard()
         self._num_reruns += 1
         self._replayed.restore()

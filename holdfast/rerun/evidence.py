@@ -95,8 +95,7 @@ class Evidence:
 
     def blamed(self, judgement: Judgement) -> list[str]:
         """Return the convicted devices in words, each once, with the rank that each one was."""
-        words = {key: f"{place} (rank {place.rank} then)" for key, place in self._places().items()}
-        return [words.get(key, key) for key in sorted(judgement.convicted)]
+        return self._in_words(judgement.convicted)
 
     def identified(self, keys: Iterable[str]) -> list[dict[str, str]]:
         """Return the host and device of each key, for the report."""
@@ -106,11 +105,7 @@ class Evidence:
 
     def describe_open(self, judgement: Judgement) -> str:
         """Describe for a person what an open fault lies between, and which start decides it."""
-        places = self._places()
-        named = [
-            f"{places[key]} (rank {places[key].rank} then)" if key in places else key
-            for key in sorted(judgement.suspects)
-        ]
+        named = self._in_words(judgement.suspects)
         between = ", ".join(named[:_MAX_NAMED])
         if len(named) > _MAX_NAMED:
             between += f" and {len(named) - _MAX_NAMED} more"
@@ -128,6 +123,11 @@ class Evidence:
             f"it is the data, the code, or one of {between}; a start without any of these devices "
             f"tells which"
         )
+
+    def _in_words(self, keys: Iterable[str]) -> list[str]:
+        """Return each device with the rank that it was; the mere key of one of an earlier start."""
+        words = {key: f"{place} (rank {place.rank} then)" for key, place in self._places().items()}
+        return [words.get(key, key) for key in sorted(keys)]
 
     def _places(self) -> dict[str, Place]:
         """Return every device that has fed a rechecked value, by key, where it was at first."""

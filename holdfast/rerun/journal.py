@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.format.rerun_report import REPORT_NAME, read_events
+from holdfast.format.rerun_report import REPORT_NAME, read_events, steps_to_leave_out
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.injection import point_of
@@ -151,12 +151,10 @@ class Journal:
 
     def past(self) -> Past:
         """Return what starts have to know of the jobs before them."""
-        past = Past()
-        for event in self.events():
-            if event["event"] == "retired":
-                past.retired.append(event["step"])
-            if event["event"] == "recovered":
-                past.spoiled = [step for step in past.spoiled if step != event["step"]]
+        events = self.events()
+        spoiled, retired = steps_to_leave_out(events)
+        past = Past(spoiled=sorted(spoiled), retired=sorted(retired))
+        for event in events:
             if event["event"] != "verdict":
                 continue
             past.faults.append(str(event["fault"]))
@@ -167,8 +165,6 @@ class Journal:
                 # The error may have been on any rank that feeds the value.
                 for place in each.get("first_fed_by") or each.get("fed_by") or [each]
             ]
-            if event["verdict"] == Verdict.SPOILED_STATE:
-                past.spoiled.append(event["step"])
             # Transient errors, and whatever is open, say nothing against the data.
             if event["verdict"] == Verdict.CORRECT_RESULT:
                 past.skipped.append(event["step"])

@@ -10,9 +10,8 @@ import msgspec
 from holdfast.rerun.attempt import RejectedValue
 from holdfast.rerun.places import Place
 from holdfast.rerun.team import Team
+from holdfast.rerun.training_state import MAX_NAMED
 from holdfast.rerun.values import Value, describe
-
-_MAX_NAMED = 4
 
 
 class Observations:
@@ -59,7 +58,6 @@ class Observations:
             return
         self._team.record("observed", step=step, fault="", values=values)
         words = "; ".join(
-            f"'{each['call']}' on rank {each['rank']}: {each['why']}"
-            for each in values[:_MAX_NAMED]
+            f"'{each['call']}' on rank {each['rank']}: {each['why']}" for each in values[:MAX_NAMED]
         )
         self._team.say(f"before step {step}: {words}: the run continues")

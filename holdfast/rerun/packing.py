@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.state.tensor_elements import NAME_TO_TORCH, TORCH_TO_NAME
+from holdfast.state.tensor_elements import NAME_TO_TORCH, TORCH_TO_NAME, element_bytes
 
 _TENSOR = 1
 """Code of a tensor among the extensions of msgpack."""
@@ -37,9 +37,8 @@ def unpack_tree(data: bytes) -> Any:
 def _packed(value: object) -> msgspec.msgpack.Ext:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a {type(value).__qualname__}")
-    plain = value.detach().cpu().contiguous()
-    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    header = [TORCH_TO_NAME[plain.dtype], [*plain.shape], raw]
+    raw = element_bytes(value.detach()).cpu().numpy().tobytes()
+    header = [TORCH_TO_NAME[value.dtype], [*value.shape], raw]
     return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(header))
 
 

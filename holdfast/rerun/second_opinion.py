@@ -74,8 +74,7 @@ class SecondOpinion:
         Returns:
             The other rank's bad values; or None, and why it cannot be done.
         """
-        payload: bytes | None = None
-        why = ""
+        payload, why = b"", ""
         try:
             payload = self._packed(batches, suspects)
         except ConfigError as error:

@@ -61,9 +61,8 @@ class _Settlement(msgspec.Struct, frozen=True, array_like=True):
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
     """The message of a rank to the others before a second opinion."""
 
-    nbytes: int
-    """Of what it sends to its partner; -1 if it cannot take part."""
     why: str
+    """It cannot take part; empty if it can."""
     digest: str
     """Of its parameters: only replicas with equal ones can tell anything."""
 
@@ -114,6 +113,11 @@ class Team:
     def partners(self) -> dict[int, int]:
         """For each rank the one with its part of the model in the next data replica, if any."""
         return partner_ranks(self._layout)
+
+    @property
+    def served_rank(self) -> int:
+        """The rank whose step this one runs for a second opinion."""
+        return next(rank for rank, other in self.partners.items() if other == self.here.rank)
 
     @cached_property
     def replicas(self) -> list[tuple[int, ...]]:
@@ -240,34 +244,33 @@ class Team:
         return Evidence(self.places, self.exchange(payload, phase=f"step {step}"))
 
     def send_to_partners(
-        self, payload: bytes | None, *, why: str, digest: str, step: int
+        self, payload: bytes, *, why: str, digest: str, step: int
     ) -> tuple[bytes, str]:
         """Send this rank's step to its partner; return that of the rank before. Collective.
 
         Args:
-            payload: of this rank; None if it cannot take part.
-            why: it cannot.
+            payload: of this rank.
+            why: it cannot take part; empty if it can.
             digest: of this rank's parameters.
             step: its number.
 
         Returns:
             What this rank is to run, and why there is no second opinion; one of the two is empty.
         """
-        offer = _Offer(-1 if payload is None else len(payload), why, digest)
+        offer = _Offer(why, digest)
         rows = self.exchange(msgspec.msgpack.encode(offer), phase=f"step {step}: second opinion")
         offers = {
             place.rank: msgspec.msgpack.decode(row, type=_Offer)
             for place, row in zip(self.places, rows, strict=True)
         }
         for rank, each in offers.items():
-            if each.nbytes < 0:
+            if each.why:
                 return b"", f"rank {rank} cannot send its step: {each.why}"
             if offers[self.partners[rank]].digest != each.digest:
                 return b"", f"rank {rank} and rank {self.partners[rank]} hold other parameters"
-        before = {other: rank for rank, other in self.partners.items()}[self.here.rank]
         received = self.transfer(
-            {self.partners[self.here.rank]: payload or b""},
-            before,
+            {self.partners[self.here.rank]: payload},
+            self.served_rank,
             error=None,
             phase=f"step {step}: batches of another replica",
         )

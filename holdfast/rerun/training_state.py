@@ -17,7 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from holdfast._torch import write_counter
 from holdfast.errors import ConfigError
-from holdfast.state.tensor_elements import local_of
+from holdfast.state.optimizer_protocol import OptimizersByModule
+from holdfast.state.tensor_elements import local_of, tensor_digest
 
 MAX_NAMED = 4
 """Tensors that a message names."""
@@ -61,8 +62,7 @@ class TrainingState:
 
     def changed(self) -> list[str]:
         """Return the names of parameters that were written to since `note`, and of optimizers."""
-        pairs_of_counts = zip(self._counted, self._num_updates, strict=False)
-        for optimizer, number in pairs_of_counts:
+        for optimizer, number in zip(self._counted, self._num_updates, strict=False):
             if optimizer.num_updates != number:
                 return [f"by a step of {type(optimizer).__name__}"]
         if self._parameters is None or len(self._versions) != len(self._parameters):
@@ -102,9 +102,8 @@ class TrainingState:
         digest = hashlib.blake2b(digest_size=16)
         for name, parameter in self._named_parameters():
             local = local_of(parameter.detach())
-            digest.update(f"{name} {local.dtype} {tuple(local.shape)}".encode())
-            if not local.is_meta and local.numel():
-                digest.update(local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            text = f"{name} {local.dtype} {tuple(local.shape)} {tensor_digest(local)} "
+            digest.update(text.encode())
         return digest.hexdigest()
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -132,13 +131,12 @@ def _torch_optimizers(optimizers: Iterable[Any]) -> Iterator[torch.optim.Optimiz
         if isinstance(each, torch.optim.Optimizer):
             yield each
             continue
-        by_module = getattr(each, "optimizers_by_module", None)  # of a MultiModuleOptimizer
-        inner = list(by_module().values()) if by_module is not None else []
-        if not inner:
-            optimizer = getattr(each, "optimizer", None)
-            if optimizer is None or optimizer is each:
-                raise ConfigError(
-                    f"RerunMachine(optimizers=…): a {type(each).__name__} is not an optimizer"
-                )
-            inner = [optimizer]
-        yield from _torch_optimizers(inner)
+        if isinstance(each, OptimizersByModule):  # none on a rank that trains no module
+            yield from _torch_optimizers(each.optimizers_by_module().values())
+            continue
+        inner = getattr(each, "optimizer", None)
+        if inner is None or inner is each:
+            raise ConfigError(
+                f"RerunMachine(optimizers=…): a {type(each).__name__} is not an optimizer"
+            )
+        yield from _torch_optimizers([inner])

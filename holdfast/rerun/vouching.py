@@ -22,7 +22,7 @@ from holdfast.rerun.packing import pack_tree, unpack_tree
 from holdfast.rerun.places import Place
 from holdfast.rerun.replayed import Replayed
 from holdfast.rerun.team import Team
-from holdfast.state.tensor_elements import local_of
+from holdfast.state.tensor_elements import local_of, tensor_digest
 
 Compute = Callable[[Any], Iterable[torch.Tensor]]
 """Returns the gradients of one microbatch on this rank, before any reduction over replicas."""
@@ -185,8 +185,5 @@ def _digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=_DIGEST_NBYTES)
     for tensor in tensors:
         local = local_of(tensor.detach())
-        digest.update(f"{local.dtype} {tuple(local.shape)}".encode())
-        if local.numel():
-            raw = local.cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().data)
+        digest.update(f"{local.dtype} {tuple(local.shape)} {tensor_digest(local)} ".encode())
     return digest.digest()

@@ -38,12 +38,6 @@ from tests.harness import RankContext, run_ranks
 from tests.rerun.threads import ThreadGroups, run_threads
 
 
-@pytest.fixture
-def groups() -> Iterator[ProcessGroups]:
-    with ProcessGroups.single() as single:
-        yield single
-
-
 class Loop:
     """A small training loop with a machine, as a user writes one; values are bad on request."""
 

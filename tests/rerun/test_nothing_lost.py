@@ -27,12 +27,6 @@ from holdfast.rerun import (
 from tests.harness import RankContext, run_ranks
 
 
-@pytest.fixture
-def groups() -> Iterator[ProcessGroups]:
-    with ProcessGroups.single() as single:
-        yield single
-
-
 class Loop:
     """A loop over numbered batches that can be told what goes wrong."""
 

@@ -89,17 +89,20 @@ class _DoomedJob(Job):
         part.rename(path)  # a kill may come in the middle
 
 
+def _groups(context: RankContext, scenario: Scenario) -> ProcessGroups:
+    """Return the groups of a job, with limits that a killed rank is noticed by."""
+    if context.num_ranks == 1:
+        return ProcessGroups.single(scenario.layout_name)
+    return ProcessGroups.create(scenario.layout, timeout_s=10, data_timeout_s=10)
+
+
 def launch(
     context: RankContext, root: str, seed: int, options: dict[str, Any], number: int,
     devices: list[str], delay_s: float | None,
 ) -> tuple[Start, dict[str, bytes]]:  # fmt: skip
     """Start a job once; return how it ended, and the bits of its parameters."""
     scenario = draw(seed, **options)
-    if context.num_ranks == 1:
-        groups = ProcessGroups.single(scenario.layout_name)
-    else:
-        groups = ProcessGroups.create(scenario.layout, timeout_s=10, data_timeout_s=10)
-    with groups:
+    with _groups(context, scenario) as groups:
         job = _DoomedJob(scenario, groups, Path(root), {})
         job.number, job.delay_s = number, delay_s
         struck = job.root / "struck"
@@ -114,11 +117,7 @@ def undisturbed(
 ) -> dict[str, bytes]:
     """Return the bits of the parameters of a job without the fault."""
     scenario = draw(seed, **options)
-    if context.num_ranks == 1:
-        groups = ProcessGroups.single(scenario.layout_name)
-    else:
-        groups = ProcessGroups.create(scenario.layout, timeout_s=10, data_timeout_s=10)
-    with groups:
+    with _groups(context, scenario) as groups:
         return Job(scenario, groups, Path(root), {}).run_undisturbed(tuple(skipped))
 
 

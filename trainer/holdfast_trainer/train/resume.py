@@ -18,7 +18,7 @@ from holdfast.format.names import (
     list_steps,
     parse_step_dir,
 )
-from holdfast.format.rerun_report import REPORT_NAME, read_events
+from holdfast.format.rerun_report import REPORT_NAME, read_events, steps_to_leave_out
 from holdfast.storage import PosixStorage
 from holdfast_trainer.train.config import CheckpointConfig
 from holdfast_trainer.train.rerun_config import RERUN_DIR, rerun_dir
@@ -133,17 +133,12 @@ def read_past(directory: Path) -> KnownSteps:
     Raises:
         StorageError, CorruptionError: the report cannot be read.
     """
-    spoiled: set[int] = set()
-    retired: set[int] = set()
-    for event in read_events(rerun_dir(directory) / REPORT_NAME):
-        # The machine counts steps from 1 here: step n + 1 starts with the state of n finished ones.
-        if event["event"] == "verdict" and event["verdict"] == "spoiled_state":
-            spoiled.add(event["step"] - 1)
-        elif event["event"] == "recovered":
-            spoiled.discard(event["step"] - 1)
-        elif event["event"] == "retired":
-            retired.add(event["step"] - 1)
-    return KnownSteps(spoiled=frozenset(spoiled), retired=frozenset(retired))
+    spoiled, retired = steps_to_leave_out(read_events(rerun_dir(directory) / REPORT_NAME))
+    # The machine counts steps from 1 here: step n + 1 starts with the state of n finished ones.
+    return KnownSteps(
+        spoiled=frozenset(step - 1 for step in spoiled),
+        retired=frozenset(step - 1 for step in retired),
+    )
 
 
 def _fault_in(load: Path, *, checkpoint: CheckpointConfig, known: KnownSteps) -> int | None:
