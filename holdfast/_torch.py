@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AsyncCollectiveTensor", "TorchDispatchMode", "argument_names", "buffer_table", "copy_each",
-    "give_metadata", "hook_states", "is_mkldnn", "local_tensor", "local_tensor_slot",
+    "give_metadata", "hook_states", "local_tensor", "local_tensor_slot",
     "lost_after_s", "mark_eager", "mark_stepped", "module_table", "num_storage_uses",
     "parameter_table", "registrations", "scale_each", "set_local_tensor", "sparse_members",
     "spec_of", "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
@@ -172,11 +172,6 @@ def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
 def sparse_members(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices and values of a COO tensor; the public methods want it coalesced."""
     return tensor._indices(), tensor._values()
-
-
-def is_mkldnn(tensor: Tensor) -> bool:
-    """Return True for a tensor in the layout of oneDNN."""
-    return tensor.layout is torch._mkldnn  # type: ignore[attr-defined]
 
 
 # ---- Calls ----

@@ -6,8 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -18,10 +17,8 @@ from holdfast.format.values import is_unicode
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.places import Place
 from holdfast.rerun.states import Outcome
-from holdfast.rerun.values import Value, describe, relative_difference
+from holdfast.rerun.values import Value, describe, host_value, relative_difference
 
-_MAX_READ_LATER = 64
-"""Elements; a larger value is judged where it is, at once."""
 Compare = Callable[[Any, Any], float]
 """Returns the relative difference of two values: 0.0 if they are equal."""
 
@@ -33,10 +30,10 @@ class Call(NamedTuple):
     occurrence: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Suspect:
-    """A value that was rejected, on the rank that validated it."""
+class Suspect(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A value that was rejected, on the rank that validated it; a part of checkpoints."""
 
+    call: Call
     value: Value
     why: str
     fatal: bool
@@ -125,7 +122,7 @@ class Attempt:
 
     def judge_later(self, value: torch.Tensor, judge: Callable[[Value], None]) -> None:
         """Judge a value on a device at the end of the run: one wait for all of them."""
-        self._waiting.append((value.detach().clone(), judge))
+        self._waiting.append((value.clone(), judge))
 
     def judge(self) -> None:
         """Judge the values that wait. Cost: one read for each device and dtype."""
@@ -133,12 +130,12 @@ class Attempt:
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, (value, _) in enumerate(waiting):
             by_kind.setdefault((value.device, value.dtype), []).append(i)
-        on_host: dict[int, torch.Tensor] = {}
+        on_host: dict[int, Value] = {}
         for indices in by_kind.values():
             flat = torch.cat([waiting[i][0].reshape(-1) for i in indices]).cpu()
             parts = torch.split(flat, [waiting[i][0].numel() for i in indices])
             for i, part in zip(indices, parts, strict=True):
-                on_host[i] = part.reshape(waiting[i][0].shape)
+                on_host[i] = host_value(part)
         for i, (_, judge) in enumerate(waiting):
             judge(on_host[i])
 
@@ -163,7 +160,7 @@ class Attempt:
             feeders: returns this rank's place, and those of the ranks that feed the value.
         """
         if self._keeps_values:
-            self.values[call] = _kept(value)
+            self.values[call] = value
         suspect = self.suspects.get(call)
         if suspect is not None:
             difference = (compare or relative_difference)(suspect.value, value)
@@ -171,11 +168,12 @@ class Attempt:
                 outcome = Outcome.REPRODUCED
             else:  # also if a user's own comparison returns NaN
                 outcome = Outcome.GOOD if why is None else Outcome.CHANGED
-            self.rechecked[call] = outcome, _kept(value), float(difference)
+            self.rechecked[call] = outcome, value, float(difference)
         elif why is not None and call not in self._confirmed:
             place, fed_by = feeders()
             self.rejected[call] = Suspect(
-                value=_kept(value),
+                call=call,
+                value=value,
                 why=why,
                 fatal=fatal,
                 tolerance=tolerance,
@@ -240,21 +238,6 @@ def trial_of(first: Sequence[Place], now: Sequence[Place], outcome: Outcome) -> 
     pairs = zip(first, now, strict=True)
     return ValueRun(
         devices={role.coordinate: place.identity.key for role, place in pairs}, outcome=outcome
-    )
-
-
-def _kept(value: Value) -> Value:
-    """Return a value that no later change of the caller's tensor can reach."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def is_read_later(value: Value) -> TypeGuard[torch.Tensor]:
-    """Return True for a few numbers on a device, whose reading would make the host wait for it."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.device.type != "cpu"
-        and value.layout is torch.strided
-        and value.numel() <= _MAX_READ_LATER
     )
 
 

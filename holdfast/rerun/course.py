@@ -15,7 +15,6 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.comparison import Comparison
-from holdfast.rerun.entry import PendingFault, SuspectRecord, kind_of
+from holdfast.rerun.entry import PendingFault, kind_of
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory
 from holdfast.rerun.judging import (
@@ -208,7 +207,7 @@ class Course:
             loaded.replay_batches(batches)
             self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
             if self.fault is not None:
-                suspects = loaded.suspects_by_call(later, codecs=self.codecs)
+                suspects = loaded.suspects_by_call(later)
         elif isinstance(batches, ReplayableBatches):
             if was_left:  # by an exception that the loop has caught: the step is not over
                 batches.give_back()
@@ -616,7 +615,7 @@ class Course:
             call = Call(each.call, each.occurrence)
             if call in own:
                 trial = trial_of(each.first_fed_by, each.fed_by, each.outcome)
-                own[call] = replace(own[call], trials=(*own[call].trials, trial))
+                own[call] = msgspec.structs.replace(own[call], trials=(*own[call].trials, trial))
         message = f"step {self.step}: {evidence.describe_rechecked()}"
         if judgement.exit_code is ExitCode.RESUME_TO_DISAMBIGUATE:
             message += f": {evidence.describe_open(judgement)}"
@@ -706,10 +705,7 @@ class Course:
             coordinate=here.coordinate,
             host=here.host,
             device=here.device,
-            suspects=[
-                SuspectRecord.of(call, suspect, codecs=self.codecs)
-                for call, suspect in suspects.items()
-            ],
+            suspects=[*suspects.values()],
             batches=batches.kept() if isinstance(batches, ReplayableBatches) else None,
             replayed=self._replayed.kept(codecs=self.codecs),
         )

@@ -14,75 +14,18 @@ all. A pending fault adds its own leaves below `fault`: batches have any number 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.format.values import Codecs
 from holdfast.parallel.layout import Layout
 from holdfast.rerun.attempt import Call, Suspect
 from holdfast.rerun.attribution import ValueRun
-from holdfast.rerun.kept_trees import keep_tree, revive_tree
-from holdfast.rerun.places import Place
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, coordinate_label, parse_label
 
 _VERSION = 1
-_PLAIN = ("call", "occurrence", "why", "fatal", "tolerance", "fed_by", "place", "trials")
-
-
-class SuspectRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A suspect as it is stored: its value is in the form that `keep_tree` returns."""
-
-    call: str
-    occurrence: int
-    why: str
-    fatal: bool
-    tolerance: float
-    value: Any
-    fed_by: list[Place] = []
-    place: Place | None = None
-    trials: list[ValueRun] = []
-
-    @classmethod
-    def of(cls, call: Call, suspect: Suspect, *, codecs: Codecs) -> SuspectRecord:
-        """Return the record of a suspect; `PendingFault.suspects_by_call` is the way back."""
-        return cls(
-            call=call.name,
-            occurrence=call.occurrence,
-            why=suspect.why,
-            fatal=suspect.fatal,
-            tolerance=suspect.tolerance,
-            value=keep_tree(suspect.value, path=f"value '{call.name}'", codecs=codecs),
-            fed_by=[*suspect.fed_by],
-            place=suspect.place,
-            trials=[*suspect.trials],
-        )
-
-    def tree(self) -> dict[str, Any]:
-        """Return the record as a tree that a state can hold; its value may have tensors."""
-        plain = {name: msgspec.to_builtins(getattr(self, name)) for name in _PLAIN}
-        return plain | {"value": self.value}
-
-    def revived(self, *, here: Place, codecs: Codecs) -> Suspect:
-        """Return the suspect with its value.
-
-        Args:
-            here: where it was validated, for a record that does not have it.
-            codecs: of the value.
-        """
-        place = self.place or here
-        return Suspect(
-            value=revive_tree(self.value, path=f"value '{self.call}'", codecs=codecs),
-            why=self.why,
-            fatal=self.fatal,
-            tolerance=self.tolerance,
-            fed_by=tuple(self.fed_by) or (place,),
-            place=place,
-            trials=tuple(self.trials),
-        )
 
 
 class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,31 +47,22 @@ class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
     coordinate: str
     host: str
     device: str
-    suspects: list[SuspectRecord]
+    suspects: list[Suspect]
     batches: list[Any] | None
     replayed: Any
 
-    @property
-    def place(self) -> Place:
-        """Where the rank that has written this ran."""
-        return Place(rank=self.rank, coordinate=self.coordinate, host=self.host, device=self.device)
-
-    def suspects_by_call(
-        self, later: Mapping[Call, Sequence[ValueRun]], *, codecs: Codecs
-    ) -> dict[Call, Suspect]:
-        """Return the suspects with their values revived.
+    def suspects_by_call(self, later: Mapping[Call, Sequence[ValueRun]]) -> dict[Call, Suspect]:
+        """Return the suspects, with the trials of starts since the fault was kept.
 
         Args:
-            later: trials of starts since the fault was kept, by call.
-            codecs: of the values.
+            later: these trials, by call.
         """
-        suspects = {}
-        for each in self.suspects:
-            call = Call(each.call, each.occurrence)
-            suspect = each.revived(here=self.place, codecs=codecs)
-            trials = (*suspect.trials, *later.get(call, ()))
-            suspects[call] = replace(suspect, trials=trials)
-        return suspects
+        return {
+            each.call: msgspec.structs.replace(
+                each, trials=(*each.trials, *later.get(each.call, ()))
+            )
+            for each in self.suspects
+        }
 
     def replay_batches(self, batches: object) -> None:
         """Make `batches` start with the kept ones.
@@ -162,7 +96,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         tree = msgspec.structs.asdict(self)
         if self.fault is not None:
             tree["fault"] = msgspec.structs.asdict(self.fault) | {
-                "suspects": [each.tree() for each in self.fault.suspects]
+                "suspects": msgspec.to_builtins(self.fault.suspects)
             }
         return tree
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -160,17 +160,10 @@ def _sentence(place: Place, each: RecheckedValue) -> str:
 
 def _shown(value: object) -> str:
     """Return what `describe` has made of a value as a short text."""
-    if not isinstance(value, Mapping):
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-    elif "shape" not in value:
-        text = f"{_shown(value['real'])} + {_shown(value['imag'])}i"
+    if isinstance(value, list):
+        text = ", ".join(map(_shown, value))
     else:
-        text = f"{value['dtype']}{value['shape']}"
-        if "values" in value:
-            text += f" {', '.join(map(_shown, value['values']))}"
-        elif "min" in value:
-            ends = " to ".join(_shown(value[end]) for end in ("min", "max"))
-            text += f" {ends}, {value['num_nan']} NaN, {value['num_inf']} infinite"
+        text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

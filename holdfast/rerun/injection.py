@@ -102,11 +102,11 @@ class ErrorInjector:
             self._hook = None
 
     def injected(self, value: Value) -> Value:
-        """Return a validated value, or NaN of its shape if there is no module to spoil."""
+        """Return a validated value, or NaN in its place if there is no module to spoil."""
         if self._armed is None or self.modules:
             return value
         self._strike()
-        return _bad(value)
+        return (math.nan,) * len(value) if isinstance(value, tuple) else math.nan
 
     def leave_out(self, points: Iterable[str]) -> None:
         """Leave points alone from now on: their errors have been judged."""
@@ -222,20 +222,3 @@ def _spoiled_tensor(tensor: torch.Tensor, *, number: int) -> torch.Tensor | None
     is_spoiled = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
     is_spoiled[number % tensor.numel()] = True
     return tensor.masked_fill(is_spoiled.view(tensor.shape), math.nan)
-
-
-def _bad(value: Value) -> Value:
-    """Return NaN in the form of a value."""
-    if not isinstance(value, torch.Tensor):
-        return math.nan
-    is_inexact = value.is_floating_point() or value.is_complex()
-    dtype = value.dtype if is_inexact else torch.float64
-    if value.layout is torch.sparse_coo:
-        stored = min(1, value.numel())
-        first = torch.zeros((value.sparse_dim(), stored), dtype=torch.int64, device=value.device)
-        dense = value.shape[value.sparse_dim() :]
-        nan = torch.full((stored, *dense), math.nan, dtype=dtype, device=value.device)
-        return torch.sparse_coo_tensor(
-            first, nan, value.shape, is_coalesced=True, check_invariants=True
-        )
-    return value.detach().clone().to(dtype).fill_(math.nan)

@@ -23,7 +23,7 @@ from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
-from holdfast.rerun.attempt import Call, Compare, check_call, checked_step, is_read_later
+from holdfast.rerun.attempt import Call, Compare, check_call, checked_step
 from holdfast.rerun.course import Course
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import Entry, PendingFault, pick_entries
@@ -44,7 +44,7 @@ from holdfast.rerun.states import (
 from holdfast.rerun.statistics import DeterminismStatistics
 from holdfast.rerun.team import Root, Team
 from holdfast.rerun.training_state import TrainingState
-from holdfast.rerun.values import Value, plain_value
+from holdfast.rerun.values import Value, host_value, local_value
 from holdfast.rerun.vouching import Compute, Vouching
 from holdfast.state import OptionalPart, Stored, StoredPart
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, PickedPerRank
@@ -340,7 +340,7 @@ class RerunMachine(OptionalPart):
     def validate(
         self,
         name: str,
-        value: Value,
+        value: object,
         rule: Rule,
         *,
         fatal: bool = True,
@@ -356,8 +356,8 @@ class RerunMachine(OptionalPart):
 
         Args:
             name: of the value; a name may be used several times in a step, in the same order.
-            value: a number, an array or a tensor. The rule, the comparison and the report get the
-                result of `plain_value`: for a DTensor this rank's part of it.
+            value: a number, or an array or tensor of at most 64 elements; of a DTensor this rank's
+                part counts. The rule, the comparison and the report get floats, see `host_value`.
             rule: decides whether the value is rejected.
             fatal: True to end the run once the fault has its verdict; otherwise it continues.
             tolerance: the largest relative difference of two values that count as the same; above 0
@@ -375,7 +375,7 @@ class RerunMachine(OptionalPart):
             ConfigError: the call is outside of `attempts`, the value cannot be validated, or
                 another argument is wrong.
 
-        Cost: that of the rule; reading a tensor of a GPU waits for it.
+        Cost: that of the rule. Values on a device are read together, at the end of the run.
         """
         course = self._course
         if self.mode is not Mode.DISABLED and not course.is_running:
@@ -391,18 +391,18 @@ class RerunMachine(OptionalPart):
         tolerance = check_call(name, rule, tolerance)
         if local or fed_by is not None:
             fed_by = course.team.feeders.of([self.groups.rank] if local else fed_by)
-        value = plain_value(value)
+        value = local_value(value) if isinstance(value, torch.Tensor) else host_value(value)
         call = course.attempt.next_call(name)
-        if self._injector is not None:
-            value = self._injector.injected(value)
         judge = partial(
             self._judge, call, rule=rule, fatal=bool(fatal), tolerance=tolerance, compare=compare,
             fed_by=fed_by,
         )  # fmt: skip
-        if self.mode is not Mode.DISABLED and is_read_later(value):
-            course.attempt.judge_later(value, judge)
-        else:
+        if not isinstance(value, torch.Tensor):
             judge(value)
+        elif value.device.type == "cpu" or self.mode is Mode.DISABLED:
+            judge(host_value(value))
+        else:
+            course.attempt.judge_later(value, judge)
 
     def _judge(
         self,
@@ -417,6 +417,8 @@ class RerunMachine(OptionalPart):
     ) -> None:
         """Apply the rule to a value on the host; see `validate`."""
         course = self._course
+        if self._injector is not None:
+            value = self._injector.injected(value)
         why = rule.rejects(value, self.learned.of(call.name))
         if why is not None and not isinstance(why, str):
             raise ConfigError(
@@ -447,7 +449,7 @@ class RerunMachine(OptionalPart):
         self._course.take_decision(vetoed)
 
     def observe(
-        self, name: str, value: Value, rule: Rule, *, fed_by: FedBy = "all", local: bool = False
+        self, name: str, value: object, rule: Rule, *, fed_by: FedBy = "all", local: bool = False
     ) -> None:
         """Look at a value between steps, such as the norm of an update; local to this rank.
 
@@ -462,7 +464,7 @@ class RerunMachine(OptionalPart):
             raise ConfigError(f"observe({name!r}) was called inside of a step; call validate")
         check_call(name, rule, 0.0)
         ranks = course.team.feeders.of([self.groups.rank] if local else fed_by)
-        value = plain_value(value)
+        value = host_value(value)
         why = rule.rejects(value, self.learned.of(name))
         if why is None:
             self.learned.accept(name, value, window=rule.window)

@@ -16,6 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
 from holdfast.state import RNG
+from holdfast.state.rng import CapturedStreams
 
 Hook = tuple[Callable[[], Any], Callable[[Any], object]]
 """A function that returns a state of the caller, and one that restores it, perhaps twice."""
@@ -161,7 +162,7 @@ class Replayed:
             for each in taken.buffers
             if id(each.module) in numbers
         }
-        streams = [dict(states) for states in taken.streams]
+        streams = [each.states() for each in taken.streams]
         return {
             "streams": keep_tree(streams, path="random streams", codecs=codecs),
             "buffers": {index: each for index, each in buffers.items() if each},
@@ -184,7 +185,7 @@ class Replayed:
         streams = revive_tree(kept["streams"], path="random streams", codecs=codecs)
         if len(streams) == len(self._streams):
             for stream, states in zip(self._streams, streams, strict=True):
-                known = stream.capture()
+                known = stream.capture().states()
                 stream.reset({name: state for name, state in states.items() if name in known})
 
     def _modules_with_buffers(self) -> list[nn.Module]:
@@ -213,7 +214,7 @@ class _Snapshot:
     """Streams, buffers and states of hooks at one time."""
 
     def __init__(
-        self, *, streams: list[dict[str, Any]], buffers: list[_Buffers], hooks: list[Any]
+        self, *, streams: list[CapturedStreams], buffers: list[_Buffers], hooks: list[Any]
     ) -> None:
         self.streams = streams
         self.buffers = buffers

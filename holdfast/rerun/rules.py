@@ -7,14 +7,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
 from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.rerun.kept_trees import is_sparse
-from holdfast.rerun.values import Value, describe, plain_tensor
+from holdfast.rerun.values import Value, magnitude
 
 
 @runtime_checkable
@@ -30,7 +29,7 @@ class Rule(Protocol):
         """Return in words why the value is rejected, or None if it is accepted.
 
         Args:
-            value: a number or a tensor, all of whose elements count.
+            value: a float, or a tuple of them, all of which count.
             accepted: magnitudes of the call's accepted values, oldest first: `Learned.of(name)`.
         """
         ...
@@ -38,12 +37,9 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """Rejects NaN and infinities. Cost: one pass over a tensor, and a wait for its device."""
+    """Rejects NaN and infinities."""
 
-    @property
-    def window(self) -> int:
-        """Nothing is learned."""
-        return 0
+    window: ClassVar[int] = 0
 
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
         """See `Rule`."""
@@ -54,41 +50,29 @@ class NotFinite:
 class IsNaN:
     """Rejects NaN."""
 
-    @property
-    def window(self) -> int:
-        """Nothing is learned."""
-        return 0
+    window: ClassVar[int] = 0
 
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
         """See `Rule`."""
-        if isinstance(value, torch.Tensor):
-            return _in_words("NaN", value, _elements(value).isnan())
-        is_nan = value != value
-        return "it is NaN" if is_nan else None
+        return _in_words("NaN", value, math.isnan)
 
 
 @dataclass(frozen=True, slots=True)
 class IsInf:
     """Rejects infinities of either sign."""
 
-    @property
-    def window(self) -> int:
-        """Nothing is learned."""
-        return 0
+    window: ClassVar[int] = 0
 
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
         """See `Rule`."""
-        if isinstance(value, torch.Tensor):
-            return _in_words("infinite", value, _elements(value).isinf())
-        is_inf = math.inf in (abs(value.real), abs(value.imag))
-        return "it is infinite" if is_inf else None
+        return _in_words("infinite", value, math.isinf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spike:
     """Rejects a value much larger than usual: |value| > factor x median of accepted |values|.
 
-    For a tensor its largest finite element counts. NaN and infinities are left to other rules. A
+    Of several numbers the largest finite one counts. NaN and infinities are left to other rules. A
     median of zero gives no scale, so nothing is rejected. A rejected value is not learned, so
     values that stay at a new level stay rejected.
 
@@ -140,6 +124,7 @@ class Rejects:
 
     predicate: Callable[[Value], object]
     message: str
+    window: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -149,20 +134,9 @@ class Rejects:
                 f"a string"
             )
 
-    @property
-    def window(self) -> int:
-        """Nothing is learned."""
-        return 0
-
     def rejects(self, value: Value, accepted: Sequence[float]) -> str | None:
-        """See `Rule`. ConfigError if the predicate returns a tensor of several elements."""
-        verdict = self.predicate(value)
-        if isinstance(verdict, torch.Tensor) and verdict.numel() != 1:
-            raise ConfigError(
-                f"Rejects({self.message!r}): its predicate returned a tensor of shape "
-                f"{tuple(verdict.shape)}; return one truth value, such as .any() of it"
-            )
-        return self.message if verdict else None
+        """See `Rule`."""
+        return self.message if self.predicate(value) else None
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -302,50 +276,11 @@ class Learned:
         self._staged.clear()
 
 
-def magnitude(value: Value, *, only_finite: bool = False) -> float | None:
-    """Return the largest finite |element| as a float; None if no element is finite.
-
-    Args:
-        value: a number or a tensor; for a DTensor this rank's part of it.
-        only_finite: True to return None if any element is NaN or infinite.
-
-    Cost: one pass over a tensor in float64, and a wait for its device.
-    """
-    if not isinstance(value, torch.Tensor):
-        try:
-            size = float(abs(value))
-        except OverflowError:  # an integer beyond every float
-            return None
-        return size if math.isfinite(size) else None
-    with torch.no_grad():
-        elements = _elements(value)
-        wide = elements.to(torch.complex128 if elements.is_complex() else torch.float64)
-        sizes = wide.abs().reshape(-1)
-        is_finite = sizes.isfinite()
-        finite = sizes[is_finite]
-        if finite.numel() == 0 or (only_finite and finite.numel() < sizes.numel()):
-            return None
-        return float(finite.max())
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of this rank in a dtype for which torch has `isnan`, `isinf` and `abs`.
-
-    For a sparse tensor only those that it stores: all others are zero.
-    """
-    local = plain_tensor(tensor)
-    if is_sparse(local):
-        local = local.values()
-    if local.is_floating_point() and local.element_size() == 1:
-        return local.to(torch.float32)
-    return local.to(torch.complex64) if local.dtype == torch.complex32 else local
-
-
-def _in_words(fault: str, value: torch.Tensor, is_faulty: torch.Tensor) -> str | None:
-    """Say how many elements of a tensor are faulty; None if there are none."""
-    num = int(is_faulty.sum())
+def _in_words(fault: str, value: Value, is_faulty: Callable[[float], bool]) -> str | None:
+    """Say how many elements of a value are faulty; None if there are none."""
+    if not isinstance(value, tuple):
+        return f"it is {fault}" if is_faulty(value) else None
+    num = sum(map(is_faulty, value))
     if num == 0:
         return None
-    if value.dim() == 0:
-        return f"it is {describe(value)}" if fault != "NaN" else "it is NaN"
-    return f"{num} of its {is_faulty.numel()} elements {'is' if num == 1 else 'are'} {fault}"
+    return f"{num} of its {len(value)} elements {'is' if num == 1 else 'are'} {fault}"

@@ -14,7 +14,6 @@ import msgspec
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Call, RecheckedValue, Suspect
-from holdfast.rerun.entry import SuspectRecord
 from holdfast.rerun.packing import pack_tree, unpack_tree
 from holdfast.rerun.places import device_keys
 from holdfast.rerun.replay import ReplayableBatches
@@ -85,17 +84,13 @@ class SecondOpinion:
         if why:
             return None, why
         tree = unpack_tree(received)
-        records = [msgspec.convert(each, SuspectRecord) for each in tree["suspects"]]
         assert isinstance(batches, ReplayableBatches)
         self._own_learned = dict(self._learned.state_dict())
         self._learned.load_state_dict(tree["learned"])
         self._replayed.borrow(tree["replayed"], codecs=self._codecs)
         batches.borrow(tree["batches"])
-        here = self._team.here
-        return {
-            Call(each.call, each.occurrence): each.revived(here=here, codecs=self._codecs)
-            for each in records
-        }, ""
+        others = msgspec.convert(tree["suspects"], list[Suspect])
+        return {each.call: each for each in others}, ""
 
     def end(self, batches: object) -> None:
         """Take this rank's own step back; random streams and buffers are restored as well."""
@@ -113,15 +108,11 @@ class SecondOpinion:
             )
         if not isinstance(batches, ReplayableBatches):
             raise ConfigError("its batches do not come from machine.replayable(iterator)")
-        records = [
-            SuspectRecord.of(call, suspect, codecs=self._codecs).tree()
-            for call, suspect in suspects.items()
-        ]
         return pack_tree(
             {
                 "batches": batches.kept(),
                 "replayed": self._replayed.lent(codecs=self._codecs),
-                "suspects": records,
+                "suspects": msgspec.to_builtins([*suspects.values()]),
                 "learned": self._learned.state_dict(),
             }
         )

@@ -678,10 +678,8 @@ def test_loops_that_cannot_be_right_are_refused(groups: ProcessGroups, tmp_path:
     ("value", "shown"),
     [
         (math.nan, "is nan (it is NaN)"),
-        (complex(1.5, -math.inf), "is 1.5 + -infi ("),
-        (torch.tensor([1.0, math.nan]), "is float32[2] 1, nan (1 of its 2 elements is NaN"),
-        (torch.arange(100.0).sub(1).sqrt(), "is float32[100] 0 to 9.8995, 1 NaN, 0 infinite ("),
-        (torch.full((3, 3), math.inf), "is float32[3, 3] None to None, 0 NaN, 9 infinite ("),
+        (torch.tensor([1.0, math.nan]), "is 1, nan (1 of its 2 elements is NaN"),
+        (torch.full((64,), -math.inf), "is -inf, -inf, -inf, -inf, -inf, -inf, -inf, -inf, -inf, "),
     ],
 )
 def test_rejected_values_are_readable(

@@ -21,15 +21,10 @@ from holdfast.rerun.rules import (
     RejectsAny,
     Rule,
     Spike,
-    magnitude,
 )
-from holdfast.rerun.values import Value
+from holdfast.rerun.values import Value, magnitude
 
 INF, NAN = math.inf, math.nan
-FLOATS = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2,
-    torch.complex64, torch.complex32,
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -39,39 +34,23 @@ FLOATS = [
         (NAN, True, False),
         (INF, False, True),
         (-INF, False, True),
-        (7, False, False),
-        (10**400, False, False),
-        (True, False, False),
-        (complex(NAN, INF), True, True),
-        (complex(1, -INF), False, True),
-        (torch.tensor(NAN), True, False),
-        (torch.tensor([[1.0, -INF], [2.0, 3.0]]), False, True),
-        (torch.tensor([1, 2]), False, False),
-        (torch.tensor([True]), False, False),
-        (torch.empty(0), False, False),
-        (torch.tensor([0.0, NAN]).to_sparse(), True, False),
+        ((), False, False),
+        ((1.0, 2.0), False, False),
+        ((1.0, -INF, 2.0), False, True),
+        ((INF, NAN), True, True),
     ],
 )
-def test_nan_and_infinities_of_any_form(value: Value, is_nan: bool, is_inf: bool) -> None:
+def test_nan_and_infinities(value: Value, is_nan: bool, is_inf: bool) -> None:
     assert (IsNaN().rejects(value, ()) is not None) == is_nan
     assert (IsInf().rejects(value, ()) is not None) == is_inf
     assert (NotFinite().rejects(value, ()) is not None) == (is_nan or is_inf)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_one_bad_element_of_any_dtype_is_rejected_and_counted(dtype: torch.dtype) -> None:
-    value = torch.ones(2, 3).to(dtype)
-    assert NotFinite().rejects(value, ()) is None
-    bad = torch.tensor([[1.0, NAN, 1.0], [1.0, 1.0, INF]]).to(dtype)
-    assert IsNaN().rejects(bad, ()) == "1 of its 6 elements is NaN"
-    assert IsInf().rejects(bad, ()) == "1 of its 6 elements is infinite"
-
-
-def test_the_reason_names_the_value() -> None:
-    assert NotFinite().rejects(torch.tensor(NAN), ()) == "it is NaN"
-    assert NotFinite().rejects(torch.tensor(-INF), ()) == "it is -inf"
+def test_the_reason_says_what_is_wrong_and_how_often() -> None:
     assert NotFinite().rejects(NAN, ()) == "it is NaN"
+    assert NotFinite().rejects(-INF, ()) == "it is infinite"
+    assert NotFinite().rejects((1.0, NAN, INF), ()) == "1 of its 3 elements is NaN"
+    assert IsInf().rejects((-INF, NAN, INF), ()) == "2 of its 3 elements are infinite"
 
 
 def test_a_spike_is_far_above_the_median_of_accepted_values() -> None:
@@ -82,9 +61,9 @@ def test_a_spike_is_far_above_the_median_of_accepted_values() -> None:
     assert reason is not None
     assert "10.1" in reason
     assert rule.rejects(11.0, [1.0] * 9 + [2.0] * 5) is None  # the last five alone
-    assert rule.rejects(torch.tensor([[0.0, 11.0]]), [1.0] * 3) is not None
-    assert rule.rejects(torch.tensor([NAN, 11.0]), [1.0] * 3) is not None
-    for other in (NAN, INF, torch.tensor(NAN), torch.tensor([INF, 1.0]), torch.empty(0)):
+    assert rule.rejects((0.0, -11.0), [1.0] * 3) is not None
+    assert rule.rejects((NAN, 11.0), [1.0] * 3) is not None
+    for other in (NAN, INF, (INF, 1.0), ()):
         assert rule.rejects(other, [1.0] * 3) is None
     assert rule.rejects(5.0, [0.0] * 3) is None  # no scale
 
@@ -102,7 +81,7 @@ def test_spikes_by_the_definition(
     usual = statistics.median(accepted[-rule.window :])
     expected = len(accepted) >= num_samples and usual > 0 and abs(value) > 3.0 * usual
     assert (rule.rejects(value, accepted) is not None) == expected
-    assert (rule.rejects(torch.tensor(value, dtype=torch.float64), accepted) is None) != expected
+    assert (rule.rejects((0.0, value), accepted) is None) != expected
 
 
 @pytest.mark.parametrize(
@@ -116,9 +95,9 @@ def test_spike_settings_that_contradict_themselves_are_refused(settings: dict[st
 def test_functions_and_several_rules() -> None:
     negative = Rejects(lambda x: x < 0, "a negative loss")  # type: ignore[operator]
     assert negative.rejects(-1.0, ()) == "a negative loss"
-    assert negative.rejects(torch.tensor(1.0), ()) is None
-    with pytest.raises(ConfigError, match="any"):
-        negative.rejects(torch.ones(3), ())
+    assert negative.rejects(1.0, ()) is None
+    uneven = Rejects(lambda x: len(x) % 2, "an odd number")  # type: ignore[arg-type]
+    assert uneven.rejects((1.0, 1.0, 1.0), ()) == "an odd number"
     rule = RejectsAny(NotFinite(), negative, Spike(num_samples=1, window=7))
     assert rule.window == 7
     assert rule.rejects(NAN, ()) == "it is NaN"
@@ -140,8 +119,8 @@ def test_a_rerun_does_not_learn_twice() -> None:
     learned.discard()
     learned.accept("loss", -1.0, window=3)
     learned.accept("loss", NAN, window=3)
-    learned.accept("loss", torch.tensor([2.0, INF]), window=3)
-    learned.accept("norm", torch.tensor([2.0, -4.0]), window=3)
+    learned.accept("loss", (2.0, INF), window=3)
+    learned.accept("norm", (2.0, -4.0), window=3)
     learned.accept("unlearned", 5.0, window=0)
     learned.commit()
     learned.commit()
@@ -170,12 +149,10 @@ def test_what_is_learned_survives_a_restart() -> None:
     assert torch.equal(after.state_dict()["loss"], state["loss"])
 
 
-def test_magnitudes_of_any_value() -> None:
-    assert magnitude(-3) == 3.0
-    assert magnitude(10**400) is None
-    assert magnitude(3 + 4j) == 5.0
-    assert magnitude(torch.tensor([1 + 0j, 3 + 4j])) == 5.0
-    assert magnitude(torch.tensor([-(2**40), 1])) == 2.0**40
-    assert magnitude(torch.tensor([True])) == 1.0
-    assert magnitude(torch.tensor([INF, 2.0])) == 2.0
-    assert magnitude(torch.tensor([INF, 2.0]), only_finite=True) is None
+def test_the_magnitude_of_a_value() -> None:
+    assert magnitude(-3.0) == 3.0
+    assert magnitude((1.0, -4.0)) == 4.0
+    assert magnitude((INF, 2.0)) == 2.0
+    assert magnitude((INF, 2.0), only_finite=True) is None
+    assert magnitude(NAN) is None
+    assert magnitude(()) is None
