@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 
+import msgspec
 import torch
 
 from holdfast import Layout, PendingSave, PerRank, Sharded, Union
+from holdfast.arrays.packed_ints import unpack_ints, unsqueeze
+from holdfast.checkpoint.plan.claims import read_claims_messages
+from holdfast.checkpoint.plan.kept_plans import PlanNotes
 
 NUM_LAYERS = 4
 
@@ -102,3 +107,13 @@ def wait(pending: PendingSave, timeout: float = 60.0) -> None:
     done = threading.Event()
     pending.add_done_callback(lambda _: done.set())
     assert done.wait(timeout), pending
+
+
+def plan_notes(data: bytes) -> PlanNotes:
+    """What a file of a kept plan is made of."""
+    start = int.from_bytes(data[:8], "little") + 8
+    _, _, _, share_nbytes, claims_nbytes, _ = msgspec.msgpack.decode(data[8 : start - 32])
+    ends = list(accumulate(unpack_ints(share_nbytes).tolist(), initial=start))
+    claims = msgspec.msgpack.decode(unsqueeze(data[-claims_nbytes:]), type=list[bytes])
+    encoded, _ = read_claims_messages(claims, range(len(claims)))
+    return PlanNotes(claims, encoded, [data[i:j] for i, j in pairwise(ends)])

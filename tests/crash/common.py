@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
-from holdfast.checkpoint.plan.planner import PLANS_DIR
+from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.root_identity import ROOT_ID
 from holdfast.format.verifier import verify_snapshot

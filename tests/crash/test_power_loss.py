@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Checkpointer, HoldfastError, PosixStorage
-from holdfast.checkpoint.plan.planner import PLANS_DIR
+from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
 from holdfast.format.root_identity import ROOT_ID
 from holdfast.storage import posix
 from holdfast.writer.leftovers import repair

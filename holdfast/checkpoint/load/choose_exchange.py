@@ -12,6 +12,7 @@ import logging
 import math
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -98,12 +99,18 @@ def choose_exchange(
     is_faster = []
     for ranks, nbytes, num_files in sets:
         here = [hosts[rank] for rank in ranks.tolist()]
-        counts = [here.count(host) for host in dict.fromkeys(here)]
+        counts = [*Counter(here).values()]
         read_s = rates.read_s(nbytes, counts, num_files=num_files, is_cached=is_cached)
         sent_s = rates.exchange_s(nbytes, counts, num_files=num_files)
         # Equal if nothing could be measured: then each byte is read once.
         is_faster.append(sent_s <= read_s)
     return is_faster
+
+
+def host_numbers(hosts: Sequence[str]) -> IntArray:
+    """Return a number for each rank, the same for the ranks of one host. Linear in ranks."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(host, len(numbers)) for host in hosts], dtype=np.int64)
 
 
 def measure_rates(files: CheckpointFiles, control: Control, hosts: Sequence[str]) -> Rates:
@@ -136,7 +143,7 @@ def measure_rates(files: CheckpointFiles, control: Control, hosts: Sequence[str]
 
 def _slowest(hosts: Sequence[str], nbytes: np.ndarray, seconds: np.ndarray) -> float:
     """Bytes per second of the slowest host, of those whose ranks moved any; inf if none did."""
-    number = np.array([hosts.index(host) for host in hosts])
+    number = host_numbers(hosts)
     moved = np.bincount(number, nbytes)
     longest = np.zeros(len(moved))
     np.maximum.at(longest, number, np.where(nbytes > 0, seconds, 0.0))

@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
-from holdfast.checkpoint.load.choose_exchange import Choose
+from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
 from holdfast.checkpoint.load.target_memory import Target, make_targets, memory_at
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
@@ -130,7 +130,7 @@ class LoadExecutor:
             tables,
             itemsize=self._itemsize,
             writer=np.array(writer, dtype=np.int64),
-            hosts=np.array([hosts.index(each) for each in hosts] if hosts else range(len(tables))),
+            hosts=host_numbers(hosts if hosts else list(map(str, range(len(tables))))),
             grain=block if self._verify else min(block, _UNVERIFIED_NBYTES),
             copies=self._files.copies if self._files.has_copies else None,
             choose=choose,

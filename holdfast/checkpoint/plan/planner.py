@@ -3,11 +3,8 @@
 A save goes through it in this order: `flatten` takes this rank's state apart, `lookup` returns the
 plan at hand for it, and if the ranks do not all hold the same one, `plan_together` makes a new one.
 
-What is kept next to the checkpoints is not a plan but the claims that it was made from. The first
-save of a later run compares this rank's entry with its own claims and makes the plan again from
-all of them, on each rank and without a collective. The plan is used if all ranks come to the same
-one. Then every rank's claims were proven to be its own, by that rank, and the plan is what
-planning together would give: a file that is stale, or was tampered with, costs a plan and no more.
+The first save of a later run finds the plan next to the checkpoints (`kept_plans.py`): each rank
+reads its own share, and only the coordinator makes the plan again, to prove what it has read.
 """
 
 from __future__ import annotations
@@ -27,6 +24,14 @@ from holdfast.checkpoint.plan.claims import (
     read_claims_messages,
     signature,
 )
+from holdfast.checkpoint.plan.kept_plans import (
+    MAX_NBYTES,
+    PLANS_DIR,
+    VERSION,
+    KeptPlan,
+    PlanNotes,
+    write_plan,
+)
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan, rank_plan
 from holdfast.errors import HoldfastError
@@ -36,14 +41,8 @@ from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache, collector_paused, flatten_state
 from holdfast.storage import Storage
-from holdfast.writer.records import EncodedPlan, encode_plan, seal, unseal
+from holdfast.writer.records import EncodedPlan, encode_plan
 
-PLANS_DIR = ".plans"
-_VERSION = 4
-_MAX_FILES = 16
-_STALE_S = 60.0
-_MAX_NBYTES = 1 << 26
-"""Of a kept plan, and of what is compressed in it; typically below 10 bytes a row."""
 _LOG = logging.getLogger("holdfast")
 
 _ShareMessage = tuple[str, int, int, int, RankShare]
@@ -93,8 +92,8 @@ class Planner:
         self._last: LocalState | None = None
         self._plans: dict[bool, RankPlan] = {}
         self._looked: set[bool] = set()
-        self.not_kept: dict[str, list[bytes]] = {}
-        """The claims of plans that this run has made and no file holds, by the plan's digest."""
+        self.not_kept: dict[str, PlanNotes] = {}
+        """Of the plans that this run has made and no file holds, by the plan's digest."""
         self._kept: dict[bool, str] = {}
 
     def flatten(self, state: Mapping[str, object]) -> LocalState:
@@ -135,7 +134,8 @@ class Planner:
 
         Before the first save of a kind the claims kept by an earlier run are looked at. A rejection
         of these is logged (logger `holdfast`, info).
-        Cost: no collectives; the first time one small file read, O(rows) vector work.
+        Cost: no collectives; the first time reads of one small file and O(rows of this rank) work;
+        on the coordinator of all of it, and O(rows of all ranks).
         """
         plan = self._plans.get(compare_all)
         if plan is not None:
@@ -162,7 +162,7 @@ class Planner:
 
     def plan_together(
         self, local: LocalState, *, names: Sequence[str], compare_all: bool
-    ) -> tuple[RankPlan, list[bytes] | None]:
+    ) -> tuple[RankPlan, PlanNotes | None]:
         """Make a plan with all ranks: the coordinator proves their claims and assigns writers.
 
         Args:
@@ -171,7 +171,7 @@ class Planner:
             compare_all: whether declared replicas are compared by content, too.
 
         Returns:
-            The rank's plan, and on the coordinator the claims that it was made from.
+            The rank's plan, and on the coordinator what it was made of.
 
         Raises:
             PlanError: on all ranks, naming key, box and ranks.
@@ -184,40 +184,25 @@ class Planner:
         sends_names = list(names).index(local.names) == control.index
         message = claims_message(local.encoded, local.table.names if sends_names else None)
         gathered = control.gather(message, phase="save: tables")
-        messages: list[bytes] | None = None
+        notes: PlanNotes | None = None
         commit: EncodedPlan | None = None
         if gathered is not None:
-            commit, shares = self._plan_from_claims(gathered, compare_all=compare_all)
-            plan = commit.plan
-            facts = (commit.digest, plan.total_nbytes, plan.copies_nbytes, len(plan.keys))
-            messages = [squeeze(msgspec.msgpack.encode((*facts, share))) for share in shares]
+            commit, notes = self._plan_from_claims(gathered, compare_all=compare_all)
         # Only the share is sent: the plan of all ranks is as large as all shares together.
-        data = unsqueeze(control.scatter(messages, phase="save: shares"))
-        digest, total_nbytes, copies_nbytes, num_tensors, share = msgspec.msgpack.decode(
-            data, type=_ShareMessage
-        )
-        own = rank_plan(
-            local,
-            share,
-            plan_digest=digest,
-            compare_all=compare_all,
-            total_nbytes=total_nbytes,
-            copies_nbytes=copies_nbytes,
-            num_tensors=num_tensors,
-            commit=commit,
-        )
-        return own, gathered
+        shares = None if notes is None else [*notes.shares]
+        share = control.scatter(shares, phase="save: shares")
+        return _own_plan(local, share, compare_all=compare_all, commit=commit, kept=""), notes
 
-    def add(self, plan: RankPlan, claims: list[bytes] | None) -> None:
-        """Keep a plan that all ranks have made; the coordinator passes the claims to store, too.
+    def add(self, plan: RankPlan, notes: PlanNotes | None) -> None:
+        """Keep a plan that all ranks have made; the coordinator passes what it was made of.
 
         A plan of the other kind stays in use if it is of the same structure.
         """
         same = {k: p for k, p in self._plans.items() if p.signature == plan.signature}
         self._plans = same | {plan.compare_all: plan}
         # What an earlier run has kept already need not be written again.
-        if claims is not None and self._kept.get(plan.compare_all) != plan.plan_digest:
-            self.not_kept[plan.plan_digest] = claims
+        if notes is not None and self._kept.get(plan.compare_all) != plan.plan_digest:
+            self.not_kept[plan.plan_digest] = notes
 
     def clear(self) -> None:
         """Forget all plans: after a failure they are made again."""
@@ -229,77 +214,37 @@ class Planner:
         self._last, self._leaves = None, LeafCache()
 
     def keep(self, plan: RankPlan) -> None:
-        """Leave a plan of `not_kept` for later runs, in place of the last one of its kind.
-
-        Called when a checkpoint is committed. At most 16 files are kept. A failure is logged, and
-        costs a later run a plan.
-
-        Cost: one small file, compressed.
-        """
-        claims = self.not_kept.pop(plan.plan_digest)
-        path = self._path(plan.compare_all)
+        """Leave a plan of `not_kept` for later runs; called when a checkpoint is committed."""
+        notes = self.not_kept.pop(plan.plan_digest)
         self._kept[plan.compare_all] = plan.plan_digest
-        data = seal(msgspec.msgpack.encode((_VERSION, claims)))
-        if len(data) > _MAX_NBYTES:
-            _LOG.info("the plan is not kept: it has %d bytes, more than would be read", len(data))
-            return
-        try:
-            data = squeeze(data)
-            # Sealed, and only a help: it need not be durable.
-            self._storage.make_dir(PLANS_DIR, durable=False)
-            self._storage.replace_file(path, data, durable=False)
-            others = [f"{PLANS_DIR}/{name}" for name in self._storage.list(PLANS_DIR)]
-            # Files of other layouts stay useful to runs that return to them, hence by age and not
-            # all.
-            by_age = sorted((self._storage.age_s(each), each) for each in others if each != path)
-            # From 2, as the file just written is the first and is not in the list.
-            for number, (age_s, each) in enumerate(by_age, start=2):
-                unnamed = each.startswith(f"{PLANS_DIR}/.tmp-") and age_s > _STALE_S
-                if unnamed or number > _MAX_FILES:
-                    self._storage.remove_tree(each)
-        except HoldfastError as error:
-            _LOG.warning("the plan was not kept: %s", error)
+        write_plan(self._storage, self._path(plan.compare_all), notes.encode()[0])
 
     def _path(self, compare_all: bool) -> str:
         """One file for each layout, its options and the kind of save."""
-        words = [*self._choices, "all" if compare_all else "undeclared", str(_VERSION)]
+        words = [*self._choices, "all" if compare_all else "undeclared", str(VERSION)]
         return f"{PLANS_DIR}/{digest128(chr(0).join(words).encode())}.msgpack"
 
     def _plan_again(self, path: str, local: LocalState, compare_all: bool) -> RankPlan | Rejected:
-        """The plan from the claims of an earlier run, or why it does not fit this rank."""
+        """Return the plan of an earlier run, or why it does not fit this rank."""
         control = self._groups.control
-        # Looked at before it is read, since a file of any size may be there.
-        if self._storage.size(path) > _MAX_NBYTES:
-            return Rejected("it is larger than any plan that is kept")
-        data = unsqueeze(self._storage.read(path), max_nbytes=_MAX_NBYTES)
-        version, claims = unseal(data, tuple[int, list[bytes]], where=path)
-        if version != _VERSION:
-            return Rejected(f"it is of version {version}, this is version {_VERSION}")
-        if len(claims) != control.size:
-            return Rejected(f"it is of {len(claims)} ranks, these are {control.size}")
-        encoded, names = read_claims_messages(claims, control.ranks, max_nbytes=_MAX_NBYTES)
-        # Each rank compares its own entry. All entries are proven once the ranks agree on the
-        # digest of the plan, which is made from all of them.
-        if encoded[control.index] != local.encoded or names.get(local.names) != local.table.names:
+        kept = KeptPlan(self._storage, path, num_ranks=control.size)
+        if not kept.is_of(control.index, local.encoded):
             return Rejected(f"what rank {control.rank} holds has changed")
-        commit, shares = self._plan_from_claims(claims, compare_all=compare_all)
-        return rank_plan(
-            local,
-            shares[control.index],
-            plan_digest=commit.digest,
-            compare_all=compare_all,
-            total_nbytes=commit.plan.total_nbytes,
-            copies_nbytes=commit.plan.copies_nbytes,
-            num_tensors=len(commit.plan.keys),
-            commit=commit if control.is_coordinator else None,
-        )
+        commit: EncodedPlan | None = None
+        if control.is_coordinator:
+            claims = kept.claims()
+            # What is read may unpack to much more than a rank would ever have sent.
+            read_claims_messages(claims, control.ranks, max_nbytes=MAX_NBYTES)
+            commit, notes = self._plan_from_claims(claims, compare_all=compare_all)
+            if not kept.is_made_of(notes):
+                return Rejected("it is not the plan of its claims")
+        share = kept.share(control.index)
+        return _own_plan(local, share, compare_all=compare_all, commit=commit, kept=kept.digest)
 
     def _plan_from_claims(
         self, messages: Sequence[bytes], *, compare_all: bool
-    ) -> tuple[EncodedPlan, list[RankShare]]:
-        """Return the plan of all ranks and the share of each, from their claims.
-
-        It is equal on every rank.
+    ) -> tuple[EncodedPlan, PlanNotes]:
+        """Return the plan of all ranks, and what it was made of and is sent, from their claims.
 
         Raises:
             PlanError: naming key, box and ranks.
@@ -322,4 +267,33 @@ class Planner:
             block_nbytes=self._block_nbytes,
             copies=self._copies,
         )
-        return encode_plan(plan), shares
+        commit = encode_plan(plan)
+        facts = (commit.digest, plan.total_nbytes, plan.copies_nbytes, len(plan.keys))
+        sent = [squeeze(msgspec.msgpack.encode((*facts, share))) for share in shares]
+        return commit, PlanNotes(claims=messages, encoded=encoded_claims, shares=sent)
+
+
+def _own_plan(
+    local: LocalState,
+    message: bytes,
+    *,
+    compare_all: bool,
+    commit: EncodedPlan | None,
+    kept: str,
+) -> RankPlan:
+    """Return the plan of a rank, from its share."""
+    digest, total_nbytes, copies_nbytes, num_tensors, share = msgspec.msgpack.decode(
+        unsqueeze(message, max_nbytes=MAX_NBYTES) if kept else unsqueeze(message),
+        type=_ShareMessage,
+    )
+    return rank_plan(
+        local,
+        share,
+        plan_digest=digest,
+        compare_all=compare_all,
+        total_nbytes=total_nbytes,
+        copies_nbytes=copies_nbytes,
+        num_tensors=num_tensors,
+        commit=commit,
+        kept=kept,
+    )

@@ -54,6 +54,8 @@ class RankPlan:
     """True if declared replicas are compared, too."""
     plan_digest: str
     """Equal on ranks that hold the same plan."""
+    kept: str
+    """Digest of the file that the plan was found in; empty if the ranks have made it together."""
     file: PlannedFile
     """This rank's data file, without a name if the rank writes no file."""
     rows: tuple[int, ...]
@@ -76,6 +78,11 @@ class RankPlan:
     """Of the whole checkpoint."""
     commit: EncodedPlan | None
     """The plan of all ranks; on the coordinator only."""
+
+    @property
+    def identity(self) -> str:
+        """What all ranks have to agree on before its use: that they hold the same plan."""
+        return f"{self.plan_digest} {self.kept}"
 
     def sources(self, local: LocalState) -> list[torch.Tensor]:
         """The tensor to write for each row, in plan order; views, nothing is copied.
@@ -106,6 +113,7 @@ def rank_plan(
     copies_nbytes: int,
     num_tensors: int,
     commit: EncodedPlan | None,
+    kept: str,
 ) -> RankPlan:
     """Return what a rank keeps of a plan: names and boxes of its chunks, and its image."""
     offsets, extents = local.table.offset.tolist(), local.table.extent.tolist()
@@ -134,6 +142,7 @@ def rank_plan(
         claims=local.encoded,
         compare_all=compare_all,
         plan_digest=plan_digest,
+        kept=kept,
         file=PlannedFile(
             name=data_file(share.file) if writes else None,
             header_nbytes=len(image.header) if writes else 0,

@@ -270,7 +270,7 @@ class Handshake:
                     step=request.step,
                     overwrite=request.overwrite,
                     check_replicas=request.check_replicas,
-                    plan=plan.plan_digest if plan is not None else "",
+                    plan=plan.identity if plan is not None else "",
                     names=local.names,
                     compares=compares,
                     num_saves=self._num_saves,
@@ -378,14 +378,14 @@ class Handshake:
 
     def _make_plan(self, local: LocalState, proposals: Proposals, request: SaveRequest) -> RankPlan:
         """Plan, check that every rank has room for its share, and keep the plan."""
-        plan, claims = self.planner.plan_together(
+        plan, notes = self.planner.plan_together(
             local,
             names=[proposal.names for proposal in proposals.by_rank],
             compare_all=self._compares(request, proposals.num_saves),
         )
         self._check_room(plan)
         self._groups.control.agree(None, phase=BUDGET)
-        self.planner.add(plan, claims)
+        self.planner.add(plan, notes)
         return plan
 
 

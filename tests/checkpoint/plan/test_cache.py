@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from holdfast import (
     Stored,
     Union,
 )
-from holdfast.arrays.packed_ints import squeeze, unsqueeze
+from holdfast.arrays.packed_ints import pack_ints, squeeze, unsqueeze
 from holdfast.checkpoint.plan.claims import (
     claims_message,
     decode_claims,
@@ -30,12 +32,14 @@ from holdfast.checkpoint.plan.claims import (
     encode_claims,
     read_claims_messages,
 )
-from holdfast.checkpoint.plan.planner import PLANS_DIR, Planner, Rejected
+from holdfast.checkpoint.plan.kept_plans import PLANS_DIR, VERSION, PlanNotes
+from holdfast.checkpoint.plan.planner import Planner, Rejected
 from holdfast.checkpoint.plan.rank_plan import RankPlan
+from holdfast.errors import PlanError
 from holdfast.format.values import Codecs
 from holdfast.format.verifier import verify_snapshot
-from holdfast.writer.records import seal, unseal
-from tests.checkpoint.common import assert_equal, make_state
+from holdfast.writer.records import seal
+from tests.checkpoint.common import assert_equal, make_state, plan_notes
 from tests.harness import RankContext, run_ranks
 
 LAYOUT = Layout(tp=2, dp=2)
@@ -275,13 +279,32 @@ def _edits(good: Claims) -> Iterator[tuple[str, Claims]]:
 
 
 def msgspec_replace(table: object, **fields: object) -> object:
-    import dataclasses
-
     return dataclasses.replace(table, **fields)  # type: ignore[type-var]
 
 
-def _pack(version: int, claims: Claims) -> bytes:
-    return squeeze(seal(msgspec.msgpack.encode((version, claims))))
+def _with_header(data: bytes, **fields: object) -> bytes:
+    """The file with other fields in its header."""
+    end = int.from_bytes(data[:8], "little") + 8
+    names = ("version", "encoded", "shares", "share_nbytes", "claims_nbytes", "claims")
+    header = dict(zip(names, msgspec.msgpack.decode(data[8 : end - 32]), strict=True)) | fields
+    sealed = seal(msgspec.msgpack.encode([*header.values()]))
+    return len(sealed).to_bytes(8, "little") + sealed + data[end:]
+
+
+def _made_of(claims: Claims, good: PlanNotes) -> bytes:
+    """A file of other claims, with the shares of the good ones; all its digests are right."""
+    try:
+        encoded, _ = read_claims_messages(claims, range(len(claims)))
+    except PlanError:
+        encoded = list(good.encoded)
+    num = len(claims)
+    shares = [*good.shares, *good.shares][:num]
+    return PlanNotes(claims, [*encoded, *encoded][:num], shares).encode()[0]
+
+
+def _file_of(header: bytes) -> bytes:
+    sealed = seal(header)
+    return len(sealed).to_bytes(8, "little") + sealed
 
 
 def _tampered(context: RankContext, root: str) -> list[tuple[str, bool, bool]]:
@@ -291,15 +314,36 @@ def _tampered(context: RankContext, root: str) -> list[tuple[str, bool, bool]]:
     with ProcessGroups.create(Layout(dp=2)) as groups:
         path = next((Path(root) / PLANS_DIR).iterdir())
         good = path.read_bytes()
-        version, claims = unseal(unsqueeze(good), tuple[int, Claims], where="")
-        cases = [("as it was", good), *((what, _pack(version, c)) for what, c in _edits(claims))]
+        notes = plan_notes(good)
+        assert notes.encode()[0] == good
+        first, second = notes.shares
+        foreign = [*_edits([*notes.claims])]
+        cases = [("as it was", good)]
+        cases += [(what, _made_of(claims, notes)) for what, claims in foreign]
         cases += [
-            ("another version", _pack(version + 1, claims)),
+            # Each rank finds the claims that it has made, and whatever share fits the header.
+            (f"{what}, by ranks as they are",
+             PlanNotes(claims, notes.encoded, notes.shares).encode()[0])
+            for what, claims in foreign if len(claims) == 2
+        ]  # fmt: skip
+        cases += [
+            ("shares trade", dataclasses.replace(notes, shares=[second, first]).encode()[0]),
+            ("one share twice", dataclasses.replace(notes, shares=[first, first]).encode()[0]),
+            ("no share", dataclasses.replace(notes, shares=[first, b""]).encode()[0]),
+            ("a share of another kind",
+             dataclasses.replace(notes, shares=[first, squeeze(b"x")]).encode()[0]),
+            ("a share that is not the header's", good.replace(second, first, 1)
+             if len(first) == len(second) else good.replace(second, bytes(len(second)), 1)),
+            ("a header beyond the file", (1 << 40).to_bytes(8, "little") + good[8:]),
+            ("lengths below zero", _with_header(good, share_nbytes=pack_ints(np.array([-1, 9])))),
+        ]  # fmt: skip
+        cases += [
+            ("another version", _with_header(good, version=VERSION + 1)),
             ("cut short", good[: len(good) // 2]),
             ("a bit", good[:40] + bytes([good[40] ^ 1]) + good[41:]),
-            ("unsealed", squeeze(msgspec.msgpack.encode((version, claims)))),
-            ("not compressed", seal(msgspec.msgpack.encode((version, claims)))),
-            ("another type", squeeze(seal(msgspec.msgpack.encode({"version": version})))),
+            ("a bit of the claims", good[:-40] + bytes([good[-40] ^ 1]) + good[-39:]),
+            ("something behind it", good + b"x"),
+            ("another type", _file_of(msgspec.msgpack.encode({"version": VERSION}))),
             ("empty", b""),
         ]
         for what, data in cases:
@@ -345,9 +389,7 @@ def test_a_rejected_plan_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         path = next((tmp_path / PLANS_DIR).iterdir())
         path.write_bytes(b"x")
         Checkpointer(tmp_path).save(4, state)
-        assert (
-            "is not used: it cannot be read: compressed bytes are incomplete" in caplog.messages[0]
-        )
+        assert "is not used: it cannot be read: a header of 120 bytes" in caplog.messages[0]
 
 
 def test_lookup_gives_a_plan_or_the_reason(tmp_path: Path) -> None:
@@ -361,8 +403,8 @@ def test_lookup_gives_a_plan_or_the_reason(tmp_path: Path) -> None:
     other = planner.flatten({"t": {"x": torch.ones(4)}})
     assert planner.lookup(local, compare_all=False) == Rejected("no plan is kept")
     assert planner.lookup(local, compare_all=False) == Rejected("no plan was made yet")
-    plan, claims = planner.plan_together(local, names=[local.names], compare_all=False)
-    planner.add(plan, claims)
+    plan, notes = planner.plan_together(local, names=[local.names], compare_all=False)
+    planner.add(plan, notes)
     assert planner.lookup(local, compare_all=False) is plan
     changed = Rejected("the structure of the state has changed")
     assert planner.lookup(other, compare_all=False) == changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast.arrays.packed_ints import squeeze
-from holdfast.checkpoint.plan.planner import PLANS_DIR
+from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
 from holdfast.format.digest import digest128
 from holdfast.format.names import INDEX, LATEST, MANIFEST
 from holdfast.format.root_identity import ROOT_ID
@@ -23,6 +24,7 @@ from holdfast.format.versions import LEASES_DIR
 from holdfast.storage import PosixStorage
 from holdfast.writer.leftovers import repair
 from holdfast.writer.records import DONE_DIR, HEADER_FILE, PLAN_FILE, seal
+from tests.checkpoint.common import plan_notes
 from tests.format.making import make, sample_tensors, write
 
 STEP = "iter_0000130"
@@ -171,7 +173,8 @@ def test_saves_and_loads_pass_hostile_leftovers(tmp_path: Path) -> None:
         checkpointer.save(1, {"t": {"x": torch.ones(8)}})
     bomb = squeeze(b"\0" * (256 << 20))
     for path in (tmp_path / PLANS_DIR).iterdir():
-        path.write_bytes(bomb)
+        good = plan_notes(path.read_bytes())
+        path.write_bytes(dataclasses.replace(good, claims=[bomb], shares=[bomb]).encode()[0])
     for number, name in enumerate(("nested plan", "huge plan", "plan of many", "nested header")):
         place = tmp_path / "made" / str(number)
         TREES[name](place)
