@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pickle
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +39,10 @@ from holdfast.checkpoint.plan.claims import (
     encode_claims,
     read_claims_messages,
 )
+from holdfast.checkpoint.plan.kept_plans import write_plan
 from holdfast.checkpoint.plan.make_plan import make_plan
+from holdfast.checkpoint.plan.planner import Planner
+from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index, validate_index
 from holdfast.format.manifest import FileInfo, IndexInfo, Manifest, TensorInfo, Totals
@@ -43,6 +50,7 @@ from holdfast.format.names import data_file
 from holdfast.parallel.layout import DENSE_AXES
 from holdfast.state import flatten_state
 from holdfast.state.coordinates import coordinate_label
+from holdfast.storage import PosixStorage
 from holdfast.writer.commit import assemble, build_index
 from holdfast.writer.records import CommitPlan, DoneRecord, SaveHeader, column
 
@@ -107,6 +115,16 @@ def _report(
         case, "received by the coordinator, a row", counted["received nbytes a row"], unit="B",
         targets=targets(64.0),
     )  # fmt: skip
+    results.state(
+        case, "resumed run: CPU of a rank", counted["resumed"], unit="s", targets=targets(0.02)
+    )
+    results.state(
+        case, "resumed run: read by a rank", counted["resumed nbytes"], unit="B",
+    )  # fmt: skip
+    results.state(
+        case, "resumed run: memory of a rank", counted["resumed peak nbytes"], unit="B",
+        targets=targets(20e6),
+    )  # fmt: skip
     results.compare(
         case, "commit: index out of all records", unit="s",
         holdfast=values_of(series, "holdfast", "build"), targets=targets(0.2),
@@ -127,6 +145,12 @@ def _simulate(
     layout = simulated_layout(num_ranks)
     encoded = claims_messages(simulated_tables(layout, tensors_a_rank))
     counted: dict[str, float] = {}
+    with TemporaryDirectory() as directory:
+        resumed = Resumed(layout, encoded, tensors_a_rank, Path(directory))
+        counted["resumed peak nbytes"] = resumed.peak_nbytes()
+        measured = [resumed.measure() for _ in range(max(repeats, 3))]
+    counted["resumed nbytes"] = resumed.nbytes_read
+    counted["resumed"] = sorted(measured)[len(measured) // 2]
 
     def holdfast(_: int) -> Measured:
         return _plan_once(layout, encoded, counted)
@@ -154,6 +178,68 @@ def claims_messages(tables: list[RankClaims]) -> list[bytes]:
     return messages
 
 
+class _Counting(PosixStorage):
+    """Counts what is read."""
+
+    nbytes = 0
+
+    def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+        data = super().read(path, start=start, nbytes=nbytes)
+        self.nbytes += len(data)
+        return data
+
+
+class Resumed:
+    """The first save of a resumed run on a rank that is not the coordinator: it finds its plan.
+
+    Args:
+        layout: of all ranks.
+        encoded: their claims, see `claims_messages`.
+        tensors_a_rank: of the simulated state.
+        directory: for the kept plan.
+    """
+
+    def __init__(
+        self, layout: Layout, encoded: list[bytes], tensors_a_rank: int, directory: Path
+    ) -> None:
+        self._layout, self._storage = layout, _Counting(directory)
+        coordinator = self._planner(0)
+        self._rank = next((r for r in layout.ranks if layout.coordinate(r)["pp"] == 1), 0)
+        state = simulated_state(layout, layout.coordinate(self._rank)["pp"], tensors_a_rank)
+        _, notes = coordinator.plan_from_claims(encoded, compare_all=False)
+        planner = self._planner(self._rank)
+        self._local = planner.flatten(state)
+        write_plan(self._storage, planner.path(compare_all=False), notes.encode()[0])
+        self.nbytes_read = 0.0
+
+    def _planner(self, rank: int) -> Planner:
+        ranks = self._layout.ranks
+        control = SimpleNamespace(
+            rank=rank, ranks=ranks, size=len(ranks), index=rank, is_coordinator=rank == 0
+        )
+        groups: Any = SimpleNamespace(layout=self._layout, rank=rank, control=control)
+        return Planner(self._storage, groups, codecs=Codecs(), block_nbytes=DEFAULT_BLOCK_NBYTES)
+
+    def measure(self) -> float:
+        """Return the CPU seconds that it takes."""
+        planner = self._planner(self._rank)
+        self._storage.nbytes, began = 0, time.process_time()
+        plan = planner.lookup(self._local, compare_all=False)
+        seconds = time.process_time() - began
+        assert isinstance(plan, RankPlan), plan
+        self.nbytes_read = float(self._storage.nbytes)
+        return seconds
+
+    def peak_nbytes(self) -> float:
+        """Return the memory that it takes at most."""
+        tracemalloc.start()
+        try:
+            self.measure()
+            return float(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+
+
 def simulated_layout(num_ranks: int) -> Layout:
     """TP4 x PP4 x DP, or as much of it as fits."""
     tp = min(4, num_ranks)
@@ -164,6 +250,21 @@ def simulated_layout(num_ranks: int) -> Layout:
 def _shape(layout: Layout, tensor: int) -> tuple[int, int]:
     """The global shape of a simulated tensor."""
     return layout.tp * (8 + tensor % 5), layout.dp * (4 + tensor % 3)
+
+
+def simulated_state(layout: Layout, stage: int, tensors_a_rank: int) -> dict[str, object]:
+    """Return the state of the first rank of a stage."""
+    shapes = [_shape(layout, i) for i in range(tensors_a_rank)]
+    model = {
+        f"stage{stage}.layers.t{i}.weight": Sharded(
+            # A tensor of its own for each name: shared memory would be a tied parameter.
+            torch.zeros(rows // layout.tp, columns // layout.dp),
+            (rows, columns),
+            dims={0: "tp", 1: "dp"},
+        )
+        for i, (rows, columns) in enumerate(shapes)
+    }
+    return {"model": model, "rng": RNG()}
 
 
 def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
@@ -182,16 +283,7 @@ def simulated_tables(layout: Layout, tensors_a_rank: int) -> list[RankClaims]:
         at = layout.coordinate(rank)
         stage = at["pp"]
         if stage not in of_stage:
-            state = {
-                f"stage{stage}.layers.t{i}.weight": Sharded(
-                    # A tensor of its own for each name: shared memory would be a tied parameter.
-                    torch.zeros(e),
-                    shape,
-                    dims={0: "tp", 1: "dp"},
-                )
-                for i, (e, shape) in enumerate(zip(extent.tolist(), shapes, strict=True))
-            }
-            whole = {"model": state, "rng": RNG()}
+            whole = simulated_state(layout, stage, tensors_a_rank)
             flat = flatten_state(whole, layout=layout, rank=rank, codecs=Codecs())
             of_stage[stage] = claims_of(flat)[0]
         first = of_stage[stage]

@@ -145,7 +145,7 @@ class Planner:
             return Rejected("no plan was made yet")
         # Before reading: a file that cannot be read must not be tried again with each save.
         self._looked.add(compare_all)
-        path = self._path(compare_all)
+        path = self.path(compare_all=compare_all)
         try:
             if not self._storage.exists(path):
                 return Rejected("no plan is kept")
@@ -187,7 +187,7 @@ class Planner:
         notes: PlanNotes | None = None
         commit: EncodedPlan | None = None
         if gathered is not None:
-            commit, notes = self._plan_from_claims(gathered, compare_all=compare_all)
+            commit, notes = self.plan_from_claims(gathered, compare_all=compare_all)
         # Only the share is sent: the plan of all ranks is as large as all shares together.
         shares = None if notes is None else [*notes.shares]
         share = control.scatter(shares, phase="save: shares")
@@ -217,9 +217,9 @@ class Planner:
         """Leave a plan of `not_kept` for later runs; called when a checkpoint is committed."""
         notes = self.not_kept.pop(plan.plan_digest)
         self._kept[plan.compare_all] = plan.plan_digest
-        write_plan(self._storage, self._path(plan.compare_all), notes.encode()[0])
+        write_plan(self._storage, self.path(compare_all=plan.compare_all), notes.encode()[0])
 
-    def _path(self, compare_all: bool) -> str:
+    def path(self, *, compare_all: bool) -> str:
         """One file for each layout, its options and the kind of save."""
         words = [*self._choices, "all" if compare_all else "undeclared", str(VERSION)]
         return f"{PLANS_DIR}/{digest128(chr(0).join(words).encode())}.msgpack"
@@ -235,13 +235,13 @@ class Planner:
             claims = kept.claims()
             # What is read may unpack to much more than a rank would ever have sent.
             read_claims_messages(claims, control.ranks, max_nbytes=MAX_NBYTES)
-            commit, notes = self._plan_from_claims(claims, compare_all=compare_all)
+            commit, notes = self.plan_from_claims(claims, compare_all=compare_all)
             if not kept.is_made_of(notes):
                 return Rejected("it is not the plan of its claims")
         share = kept.share(control.index)
         return _own_plan(local, share, compare_all=compare_all, commit=commit, kept=kept.digest)
 
-    def _plan_from_claims(
+    def plan_from_claims(
         self, messages: Sequence[bytes], *, compare_all: bool
     ) -> tuple[EncodedPlan, PlanNotes]:
         """Return the plan of all ranks, and what it was made of and is sent, from their claims.

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.scale import claims_messages, simulated_layout, simulated_tables
+from bench.scale import Resumed, claims_messages, simulated_layout, simulated_tables
 from holdfast import (
     RNG,
     Checkpointer,
@@ -155,6 +155,21 @@ def test_messages_that_are_none_are_refused_by_rank() -> None:
     )[0]
     with pytest.raises(PlanError, match="rank 7"):
         decode_claims(encode_claims(table), rank=7, names={})
+
+
+def test_a_resumed_rank_reads_what_is_its_own(tmp_path: Path) -> None:
+    """Its share, and 72 bytes for each rank; what it keeps in memory is of that size."""
+    found = {}
+    for num_ranks in (64, 512):
+        layout = simulated_layout(num_ranks)
+        messages = claims_messages(simulated_tables(layout, 200))
+        directory = tmp_path / str(num_ranks)
+        directory.mkdir()
+        resumed = Resumed(layout, messages, 200, directory)
+        peak = resumed.peak_nbytes()
+        found[num_ranks] = resumed.nbytes_read, peak
+    assert found[512][0] - found[64][0] <= 72 * (512 - 64)
+    assert found[512][1] <= found[64][1] + 8 * 72 * (512 - 64)
 
 
 def test_random_streams_on_thousands_of_ranks() -> None:
