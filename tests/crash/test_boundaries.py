@@ -116,9 +116,9 @@ def _sweep(context: RankContext, root: str, scenario: str, mode: str) -> tuple[l
     [
         ("sync", "first"),
         ("async", "overwrite"),
-        pytest.param("sync", "next", marks=pytest.mark.slow),
+        pytest.param("sync", "next", marks=pytest.mark.nightly),
         pytest.param("sync", "overwrite", marks=pytest.mark.slow),
-        pytest.param("async", "first", marks=pytest.mark.slow),
+        pytest.param("async", "first", marks=pytest.mark.nightly),
         pytest.param("async", "next", marks=pytest.mark.slow),
     ],
 )

@@ -52,7 +52,7 @@ def _after_power_up(disk: Disk, root: Path, durable: dict[int, int], tried: dict
     assert_recovers(root, step=next_step, version=next_step)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_power_loss_right_after_a_save_returned(disk: Disk) -> None:
     """The checkpoint is whole, sync and async, new and replaced; the pointer names it."""
@@ -75,7 +75,7 @@ def test_power_loss_right_after_a_save_returned(disk: Disk) -> None:
         assert_recovers(root, step=3, version=3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_power_loss_at_every_boundary(disk: Disk, overwrite: bool) -> None:
@@ -106,10 +106,11 @@ def test_power_loss_at_every_boundary(disk: Disk, overwrite: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_power_loss_at_random_instants(disk: Disk) -> None:
+@pytest.mark.parametrize("num_cuts", [8, pytest.param(25, marks=pytest.mark.nightly)])
+def test_power_loss_at_random_instants(disk: Disk, num_cuts: int) -> None:
     """Saves one after another until the power goes; those that had returned are all there."""
     generator = random.Random(5)
-    for number in range(25):
+    for number in range(num_cuts):
         root = disk.point / f"run{number}"
         durable: dict[int, int] = {}
         tried: dict[int, int] = {}

@@ -255,9 +255,9 @@ def search(
     "name",
     [
         "saves",
-        pytest.param("killed", marks=pytest.mark.slow),
+        pytest.param("killed", marks=pytest.mark.nightly),
         pytest.param("no exchange", marks=pytest.mark.slow),
-        pytest.param("killed, no exchange", marks=pytest.mark.slow),
+        pytest.param("killed, no exchange", marks=pytest.mark.nightly),
     ],
 )
 def test_no_legal_loss_does_harm(

@@ -247,12 +247,12 @@ def is_first_of_its_kind(script: Script) -> bool:
 @pytest.mark.parametrize(
     ("size", "outcomes", "depth"),
     [
-        (1, (GOOD, BAD, OTHER, UNREACHED), 6),
-        (2, (GOOD, BAD), 3),
-        (3, (GOOD, BAD), 2),
-        pytest.param(2, (GOOD, BAD), 4, marks=pytest.mark.slow),
-        pytest.param(2, (GOOD, BAD, UNREACHED), 3, marks=pytest.mark.slow),
-        pytest.param(3, (GOOD, BAD), 3, marks=pytest.mark.slow),
+        (1, (GOOD, BAD, OTHER, UNREACHED), 5),
+        (2, (GOOD, BAD), 2),
+        pytest.param(3, (GOOD, BAD), 2, marks=pytest.mark.slow),
+        pytest.param(2, (GOOD, BAD), 4, marks=pytest.mark.nightly),
+        pytest.param(2, (GOOD, BAD, UNREACHED), 3, marks=pytest.mark.nightly),
+        pytest.param(3, (GOOD, BAD), 3, marks=pytest.mark.nightly),
     ],
 )
 def test_every_sequence_of_outcomes_ends_as_the_page_says(
@@ -280,5 +280,5 @@ def test_every_sequence_of_outcomes_ends_as_the_page_says(
         if wanted.num_runs > len(script.runs) < depth:
             longer = (replace(script, runs=(*script.runs, run)) for run in alphabet)
             waiting += filter(is_first_of_its_kind, longer)
-    assert num_jobs > 200
+    assert num_jobs > 40
     assert {*CODES, "spoiled_state"} == {verdict.value for verdict in Verdict}

@@ -53,11 +53,17 @@ def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
     _campaign(fast_dir, range(15))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_hundreds_of_spreading_faults(fast_dir: Path) -> None:
-    """D7, D8, D9, D19: twenty turns through all layouts."""
-    _campaign(fast_dir, range(1000, 1400))
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(1000, 1060), marks=pytest.mark.slow, id="60"),
+        pytest.param(range(1060, 1460), marks=pytest.mark.nightly, id="400"),
+    ],
+)
+def test_many_spreading_faults(fast_dir: Path, seeds: range) -> None:
+    """D7, D8, D9, D19: several turns through all layouts."""
+    _campaign(fast_dir, seeds)
 
 
 def test_a_device_is_cleared_only_in_the_role_that_it_had(fast_dir: Path) -> None:
@@ -69,10 +75,10 @@ def test_a_device_is_cleared_only_in_the_role_that_it_had(fast_dir: Path) -> Non
 
 def test_a_second_opinion_tells_within_the_step(fast_dir: Path) -> None:
     """D23: a replica of one device convicts it at once; any two replicas prove data bad."""
-    _second_opinions(fast_dir, range(10))
+    _second_opinions(fast_dir, range(6))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_hundred_second_opinions(fast_dir: Path) -> None:
     """D23: a hundred of a hundred are right."""
