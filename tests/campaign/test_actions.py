@@ -45,16 +45,16 @@ def test_any_actions_equal_one_process_or_raise_by_name(
     assert share_of_values(ends) > 0.8, ends
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "first", "count"),
     [
-        *[(1, first, 300) for first in range(1000, 2200, 300)],
-        *[(2, first, 150) for first in range(1000, 1600, 150)],
-        *[(4, first, 90) for first in (1000, 1090)],
-        (3, 1000, 40),
+        *[pytest.param(*each, marks=pytest.mark.slow)
+          for each in ((1, 1000, 300), (1, 1300, 300), (2, 1000, 150), (3, 1000, 40))],
+        *[pytest.param(*each, marks=pytest.mark.nightly)
+          for each in ((1, 1600, 300), (1, 1900, 300), (2, 1150, 150), (2, 1300, 150),
+                       (2, 1450, 150), (4, 1000, 90), (4, 1090, 90))],
     ],
-)
+)  # fmt: skip
 def test_two_thousand_programs_of_actions(
     tmp_path: Path, num_ranks: int, first: int, count: int
 ) -> None:

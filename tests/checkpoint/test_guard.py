@@ -244,8 +244,15 @@ def test_an_interrupt_reaches_all_of_three_ranks(tmp_path: Path) -> None:
     _assert_met(results, operations)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", ALL)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(
+            each, marks=pytest.mark.slow if each in ("async", "load") else pytest.mark.nightly
+        )
+        for each in ALL
+    ],
+)
 def test_a_fault_in_every_function_reaches_both_ranks(tmp_path: Path, operation: str) -> None:
     results = run_ranks(
         2, inject, str(tmp_path), [operation], "functions", 1, Injected, timeout_s=280

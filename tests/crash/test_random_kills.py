@@ -91,8 +91,10 @@ def test_killed_at_a_few_random_instants(fast_dir: Path) -> None:
     _sweep(fast_dir, seed=1, num_instants=6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.nightly)],
+)
 def test_killed_at_many_random_instants(fast_dir: Path, seed: int) -> None:
     """E1, P6: fifty instants in all. Every boundary has its turn in `test_boundaries`."""
     _sweep(fast_dir, seed=seed, num_instants=25)

@@ -116,7 +116,10 @@ def good(sharded: ShardedModel, optimizer: Any, step: int) -> float:
     ("sizes", "strategies"),
     [
         (LAYOUTS[0], STRATEGIES),
-        *[pytest.param(each, STRATEGIES, marks=pytest.mark.slow) for each in LAYOUTS[1:]],
+        *[
+            pytest.param(each, STRATEGIES, marks=mark)
+            for each, mark in zip(LAYOUTS[1:], (pytest.mark.slow, pytest.mark.nightly), strict=True)
+        ],
     ],
 )
 def test_after_an_error_in_a_microbatch_training_goes_on(

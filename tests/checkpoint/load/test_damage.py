@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from holdfast import (
     Stored,
     Union,
 )
+from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
 from tests.checkpoint.common import assert_equal, files_of, make_state
 from tests.harness import RankContext, run_ranks
 
@@ -254,10 +256,13 @@ def test_killed_at_any_storage_operation_leaves_the_previous_checkpoint(tmp_path
     """E1: the coordinator is killed at each of its storage operations in turn."""
     whole = str(tmp_path / "whole")
     run_ranks(2, _save_one, [whole])
+    shutil.rmtree(Path(whole) / PLANS_DIR)  # of one pair alone: all plan, so all counts are equal
     num_operations = run_ranks(2, _die_in_save, {whole: 0}).results[0]
     instants = sorted({round(1 + i * (num_operations - 1) / 9) for i in range(10)})
     roots = {str(tmp_path / str(instant)): instant for instant in instants}
     run_ranks(2, _save_one, list(roots))
+    for root in roots:
+        shutil.rmtree(Path(root) / PLANS_DIR)
     outcome = run_ranks(2 * len(roots), _die_in_save, roots, expect_failure=True, timeout_s=60)
     killed = [error.signal if error is not None else None for error in outcome.errors]
     assert killed[::2] == [signal.SIGKILL] * len(roots)
