@@ -79,7 +79,7 @@ class Communicators:
             layout = Layout(**sizes, name=name)
             self._made[name] = (
                 self._stack.enter_context(
-                    ProcessGroups.create(layout, data_timeout_s=15, timeout_s=15)
+                    ProcessGroups.create(layout, data_timeout_s=60, timeout_s=60)
                 )
                 if rank in layout.ranks
                 else None

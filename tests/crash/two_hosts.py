@@ -31,7 +31,8 @@ from holdfast.optim import ShardedOptimizer
 from tests.harness import RankContext, run_ranks
 
 NUM_RANKS = 4
-DEADLINE_S = 2.0
+DEADLINE_S = 8.0
+"""What is done before the cut keeps it too, on a busy machine."""
 STORE = "10.77.0.1"
 _NEW_NETWORK = 0x40000000
 _WIDTH = 256
