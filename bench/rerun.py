@@ -31,7 +31,7 @@ from holdfast.rerun import NotFinite, ReplayableBatches, Replayed, RerunMachine
 PLAIN, DISABLED, VALIDATING = "no machine", "disabled", "validate_results"
 CARRIED = "validate_results, veto"
 """What ranks reject is carried by the optimizer's own sum."""
-WIDTHS = {"small": 256, "large": 1024}
+WIDTHS = {"small": 256, "medium": 384, "large": 1024}
 """Of the model of each case: 8 linear layers of so many columns."""
 NUM_MICROBATCHES = 4
 ROWS = 64

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import buffer_table, registrations, unsaved_buffers
+from holdfast._torch import buffer_table, copy_each, registrations, unsaved_buffers
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
@@ -37,7 +37,8 @@ class Replayed:
     Raises:
         ConfigError: an argument is wrong.
 
-    Cost: `take` copies the buffers and some 10 kB for each set of streams.
+    Cost: `take` copies the buffers, by one call where they are where they were, and some 10 kB for
+    each set of streams.
     """
 
     def __init__(
@@ -83,11 +84,24 @@ class Replayed:
         Raises:
             ConfigError: a lazy module has not run yet.
         """
-        self._taken = _Snapshot(
-            streams=[stream.capture() for stream in self._streams],
-            buffers=[_Buffers(each) for each in self._modules_with_buffers()],
-            hooks=[_copy_of(save()) for save, _ in self._hooks],
-        )
+        streams = [stream.capture() for stream in self._streams]
+        hooks = [_copy_of(save()) for save, _ in self._hooks]
+        taken, self._taken = self._taken, None  # an interrupt leaves no snapshot of two times
+        known = {id(each.module): each for each in taken.buffers} if taken is not None else {}
+        buffers: list[_Buffers] = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for module in self._modules_with_buffers():
+            each = known.get(id(module))
+            if each is None or not each.can_be_copied_again():
+                each = _Buffers(module)
+            else:
+                targets += each.own_copies
+                sources += each.memory
+            buffers.append(each)
+        if targets:
+            copy_each(targets, sources)
+        self._taken = _Snapshot(streams=streams, buffers=buffers, hooks=hooks)
 
     def restore(self) -> None:
         """Restore the snapshot; may be called again.
@@ -249,6 +263,38 @@ class _Buffers:
             for name, each in self._tensors.items()
             if each is not None
         }
+        self._are_in_place = len(self._memory) == len(self._tensors) and not any(
+            each.is_inference() for each in self._copies.values()
+        )
+        """False if a copy has to be made in another way than by writing to the last one."""
+
+    def can_be_copied_again(self) -> bool:
+        """Return True if the module has the same buffers, in the same memory, as at the copy.
+
+        Then the copies can be written in place, those of all modules by one call.
+        """
+        tensors: dict[str, Any] = self._tensors
+        table: Any = buffer_table(self.module)
+        return (
+            self._are_in_place
+            and isinstance(table, dict)
+            and list(table) == list(tensors)
+            and self._unsaved == unsaved_buffers(self.module)
+            and all(
+                table[name] is tensors[name] and _is_same_view(tensors[name], memory)
+                for name, memory in self._memory.items()
+            )
+        )
+
+    @property
+    def memory(self) -> Iterable[torch.Tensor]:
+        """The memory of each buffer."""
+        return self._memory.values()
+
+    @property
+    def own_copies(self) -> Iterable[torch.Tensor]:
+        """The copy of each buffer, in the order of `memory`."""
+        return self._copies.values()
 
     @property
     def module_name(self) -> str:
