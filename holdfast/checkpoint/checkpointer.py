@@ -12,7 +12,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
-from holdfast.checkpoint.options import LoadOptions, OnDrift, SaveRequest, SaverOptions, WhenBusy
+from holdfast.checkpoint.options import (
+    LoadOptions,
+    OnDrift,
+    SaveRequest,
+    SaverOptions,
+    Stage,
+    WhenBusy,
+)
 from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport, timed_report
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
@@ -230,6 +237,7 @@ class Checkpointer:
         check_replicas: bool = False,
         metadata: Mapping[str, object] | None = None,
         when_busy: WhenBusy = "wait",
+        stage: Stage = "at once",
     ) -> PendingSave:
         """Save the state as it is now; returns once it is copied, and is written in the background.
 
@@ -237,10 +245,19 @@ class Checkpointer:
         its own, so that it outlives this process) brings it to storage, and the coordinator's
         commits. Training may change everything at once.
 
+        With `stage="lazily"` large parameters and tensors of optimizers (`OptimizerState`) on the
+        host are copied by a thread after the call has returned. Steps of these optimizers wait for
+        it, and so does everything that a checkpointer is asked for next; before anything else
+        changes such a tensor, call `PendingSave.staged()`. The kernel watches the memory: if
+        something writes to it by any way before it is copied, the save fails on all ranks and names
+        the tensor. Where the kernel cannot (before Linux 6.7), and for tensors on devices, the copy
+        is made at once. Until it is staged the save needs this process.
+
         Args:
             step, state, overwrite, check_replicas, metadata: as of `save`.
             when_busy: what to do while no staging buffer is free on some rank: "wait" for one, or
                 "skip" this save on all ranks.
+            stage: when to copy, "at once" or "lazily"; ranks may differ.
 
         Raises:
             HoldfastError: on all ranks, as of `save`, what is wrong with the state or the
@@ -258,6 +275,7 @@ class Checkpointer:
             check_replicas=check_replicas,
             metadata=metadata,
             when_busy=when_busy,
+            stage=stage,
         )
         pending = self._saver.save_async(request, state)
         if not pending.skipped:
@@ -272,13 +290,14 @@ class Checkpointer:
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
         when_busy: WhenBusy = "wait",
+        stage: Stage = "at once",
     ) -> PendingSave | None:
         """Save in the background if a policy of `save_when` says so; call it after every step.
 
         `preempted` says afterwards whether the run is to stop.
 
         Args:
-            step, state, overwrite, metadata, when_busy: as of `save_async`.
+            step, state, overwrite, metadata, when_busy, stage: as of `save_async`.
 
         Returns:
             The save; None if no policy asks for one, or the step was saved or loaded already.
@@ -294,7 +313,12 @@ class Checkpointer:
         if self._preempted:
             when_busy = "wait"  # the last save of the run is never skipped
         return self.save_async(
-            step, state, overwrite=overwrite, metadata=metadata, when_busy=when_busy
+            step,
+            state,
+            overwrite=overwrite,
+            metadata=metadata,
+            when_busy=when_busy,
+            stage=stage,
         )
 
     def should_save(self, step: int) -> bool:
@@ -397,6 +421,7 @@ class Checkpointer:
             exchange=exchange,
             max_fallbacks=max_fallbacks,
         )
+        self._saver.wait_staged()  # a load writes to what may still be copied
         return self._note_loaded(self._loader.load(state, options))
 
     @timed_report

@@ -18,6 +18,9 @@ from holdfast.policies.keep import KeepPolicy
 WhenBusy = Literal["wait", "skip"]
 """The choice of `save_async` while no staging buffer is free: wait for one, or skip the save."""
 
+Stage = Literal["at once", "lazily"]
+"""When `save_async` copies the state: before it returns, or while training continues."""
+
 OnDrift = Literal["raise", "warn"]
 """The reaction to stored copies of one tensor that differ: fail, or log a warning."""
 
@@ -132,6 +135,8 @@ class SaveRequest:
     """The caller's JSON object."""
     when_busy: WhenBusy = "wait"
     """The choice while no staging buffer is free."""
+    stage: Stage = "at once"
+    """When the state is copied."""
     encoded_metadata: bytes = field(init=False)
     """The metadata as it is stored; empty for none."""
 
@@ -142,6 +147,7 @@ class SaveRequest:
         check_flag(self.overwrite, name="overwrite")
         check_flag(self.check_replicas, name="check_replicas")
         check_choice(self.when_busy, name="when_busy", choices=get_args(WhenBusy))
+        check_choice(self.stage, name="stage", choices=get_args(Stage))
         encoded = b"" if self.metadata is None else encode_metadata(self.metadata)
         object.__setattr__(self, "encoded_metadata", encoded)
 

@@ -222,6 +222,25 @@ class OptimizerState:
         params = self._optimizer.optimizer_parameters()
         return list({id(param.optimizer): param.optimizer for param in params}.values())
 
+    def changed_by_steps(self) -> dict[Any, list[torch.Tensor]]:
+        """Return the optimizers that a step runs, each with the tensors that only steps change.
+
+        Those are its parameters on this rank, and its state. An outer optimizer comes with those
+        inside of it.
+        """
+        changed: dict[Any, list[torch.Tensor]] = {}
+        for param in self._optimizer.optimizer_parameters():
+            tensors = changed.setdefault(param.optimizer, [])
+            tensors.append(param.parameter)
+            if param.updated is not None and param.updated is not param.parameter:
+                tensors.append(param.updated)
+        if self._own is not None:
+            changed |= {each: [] for each in inner_optimizers(self._own).values()}
+        for optimizer, tensors in changed.items():
+            state = getattr(optimizer, "state", None)
+            tensors += [each for _, each in tensors_of(list((state or {}).values()))]
+        return changed
+
     def _refuse_unknown_state(self, stepped: set[int]) -> None:
         """Raise PlacementError for state that no load could give back."""
         for optimizer in self._torch_optimizers():

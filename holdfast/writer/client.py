@@ -38,7 +38,7 @@ class Ticket:
     """A submitted job: the writer's messages are recorded here, the trainer waits for them.
 
     Args:
-        job: The submitted job.
+        job: The job; it may be completed until it is submitted.
         commits: True if the job commits the save.
         nbytes: Size of the image.
         after: Called with the outcome, by the thread that receives it.
@@ -146,26 +146,25 @@ class WriterProcess:
 
     def submit(
         self,
-        job: WriteJob,
+        ticket: Ticket,
         *,
         buffer: int,
         memory: SharedMemory,
         image: memoryview,
         plan: EncodedPlan | None,
-        after: Callable[[SaveOutcome], object] | None = None,
-    ) -> Ticket:
+    ) -> None:
         """Submit the job of one save; StorageError if the writer is gone.
 
         Memory and plan are sent only if they are new to the writer.
 
         Args:
-            job: This rank's share.
+            ticket: With this rank's share, `job`.
             buffer: Number of the staging buffer with the image.
             memory: The memory of that buffer.
             image: The first bytes of that memory.
             plan: The plan, on the rank that commits the save; None on the others.
-            after: Called with the outcome, by the thread that receives it.
         """
+        job = ticket.job
         # The token, not the descriptor: a number that was closed is soon another memory's.
         if self._mapped.get(buffer) is not memory.token:
             self._send(MapMemory(buffer, memory.nbytes), memory.fd)
@@ -173,7 +172,6 @@ class WriterProcess:
         if plan is not None and job.plan_digest not in self._plans:
             self._send(KeepPlan(job.plan_digest, plan.data))
             self._plans = [*self._plans, job.plan_digest][-PLANS_KEPT:]
-        ticket = Ticket(job, commits=plan is not None, nbytes=image.nbytes, after=after)
         # Before it is sent: the answer may come before `send` returns.
         with self._lock:
             self._tickets[job.header.save_id] = ticket
@@ -183,7 +181,6 @@ class WriterProcess:
             with self._lock:
                 self._tickets.pop(job.header.save_id, None)
             raise
-        return ticket
 
     def close(self, *, timeout_s: float) -> None:
         """Let the writer finish and end; after `timeout_s` it is left to itself."""
@@ -270,19 +267,16 @@ class WriterThread:
 
     def submit(
         self,
-        job: WriteJob,
+        ticket: Ticket,
         *,
         buffer: int,
         memory: SharedMemory,
         image: memoryview,
         plan: EncodedPlan | None,
-        after: Callable[[SaveOutcome], object] | None = None,
-    ) -> Ticket:
+    ) -> None:
         """Queue the job of one save; see `WriterProcess.submit`."""
         del buffer, memory
-        ticket = Ticket(job, commits=plan is not None, nbytes=image.nbytes, after=after)
         self._jobs.put((ticket, image, plan))
-        return ticket
 
     def close(self, *, timeout_s: float) -> None:
         """Finish the queued jobs and end."""

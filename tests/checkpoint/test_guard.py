@@ -12,9 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import holdfast
-from holdfast import RNG, Checkpointer, Layout, PerRank, ProcessGroups, Sharded, Stored
+from holdfast import (
+    RNG,
+    Checkpointer,
+    Layout,
+    OptimizerState,
+    PerRank,
+    ProcessGroups,
+    Sharded,
+    Stored,
+)
 from holdfast.checkpoint.plan import planner as local_module
 from holdfast.checkpoint.plan.rank_plan import LocalState
 from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
@@ -103,6 +113,12 @@ class Bench:
         self.layout = groups.layout
         self.checkpointer = Checkpointer(root, groups=groups, deadline_s=30)
         self.step = 0
+        torch.manual_seed(0)
+        self.model = nn.Linear(512, 512)
+        """Large enough to be copied later by a lazy save."""
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model.weight.grad = torch.ones(512, 512)
+        self.optimizer.step()
 
     def state(self, *, extra: bool = False) -> dict[str, object]:
         """The truth; `extra`: with one tensor more, so that all is planned again."""
@@ -119,11 +135,17 @@ class Bench:
         """What is injected into, with everything made that it takes; at the next step."""
         made = self._blank() if "load" in name else self.state(extra="planned" in name)
         step, checkpointer = self.next_step(), self.checkpointer
+        if "lazily" in name:
+            made |= {
+                "model": self.model,
+                "optimizer": OptimizerState(self.optimizer, self.model),
+            }
         return {
             "save": lambda: checkpointer.save(step, made),
             "save, planned": lambda: checkpointer.save(step, made),
             "async": lambda: checkpointer.save_async(step, made),
             "async, planned": lambda: checkpointer.save_async(step, made),
+            "async, lazily": lambda: checkpointer.save_async(step, made, stage="lazily"),
             "prepare": lambda: checkpointer.prepare(made),
             "load": lambda: checkpointer.load(made),
             "load, fallback": lambda: checkpointer.load(made, max_fallbacks=None),
@@ -218,7 +240,16 @@ def judge(
     counter["complete"] += 1
 
 
-ALL = ["save", "save, planned", "async", "async, planned", "prepare", "load", "load, fallback"]
+ALL = [
+    "save",
+    "save, planned",
+    "async",
+    "async, planned",
+    "async, lazily",
+    "prepare",
+    "load",
+    "load, fallback",
+]
 
 
 def _assert_met(results: list[dict[str, Counter[str]]], operations: list[str]) -> None:

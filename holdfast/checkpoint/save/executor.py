@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -12,6 +12,7 @@ import torch
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.save.handshake import AgreedSave
+from holdfast.checkpoint.save.lazy_staging import LateCopy, LazyStaging, copy_edges
 from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import (
     Copiers,
@@ -26,11 +27,13 @@ from holdfast.checkpoint.save.staging import (
     stage_by_slices,
     unlock_pages,
 )
+from holdfast.errors import ErrorRecord, StorageError
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.version import __version__
 from holdfast.writer.client import Ticket, Writer
 from holdfast.writer.job import ImageHasher, JobThread, RowDigests
+from holdfast.writer.outcomes import publish_failure
 from holdfast.writer.records import SaveHeader, SaveOutcome, WriteJob, column
 
 
@@ -59,7 +62,8 @@ class SaveExecutor:
         staging = self._lay_out(buffer, plan, sources, phases)
         with phases.timed("stage"):
             stage(staging, sources, plan.names, self._copiers)
-        return staging, self._checks(staging, plan, local, phases) if plan.checks else b""
+        others = self._digests_of_others(plan, local, phases)
+        return staging, self._checks(staging, plan, others, phases)
 
     def submit(
         self,
@@ -74,16 +78,98 @@ class SaveExecutor:
         """Stage, then submit the job to the writer, which calls `after` when it has committed."""
         plan = agreed.plan_or_raise()
         staging, checks = self.stage(buffer, plan, agreed.local, phases)
-        job = self._job(agreed, plan, request, checks)
+        ticket = self._ticket(agreed, plan, request, checks, after=after)
         with phases.timed("submit"):
-            return writer.submit(
-                job,
-                buffer=self._buffers.index(buffer),
-                memory=buffer.memory,
-                image=staging.view,
-                plan=plan.commit,
-                after=after if plan.commit is not None else None,
-            )
+            self._submit(writer, ticket, buffer, plan, staging)
+        return ticket
+
+    def submit_later(
+        self,
+        writer: Writer,
+        buffer: StagingBuffer,
+        agreed: AgreedSave,
+        request: SaveRequest,
+        phases: Phases,
+        *,
+        state: Mapping[str, object],
+        lazy: LazyStaging,
+        after: Callable[[SaveOutcome], None],
+    ) -> tuple[Ticket, LateCopy | None]:
+        """Stage what may change at any time.
+
+        Returns:
+            The ticket; and the copy of the rest, to be started, after which the job is submitted:
+            None if there is no rest, and the job is submitted already.
+        """
+        plan, local = agreed.plan_or_raise(), agreed.local
+        sources = plan.sources(local)
+        staging = self._lay_out(buffer, plan, sources, phases)
+        check_sources(staging, sources, plan.names)
+        with phases.timed("stage"):
+            # Watched first: what is written from here on is noticed.
+            rows = lazy.choose(state, plan, local, sources)
+            stage(staging, sources, plan.names, self._copiers, but_for={each.row for each in rows})
+            copy_edges(rows, staging)
+        ticket = self._ticket(agreed, plan, request, b"", after=after)
+        others = self._digests_of_others(plan, local, phases)
+
+        def submit(phases: Phases) -> None:
+            checks = self._checks(staging, plan, others, phases)
+            ticket.job = msgspec.structs.replace(ticket.job, checks=checks)
+            with phases.timed("submit"):
+                self._submit(writer, ticket, buffer, plan, staging)
+
+        if not rows:
+            submit(phases)
+            return ticket, None
+
+        def then(failure: BaseException | None) -> None:
+            """Submit the job; what goes wrong reaches the other ranks through storage."""
+            try:
+                if failure is not None:
+                    raise failure
+                submit(Phases())
+            except BaseException as error:
+                rank, record = ticket.job.rank, ErrorRecord.of(error, foreign=StorageError)
+                named = msgspec.structs.replace(record, message=f"rank {rank}: {record.message}")
+                published = named if ticket.commits else record
+                publish_failure(self._storage, ticket.job, published, committer=ticket.commits)
+                ticket.fail(named)
+
+        return ticket, lazy.copy_later(rows, staging, buffer.memory.fd, then)
+
+    def _ticket(
+        self,
+        agreed: AgreedSave,
+        plan: RankPlan,
+        request: SaveRequest,
+        checks: bytes,
+        *,
+        after: Callable[[SaveOutcome], None],
+    ) -> Ticket:
+        commits = plan.commit is not None
+        return Ticket(
+            self._job(agreed, plan, request, checks),
+            commits=commits,
+            nbytes=plan.image.nbytes,
+            after=after if commits else None,
+        )
+
+    def _submit(
+        self,
+        writer: Writer,
+        ticket: Ticket,
+        buffer: StagingBuffer,
+        plan: RankPlan,
+        staging: Staging,
+    ) -> None:
+        writer.submit(
+            ticket,
+            buffer=self._buffers.index(buffer),
+            memory=buffer.memory,
+            image=staging.view,
+            plan=plan.commit,
+        )
 
     def write(self, agreed: AgreedSave, request: SaveRequest, phases: Phases) -> None:
         """Stage and write this rank's share, and commit; all ranks raise if one cannot.
@@ -108,9 +194,8 @@ class SaveExecutor:
                         gate.open_to(end)
                         hasher.advance(end)
                     digests = hasher.finish()
-                checks = b""
-                if plan.checks:
-                    checks = self._checks(staging, plan, local, phases, digests)
+                others = self._digests_of_others(plan, local, phases)
+                checks = self._checks(staging, plan, others, phases, digests)
                 gate.finish_staging(checks, digests)
                 thread.wait_written()
             self._groups.control.agree(None, phase="save: written")
@@ -179,19 +264,21 @@ class SaveExecutor:
     def _checks(
         staging: Staging,
         plan: RankPlan,
-        local: LocalState,
+        others: Mapping[int, int],
         phases: Phases,
         digests: RowDigests | None = None,
     ) -> bytes:
         """Return digests of the boxes this rank vouches for; of the staged bytes if it writes them.
 
         Args:
+            others: of `_digests_of_others`.
             digests: of the staged rows, if they are known; that of a row of one block is the
                 row's own.
         """
+        if not plan.checks:
+            return b""
         with phases.timed("compare"):
-            cut = {place for place, _ in plan.cuts}
-            staged = {row: place for place, row in enumerate(plan.rows) if place not in cut}
+            staged = _staged_rows(plan)
             known: dict[int, int] = {}
             if digests is not None:
                 places = np.flatnonzero(np.diff(digests.digest_ptr) == 1)
@@ -201,7 +288,24 @@ class SaveExecutor:
             for row in plan.checks:
                 place = staged.get(row)
                 if place is None:
-                    reports.append(content_digest(local.source(row)))
+                    reports.append(others[row])
                 else:
                     reports.append(known.get(place) or staging.row_digest(place))
         return column(np.array(reports, dtype=np.uint64))
+
+    @staticmethod
+    def _digests_of_others(plan: RankPlan, local: LocalState, phases: Phases) -> dict[int, int]:
+        """Return digests of the boxes this rank vouches for and others write, as they are now."""
+        if not plan.checks:
+            return {}
+        with phases.timed("compare"):
+            staged = _staged_rows(plan)
+            return {
+                row: content_digest(local.source(row)) for row in plan.checks if row not in staged
+            }
+
+
+def _staged_rows(plan: RankPlan) -> dict[int, int]:
+    """Return the place in the plan of each row that is written whole."""
+    cut = {place for place, _ in plan.cuts}
+    return {row: place for place, row in enumerate(plan.rows) if place not in cut}

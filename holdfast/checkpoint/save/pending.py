@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -20,7 +20,7 @@ _MAX_DETAILS_SIZE = 1024
 
 
 class PendingSave:
-    """A save whose bytes are staged; training may continue and change everything.
+    """A save whose bytes are staged, or are being copied; training continues.
 
     Made by `Checkpointer.save_async` and `maybe_save`. Everything here is local to this rank: no
     collectives.
@@ -42,7 +42,7 @@ class PendingSave:
 
     @property
     def phase(self) -> str:
-        """`writing`, `committing`, `committed`, `failed` or `skipped`."""
+        """`staging` (of lazy saves), `writing`, `committing`, `committed`, `failed`, `skipped`."""
         return self._save.phase
 
     @property
@@ -58,6 +58,24 @@ class PendingSave:
     def done(self) -> bool:
         """Return True if it is committed, failed or skipped."""
         return self._save.done()
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until this rank's bytes are copied, and everything may change.
+
+        Needed only after `save_async(stage="lazily")`, and there before anything but a step of an
+        optimizer of the state changes a parameter or an optimizer's state. Whether the copy is good
+        is for `result` to say.
+
+        Args:
+            timeout: seconds to wait; None waits as long as it takes.
+
+        Raises:
+            DeadlineError: they are not copied within `timeout`; the copy continues.
+        """
+        if not self._save.staged.wait(timeout):
+            raise DeadlineError(
+                f"the save of step {self.step} is still being copied after {timeout} s"
+            )
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is committed and durable, as storage says.
@@ -107,6 +125,12 @@ class PendingSave:
             self._callbacks.pop(thread, None)
 
 
+def _already() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True, kw_only=True)
 class InFlightSave:
     """An asynchronous save as the saver keeps it until every rank knows its outcome."""
@@ -119,6 +143,8 @@ class InFlightSave:
     """When the call came, by `time.monotonic`."""
     ticket: Ticket | None = None
     """The writer's job; None for a save that was skipped or failed before there was one."""
+    staged: threading.Event = field(default_factory=_already)
+    """Set when this rank's bytes are copied."""
     failure: HoldfastError | None = None
     """The failure, if the writer does not know of it."""
     was_raised: bool = False
@@ -131,7 +157,7 @@ class InFlightSave:
 
     @property
     def phase(self) -> str:
-        """`writing`, `committing`, `committed`, `failed` or `skipped`."""
+        """`staging`, `writing`, `committing`, `committed`, `failed` or `skipped`."""
         if self.skipped:
             return "skipped"
         if self.failure is not None or self.ticket is None:
@@ -139,7 +165,9 @@ class InFlightSave:
         outcome = self.ticket.outcome
         if outcome is not None:
             return "failed" if outcome.error is not None else "committed"
-        return "committing" if self.ticket.written.is_set() else "writing"
+        if self.ticket.written.is_set():
+            return "committing"
+        return "writing" if self.staged.is_set() else "staging"
 
     @property
     def progress(self) -> float:

@@ -17,6 +17,7 @@ from holdfast.checkpoint.save.handshake import (
     Proposals,
     is_staging,
 )
+from holdfast.checkpoint.save.lazy_staging import LazyStaging
 from holdfast.checkpoint.save.pending import (
     InFlightSave,
     PendingSave,
@@ -56,6 +57,7 @@ class Saver:
         self._handshake = Handshake(
             storage, groups, codecs=codecs, options=options, buffers=self._buffers, root=root
         )
+        self._lazy = LazyStaging()
         self._writer: Writer | None = None
         self._submitted: InFlightSave | None = None
         self._counts: Counter[str] = Counter()
@@ -94,8 +96,13 @@ class Saver:
         """Number of times staging memory had to be allocated."""
         return sum(buffer.memory.num_allocations for buffer in self._buffers)
 
+    def wait_staged(self) -> None:
+        """Wait until the last save is staged and submitted: then the state may change."""
+        self._lazy.wait()
+
     def close(self) -> None:
         """Wait for the saves in flight, stop the writer, free the memory; raise a failure."""
+        self._lazy.close()
         failures = self._handshake.unreported.close()
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
@@ -110,6 +117,7 @@ class Saver:
 
         Under `save_guard`: at its end the other ranks learn that the save is committed.
         """
+        self.wait_staged()
         phases = Phases()
         with phases.timed("total"):
             agreed = self._handshake.agree(request, state, phases)
@@ -145,6 +153,7 @@ class Saver:
         Under `async_guard`: what goes wrong after its last collective reaches the other ranks
         through storage, see `_rescue`. The job is submitted last of all.
         """
+        self.wait_staged()
         phases = Phases()
         self._submitted = None
         with phases.timed("stall"):
@@ -162,9 +171,18 @@ class Saver:
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
             self._submitted = buffer.pending = pending
             after = partial(self._after_outcome, plan=plan)
-            pending.ticket = self._executor.submit(
-                writer, buffer, agreed, request, phases, after=after
-            )
+            if request.stage == "lazily":
+                pending.ticket, late = self._executor.submit_later(
+                    writer, buffer, agreed, request, phases,
+                    state=state, lazy=self._lazy, after=after,
+                )  # fmt: skip
+                if late is not None:
+                    pending.staged = late.staged
+                    late.start()
+            else:
+                pending.ticket = self._executor.submit(
+                    writer, buffer, agreed, request, phases, after=after
+                )
         self._report_later(pending)
         return PendingSave(pending)
 
@@ -187,11 +205,14 @@ class Saver:
         `result`, and by the next save on all ranks. A save that the writer has already continues.
         """
         pending = self._submitted
+        self._lazy.wait(error)
         if pending is not None and pending.ticket is not None:
             if pending not in self._handshake.unreported:
                 self._report_later(pending)
             if not isinstance(error, Exception):
                 raise error
+            if pending.error() is not None:
+                return PendingSave(pending)
             # All that can be missing is how long it took; the other ranks continue, too.
             logging.getLogger("holdfast").warning(
                 "the save of step %s was submitted, then: %r", pending.step, error
@@ -222,6 +243,7 @@ class Saver:
 
         Under `prepare_guard`.
         """
+        self.wait_staged()
         self._live_writer()
         phases = Phases()
         request = SaveRequest(kind="prepare", overwrite=True)

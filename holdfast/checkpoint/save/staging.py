@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +96,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, first: int, stop: int
     ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, stop - first)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if its bytes in memory are those to store."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
@@ -261,15 +261,26 @@ def check_sources(staging: Staging, sources: Sequence[torch.Tensor], names: Sequ
 
 
 def stage(
-    staging: Staging, sources: Sequence[torch.Tensor], names: Sequence[str], copiers: Copiers
+    staging: Staging,
+    sources: Sequence[torch.Tensor],
+    names: Sequence[str],
+    copiers: Copiers,
+    *,
+    but_for: Collection[int] = (),
 ) -> int:
-    """Copy every source into the image; returns the bytes copied, all of them in place.
+    """Copy the sources into the image, all rows but some; they are in place when it returns.
 
     Sources may be on any devices. Shapes and dtypes are checked against the plan's first.
     Cost: one `torch._foreach_copy_` per device, no allocation for contiguous sources.
+
+    Returns:
+        The bytes of the image's rows.
     """
     check_sources(staging, sources, names)
-    for _ in _copied(staging, sources, [staging.whole], copiers):
+    rows, end = staging.whole
+    if but_for:
+        rows = tuple(row for row in rows if row not in but_for)
+    for _ in _copied(staging, sources, [(rows, end)], copiers):
         pass
     return int(staging.row_nbytes.sum())
 
@@ -292,7 +303,7 @@ def _copied_closely(staging: Staging, sources: Sequence[torch.Tensor]) -> Iterat
     """Copy piece after piece in this thread, large contiguous rows MiB by MiB."""
     for rows, end in staging.pieces:
         last = rows[-1]
-        is_cut = int(staging.row_nbytes[last]) > PIECE_NBYTES and _is_plain(sources[last])
+        is_cut = int(staging.row_nbytes[last]) > PIECE_NBYTES and is_plain(sources[last])
         whole = rows[:-1] if is_cut else rows
         if whole:
             copy_now([staging.destinations[row] for row in whole], [sources[row] for row in whole])

@@ -35,7 +35,7 @@ def test_states_without_a_dim_are_saved_too(tmp_path: Path, part: object) -> Non
 def test_only_what_a_caller_needs_is_public() -> None:
     public = {name for name in dir(PendingSave) if not name.startswith("_")}
     assert public == {
-        "add_done_callback", "done", "phase", "progress", "result", "skipped", "step",
+        "add_done_callback", "done", "phase", "progress", "result", "skipped", "staged", "step",
     }  # fmt: skip
 
 
