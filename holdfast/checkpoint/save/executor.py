@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import msgspec
@@ -26,11 +27,13 @@ from holdfast.checkpoint.save.staging import (
     stage_by_slices,
     unlock_pages,
 )
+from holdfast.errors import StorageError
 from holdfast.parallel import ProcessGroups
 from holdfast.storage import Storage
 from holdfast.version import __version__
 from holdfast.writer.client import Ticket, Writer
 from holdfast.writer.job import ImageHasher, JobThread, RowDigests
+from holdfast.writer.process import KeepImage
 from holdfast.writer.records import SaveHeader, SaveOutcome, WriteJob, column
 
 
@@ -76,6 +79,8 @@ class SaveExecutor:
         staging, checks = self.stage(buffer, plan, agreed.local, phases)
         job = self._job(agreed, plan, request, checks)
         with phases.timed("submit"):
+            # Before the job, which is submitted last of all.
+            self.keep_image(writer, buffer, agreed, request)
             return writer.submit(
                 job,
                 buffer=self._buffers.index(buffer),
@@ -120,6 +125,29 @@ class SaveExecutor:
         finally:
             # After a failure here the job must neither continue nor be left behind.
             thread.stop()
+
+    def keep_image(
+        self, writer: Writer, buffer: StagingBuffer, agreed: AgreedSave, request: SaveRequest
+    ) -> None:
+        """Have the writer keep the staged image when this process has gone, if that is wanted.
+
+        Whether the save is committed the writer sees on storage. A writer that is gone is no error:
+        a restart reads storage then.
+        """
+        options, plan = self._options, agreed.plan_or_raise()
+        nbytes, name, most = plan.image.nbytes, plan.file.name, options.max_kept_nbytes
+        if not options.keep_image_s or name is None or (most is not None and nbytes > most):
+            return
+        image = KeepImage(
+            buffer=self._buffers.index(buffer),
+            nbytes=nbytes,
+            step=request.step,
+            save_id=agreed.save_id,
+            file=name,
+            keep_s=options.keep_image_s,
+        )
+        with suppress(StorageError):
+            writer.keep_image(image, memory=buffer.memory)
 
     def _job(
         self, agreed: AgreedSave, plan: RankPlan, request: SaveRequest, checks: bytes
