@@ -12,7 +12,8 @@ from pathlib import Path
 from holdfast import Checkpointer, LoadReport, PosixStorage
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_manifest
-from holdfast.writer.kept_images import KeptImages, _offered
+from holdfast.writer.kept_images import KeptImages
+from holdfast.writer.kept_images import _offered as all_offered
 
 KEEP_S = 120.0
 """Longer than any test: a keeper that is gone was ended by something else."""
@@ -32,8 +33,10 @@ def processes_of(root: Path) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if b"holdfast.writer.process" in words and os.fsencode(root) in words[-2]:
-                found.append(int(path.parent.name))
+            if b"holdfast.writer.process" in words:
+                place = Path(os.fsdecode(words[-2]))
+                if root in (place, *place.parents):
+                    found.append(int(path.parent.name))
     return found
 
 
@@ -53,7 +56,7 @@ def addresses(root: Path, step: int) -> list[str]:
 
 def is_offered(root: Path, step: int) -> bool:
     """Return True if the images of all data files are offered."""
-    return set(addresses(root, step)) <= set(_offered())
+    return set(addresses(root, step)) <= set(all_offered())
 
 
 class CountingStorage(PosixStorage):
