@@ -310,13 +310,14 @@ class CheckpointFiles:
         stated = self.index.digests(row)[start // block : -(-stop // block)].tolist()
         num_blocks = max(_STEP_NBYTES // block, 1)
         step = num_blocks * block
+        self._count(read=len(out), file=file, is_image=image is not None)
         for at in range(0, len(out), step):
             data = out[at : at + step]
-            self._count(read=len(data), file=file, is_image=image is not None)
             source.readinto(data, start=place + start + at)
+            if not verify:
+                continue
             first = at // block
-            blocks = stated[first : first + num_blocks] if verify else ()
-            wrong = _find_wrong_block(data, blocks, block)
+            wrong = _find_wrong_block(data, stated[first : first + num_blocks], block)
             if wrong is not None:
                 raise CorruptionError(
                     f"damaged: the {min(block, len(data) - wrong)} bytes from byte "

@@ -103,11 +103,12 @@ class SealedImage:
 
     def readinto(self, buffer: memoryview, *, start: int) -> None:
         """See `Source.readinto`: one memcpy, without the interpreter's lock."""
-        if not self._address or start < 0 or start + buffer.nbytes > self._nbytes:
-            raise StorageError(f"{self._place}: no {buffer.nbytes} bytes at byte {start}")
-        if buffer.nbytes:
-            target = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            ctypes.memmove(target, self._address + start, buffer.nbytes)
+        nbytes = buffer.nbytes
+        if not self._address or start < 0 or start + nbytes > self._nbytes:
+            raise StorageError(f"{self._place}: no {nbytes} bytes at byte {start}")
+        if nbytes:
+            target = ctypes.c_char.from_buffer(buffer)
+            ctypes.memmove(ctypes.addressof(target), self._address + start, nbytes)
 
     def collapse(self) -> None:
         """Put the bytes into huge pages, so that who maps the image later reads it faster.
