@@ -253,6 +253,26 @@ def test_an_image_of_another_user_is_not_taken(root: Path, monkeypatch: pytest.M
     assert "another user" in said
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_keeper_sends_nothing_to_another_user(root: Path) -> None:
+    """P14"""
+    run(root, 1)
+    wait_until(lambda: is_offered(root, 1))
+    (address,) = addresses(root, 1)
+    child = os.fork()
+    if child == 0:
+        os.setresuid(65534, 65534, 65534)
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as peer:
+            peer.connect(address)
+            try:
+                peer.sendall(b"t")
+                os._exit(len(socket.recv_fds(peer, 1, 1)[1]))
+            except OSError:
+                os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_loads(root, 1.0, from_images=True)
+
+
 # When it ends
 
 
