@@ -107,7 +107,7 @@ def _restart(context: RankContext, root: str) -> tuple[int, int, int, bool]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_restart_after_a_kill_reads_no_byte_from_storage(root: Path, mode: str) -> None:
-    """P14: two ranks are killed right after a commit; under the same layout and another."""
+    """P15: two ranks are killed right after a commit; under the same layout and another."""
     outcome = run_ranks(2, _die_after_a_save, str(root), mode, False, expect_failure=True)
     assert [error.signal for error in outcome.errors if error] == [signal.SIGKILL] * 2
     wait_until(lambda: is_offered(root, 1))
@@ -121,7 +121,7 @@ def test_a_restart_after_a_kill_reads_no_byte_from_storage(root: Path, mode: str
 
 
 def test_what_a_killed_trainer_had_begun_to_stage_is_not_offered(root: Path) -> None:
-    """P14: half of the buffer is the next step's; no digest of a load ever sees it."""
+    """P15: half of the buffer is the next step's; no digest of a load ever sees it."""
     run_ranks(2, _die_after_a_save, str(root), "async", True, expect_failure=True)
     wait_until(lambda: not processes_of(root))
     assert _load_and_check(root) == (1, 0)
@@ -202,7 +202,7 @@ def _sweep(root: Path, *, seed: int, num_instants: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_images_after_kills_at_a_few_random_instants(root: Path) -> None:
-    """P14: every load, from the instant of the kill on, is of one version, whole."""
+    """P15: every load, from the instant of the kill on, is of one version, whole."""
     _sweep(root, seed=1, num_instants=4)
 
 
@@ -210,5 +210,5 @@ def test_images_after_kills_at_a_few_random_instants(root: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_images_after_kills_at_hundreds_of_random_instants(root: Path, seed: int) -> None:
-    """P14: three hundred instants in all."""
+    """P15: three hundred instants in all."""
     _sweep(root, seed=seed, num_instants=50)

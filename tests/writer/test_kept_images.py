@@ -82,7 +82,7 @@ def run(root: Path, *steps: int, asynchronous: bool = True, **options: object) -
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_newest_image_is_kept_and_taken(root: Path, asynchronous: bool) -> None:
-    """P14: of either kind of save; older steps are read from storage."""
+    """P15: of either kind of save; older steps are read from storage."""
     run(root, 1, 2, asynchronous=asynchronous)
     wait_until(lambda: is_offered(root, 2))
     assert_loads(root, 2.0, from_images=True)
@@ -92,7 +92,7 @@ def test_the_newest_image_is_kept_and_taken(root: Path, asynchronous: bool) -> N
 
 @pytest.mark.parametrize("steps", [(1, 2), (1, 2, 3)])
 def test_the_newest_of_two_buffers_is_kept(root: Path, steps: tuple[int, ...]) -> None:
-    """P14: whichever of the two it was staged in."""
+    """P15: whichever of the two it was staged in."""
     run(root, *steps, staging_buffers=2)
     wait_until(lambda: is_offered(root, steps[-1]))
     assert_loads(root, float(steps[-1]), from_images=True)
@@ -107,7 +107,7 @@ def test_nothing_is_kept_unless_it_is_asked_for(root: Path) -> None:
 
 
 def test_an_image_beyond_the_budget_is_not_kept(root: Path) -> None:
-    """P15: the image is the data file, header included."""
+    """P16: the image is the data file, header included."""
     run(root, 1, max_kept_nbytes=nbytes_of(state_of(0.0)))
     wait_until(lambda: not processes_of(root))
     run(root, 2, max_kept_nbytes=nbytes_of(state_of(0.0)) + 4096)
@@ -131,7 +131,7 @@ def test_a_storage_of_this_process_alone_keeps_nothing_and_says_so(
 
 
 def test_bytes_that_changed_after_the_save_are_not_offered(root: Path) -> None:
-    """P14: as those of a buffer into which the next save had begun to be staged."""
+    """P15: as those of a buffer into which the next save had begun to be staged."""
     checkpointer = Checkpointer(root, keep_image_s=KEEP_S)
     checkpointer.save_async(1, state_of(1.0)).result(60)
     memory = checkpointer._saver._buffers[0].memory
@@ -142,7 +142,7 @@ def test_bytes_that_changed_after_the_save_are_not_offered(root: Path) -> None:
 
 
 def test_a_save_that_failed_leaves_no_image(root: Path) -> None:
-    """P14: nor does it make the image of the last good one wrong."""
+    """P15: nor does it make the image of the last good one wrong."""
     run(root, 1)
     wait_until(lambda: is_offered(root, 1))
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,7 @@ def _fail(*args: object, **kwargs: object) -> None:
 
 
 def test_an_image_of_another_root_or_version_is_not_taken(root: Path) -> None:
-    """P14: the address is that of the content: of the same step elsewhere, and of a step that was
+    """P15: the address is that of the content: of the same step elsewhere, and of a step that was
     saved again, there is none."""
     other = root.with_name("other")
     run(other, 1)
@@ -211,7 +211,7 @@ def memory_file(data: bytes) -> int:
 def test_what_is_wrong_about_an_image_is_named_and_storage_is_read(
     root: Path, numel: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P14: one bit, memory that can still change, memory that is short, no answer."""
+    """P15: one bit, memory that can still change, memory that is short, no answer."""
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state_of(1.0, numel=numel))
     (file,) = (root / step_dir(1) / "data").iterdir()
@@ -245,7 +245,7 @@ def test_what_is_wrong_about_an_image_is_named_and_storage_is_read(
 
 
 def test_an_image_of_another_user_is_not_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P14: asked by the kernel's word, at both ends."""
+    """P15: asked by the kernel's word, at both ends."""
     run(root, 1)
     wait_until(lambda: is_offered(root, 1))
     monkeypatch.setattr("holdfast.writer.kept_images.is_own", lambda peer: False)
@@ -255,7 +255,7 @@ def test_an_image_of_another_user_is_not_taken(root: Path, monkeypatch: pytest.M
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_keeper_sends_nothing_to_another_user(root: Path) -> None:
-    """P14"""
+    """P15"""
     run(root, 1)
     wait_until(lambda: is_offered(root, 1))
     (address,) = addresses(root, 1)
@@ -277,13 +277,13 @@ def test_a_keeper_sends_nothing_to_another_user(root: Path) -> None:
 
 
 def test_it_ends_after_its_time(root: Path) -> None:
-    """P15"""
+    """P16"""
     run(root, 1, keep_image_s=0.2)
     wait_until(lambda: not processes_of(root))
 
 
 def test_it_ends_after_a_newer_step(root: Path) -> None:
-    """P15"""
+    """P16"""
     run(root, 1)
     wait_until(lambda: is_offered(root, 1))
     with Checkpointer(root) as checkpointer:
@@ -292,7 +292,7 @@ def test_it_ends_after_a_newer_step(root: Path) -> None:
 
 
 def test_it_ends_by_a_signal_and_holds_nothing_of_the_trainers(root: Path) -> None:
-    """P15: no pipe or terminal that a launcher waits for; out of memory it ends first."""
+    """P16: no pipe or terminal that a launcher waits for; out of memory it ends first."""
     run(root, 1)
     wait_until(lambda: is_offered(root, 1))
     (pid,) = processes_of(root)
@@ -308,7 +308,7 @@ def test_it_ends_by_a_signal_and_holds_nothing_of_the_trainers(root: Path) -> No
 
 
 def test_it_ends_where_memory_is_short(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P15: at the next look, and not before."""
+    """P16: at the next look, and not before."""
     run(root, 1, keep_image_s=0)
     save_id = save_id_of(PosixStorage(root), step_dir(1))
     assert save_id is not None
@@ -326,7 +326,7 @@ def test_it_ends_where_memory_is_short(root: Path, monkeypatch: pytest.MonkeyPat
 def test_a_save_that_lacks_memory_gets_that_of_images(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P15: before it is refused; the memory is free when the keepers have been asked."""
+    """P16: before it is refused; the memory is free when the keepers have been asked."""
     run(root, 1)
     wait_until(lambda: is_offered(root, 1))
     asked = []
@@ -349,7 +349,7 @@ def test_a_save_that_lacks_memory_gets_that_of_images(
 
 
 def test_memory_is_sealed_once_nobody_can_write_to_it() -> None:
-    """P14: the kernel's word, for every process and for ever."""
+    """P15: the kernel's word, for every process and for ever."""
     memory = SharedMemory()
     memory.reserve(10_000)[:5] = b"bytes"
     fd = os.dup(memory.fd)
@@ -403,7 +403,7 @@ def test_only_memory_files_can_be_sealed(tmp_path: Path) -> None:
 
 
 def test_huge_pages_change_no_byte() -> None:
-    """P14: where the kernel has them and where it declines."""
+    """P15: where the kernel has them and where it declines."""
     data = os.urandom((5 << 20) + 123)
     fd = memory_file(data)
     assert seal_memory(fd)
