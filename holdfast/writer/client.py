@@ -26,13 +26,12 @@ from holdfast.writer.process import (
     JobFinished,
     JobProgress,
     JobWritten,
-    KeepImage,
     KeepPlan,
     MapMemory,
     Message,
     RunJob,
 )
-from holdfast.writer.records import EncodedPlan, SaveOutcome, WriteJob
+from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob
 
 
 class Ticket:

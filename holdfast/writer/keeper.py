@@ -21,9 +21,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
 from holdfast.format.checkpoint_files import CheckpointFiles
@@ -33,6 +32,7 @@ from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
 from holdfast.writer.kept_images import ANSWER_S, END, TAKE, KeptImages, is_own
 from holdfast.writer.memory import available_memory_nbytes, total_memory_nbytes
+from holdfast.writer.records import KeepImage
 from holdfast.writer.sealed_image import SealedImage, open_for_reading, seal_memory
 
 _TURN_S = 0.5
@@ -40,67 +40,52 @@ _TURN_S = 0.5
 _MAX_LOOK_S = 8.0
 """Most seconds between two looks at the root: first `_TURN_S`, then each time twice as long."""
 _SEAL_TURN_S = 0.01
+"""The first pause between two tries to seal; each is twice as long, up to `_TURN_S`."""
 _LEAST_AVAILABLE = 0.05
 """Fraction of the memory that stays available to others, or the image is given up."""
 _BACKLOG = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedImage:
-    """An image in a staging buffer, and the save that it is of.
-
-    Args:
-        fd: A descriptor of the memory that may write, as sealing needs it.
-        nbytes: Of the data file.
-        step: Of the save.
-        save_id: Of the save, which may not be committed.
-        file: Name of the data file in the checkpoint.
-        keep_s: Seconds to keep it.
-    """
-
-    fd: int
-    nbytes: int
-    step: int
-    save_id: str
-    file: str
-    keep_s: float
-
-
-def keep_newest(storage: Storage, images: Sequence[StagedImage]) -> None:
+def keep_newest(storage: Storage, images: Mapping[int, KeepImage]) -> None:
     """Keep the image of the newest checkpoint, if it is one of these; return when that is over.
 
-    Never raises for a storage or an image that is not as it should be: then nothing is kept. Closes
-    the descriptors of the images.
+    Never raises for a storage or an image that is not as it should be: then nothing is kept.
+
+    Args:
+        storage: The root.
+        images: By a descriptor of the memory that may write, as sealing needs it. They are closed.
 
     Cost: one pass over the image for the proof and one copy into huge pages; while it is kept, its
     memory, a look at the memory twice a second and a listing of the root every eight.
     """
     with suppress(HoldfastError, OSError):
-        newest = [image for image in images if _is_newest(storage, image)]
-        for image in images:
-            if image not in newest:
-                os.close(image.fd)
-        for image in newest:
-            _keep(storage, image)
+        newest = [fd for fd, image in images.items() if _is_newest(storage, image)]
+        for fd in images:
+            if fd not in newest:
+                os.close(fd)
+        for fd in newest:
+            _keep(storage, fd, images[fd])
 
 
-def _is_newest(storage: Storage, image: StagedImage) -> bool:
+def _is_newest(storage: Storage, image: KeepImage) -> bool:
     """Return True if the save of an image is committed, and no newer step and version is."""
     directory = step_dir(image.step)
     newest = max(list_steps(storage), default=None)
     return newest == image.step and save_id_of(storage, directory) == image.save_id
 
 
-def _keep(storage: Storage, image: StagedImage) -> None:
+def _keep(storage: Storage, fd: int, image: KeepImage) -> None:
     """Seal, prove and offer one image, as long as nothing ends it."""
     end = KeepersEnd(storage, image)
     # The kernel tears a killed trainer down in no particular order: wait for its mapping to go.
-    while not seal_memory(image.fd):
+    pause_s = _SEAL_TURN_S
+    while not seal_memory(fd):
         if end.has_come():
             return
-        time.sleep(_SEAL_TURN_S)
-    reader = open_for_reading(image.fd)
-    os.close(image.fd)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _TURN_S)
+    reader = open_for_reading(fd)
+    os.close(fd)
     sealed = SealedImage(reader, nbytes=image.nbytes, place=f"image of {image.file}")
     with (
         closing(sealed),
@@ -145,7 +130,7 @@ class KeepersEnd:
         why: The reason, once it has come.
     """
 
-    def __init__(self, storage: Storage, image: StagedImage) -> None:
+    def __init__(self, storage: Storage, image: KeepImage) -> None:
         self._storage = storage
         self._image = image
         now = time.monotonic()

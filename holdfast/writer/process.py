@@ -25,8 +25,8 @@ import msgspec
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import PosixStorage
 from holdfast.writer.job import run_job
-from holdfast.writer.keeper import StagedImage, become_keeper, keep_newest
-from holdfast.writer.records import EncodedPlan, SaveOutcome, WriteJob, decode_plan
+from holdfast.writer.keeper import become_keeper, keep_newest
+from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob, decode_plan
 from holdfast.writer.sealed_image import open_for_reading
 
 PLANS_KEPT = 2
@@ -59,20 +59,6 @@ class RunJob(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
     commits: bool
     place: tuple[int, int] = (-1, -1)
-
-
-class KeepImage(msgspec.Struct, frozen=True, tag=True):
-    """Trainer to writer: what the first `nbytes` of a buffer are, to keep when the trainer is gone.
-
-    It says nothing about whether the save was or will be committed. See `StagedImage`.
-    """
-
-    buffer: int
-    nbytes: int
-    step: int
-    save_id: str
-    file: str
-    keep_s: float
 
 
 class JobProgress(msgspec.Struct, frozen=True, tag=True):
@@ -186,33 +172,26 @@ class WriterServer:
             elif isinstance(message, KeepImage):
                 self._to_keep[message.buffer] = message
 
-    def give_images(self) -> list[StagedImage]:
-        """Unmap all buffers; return those that the trainer wants kept, with their descriptors."""
-        images = []
+    def give_images(self) -> dict[int, KeepImage]:
+        """Unmap all buffers; return what the trainer wants kept of them, by descriptor."""
+        images = {}
         for number, buffer in self._buffers.items():
-            # A view of a failed job may be left; a mapping for reading is in nobody's way.
+            # A view of a failed job may be left, which is for reading and in nobody's way.
             with suppress(BufferError):
                 buffer.memory.close()
-            request = self._to_keep.get(number)
-            if request is None:
+            if number in self._to_keep:
+                images[buffer.fd] = self._to_keep[number]
+            else:
                 os.close(buffer.fd)
-                continue
-            images.append(
-                StagedImage(
-                    fd=buffer.fd,
-                    nbytes=request.nbytes,
-                    step=request.step,
-                    save_id=request.save_id,
-                    file=request.file,
-                    keep_s=request.keep_s,
-                )
-            )
         self._buffers.clear()
         return images
 
     def _map(self, message: MapMemory, fd: int) -> None:
-        """Map a staging buffer by a descriptor that cannot write, or it could not be sealed."""
-        reader = open_for_reading(fd)
+        """Map a staging buffer so that it can be sealed, which its descriptor is kept for."""
+        try:
+            reader = open_for_reading(fd)
+        except OSError:  # no /proc: it can be written to storage all the same
+            reader = os.dup(fd)
         memory = mmap.mmap(reader, message.nbytes, prot=mmap.PROT_READ)
         os.close(reader)
         replaced = self._buffers.get(message.buffer)

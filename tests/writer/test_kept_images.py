@@ -21,9 +21,11 @@ from holdfast.checkpoint.save import budget
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_manifest, save_id_of
 from holdfast.writer import keeper
-from holdfast.writer.keeper import KeepersEnd, StagedImage
+from holdfast.writer.keeper import KeepersEnd
 from holdfast.writer.kept_images import KeptImages, end_keepers
 from holdfast.writer.memory import SharedMemory
+from holdfast.writer.process import Connection, MapMemory, WriterServer
+from holdfast.writer.records import KeepImage
 from holdfast.writer.sealed_image import SealedImage, is_sealed, open_for_reading, seal_memory
 from tests.writer.images import (
     KEEP_S,
@@ -312,7 +314,7 @@ def test_it_ends_where_memory_is_short(root: Path, monkeypatch: pytest.MonkeyPat
     run(root, 1, keep_image_s=0)
     save_id = save_id_of(PosixStorage(root), step_dir(1))
     assert save_id is not None
-    image = StagedImage(fd=-1, nbytes=1, step=1, save_id=save_id, file="", keep_s=KEEP_S)
+    image = KeepImage(buffer=0, nbytes=1, step=1, save_id=save_id, file="", keep_s=KEEP_S)
     monkeypatch.setattr(keeper, "_TURN_S", 0.0)
     monkeypatch.setattr(keeper, "total_memory_nbytes", lambda: 1000)
     monkeypatch.setattr(keeper, "available_memory_nbytes", lambda: 50)
@@ -392,6 +394,28 @@ def test_memory_is_sealed_once_nobody_can_write_to_it() -> None:
     image.close()
     with pytest.raises(StorageError):
         image.readinto(memoryview(buffer), start=0)
+
+
+def test_what_a_failed_job_has_left_does_not_keep_memory_from_being_sealed(root: Path) -> None:
+    """P15: a traceback may hold a view of the writer's mapping for as long as it likes."""
+    memory = SharedMemory()
+    memory.reserve(10_000)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = WriterServer(Connection(ours), PosixStorage(root))
+        trainer = Connection(theirs)
+        trainer.send(MapMemory(0, memory.nbytes), [memory.fd])
+        image = KeepImage(buffer=0, nbytes=1, step=1, save_id="", file="", keep_s=KEEP_S)
+        trainer.send(image)
+        trainer.shutdown()
+        server.serve()
+    view = memoryview(server._buffers[0].memory)
+    memory.close()
+    ((fd, kept),) = server.give_images().items()
+    assert kept == image
+    assert seal_memory(fd)
+    assert view[0] == 0
+    os.close(fd)
 
 
 def test_only_memory_files_can_be_sealed(tmp_path: Path) -> None:

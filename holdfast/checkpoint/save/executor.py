@@ -33,8 +33,7 @@ from holdfast.storage import Storage
 from holdfast.version import __version__
 from holdfast.writer.client import Ticket, Writer
 from holdfast.writer.job import ImageHasher, JobThread, RowDigests
-from holdfast.writer.process import KeepImage
-from holdfast.writer.records import SaveHeader, SaveOutcome, WriteJob, column
+from holdfast.writer.records import KeepImage, SaveHeader, SaveOutcome, WriteJob, column
 
 
 class SaveExecutor:
