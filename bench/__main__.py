@@ -31,18 +31,19 @@ def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping
         megabytes: of the dense states, instead of their own sizes.
         repeats: rounds after the warm-up.
     """
-    from bench import replicated, scale, sharded, states, step, tiny
+    from bench import replicated, restart, scale, sharded, states, step, tiny
 
     times = repeats or (1 if quick else 5)
     large, medium = (megabytes or size for size in ((8, 4) if quick else (1740, 600)))
     num_small, num_tiny, num_steady = (100, 100, 100) if quick else (20_000, 20_000, 10_000)
 
     def dense(results: BenchResults, scratch: Path, *, size: int, bars: sharded.Bars) -> None:
-        spec = states.gpt_spec(size)
+        spec, case = states.gpt_spec(size), f"dense {size / 1000:.3g} GB"
         sharded.measure(
-            results, f"dense {size / 1000:.3g} GB", spec=spec, bars=bars, repeats=times,
-            scratch=scratch, counts_memory=size == medium,
+            results, case, spec=spec, bars=bars, repeats=times, scratch=scratch,
+            counts_memory=size == medium,
         )  # fmt: skip
+        restart.measure(results, case, spec=spec, repeats=times, scratch=scratch)
 
     return {
         "large": partial(dense, size=large, bars=sharded.Bars(save=1.0, load=1.5)),

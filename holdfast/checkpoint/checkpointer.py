@@ -76,6 +76,14 @@ class Checkpointer:
             ones are stored once. None copies all.
         on_drift: what to do if copies of one tensor differ: "raise" (a save commits nothing, a
             load raises CorruptionError), or "warn": a load then takes the first copy on all ranks.
+        keep_image_s: seconds that the staged bytes of the newest checkpoint stay in memory after
+            this process has gone (killed, or after `close`), for a restart on the same host, whose
+            load copies them instead of reading the disk. A process of each rank keeps them; it ends
+            before its time where memory is short, a newer step is committed, another save needs the
+            memory, or SIGTERM comes. 0, the default, keeps nothing and looks for nothing. Linux
+            only; has no effect for a storage that other processes cannot open.
+        max_kept_nbytes: the largest image that a rank keeps, in bytes; None for any. An image is as
+            large as the rank's data file.
 
     Raises:
         ConfigError: an argument out of range.
@@ -100,6 +108,8 @@ class Checkpointer:
         max_copy_fraction: float = 1.0,
         max_copied_nbytes: int | None = None,
         on_drift: OnDrift = "raise",
+        keep_image_s: float = 0.0,
+        max_kept_nbytes: int | None = None,
     ) -> None:
         options = SaverOptions(
             block_nbytes=block_nbytes,
@@ -112,6 +122,8 @@ class Checkpointer:
             max_copy_fraction=max_copy_fraction,
             max_copied_nbytes=max_copied_nbytes,
             on_drift=on_drift,
+            keep_image_s=keep_image_s,
+            max_kept_nbytes=max_kept_nbytes,
         )
         self._storage: Storage = (
             PosixStorage(Path(root)) if isinstance(root, str | os.PathLike) else root
@@ -123,7 +135,12 @@ class Checkpointer:
             self._storage, self._groups, codecs=codecs, options=options, root=self._root
         )
         self._loader = Loader(
-            self._storage, self._groups, codecs=codecs, settle_s=settle_s, on_drift=on_drift
+            self._storage,
+            self._groups,
+            codecs=codecs,
+            settle_s=settle_s,
+            on_drift=on_drift,
+            takes_images=options.keep_image_s > 0,
         )
         control = self._groups.control
         self.guards: Mapping[str, Guard[Any]] = {

@@ -61,6 +61,12 @@ class SaverOptions:
     on_drift: OnDrift = "raise"
     """The reaction to copies of one tensor that differ, at a save and at a load."""
 
+    keep_image_s: float = 0.0
+    """Seconds that this rank's staged image of the newest checkpoint stays in memory after this
+    process has gone; 0 keeps none. Ranks need not choose alike."""
+    max_kept_nbytes: int | None = None
+    """The largest image that a rank keeps, in bytes; None for any."""
+
     def __post_init__(self) -> None:
         """Refuse what no save could be made with."""
         keep = partial(object.__setattr__, self)
@@ -92,6 +98,13 @@ class SaverOptions:
             most = check_int(self.max_copied_nbytes, name="max_copied_nbytes", least=0)
             keep("max_copied_nbytes", most)
         check_choice(self.on_drift, name="on_drift", choices=get_args(OnDrift))
+        keep_s = check_number(
+            self.keep_image_s, name="keep_image_s", least=0, hint="; 0 keeps no image"
+        )
+        keep("keep_image_s", keep_s)
+        if self.max_kept_nbytes is not None:
+            most = check_int(self.max_kept_nbytes, name="max_kept_nbytes", least=0)
+            keep("max_kept_nbytes", most)
 
     @property
     def copies(self) -> CopyPolicy:

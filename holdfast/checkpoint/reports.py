@@ -114,6 +114,8 @@ class JobReading:
     """Of data files."""
     max_nbytes_read: int = 0
     """By any one rank."""
+    nbytes_from_images: int = 0
+    """Copied from images that were kept in memory (`keep_image_s`) instead of read."""
 
     @property
     def amplification(self) -> float | None:
@@ -189,6 +191,12 @@ class LoadReport:
     than the slice, for other ranks, and where a read failed and was made again."""
     nbytes_received: int = 0
     """Of tensor data, received from other ranks."""
+    nbytes_from_images: int = 0
+    """Of tensor data, copied by this rank from images that were kept in memory (`keep_image_s`);
+    `nbytes_read` does not count it."""
+    refused_images: tuple[str, ...] = ()
+    """Each image that was offered on this host and not used by this rank, and why, in words. The
+    bytes came from storage instead."""
     num_opens: int = 0
     """Of data files, by this rank."""
     nbytes_by_file: Mapping[str, int] = field(default_factory=dict)
@@ -260,13 +268,17 @@ class LoadReport:
                 ("kept local", self.kept),
                 ("dropped", self.dropped),
                 ("damaged copies replaced", self.replaced),
+                ("kept images refused", self.refused_images),
                 ("newer checkpoints given up", self.fell_back),
             )
             if names
         )
+        copied = ""
+        if self.nbytes_from_images:
+            copied = f", {self.nbytes_from_images / 1e6:.1f} MB copied from memory,"
         return (
             f"step {self.step} from {self.path}: {len(self.loaded)} tensors, "
-            f"{self.nbytes_read / 1e6:.1f} MB read in {self.seconds:.2f} s{extra}"
+            f"{self.nbytes_read / 1e6:.1f} MB read{copied} in {self.seconds:.2f} s{extra}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest64, digest128
 from holdfast.format.index import decode_index, describe_row, validate_index
-from holdfast.format.manifest import Manifest, decode_manifest
+from holdfast.format.manifest import FileInfo, Manifest, decode_manifest
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.stored_copies import Copies, find_copies
 from holdfast.format.versions import (
@@ -38,7 +38,8 @@ class ReadStats:
     """The cost of reading so far; `fallbacks` names each damaged copy that was replaced.
 
     `ranges` counts the reads, those that failed included. `nbytes_by_file` is by position in the
-    manifest's `files`; its sum is `nbytes_read`.
+    manifest's `files`; its sum is `nbytes_read`. Bytes from images are in none of these, but in
+    `nbytes_from_images`; `refused_images` names each image that was offered and not used, and why.
     """
 
     opens: int = 0
@@ -47,6 +48,13 @@ class ReadStats:
     nbytes_by_file: Counter[int] = field(default_factory=Counter)
     nbytes_needed: int = 0
     fallbacks: list[str] = field(default_factory=list)
+    nbytes_from_images: int = 0
+    refused_images: list[str] = field(default_factory=list)
+
+
+TakeImage = Callable[[FileInfo], Source | None]
+"""Gives the bytes of a data file from elsewhere than its storage; None if it has none. StorageError
+if it has some that cannot be used."""
 
 
 class CheckpointFiles:
@@ -68,6 +76,8 @@ class CheckpointFiles:
 
     Attributes:
         has_copies: True if any box is stored more than once.
+        take_image: Where `read_pieces` looks for the bytes of a data file before it asks the
+            storage; None for nowhere.
         stats: The cost of reading so far.
     """
 
@@ -97,6 +107,8 @@ class CheckpointFiles:
         self._block_nbytes = manifest.block_nbytes
         self.has_copies = bool((index.copy != 0).any())
         self._copies: Copies | None = None
+        self.take_image: TakeImage | None = None
+        self._images: dict[int, Source | None] = {}
 
     @classmethod
     def open(cls, storage: Storage, directory: str, *, prove: bool = True) -> Self:
@@ -157,6 +169,10 @@ class CheckpointFiles:
             for source in self._sources.values():
                 source.close()
             self._sources.clear()
+            for image in self._images.values():
+                if image is not None:
+                    image.close()
+            self._images.clear()
             self._pin.close()
             self._held = None
 
@@ -190,8 +206,9 @@ class CheckpointFiles:
     ) -> None:
         """Fill `out` with adjacent pieces of one file, in one read.
 
-        A piece that is damaged or cannot be read is replaced from another copy of its box, and
-        `stats.fallbacks` names the damage. Any number of threads may call this.
+        The bytes of an image are used if there is one; a piece that is damaged in it is read from
+        storage. A piece that is damaged or cannot be read there is replaced from another copy of
+        its box, and `stats.fallbacks` names the damage. Any number of threads may call this.
 
         Args:
             rows: The index row of each piece.
@@ -203,18 +220,21 @@ class CheckpointFiles:
         Raises:
             CorruptionError: No copy is good; the message names tensor, file and byte.
         """
+        file = int(self.index.file[rows[0]])
+        image = self._image(file)
         bad: Sequence[int] = range(len(rows))
         try:
             if len(rows) == 1:
-                self._read_piece(rows[0], *bounds[0], out, verify)
+                self._read_piece(rows[0], *bounds[0], out, verify, image=image)
                 return
-            file = int(self.index.file[rows[0]])
-            source = self._source(file)
-            self._count(read=len(out), file=file)
+            source = image or self._source(file)
+            self._count(read=len(out), file=file, is_image=image is not None)
             source.readinto(out, start=int(self.index.start[rows[0]]) + bounds[0][0])
             bad = self._find_damaged(rows, bounds, out) if verify else ()
         except (CorruptionError, StorageError):
             pass  # `bad` still names all pieces: each is read again, from any copy
+        if bad and image is not None:
+            self._refuse_image(file, "bytes of it do not have the digests of the index")
         ends = list(itertools.accumulate(stop - start for start, stop in bounds)) if bad else []
         for number in bad:
             start, stop = bounds[number]
@@ -270,24 +290,34 @@ class CheckpointFiles:
         others = "".join(f"; copy: {problem}" for problem in problems[1:])
         raise CorruptionError(f"{problems[0]}{others}") from problems[0]
 
-    def _read_piece(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
+    def _read_piece(
+        self,
+        row: int,
+        start: int,
+        stop: int,
+        out: memoryview,
+        verify: bool,
+        *,
+        image: Source | None = None,
+    ) -> None:
         """Read one piece of this very copy; CorruptionError names the byte of a wrong block.
 
         Its blocks are read a few at a time and hashed at once, while they are in the cache.
         """
         place, block = int(self.index.start[row]), self._block_nbytes
         file = int(self.index.file[row])
-        source = self._source(file)
+        source = image or self._source(file)
         stated = self.index.digests(row)[start // block : -(-stop // block)].tolist()
         num_blocks = max(_STEP_NBYTES // block, 1)
         step = num_blocks * block
+        self._count(read=len(out), file=file, is_image=image is not None)
         for at in range(0, len(out), step):
             data = out[at : at + step]
-            self._count(read=len(data), file=file)
             source.readinto(data, start=place + start + at)
+            if not verify:
+                continue
             first = at // block
-            blocks = stated[first : first + num_blocks] if verify else ()
-            wrong = _find_wrong_block(data, blocks, block)
+            wrong = _find_wrong_block(data, stated[first : first + num_blocks], block)
             if wrong is not None:
                 raise CorruptionError(
                     f"damaged: the {min(block, len(data) - wrong)} bytes from byte "
@@ -337,13 +367,44 @@ class CheckpointFiles:
                 self._sources[file] = source
             return self._sources[file]
 
-    def _count(self, *, read: int = 0, file: int = 0, needed: int = 0) -> None:
+    def _image(self, file: int) -> Source | None:
+        """The image of a data file, asked for once; None if there is none."""
+        if self.take_image is None:
+            return None
+        if file in self._images:  # without the lock, as in `_source`
+            return self._images[file]
         with self._lock:
+            if file not in self._images:
+                image: Source | None = None
+                try:
+                    image = self.take_image(self.manifest.files[file])
+                except StorageError as error:
+                    self.stats.refused_images.append(f"{self.manifest.files[file].name}: {error}")
+                self._images[file] = image
+            return self._images[file]
+
+    def _refuse_image(self, file: int, why: str) -> None:
+        """Use an image no more; other threads that read it at this moment find the same."""
+        with self._lock:
+            image = self._images.get(file)
+            if image is not None:
+                self._images[file] = None
+                # Not closed now, since they read it.
+                self._pin.callback(image.close)
+                self.stats.refused_images.append(f"{self.manifest.files[file].name}: {why}")
+
+    def _count(
+        self, *, read: int = 0, file: int = 0, needed: int = 0, is_image: bool = False
+    ) -> None:
+        with self._lock:
+            self.stats.nbytes_needed += needed
+            if is_image:
+                self.stats.nbytes_from_images += read
+                return
             self.stats.nbytes_read += read
             if read:
                 self.stats.ranges += 1
                 self.stats.nbytes_by_file[file] += read
-            self.stats.nbytes_needed += needed
 
 
 def _find_wrong_block(buffer: memoryview, stated: Sequence[int], block: int) -> int | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
+from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
@@ -90,6 +91,29 @@ def verify_snapshot(
     )
 
 
+def verify_source(files: CheckpointFiles, name: str, source: Source) -> list[Damage]:
+    """Read every byte of what is to be one data file of a checkpoint, and list its damage.
+
+    Checks its header, its rows and every block against the records, as `verify_snapshot` does; not
+    the padding, which no load reads.
+
+    Args:
+        files: The checkpoint; its records count, no data file is opened.
+        name: Of the data file in the manifest.
+        source: The bytes, which may come from elsewhere.
+
+    Raises:
+        CorruptionError: The manifest lists no such file.
+
+    Cost: every byte once, and 8 MiB of memory (or one digest block, if larger).
+    """
+    names = [file.name for file in files.manifest.files]
+    if name not in names:
+        raise CorruptionError(f"the manifest lists no file {name}")
+    verifier = _Verifier(files.storage, files.directory, None)
+    return verifier.run_on(files.manifest, files.index, names.index(name), source)
+
+
 class _Verifier:
     """One pass over one checkpoint, which collects damage."""
 
@@ -120,6 +144,17 @@ class _Verifier:
                 self._report(file.name, error)
             self._advance(file.nbytes - (self._done - before))
         self._strays(manifest)
+        return self._damages
+
+    def run_on(
+        self, manifest: Manifest, index: ChunkIndex, number: int, source: Source
+    ) -> list[Damage]:
+        """Make the checks of one data file, of which an error to read it is one."""
+        file = manifest.files[number]
+        try:
+            self._rows(source, file, self._header(source, file), manifest, index, number)
+        except HoldfastError as error:
+            self._report(file.name, error)
         return self._damages
 
     def _report(

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from holdfast.errors import StorageError
 from holdfast.storage.storage_protocol import Observer, Sink, Source
 
@@ -704,10 +706,11 @@ class PosixSink:
     def _write_direct(self, offset: int, view: memoryview) -> int:
         """Write the part of `view` that may bypass the page cache; return its length, maybe 0."""
         nbytes = len(view) // _DIRECT_ALIGN * _DIRECT_ALIGN
-        if not self._direct or nbytes < _DIRECT_NBYTES or offset % _DIRECT_ALIGN or view.readonly:
+        if not self._direct or nbytes < _DIRECT_NBYTES or offset % _DIRECT_ALIGN:
             return 0
-        # The device reads the memory itself: O_DIRECT needs an aligned address, too.
-        if ctypes.addressof(ctypes.c_char.from_buffer(view)) % _DIRECT_ALIGN:
+        # The device reads the memory itself: O_DIRECT needs an aligned address, too. By numpy,
+        # since `ctypes` does not tell the address of memory that is read-only.
+        if np.frombuffer(view, dtype=np.uint8).ctypes.data % _DIRECT_ALIGN:
             return 0
         try:
             if self._direct_fd < 0:

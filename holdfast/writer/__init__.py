@@ -15,5 +15,9 @@ A writer process runs in its own session, so that it outlives the trainer and a 
 the trainer's process group does not reach it. `leftovers.py` finishes or removes what dead saves
 have left, and leaves a save alone while its heartbeat is renewed.
 
+With `Checkpointer(keep_image_s=…)`, the writer process leaves a keeper behind when its trainer has
+gone: the staged image of the newest checkpoint, sealed and proven once more, for a restart on the
+same host (`keeper.py`; `kept_images.py` is how a load finds it, `sealed_image.py` the memory).
+
 Read first: `job.py`, `commit.py`, `process.py`.
 """

@@ -31,7 +31,7 @@ from holdfast.writer.process import (
     Message,
     RunJob,
 )
-from holdfast.writer.records import EncodedPlan, SaveOutcome, WriteJob
+from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob
 
 
 class Ticket:
@@ -165,10 +165,7 @@ class WriterProcess:
             plan: The plan, on the rank that commits the save; None on the others.
         """
         job = ticket.job
-        # The token, not the descriptor: a number that was closed is soon another memory's.
-        if self._mapped.get(buffer) is not memory.token:
-            self._send(MapMemory(buffer, memory.nbytes), memory.fd)
-            self._mapped[buffer] = memory.token
+        self._map(buffer, memory)
         if plan is not None and job.plan_digest not in self._plans:
             self._send(KeepPlan(job.plan_digest, plan.data))
             self._plans = [*self._plans, job.plan_digest][-PLANS_KEPT:]
@@ -182,6 +179,17 @@ class WriterProcess:
                 self._tickets.pop(job.header.save_id, None)
             raise
 
+    def keep_image(self, image: KeepImage, *, memory: SharedMemory) -> None:
+        """Have the image kept when this process has gone; StorageError if the writer is gone.
+
+        Args:
+            image: What to keep, in the staging buffer with this memory. Its save need not be
+                committed yet: the writer looks for that on storage.
+            memory: The memory of that buffer.
+        """
+        self._map(image.buffer, memory)
+        self._send(image)
+
     def close(self, *, timeout_s: float) -> None:
         """Let the writer finish and end; after `timeout_s` it is left to itself."""
         self._connection.shutdown()
@@ -190,6 +198,13 @@ class WriterProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
             self._connection.close()
+
+    def _map(self, buffer: int, memory: SharedMemory) -> None:
+        """Send the memory of a buffer, unless the writer has it."""
+        # The token, not the descriptor: a number that was closed is soon another memory's.
+        if self._mapped.get(buffer) is not memory.token:
+            self._send(MapMemory(buffer, memory.nbytes), memory.fd)
+            self._mapped[buffer] = memory.token
 
     def _place(self) -> tuple[int, int]:
         """Return device and inode of the root as this process knows it; -1 for unknown."""
@@ -277,6 +292,9 @@ class WriterThread:
         """Queue the job of one save; see `WriterProcess.submit`."""
         del buffer, memory
         self._jobs.put((ticket, image, plan))
+
+    def keep_image(self, image: KeepImage, *, memory: SharedMemory) -> None:
+        """Do nothing: what this process has staged ends with it."""
 
     def close(self, *, timeout_s: float) -> None:
         """Finish the queued jobs and end."""

@@ -1,4 +1,4 @@
-"""Memory in which a rank stages a save; its writer process maps it by a file descriptor."""
+"""Memory in which a rank stages a save, mapped by its writer process too; and how much is left."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from holdfast.errors import StorageError
+
+_UNLIMITED_NBYTES = 1 << 60
+_CONTROL_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
 
 
 class SharedMemory:
@@ -49,9 +59,13 @@ class SharedMemory:
             # A memory file and not shared memory with a name: it goes with its last descriptor, so
             # that a killed process leaves nothing behind.
             try:
-                self.fd = os.memfd_create("holdfast-staging", os.MFD_CLOEXEC)
+                flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+                self.fd = os.memfd_create("holdfast-staging", flags)
                 os.ftruncate(self.fd, rounded)
                 self._map = mmap.mmap(self.fd, rounded)
+                # A forked child has no use for it, and its mapping would keep the writer from
+                # sealing the memory after this process has gone.
+                self._map.madvise(mmap.MADV_DONTFORK)
             except (OSError, ValueError) as error:
                 self.close()
                 # Memory files have the size limit of all files, too.
@@ -109,3 +123,35 @@ class SharedMemory:
     def _address(mapped: mmap.mmap) -> int:
         """Return the address of mapped memory, which `mmap` itself does not show."""
         return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+def available_memory_nbytes() -> int:
+    """Memory this process may still take: the machine's, or its control group's if that is less."""
+    return _memory_nbytes()[0]
+
+
+def total_memory_nbytes() -> int:
+    """Memory of the machine, or the limit of this process's control group if that is less."""
+    return _memory_nbytes()[1]
+
+
+def _memory_nbytes() -> tuple[int, int]:
+    """Bytes available, and in all; as good as unlimited where the system does not tell."""
+    available = total = _UNLIMITED_NBYTES
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+            elif line.startswith("MemTotal:"):
+                total = int(line.split()[1]) * 1024
+    except OSError:
+        return available, total
+    for limit, used in _CONTROL_GROUPS:
+        try:
+            most = Path(limit).read_text().strip()
+            if most != "max":
+                available = min(available, int(most) - int(Path(used).read_text()))
+                total = min(total, int(most))
+        except (OSError, ValueError):
+            continue
+    return max(available, 0), total

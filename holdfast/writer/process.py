@@ -16,14 +16,18 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import PosixStorage
 from holdfast.writer.job import run_job
-from holdfast.writer.records import EncodedPlan, SaveOutcome, WriteJob, decode_plan
+from holdfast.writer.keeper import become_keeper, keep_newest
+from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob, decode_plan
+from holdfast.writer.sealed_image import open_for_reading
 
 PLANS_KEPT = 2
 _PROGRESS_S = 0.2
@@ -76,7 +80,7 @@ class JobFinished(msgspec.Struct, frozen=True, tag=True):
     outcome: SaveOutcome
 
 
-Message = MapMemory | KeepPlan | RunJob | JobProgress | JobWritten | JobFinished
+Message = MapMemory | KeepPlan | RunJob | KeepImage | JobProgress | JobWritten | JobFinished
 
 
 class Connection:
@@ -134,13 +138,21 @@ class Connection:
         self._socket.close()
 
 
+class _MappedBuffer(NamedTuple):
+    """A staging buffer as the writer has it: mapped for reading, and its descriptor."""
+
+    memory: mmap.mmap
+    fd: int
+
+
 class WriterServer:
     """State of one writer process: its storage, mapped staging buffers and plans."""
 
     def __init__(self, connection: Connection, storage: PosixStorage) -> None:
         self._connection = connection
         self._storage = storage
-        self._buffers: dict[int, mmap.mmap] = {}
+        self._buffers: dict[int, _MappedBuffer] = {}
+        self._to_keep: dict[int, KeepImage] = {}
         self._plans: OrderedDict[str, EncodedPlan] = OrderedDict()
 
     def serve(self) -> None:
@@ -150,22 +162,51 @@ class WriterServer:
             if message is None:
                 return
             if isinstance(message, MapMemory):
-                # Replaced memory is unmapped with its last view; the mapping needs no descriptor.
-                self._buffers[message.buffer] = mmap.mmap(descriptors[0], message.nbytes)
-                os.close(descriptors[0])
+                self._map(message, descriptors[0])
             elif isinstance(message, KeepPlan):
                 self._plans[message.digest] = decode_plan(message.plan, where="plan")
                 while len(self._plans) > PLANS_KEPT:
                     self._plans.popitem(last=False)
             elif isinstance(message, RunJob):
                 self._run(message)
+            elif isinstance(message, KeepImage):
+                self._to_keep[message.buffer] = message
+
+    def give_images(self) -> dict[int, KeepImage]:
+        """Unmap all buffers; return what the trainer wants kept of them, by descriptor."""
+        images = {}
+        for number, buffer in self._buffers.items():
+            # A view of a failed job may be left, which is for reading and in nobody's way.
+            with suppress(BufferError):
+                buffer.memory.close()
+            if number in self._to_keep:
+                images[buffer.fd] = self._to_keep[number]
+            else:
+                os.close(buffer.fd)
+        self._buffers.clear()
+        return images
+
+    def _map(self, message: MapMemory, fd: int) -> None:
+        """Map a staging buffer so that it can be sealed, which its descriptor is kept for."""
+        try:
+            reader = open_for_reading(fd)
+        except OSError:  # no /proc: it can be written to storage all the same
+            reader = os.dup(fd)
+        memory = mmap.mmap(reader, message.nbytes, prot=mmap.PROT_READ)
+        os.close(reader)
+        replaced = self._buffers.get(message.buffer)
+        self._buffers[message.buffer] = _MappedBuffer(memory, fd)
+        # What was to be kept of the old memory is not in the new one.
+        self._to_keep.pop(message.buffer, None)
+        if replaced is not None:
+            os.close(replaced.fd)  # its memory is unmapped with its last view
 
     def _run(self, message: RunJob) -> None:
         """Run one job and report its outcome."""
         job = message.job
         device, inode = message.place
         self._storage.place.expect(device=device, inode=inode)
-        image = memoryview(self._buffers[message.buffer])[: message.nbytes]
+        image = memoryview(self._buffers[message.buffer].memory)[: message.nbytes]
         outcome = run_job(
             self._storage,
             job,
@@ -211,8 +252,16 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=int(arguments[0])))
+    storage = PosixStorage(Path(arguments[1]))
+    server = WriterServer(connection, storage)
     try:
-        WriterServer(connection, PosixStorage(Path(arguments[1]))).serve()
+        server.serve()
+        images = server.give_images()
+        # A process of its own, so that this one ends as if it had nothing to keep.
+        if images and os.fork() == 0:
+            connection.close()
+            become_keeper()
+            keep_newest(storage, images)
     except HoldfastError as error:
         print(f"holdfast writer: {error}", file=sys.stderr)
         return 1

@@ -256,6 +256,28 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True):
     root: str = ""
 
 
+class KeepImage(msgspec.Struct, frozen=True, tag=True):
+    """Trainer to writer: what a staging buffer holds, to be kept when the trainer has gone.
+
+    It says nothing about whether the save was or will be committed.
+
+    Args:
+        buffer: Number of the staging buffer.
+        nbytes: Of the data file, which its first bytes are.
+        step: Of the save.
+        save_id: Of the save.
+        file: Name of the data file in the checkpoint.
+        keep_s: Seconds to keep it.
+    """
+
+    buffer: int
+    nbytes: int
+    step: int
+    save_id: str
+    file: str
+    keep_s: float
+
+
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a save as one rank's writer saw it; `error` is None for success.
 

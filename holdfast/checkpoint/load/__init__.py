@@ -8,7 +8,8 @@ on all ranks or on none. The phases, each of which ends with an agreement of all
 3. Plan (`read_plan`): which rank reads which bytes, from the requests of all (`requests`). Ranks of
    several hosts may send each other what they read: `choose_exchange` decides whether,
    `assign_readers` who reads, `transfers` what goes where.
-4. Read (`read_executor`): blocks in the order of the files, digests checked, into the targets.
+4. Read (`read_executor`): blocks in the order of the files, digests checked, into the targets; from
+   memory where an image of the file is kept on this host, else from storage.
 5. Restore values, and random streams last, once every byte on every rank was good.
 
 Read first: `loader.py`, the phases; `read_plan.py`, the arithmetic; `read_executor.py`, the bytes.

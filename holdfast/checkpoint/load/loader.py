@@ -66,6 +66,7 @@ from holdfast.state.shared_memory import files_mapped_twice, shared_memory
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
+from holdfast.writer.kept_images import KeptImages
 
 _MAX_CANDIDATES = 10_000
 
@@ -81,8 +82,10 @@ class Loader:
         codecs: Codecs,
         settle_s: float,
         on_drift: OnDrift,
+        takes_images: bool = False,
     ) -> None:
         self._storage = storage
+        self._takes_images = takes_images
         self._groups = groups
         self._codecs = codecs
         self._on_drift = on_drift
@@ -184,6 +187,9 @@ class Loader:
         start = time.perf_counter()
         control = self._groups.control
         chosen, files, hosts = self._finder.find(step, stack, self._settings(options))
+        if self._takes_images:
+            kept = KeptImages(files.records.manifest)
+            files.take_image = lambda info: kept.take(info.name, nbytes=info.nbytes)
         if control.is_coordinator:
             # One rank proves the chunk table for all, while the others match.
             validate_index(files.index, files.manifest)
@@ -217,6 +223,8 @@ class Loader:
             nbytes_needed=executor.nbytes_needed,
             nbytes_read=files.stats.nbytes_read,
             nbytes_received=executor.nbytes_received,
+            nbytes_from_images=files.stats.nbytes_from_images,
+            refused_images=tuple(files.stats.refused_images),
             num_opens=files.stats.opens,
             nbytes_by_file=files.nbytes_by_file(),
             job=job,
@@ -397,6 +405,12 @@ class Loader:
                 self._groups.rank,
                 len(files.stats.fallbacks),
                 "; ".join(files.stats.fallbacks[:MAX_NAMED]),
+            )
+        if files.stats.refused_images:
+            logging.getLogger("holdfast").warning(
+                "rank %s: kept images were not used, storage was read instead: %s",
+                self._groups.rank,
+                "; ".join(files.stats.refused_images[:MAX_NAMED]),
             )
         return job
 

@@ -31,7 +31,7 @@ from holdfast.parallel import Control
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME
 
-_COUNTERS = struct.Struct("<4Q")
+_COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
 _UNVERIFIED_NBYTES = 64 << 10
 """Without verification, reads are cut and joined at multiples of this."""
@@ -173,10 +173,16 @@ class LoadExecutor:
         # One collective for two things: whether all ranks have read, and what it cost.
         stats = self._files.stats
         counters = _COUNTERS.pack(
-            self.nbytes_needed, stats.nbytes_read, self.nbytes_received, stats.opens
+            self.nbytes_needed,
+            stats.nbytes_read,
+            self.nbytes_received,
+            stats.opens,
+            stats.nbytes_from_images,
         )
         reports = self._control.agree(error, phase="load: read", payload=counters)
-        needed, read, received, opens = zip(*map(_COUNTERS.unpack, reports), strict=True)
+        needed, read, received, opens, from_images = zip(
+            *map(_COUNTERS.unpack, reports), strict=True
+        )
         return JobReading(
             nbytes_unique=self._nbytes_unique,
             nbytes_needed=sum(needed),
@@ -184,6 +190,7 @@ class LoadExecutor:
             nbytes_received=sum(received),
             num_opens=sum(opens),
             max_nbytes_read=max(read),
+            nbytes_from_images=sum(from_images),
         )
 
     def touched(self) -> list[str]:

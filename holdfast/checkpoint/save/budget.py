@@ -9,10 +9,11 @@ from pathlib import Path
 
 from holdfast.errors import StorageError
 from holdfast.storage import Storage
+from holdfast.writer.kept_images import end_keepers
+from holdfast.writer.memory import available_memory_nbytes
 
 _NUM_DESCRIPTORS = 16
 _DISK_SLACK_NBYTES = 4 << 20
-_UNLIMITED_NBYTES = 1 << 60
 
 
 def check_budget(
@@ -42,6 +43,9 @@ def check_budget(
     needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
     if needed:
         free = available_memory_nbytes()
+        if free < needed and end_keepers():
+            # An image that is kept for a restart must not cost a running job its save.
+            free = available_memory_nbytes()
         if free < needed:
             raise StorageError(
                 f"staging this rank's share needs {_size(needed)} more memory in "
@@ -56,31 +60,6 @@ def check_budget(
                 f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
                 f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
             )
-
-
-def available_memory_nbytes() -> int:
-    """Memory this process may still take: the machine's, or its control group's if that is less."""
-    available = _UNLIMITED_NBYTES
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except OSError:
-        return available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            most = Path(limit).read_text().strip()
-            if most != "max":
-                available = min(available, int(most) - int(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return max(available, 0)
 
 
 def _size(nbytes: int) -> str:

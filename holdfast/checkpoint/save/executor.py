@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import msgspec
@@ -34,7 +35,7 @@ from holdfast.version import __version__
 from holdfast.writer.client import Ticket, Writer
 from holdfast.writer.job import ImageHasher, JobThread, RowDigests
 from holdfast.writer.outcomes import publish_failure
-from holdfast.writer.records import SaveHeader, SaveOutcome, WriteJob, column
+from holdfast.writer.records import KeepImage, SaveHeader, SaveOutcome, WriteJob, column
 
 
 class SaveExecutor:
@@ -80,7 +81,7 @@ class SaveExecutor:
         staging, checks = self.stage(buffer, plan, agreed.local, phases)
         ticket = self._ticket(agreed, plan, request, checks, after=after)
         with phases.timed("submit"):
-            self._submit(writer, ticket, buffer, plan, staging)
+            self._submit(writer, ticket, buffer, staging, agreed, request)
         return ticket
 
     def submit_later(
@@ -117,7 +118,7 @@ class SaveExecutor:
             checks = self._checks(staging, plan, others, phases)
             ticket.job = msgspec.structs.replace(ticket.job, checks=checks)
             with phases.timed("submit"):
-                self._submit(writer, ticket, buffer, plan, staging)
+                self._submit(writer, ticket, buffer, staging, agreed, request)
 
         if not rows:
             submit(phases)
@@ -160,15 +161,18 @@ class SaveExecutor:
         writer: Writer,
         ticket: Ticket,
         buffer: StagingBuffer,
-        plan: RankPlan,
         staging: Staging,
+        agreed: AgreedSave,
+        request: SaveRequest,
     ) -> None:
+        # Before the job, which is submitted last of all.
+        self.keep_image(writer, buffer, agreed, request)
         writer.submit(
             ticket,
             buffer=self._buffers.index(buffer),
             memory=buffer.memory,
             image=staging.view,
-            plan=plan.commit,
+            plan=agreed.plan_or_raise().commit,
         )
 
     def write(self, agreed: AgreedSave, request: SaveRequest, phases: Phases) -> None:
@@ -205,6 +209,29 @@ class SaveExecutor:
         finally:
             # After a failure here the job must neither continue nor be left behind.
             thread.stop()
+
+    def keep_image(
+        self, writer: Writer, buffer: StagingBuffer, agreed: AgreedSave, request: SaveRequest
+    ) -> None:
+        """Have the writer keep the staged image when this process has gone, if that is wanted.
+
+        Whether the save is committed the writer sees on storage. A writer that is gone is no error:
+        a restart reads storage then.
+        """
+        options, plan = self._options, agreed.plan_or_raise()
+        nbytes, name, most = plan.image.nbytes, plan.file.name, options.max_kept_nbytes
+        if not options.keep_image_s or name is None or (most is not None and nbytes > most):
+            return
+        image = KeepImage(
+            buffer=self._buffers.index(buffer),
+            nbytes=nbytes,
+            step=request.step,
+            save_id=agreed.save_id,
+            file=name,
+            keep_s=options.keep_image_s,
+        )
+        with suppress(StorageError):
+            writer.keep_image(image, memory=buffer.memory)
 
     def _job(
         self, agreed: AgreedSave, plan: RankPlan, request: SaveRequest, checks: bytes

@@ -35,6 +35,7 @@ from holdfast.storage import Storage
 from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.outcomes import discard_save, publish_failure
 from holdfast.writer.records import SaveOutcome
+from holdfast.writer.sealed_image import can_seal
 
 
 class Saver:
@@ -59,6 +60,13 @@ class Saver:
         )
         self._lazy = LazyStaging()
         self._writer: Writer | None = None
+        self._keeps_images = options.keep_image_s > 0 and can_seal() and storage.is_shareable()
+        if options.keep_image_s > 0 and not self._keeps_images:
+            logging.getLogger("holdfast").warning(
+                "keep_image_s=%g has no effect: images are kept on Linux only, and of a storage "
+                "that other processes can open",
+                options.keep_image_s,
+            )
         self._submitted: InFlightSave | None = None
         self._counts: Counter[str] = Counter()
         # Appended to by the thread that learns outcomes. No lock: an interrupt in the wrong place
@@ -120,11 +128,14 @@ class Saver:
         self.wait_staged()
         phases = Phases()
         with phases.timed("total"):
+            writer = self._keeping_writer()
             agreed = self._handshake.agree(request, state, phases)
             plan = agreed.plan_or_raise()
             report = agreed.report(request.step, self._storage, phases)
             self._counts["planned" if agreed.planned else "reused"] += 1
             self._executor.write(agreed, request, phases)
+            if writer is not None:
+                self._executor.keep_image(writer, self._buffers[0], agreed, request)
             with phases.timed("retain"):
                 self._after_commit(plan)
         self._counts["nbytes"] += report.nbytes
@@ -284,6 +295,19 @@ class Saver:
             return
         for step, why in result.failed.items():
             log.warning("retention: step %s could not be removed: %s", step, why)
+
+    def _keeping_writer(self) -> Writer | None:
+        """A writer for a synchronous save, which needs one only for an image to be kept.
+
+        It starts while the save is made. None if it cannot: the save is made without it.
+        """
+        if not self._keeps_images:
+            return None
+        try:
+            return self._live_writer()
+        except StorageError as error:
+            logging.getLogger("holdfast").warning("no image will be kept: %s", error)
+            return None
 
     def _live_writer(self) -> Writer:
         """The writer; a new one if it died, which costs its saves and nothing else."""
